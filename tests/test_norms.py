@@ -167,6 +167,17 @@ def test_a_norm_that_is_no_number_can_be_asked_to_be_an_error_and_then_changes_n
     np.testing.assert_array_equal(parameters[0].storage.gradient, before)
 
 
+@pytest.mark.parametrize("bad", [nan, inf])
+def test_gradients_can_be_left_where_the_norm_is_no_number(bad):
+    values = gradients()
+    values[1][2] = bad
+    parameters = parameters_with(values)
+    before = parameters[0].storage.gradient.copy()
+    norm = clip_grad_norm_on_device_(parameters, 1.0, leave_nonfinite=True).item()
+    np.testing.assert_array_equal([norm], [bad])
+    np.testing.assert_array_equal(parameters[0].storage.gradient, before)
+
+
 def test_an_infinite_limit_only_measures():
     parameters = parameters_with(gradients())
     before = parameters[0].storage.gradient.copy()

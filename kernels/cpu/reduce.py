@@ -1,5 +1,6 @@
 """Sums: over ranks' buffers, over rows, of powers. Fixed order, so the same bits every time."""
 
+from math import fsum, isfinite
 from typing import Any
 
 import numpy as np
@@ -208,6 +209,29 @@ def power_sums(x: Array, p: float, out: Array | None = None) -> Array:
     out = np.empty((power_rows(x.size), 2), np.float64) if out is None else out
     run_rows(_power_pieces, len(out), x.size, x, float(p), out)
     return out
+
+
+def add_pairs(pairs: Array, out: Array) -> None:
+    """out (2,) = the sum of `pairs` (n, 2) of power_sums as one, to about 100 bits."""
+    highs, lows = (column.tolist() for column in pairs.T)
+    try:
+        high = fsum(highs)
+    except OverflowError:
+        high = sum(highs)  # infinite, or nan
+    out[:] = high, fsum([*highs, *lows, -high]) if isfinite(high) else 0.0
+
+
+def clip_factor(pairs: Array, limit: float, leave_nonfinite: bool, out: Array) -> None:
+    """out (2,): the norm, the root of the sum of `pairs` (n, 2), and the factor that makes it `limit`.
+
+    The factor is limit / (norm + 1e-6), at most 1, and nan where the norm is; leave_nonfinite: 1 where the
+    norm is nan or infinite.
+    """
+    add_pairs(pairs, out)
+    with np.errstate(invalid="ignore"):
+        norm = np.sqrt(out[0] + out[1])
+        left = leave_nonfinite and not np.isfinite(norm)
+        out[:] = norm, 1.0 if left else np.minimum(limit / (norm + 1e-6), 1.0)
 
 
 @exact

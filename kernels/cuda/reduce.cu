@@ -80,12 +80,29 @@ __device__ __forceinline__ double power(double x, double p) {  // not fused with
     return pow(x, p);
 }
 
+// sum (2): that of the block's threads, as high + low. blockDim.x is a power of two.
+__device__ __forceinline__ void add_threads(double high, double low, double* sum) {
+    constexpr int MOST = 1024;
+    __shared__ double highs[MOST], lows[MOST];
+    highs[threadIdx.x] = high;
+    lows[threadIdx.x] = low;
+    for (int half = blockDim.x / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x >= half) continue;
+        add_exactly(high, low, highs[threadIdx.x + half]);
+        low += lows[threadIdx.x + half];
+        highs[threadIdx.x] = high;
+        lows[threadIdx.x] = low;
+    }
+    if (threadIdx.x > 0) return;
+    sum[0] = high;
+    sum[1] = high - high == 0 ? low : 0;
+}
+
 // partials (pieces, 2): the sum of |x| ** p over a piece, a block's, as high + low.
 constexpr int PIECE = 65536;
 
 extern "C" __global__ void power_sums(const T* x, double p, double* partials, int64 count, int vectors) {
-    constexpr int MOST = 1024;
-    __shared__ double highs[MOST], lows[MOST];
     constexpr int N = Vector<T>::width;
     int64 begin = blockIdx.x * (int64)PIECE, end = min(begin + PIECE, count);
     int64 whole = vectors ? begin + (end - begin) / N * N : begin;
@@ -96,20 +113,29 @@ extern "C" __global__ void power_sums(const T* x, double p, double* partials, in
         for (int k = 0; k < N; k++) add_exactly(high, low, power(to_acc(line[k]), p));
     }
     for (int64 i = whole + threadIdx.x; i < end; i += blockDim.x) add_exactly(high, low, power(to_acc(x[i]), p));
+    add_threads(high, low, partials + 2 * blockIdx.x);
+}
 
-    highs[threadIdx.x] = high;
-    lows[threadIdx.x] = low;
-    for (int half = blockDim.x / 2; half > 0; half /= 2) {  // blockDim.x is a power of two
-        __syncthreads();
-        if (threadIdx.x >= half) continue;
-        add_exactly(high, low, highs[threadIdx.x + half]);
-        low += lows[threadIdx.x + half];
-        highs[threadIdx.x] = high;
-        lows[threadIdx.x] = low;
+// out (2): the sum of pairs (count, 2), by one block.
+__device__ __forceinline__ void sum_of_pairs(const double* pairs, double* out, int64 count) {
+    double high = 0, low = 0;
+    for (int64 i = threadIdx.x; i < count; i += blockDim.x) {
+        add_exactly(high, low, pairs[2 * i]);
+        low += pairs[2 * i + 1];
     }
+    add_threads(high, low, out);
+}
+
+extern "C" __global__ void add_pairs(const double* pairs, double* out, int64 count) { sum_of_pairs(pairs, out, count); }
+
+// out (2): the root of the sum of pairs (count, 2), and what makes it limit, at most 1; see clip_factor. One block.
+extern "C" __global__ void clip_factor(const double* pairs, double limit, int leave, double* out, int64 count) {
+    sum_of_pairs(pairs, out, count);
     if (threadIdx.x > 0) return;
-    partials[2 * blockIdx.x] = high;
-    partials[2 * blockIdx.x + 1] = high - high == 0 ? low : 0;
+    double norm = sqrt(out[0] + out[1]), factor = limit / (norm + 1e-6);
+    bool finite = norm - norm == 0;
+    out[0] = norm;
+    out[1] = factor > 1 || (leave && !finite) ? 1 : factor;
 }
 
 // tables (blocks, 256, 2): see exact_power_sums. A thread has a row of the block's table, a warp sums of its own in

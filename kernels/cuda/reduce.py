@@ -107,6 +107,26 @@ def power_sums(x: Array, p: float, out: Array | None = None) -> Array:
     return out
 
 
+def add_pairs(pairs: Array, out: Array) -> None:
+    """out (2,) = the sum of `pairs` (n, 2) of power_sums as one, to about 100 bits. It is not waited for.
+
+    high + low of `out`, rounded once, is the exact sum with the exception that power_sums names.
+    """
+    launch("reduce", "add_pairs", np.float32, 1, (pairs, out, len(pairs)))
+
+
+def clip_factor(pairs: Array, limit: float, leave_nonfinite: bool, out: Array) -> None:
+    """out (2,): the norm, the root of the sum of `pairs` (n, 2), and the factor that makes it `limit`.
+
+    The factor is limit / (norm + 1e-6), at most 1, and nan where the norm is; leave_nonfinite: 1 where the
+    norm is nan or infinite. It is not waited for.
+    """
+    launch(
+        *("reduce", "clip_factor", np.float32, 1),
+        (pairs, np.float64(limit), bool(leave_nonfinite), out, len(pairs)),
+    )
+
+
 def exact_power_sums(x: Array, p: int) -> Array:
     """The exact sum of |x| ** p, p 1 or 2, in integers: int64 (256, 2). x: float32, 1-D, below 2**39 long.
 

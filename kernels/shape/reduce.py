@@ -43,6 +43,14 @@ def power_sums(x: Array, p: float, out: Array | None = None) -> Cost:
     return cost((x,), (out,), 8 * x.size, **how)
 
 
+def add_pairs(pairs: Array, out: Array) -> Cost:
+    return cost((pairs,), (out,), 8 * len(pairs), sizes=(len(pairs),))
+
+
+def clip_factor(pairs: Array, limit: float, leave_nonfinite: bool, out: Array) -> Cost:
+    return cost((pairs,), (out,), 8 * len(pairs), sizes=(len(pairs),))
+
+
 def exact_power_sums(x: Array, p: int) -> Cost:
     value = New((256, 2), np.int64)
     return cost((x,), (), 8 * x.size, launches=2, sizes=(x.size,), value=value)

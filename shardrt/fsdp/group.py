@@ -173,7 +173,7 @@ class ParameterGroup(Storage):
     def take_over(self, device: Device, shard: Array) -> None:
         """Take over the parameters: fill `shard` with this rank's piece of them."""
         self._device = device
-        self.communicator = self.ranks.holders
+        self.communicator, self.holders = self.ranks.holders, self.ranks.holding
         self.gradient_ready = self.sum.ready = device.new_event()
         self.uploaded = device.new_event()  # the shard has come from the host
         self._shard = shard

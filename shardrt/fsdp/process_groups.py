@@ -18,8 +18,9 @@ class ProcessGroups:
     gather, reduce, control: over the ranks that together hold one whole unit (where modules are cut: what was
     this rank's part of them before sharding), one communicator per stream. copies: over the ranks that add
     up sharded gradients, since they hold copies or since their gradients are partial; None if there is one.
-    holders: over the ranks that together hold what the parameters were before modules were cut. sharers: how
-    many ranks hold what this one does; owner: whether it is the one that saves it.
+    holders: over the ranks that together hold what the parameters were before modules were cut; holding: the
+    mesh of these ranks, None where one rank holds all. sharers: how many ranks hold what this one does;
+    owner: whether it is the one that saves it.
     """
 
     gather: Communicator
@@ -27,6 +28,7 @@ class ProcessGroups:
     control: Communicator
     copies: Communicator | None
     holders: Communicator
+    holding: DeviceMesh | None
     sharers: int
     owner: bool
 
@@ -67,12 +69,13 @@ class ProcessGroups:
         copies = added.communicator(role) if added is not None and added.size > 1 else None
         if not across:
             sharers, first = (1, True) if copies is None else (copies.size, copies.rank == 0)
-            return cls(*own, copies, own[2], sharers, first)
-        holding = union(cut_before, () if held is None else held.axes)
-        holders = mesh.along(holding).communicator("control") if holding else own[2]
+            return cls(*own, copies, own[2], held, sharers, first)
+        axes = union(cut_before, () if held is None else held.axes)
+        holding = mesh.along(axes) if axes else None
+        holders = own[2] if holding is None else holding.communicator("control")
         everyone = mesh.widened(across)
-        first = not number_in(without(everyone.axes, holding), mesh.root.rank)
-        return cls(*own, copies, holders, everyone.size // holders.size, first)
+        first = not number_in(without(everyone.axes, axes), mesh.root.rank)
+        return cls(*own, copies, holders, holding, everyone.size // holders.size, first)
 
 
 def shape_of(mesh: DeviceMesh, cut: str, partial: Axes = ()) -> tuple[int, int]:

@@ -79,9 +79,15 @@ class Place:
         return f"on stage {self.stages[0]}, rank {int(self.mesh.ranks[self.ranks[0]])}"
 
 
+def pipeline_of(parameters: "Iterable[Parameter]") -> DeviceMesh | None:
+    """Place.mesh, of a model with stages; None for other parameters."""
+    return next((p.place.mesh for p in parameters if p.place is not None), None)
+
+
 def along_pipeline(parameters: "Iterable[Parameter]") -> Communicator | None:
     """Place.control, of a model with stages; None for other parameters."""
-    return next((p.place.control for p in parameters if p.place is not None), None)
+    mesh = pipeline_of(parameters)
+    return None if mesh is None else mesh.communicator("control")
 
 
 def on_first(

@@ -23,6 +23,7 @@ from shardrt.nn.runs import Part, run, take
 from shardrt.nn.share import CUT, Share
 
 if TYPE_CHECKING:
+    from shardrt.comm.mesh import DeviceMesh
     from shardrt.nn.parameter import Parameter
 
 Array = Any
@@ -60,12 +61,14 @@ class Rounded:
 class Storage(ABC):
     """Values and gradient of one or more parameters, as flat 1-D arrays of what this rank holds.
 
-    `communicator` joins the ranks that hold the rest; None where this rank holds everything. `placement` says
-    where shard, gradient and optimizer state live. `on_gradient`, if an optimizer has set it, is called when
-    backward has issued the last work on the gradient; the gradient is there when `gradient_ready` is reached.
+    `communicator` joins the ranks that hold the rest, for what hosts tell each other; None where this rank
+    holds everything. `holders` is the mesh of these ranks, if there is one. `placement` says where shard,
+    gradient and optimizer state live. `on_gradient`, if an optimizer has set it, is called when backward has
+    issued the last work on the gradient; the gradient is there when `gradient_ready` is reached.
     """
 
     communicator: Communicator | None = None
+    holders: "DeviceMesh | None" = None
     rounded: Rounded | None = None  # what it keeps of the shard in 16 bits, if it does
     gathers_bits = False  # what `lent_bits` gives
     everyone: Communicator | None = None  # joins all ranks that train with this one, once there is a shard
@@ -223,6 +226,7 @@ class LocalStorage(Storage):
 
     def take_share(self, share: Share) -> None:
         """The parameter is a part of a larger one from now on: other ranks have the rest, or train it too."""
+        self.holders = share.mesh if share.kind == CUT else None
         self.communicator = share.communicator if share.kind == CUT else None
         self.everyone = share.mesh.root.communicator("control")
 

@@ -7,15 +7,17 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
+from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.exact import norm_of
 from shardrt.nn.parameter import Parameter, parameters_in
-from shardrt.nn.place import along_pipeline
+from shardrt.nn.place import along_pipeline, pipeline_of
 from shardrt.nn.storage import LocalStorage, Storage, shared
 from shardrt.tensor import Tensor
 
 Array = Any
 Pieces = dict[Communicator | None, list[Array]]  # of gradients, by whom their ranks talk
+Squares = list[tuple[Array, Communicator | None, DeviceMesh | None]]  # pairs of squares, and their ranks
 
 
 class NonfiniteNorm(RuntimeError):
@@ -59,11 +61,15 @@ def clip_grad_norm_(
     return norm
 
 
-def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
+def clip_grad_norm_on_device_(
+    parameters: Iterable[Parameter], max_norm: float, *, leave_nonfinite: bool = False
+) -> Tensor:
     """As clip_grad_norm_ of order 2, but the host does not wait for the norm: a float64 tensor, read later.
 
-    So it can be captured in a CUDA graph. The norm is a plain float64 sum, whose last bits depend on how the
-    gradients are sharded.
+    So it can be captured in a CUDA graph, also on several ranks where the mesh's communicators are NCCL's. On
+    a GPU the norm and the gradients have the bits of clip_grad_norm_. On the CPU the norm is a plain float64
+    sum, whose last bits depend on how the gradients are sharded. leave_nonfinite: where the norm is nan or
+    infinite, the gradients stay as they are.
 
     Raises ValueError as clip_grad_norm_ does, and for gradients that are on the host though the device is
     not.
@@ -74,8 +80,9 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
     limited, found = not isinf(max_norm), list(_gradient_pieces(parameters))
     if limited:
         _refuse_mixed("clip_grad_norm_on_device_", parameters)
-    copies, others = _copies(parameters), along_pipeline(parameters)
-    by_communicator: dict[Communicator | None, list[Array]] = {}
+    copies, others = _copies(parameters), pipeline_of(parameters)
+    by_communicator: Pieces = {}
+    holders: dict[Communicator | None, DeviceMesh | None] = {}
     everything = []
     for storage, piece in found:
         if limited:
@@ -84,27 +91,76 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
             everything.append(piece)
         if storage not in copies:
             by_communicator.setdefault(storage.communicator, []).append(piece)
+            holders[storage.communicator] = storage.holders
     if any(device.of(piece) is not here for piece in everything):
         raise ValueError("clip_grad_norm_on_device_: gradients are on the host; use clip_grad_norm_")
-    total = sum(_square_sum(*item) for item in by_communicator.items())
-    if others is not None:
-        total = total + here.zeros((1,), np.float64)  # an array, also where there was nothing
-        others.all_reduce(total, op="sum", stream=here.current_stream)
-    norm = np.sqrt(total)
-    factor = np.minimum(max_norm / (norm + 1e-6), 1.0)  # nan stays
+    squares: Squares = []
+    for communicator, pieces in by_communicator.items():
+        pieces = [piece for piece in pieces if piece.size]
+        pairs = _power_sums(pieces, 2.0)[0] if pieces else here.zeros((0, 2), np.float64)
+        squares.append((pairs, communicator, holders[communicator]))
+    if device.on_host(here.empty((0,), np.float64)):
+        norm = np.sqrt(_plain_sum(squares, others))
+        factor = np.minimum(max_norm / (norm + 1e-6), 1.0)  # nan stays
+        if leave_nonfinite:
+            factor = np.where(np.isfinite(norm), factor, 1.0)
+    else:
+        told = here.empty((2,), np.float64)
+        pairs = _pairs_of_all(squares, others)
+        here.kernels.reduce.clip_factor(pairs, max_norm, leave_nonfinite, told)
+        norm, factor = told[:1], told[1:]
     for piece in everything if limited else ():
         here.kernels.elementwise.scale_by_(piece, factor)
     return Tensor(norm.reshape(()))
 
 
-def _square_sum(communicator: Communicator | None, pieces: list[Array]) -> Array:
-    """The sum of the squares on all ranks of a communicator: (1,), on the device."""
+def _plain_sum(squares: Squares, others: DeviceMesh | None) -> Array:
+    """The sum of the squares on all ranks: (1,), an array of the host."""
     here = device.current()
-    pieces = [piece for piece in pieces if piece.size]
-    total = _power_sums(pieces, 2.0)[0].sum().reshape(1) if pieces else here.zeros((1,), np.float64)
-    if communicator is not None:
-        communicator.all_reduce(total, op="sum", stream=here.current_stream)
+    total = here.zeros((1,), np.float64) if others is not None or not squares else 0
+    for pairs, communicator, _ in squares:
+        part = pairs.sum().reshape(1)
+        if communicator is not None:
+            communicator.all_reduce(part, op="sum", stream=here.current_stream)
+        total = total + part
+    if others is not None:
+        others.communicator("control").all_reduce(total, op="sum", stream=here.current_stream)
     return total
+
+
+def _pairs_of_all(squares: Squares, others: DeviceMesh | None) -> Array:
+    """(n, 2), on the device: pairs whose sum is that of the squares on all ranks, to about 100 bits.
+
+    So its root is the norm that `_norm` finds, and the same on all ranks that have copies of a shard.
+    """
+    here = device.current()
+    found = [_everyones_pairs(pairs, ranks) for pairs, _, ranks in squares]
+    if len(found) == 1 and others is None:
+        return found[0]
+    sums = here.empty((len(found), 2), np.float64)
+    for row, pairs in zip(sums, found, strict=True):
+        here.kernels.reduce.add_pairs(pairs, row)
+    return _everyones_pairs(sums, others)
+
+
+def _everyones_pairs(pairs: Array, ranks: DeviceMesh | None) -> Array:
+    """A pair of each rank, the sum of its own; the host does not wait.
+
+    By the communicator for reductions, in their stream: it is there if these ranks shard parameters, else it
+    is made now. NCCL sums nothing: it may add in another order on ranks that have copies.
+    """
+    if ranks is None or ranks.size == 1:
+        return pairs
+    here = device.current()
+    compute, reduce = here.current_stream, ranks.stream("reduce")
+    everyone, given, gathered = here.empty((ranks.size, 2), np.float64), here.new_event(), here.new_event()
+    here.kernels.reduce.add_pairs(pairs, everyone[ranks.rank])
+    compute.record(given)
+    reduce.wait(given)  # compute has written this rank's pair
+    ranks.communicator("reduce").all_gather(everyone.reshape(-1), stream=reduce, what="norm of gradients")
+    reduce.record(gathered)
+    compute.wait(gathered)  # the others' pairs are here
+    return everyone
 
 
 def grad_norm(parameters: Iterable[Parameter], norm_type: float = 2.0) -> float:

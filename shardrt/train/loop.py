@@ -17,6 +17,7 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import from_all
 from shardrt.device import timeline
 from shardrt.fsdp import check_replicas, no_sync
+from shardrt.tensor import Tensor
 from shardrt.train import config as settings
 from shardrt.train.axes import counts, data_of
 from shardrt.train.errors import DATA, told
@@ -58,6 +59,8 @@ def train(job: "Job", first: int) -> None:
                 group["lr"] = lr
             with trace.step(step + 1):
                 losses = backward(recipe, task, job.model, next_of(batches), job.scaler, step)
+                if not updates_first(recipe):
+                    losses = [float(loss) for loss in losses]
                 job.watch.phase("optimizer")
                 with timeline.span("compute", "optimizer"):
                     norm = update(job, step + 1)
@@ -120,8 +123,8 @@ def read(batches: Iterable[Any]) -> Iterator[Any]:
 
 def backward(
     recipe: Recipe, task: Task, model: nn.Module, batches: list[Any], scaler: optim.GradScaler, step: int
-) -> list[float]:
-    """Forward and backward of this rank's micro-batches; gives their shares of the mean loss.
+) -> list[Tensor]:
+    """Forward and backward of this rank's micro-batches; gives their shares of the mean loss, not yet read.
 
     The loss of a micro-batch is divided by the count over all samples of the step, on all ranks, so gradients
     add up to that of one large batch, however it is cut. Of a pipeline, the last stage's rank has them.
@@ -138,7 +141,7 @@ def backward(
         with nullcontext() if each or number == len(batches) else no_sync(model):
             loss = task.loss(model, batch) * (1 / max(1, count))
             scaler.scale(loss).backward()
-        losses.append(float(loss))
+        losses.append(Tensor(loss.data))  # without what led to it
     return losses
 
 
@@ -154,6 +157,8 @@ def update(job: "Job", done: int) -> float:
         norm = nn.utils.grad_norm(parameters, wanted.clip_type)
     elif job.scaler.is_enabled():
         norm = nn.utils.clip_grad_norm_(parameters, wanted.clip_norm, wanted.clip_type)
+    elif updates_first(job.recipe):
+        return update_first(job, done, parameters)
     else:
         try:
             norm = nn.utils.clip_grad_norm_(
@@ -170,6 +175,41 @@ def update(job: "Job", done: int) -> float:
     job.scaler.update()
     job.optimizer.zero_grad()
     return norm
+
+
+def updates_first(recipe: Recipe) -> bool:
+    """Whether the update may be launched before the norm is known, as a norm that is not finite ends the run.
+
+    On a GPU, which then does not wait for the host in between.
+    """
+    wanted, scaled = recipe.optimizer, recipe.precision.param is settings.Precision.float16
+    ends = wanted.on_nonfinite is settings.Nonfinite.stop and not (wanted.in_backward or scaled)
+    plain = wanted.clip_type == 2 and not (recipe.invariant or recipe.memory.offload_gradients)
+    return ends and plain and not device.on_host(device.current().empty((0,), np.float64))
+
+
+def update_first(job: "Job", done: int, parameters: list[nn.Parameter]) -> float:
+    """As `update`, where `updates_first`. After a FloatingPointError the weights are not finite either."""
+    here, clipped = device.current(), device.current().new_event()
+    limit = job.recipe.optimizer.clip_norm
+    told = nn.utils.clip_grad_norm_on_device_(parameters, limit, leave_nonfinite=True)
+    here.current_stream.record(clipped)
+    job.optimizer.step()
+    job.mesh.stream("reduce").wait(clipped)  # losses and norm are there
+    (norm,) = read_beside(job, [told])
+    if not isfinite(norm):
+        raise FloatingPointError(f"step {done}: the norm of the gradients is {norm}: {culprit(job)}")
+    job.optimizer.zero_grad()
+    return norm
+
+
+def read_beside(job: "Job", numbers: list[Tensor]) -> list[float]:
+    """Read numbers in the stream of reductions, which has nothing to do until the next backward."""
+    found: list[float] = []
+    free = job.mesh.stream("reduce")
+    free.submit(lambda: found.extend(float(number) for number in numbers))
+    free.synchronize()
+    return found
 
 
 def culprit(job: "Job") -> str:
@@ -193,8 +233,10 @@ def first_of(job: "Job", found: list[str]) -> str:
     return f"{order[0]!r} first, in the part of rank {', '.join(map(str, ranks))}"
 
 
-def report(job: "Job", done: int, losses: list[float], norm: float, lr: float, stopwatch: Stopwatch) -> None:
+def report(job: "Job", done: int, losses: list[Any], norm: float, lr: float, stopwatch: Stopwatch) -> None:
     """A line for the reader, and a record. Raises FloatingPointError for a loss that is not finite."""
+    if updates_first(job.recipe):
+        losses = read_beside(job, losses)
     mean_loss = exact_sum(job.mesh, losses if counts(job.mesh, but="pp") else [])
     record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, **job.ranks.read(done)}
     record |= expert_figures(job.mesh, nn.expert_load(job.model)) | stopwatch.read(done)

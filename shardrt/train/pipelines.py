@@ -189,14 +189,9 @@ class Shares:
 
     def __init__(self, task: Task, scaler: optim.GradScaler, count: int) -> None:
         self._task, self._scaler, self._factor = task, scaler, 1 / max(1, count)
-        self._found: list[Tensor] = []
+        self.losses: list[Tensor] = []  # that this rank has computed
 
     def __call__(self, model: Any, batch: Any) -> Tensor:
         loss = self._task.loss(model, batch) * self._factor
-        self._found.append(Tensor(loss.data))  # without what led to it
+        self.losses.append(Tensor(loss.data))  # without what led to it
         return self._scaler.scale(loss)
-
-    @property
-    def losses(self) -> list[float]:
-        """Those that this rank has computed."""
-        return [float(loss) for loss in self._found]

@@ -164,6 +164,48 @@ def test_power_sums_of_what_is_not_finite(emulated, bad, place):
         np.testing.assert_array_equal(cuda.power_sums(array(x), 2.0), [[abs(bad), 0]])
 
 
+@pytest.mark.parametrize("count", [0, 1, 3, 2000])
+def test_pairs_add_up_to_the_exact_sum(emulated, count):
+    random = np.random.default_rng(count)
+    pairs = np.ldexp(random.random((count, 2)), random.integers(-20, 20, (count, 1)))
+    pairs[:, 1] = np.ldexp(pairs[:, 1] - pairs[:, 0] / 2, -53)
+    with guarded("float64") as array:
+        out = array(np.full(2, np.nan))
+        cuda.add_pairs(array(pairs), out)
+        exact = np.empty(2)
+        cpu.add_pairs(pairs, exact)
+        assert out[0] + out[1] == exact[0] + exact[1] == fsum(pairs.ravel())
+        assert out[1] == pytest.approx(fsum([*pairs.ravel(), -out[0]]), rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan, 1e308])
+@pytest.mark.parametrize("place", [0, 299])
+def test_pairs_that_are_not_finite_or_too_large_together(emulated, bad, place):
+    pairs = np.full((300, 2), [1e308, 1.0])
+    pairs[place] = bad, 0
+    with guarded("float64") as array:
+        out, expected = array(np.zeros(2)), np.zeros(2)
+        cuda.add_pairs(array(pairs), out)
+        cpu.add_pairs(pairs, expected)
+        np.testing.assert_array_equal(out, [np.nan if np.isnan(bad) else np.inf, 0])
+        np.testing.assert_array_equal(expected, out)
+
+
+@pytest.mark.parametrize("leave", [False, True])
+@pytest.mark.parametrize("limit", [0.7, 1e9, np.inf])
+@pytest.mark.parametrize("value", [0, 2.0, np.inf, np.nan])
+def test_the_factor_of_clipping_is_that_of_the_cpu(emulated, value, limit, leave):
+    with guarded("float64") as array:
+        pairs, out, expected = np.array([[value, 2**-55], [1, 0]]), array(np.zeros(2)), np.zeros(2)
+        cuda.clip_factor(array(pairs), limit, leave, out)
+        cpu.clip_factor(pairs, limit, leave, expected)
+        np.testing.assert_array_equal(out, expected)
+    norm = np.sqrt(value + 1)
+    with np.errstate(invalid="ignore"):
+        factor = 1.0 if leave and not np.isfinite(norm) else np.minimum(limit / (norm + 1e-6), 1.0)
+    assert list(out) == pytest.approx([norm, factor], nan_ok=True)
+
+
 def test_power_sums_of_nothing(emulated):
     assert cuda.power_sums(np.zeros(0, np.float32), 2.0).shape == (0, 2)
 

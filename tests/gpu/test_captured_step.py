@@ -36,6 +36,7 @@ def train(
     changed=False,
     layers=1,
     communicator="auto",
+    reduction="nccl",
     shape=None,
     late=False,
     **settings,
@@ -47,7 +48,7 @@ def train(
     along the data and along tp. late: gradients of weights are put off.
     """
     names = shape and ("dp_shard", "tp")
-    mesh = init_device_mesh("cuda", shape, names, communicator=communicator)
+    mesh = init_device_mesh("cuda", shape, names, communicator=communicator, reduction=reduction)
     here = device.current()
     shardrt.manual_seed(7)
     model = GPT(GPTConfig(**CONFIG, n_layer=layers, dropout=dropout))

@@ -311,6 +311,10 @@ def _sums(size, p=None, out=(), rows=None):
     return made
 
 
+def _pairs(rows, **how):
+    return lambda a: {"pairs": a.lay(np.ones((rows, 2))), **how, "out": a.lay(np.full(2, 3.0))}
+
+
 def _column_sum(rows, accumulate=False):
     return lambda a: {"x": a.real(rows, 24), "out": a.exact(24), "accumulate": accumulate}
 
@@ -471,6 +475,8 @@ CASES = {
     "reduce.power_sums": [
         *(_sums(100_000, 2.0, True, (2, 2)), _sums(100_000, 2.0, True), _sums(0, 2.0, True)),
     ],
+    "reduce.add_pairs": [_pairs(rows) for rows in (0, 1, 1000)],
+    "reduce.clip_factor": [_pairs(rows, limit=0.5, leave_nonfinite=False) for rows in (0, 1000)],
     "reduce.exact_power_sums": [_sums(100_000, 2)],
     "reduce.abs_max": [*(_sums(size, None, True, rows) for size in (0, 1000) for rows in (None, 1))],
     "rms_norm.forward": [_rms_norm(), _rms_norm(added=True)],

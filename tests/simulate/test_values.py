@@ -43,3 +43,8 @@ def test_an_overflow_leaves_the_update_out(overflow):
     names, read = step(Values(overflow=overflow), scaled=True)
     assert ("adamw.step" in names) != overflow
     assert ("finite", "shardrt/optim/scaler.py") in read
+
+
+def test_a_norm_that_the_training_loop_reads_late_is_no_loss():
+    for dtype, found in {np.float64: (1e12, "norm"), np.float32: (1.0, "loss")}.items():
+        assert Values()("shardrt/train/loop.py:7", np.dtype(dtype), "", None) == found

@@ -1,5 +1,35 @@
 """The GPU in software, for tests of training on it."""
 
+from collections import defaultdict
+from threading import get_ident
+
+import pytest
+
 from tests.softgpu.fixtures import gpu, kernels_of_all_tests, software
 
-__all__ = ["gpu", "kernels_of_all_tests", "software"]
+__all__ = ["gpu", "kernels_of_all_tests", "software", "waits"]
+
+
+@pytest.fixture
+def waits(software, monkeypatch):
+    """By thread: what the host has waited for, and copies to it, by name."""
+    seen = defaultdict(list)
+
+    def watch(name, counts=lambda *args: True):
+        before = getattr(software, name)
+
+        def watched(*args):
+            if counts(*args):
+                seen[get_ident()].append(name)
+            before(*args)
+
+        monkeypatch.setattr(software, name, watched)
+
+    def to_the_host(target, source, size, *how):
+        block = software.block(target, size)
+        return block is None or block.pinned
+
+    for name in ("streamSynchronize", "eventSynchronize", "deviceSynchronize"):
+        watch(name)
+    watch("memcpyAsync", to_the_host)
+    return seen

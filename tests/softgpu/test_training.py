@@ -207,8 +207,9 @@ def kernels_by_stream(log, names):
 CAPTURED = {
     **{name: (1, settings) for name, settings in capturing.VARIANTS.items()},
     "more pieces of gradients than CuPy joins without an upload": (1, {"layers": 12}),
-    "two ranks": (2, {"communicator": "nccl", "dropout": 0.2, "clip": False}),  # the norm goes by the host
-    "two ranks along tp": (2, {"communicator": "nccl", "shape": (1, 2), "dropout": 0.2, "clip": False}),
+    "two ranks": (2, {"communicator": "nccl", "dropout": 0.2}),
+    "two ranks, by the tree": (2, {"communicator": "nccl", "reduction": "tree"}),
+    "two ranks along tp": (2, {"communicator": "nccl", "shape": (1, 2), "dropout": 0.2}),
 }
 
 
