@@ -185,7 +185,7 @@ def updates_first(recipe: Recipe) -> bool:
     wanted, scaled = recipe.optimizer, recipe.precision.param is settings.Precision.float16
     ends = wanted.on_nonfinite is settings.Nonfinite.stop and not (wanted.in_backward or scaled)
     plain = wanted.clip_type == 2 and not (recipe.invariant or recipe.memory.offload_gradients)
-    return ends and plain and not device.on_host(device.current().empty((0,), np.float64))
+    return ends and plain and not device.current().in_host_memory
 
 
 def update_first(job: "Job", done: int, parameters: list[nn.Parameter]) -> float:

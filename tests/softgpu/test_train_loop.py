@@ -29,7 +29,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def nccl(software, monkeypatch):
     """Ranks that are threads have a GPU each."""
-    monkeypatch.setattr(backends, "_a_gpu_for_each", lambda host: True)
+    monkeypatch.setattr(backends, "_a_gpu_for_each", lambda *_: True)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
