@@ -16,7 +16,7 @@ Apart = Callable[[Array], None]  # computes a product's result in several steps
 # NumPy's name of an element type -> that of CUDA C++.
 TYPES = {"float32": "float", "float64": "double", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 THREADS = 256
-STATIC_SHARED = 1 << 10  # bytes: kernels with dynamic shared memory have no more beside it (test_compile.py)
+STATIC_SHARED = 512  # bytes: kernels with dynamic shared memory have no more beside it (test_compile.py)
 _RANGE_TILE = 4096  # elements that a block takes at a time, as in ranges.cuh
 
 
