@@ -197,12 +197,14 @@ def mesh_for(options, device):
     """Of all ranks: an axis for the data, or two of a hybrid, and others for what is cut in other ways."""
     two_axes = any(name.startswith("HYBRID") for name in options.get("strategy", []))
     others = [name for option, name in AXES.items() if option in options]
+    # Over NCCL, which a rank with a GPU of its own takes, sums in a fixed order are those by the tree.
+    reduction = "tree" if options.keys() & {"invariant", "tensor_invariant"} else "nccl"
     if not others and not spread(options):
-        return init_device_mesh(device, (2, 2) if two_axes else None)
+        return init_device_mesh(device, (2, 2) if two_axes else None, reduction=reduction)
     shards = init_device_mesh(device).size // 2 ** (len(others) + two_axes)
     sizes = {"pp": 2, "dp_replicate": 2 * two_axes, "dp_shard": shards, "cp": 2, "tp": 2}
     sizes = {name: size for name, size in sizes.items() if size and (name in others or name[:2] == "dp")}
-    return init_device_mesh(device, tuple(sizes.values()), tuple(sizes))
+    return init_device_mesh(device, tuple(sizes.values()), tuple(sizes), reduction=reduction)
 
 
 def spread(options):

@@ -17,17 +17,16 @@ if not missing():
 
 @pytest.fixture(scope="session")
 def kernels_of_all_tests():
-    """The backend of kernels, one for all tests, with what they have compiled."""
-    from shardrt.kernels.cuda._cupy import CuPyBackend
+    """Those that tests have loaded, by GPU, for all tests; gives their backend, which has no cuDNN."""
+    from shardrt.kernels.cuda import _cupy
 
-    backend = CuPyBackend()
-    backend._cudnn = None, None
-    return backend
+    yield type("WithoutCuDNN", (_cupy.CuPyBackend,), {"_cudnn": (None, None)})
+    _cupy._of_devices.clear()  # else Python's end, which has no CUDA any more, would unload them
 
 
 @pytest.fixture
 def software(monkeypatch, request):
-    """The software GPU, which shardrt finds in this test."""
+    """Software GPUs, which shardrt finds in this test. They have no cuDNN."""
     if missing():
         pytest.skip(missing())
     cuda = plugged(0)
@@ -36,7 +35,9 @@ def software(monkeypatch, request):
     cuda.log.clear()
     cuda.rank.error = None  # of a test that failed
     device._get.cache_clear()
-    before = _launch.use(request.getfixturevalue("kernels_of_all_tests"))
+    backend = request.getfixturevalue("kernels_of_all_tests")
+    monkeypatch.setattr("shardrt.kernels.cuda._cupy.CuPyBackend", backend)
+    before = _launch.use(None)
     yield cuda
     cuda.rank.error = None
     _launch.use(before)

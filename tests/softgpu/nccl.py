@@ -6,6 +6,7 @@ call different things are told, all of them (NCCL would hang, or exchange nonsen
 """
 
 import ctypes
+import os
 import sys
 import threading
 from collections import Counter
@@ -114,7 +115,10 @@ class NcclCommunicator:
 
     def __init__(self, size, key, rank):
         assert isinstance(key, bytes) and len(key) == 128
-        self.room = rooms.enter(key, size, rank)
+        gpu = os.environ.get("NCCL_HOSTID", ""), self.cuda.visible[self.cuda.device]
+        self.room, gpus = rooms.enter(key, size, rank, gpu)
+        if len(set(gpus.values())) < size:
+            raise NcclError(INVALID_USAGE)  # "Duplicate GPU detected"
         self.group = Group(self.room)
         self.numbers: Counter = Counter()
         self._size, self._rank, self.alive = size, rank, True

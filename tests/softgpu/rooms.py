@@ -125,16 +125,16 @@ def clear() -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def enter(key: bytes, size: int, rank: int) -> Room:
-    """The room of this key, when all ranks are in it."""
+def enter(key: bytes, size: int, rank: int, given: object) -> tuple[Room, dict]:
+    """The room of this key, when all ranks are in it, and what each has given."""
     if key.startswith(b"/"):
         room = Folder(Path(os.fsdecode(key.rstrip(b"\0"))), size, rank)
     else:
         with _lock:
             room = _rooms.setdefault(key, Room())
-    room.post(("made",), rank, size, None)
+    room.post(("made",), rank, size, given)
     end = time.monotonic() + _PATIENCE
     while room.count(("made",)) < size:
         time.sleep(0.001)
         assert time.monotonic() < end, "NCCL: ranks that do not come"
-    return room
+    return room, room.take(("made",))

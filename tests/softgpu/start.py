@@ -1,7 +1,6 @@
 """Puts the software GPU below CuPy, which must not have been imported yet, and shows it to shardrt.
 
-SOFTGPU_DEVICES says how many GPUs this machine has (one for each rank that is a process, else one), and
-CUDA_VISIBLE_DEVICES which of them this process sees.
+SOFTGPU_DEVICES says how many GPUs this machine has (8), CUDA_VISIBLE_DEVICES which of them this process sees.
 """
 
 import os
@@ -38,7 +37,7 @@ def plugged(processes: int) -> CUDA:
     cuda.visible = tuple(range(_MOST))
     cupy = put_below_cupy(cuda, _key())
     cupy.get_default_memory_pool().used_bytes()  # the first call makes a pool for each GPU that is visible
-    cuda.visible = _visible(int(os.environ.get("SOFTGPU_DEVICES", max(1, processes))))
+    cuda.visible = _visible(int(os.environ.get("SOFTGPU_DEVICES", "8")))
     _poison_pools(cupy, cuda)
     nccl.put(cuda)
     sorting.put(cuda)

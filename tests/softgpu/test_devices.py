@@ -115,9 +115,10 @@ def test_a_thread_that_has_chosen_no_device_makes_a_context_on_the_first(cuda, c
 def test_a_handle_of_cublaslt_is_of_one_device(cuda):
     from tests.softgpu.products import cublaslt
 
-    library, handle = cublaslt(library_folder(start.ROOT / "build" / "softgpu"), cuda), ctypes.c_void_p()
-    library.cublasLtCreate(ctypes.byref(handle))
-    other = ctypes.c_void_p()
-    cuda.setDevice(1)
-    library.cublasLtCreate(ctypes.byref(other))
-    assert handle.value != other.value
+    library = cublaslt(library_folder(start.ROOT / "build" / "softgpu"), cuda)
+    handles = [ctypes.c_void_p() for _ in range(2)]
+    for index, handle in enumerate(handles):
+        cuda.setDevice(index)
+        library.cublasLtCreate(ctypes.byref(handle))
+    cublaslt(library_folder(start.ROOT / "build" / "softgpu"), start.plugged(0))  # that of all other tests
+    assert handles[0].value != handles[1].value

@@ -13,8 +13,10 @@ KINDS = {kind.name: number for number, kind in enumerate(ring.TYPES)}
 def on_ranks(size, call, nbytes=1 << 14):
     """`call(communicator, send, recv, stream)` on each rank, with device memory; what it gives, by rank."""
     cuda, key = CUDA("random", 3), rooms.new_key(False)
+    cuda.visible = tuple(range(size))
 
     def rank():
+        cuda.setDevice(world.current().rank)
         stream = cuda.streamCreateWithPriority(1, 0)
         communicator = nccl.NcclCommunicator(size, key, world.current().rank)
         return call(communicator, cuda.malloc(nbytes), cuda.malloc(nbytes), stream)
@@ -69,6 +71,12 @@ def test_each_hop_rounds_to_the_type_of_the_buffer():
         1,
         1 + 2.0**-9,
     ]  # the slice of rank 0 begins at rank 1
+
+
+def test_two_ranks_on_one_gpu_are_refused(monkeypatch):
+    monkeypatch.setattr(CUDA, "setDevice", lambda cuda, index: None)
+    with pytest.raises(nccl.NcclError, match="INVALID_USAGE"):
+        on_ranks(2, lambda *_: None)
 
 
 def test_a_result_over_what_is_sent_is_refused():

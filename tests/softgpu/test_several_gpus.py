@@ -10,13 +10,11 @@ import pytest
 from shardrt import device
 from shardrt.comm import init_device_mesh, thread
 from shardrt.device.cpu import ThreadStream
-from shardrt.kernels.cuda import _launch
 from tests.cuda.small_gpt import VARIANTS, agree, train
 from tests.ranks import mpirun
 from tests.softgpu.available import missing
 
 cupy = pytest.importorskip("cupy")
-_cupy = pytest.importorskip("shardrt.kernels.cuda._cupy")
 SEEN = """
 import json
 from shardrt.comm import init_device_mesh
@@ -38,29 +36,18 @@ runpy.run_module("tests.softgpu.run", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.fixture
-def two_gpus(software, monkeypatch):
-    """The machine has two, and each has its own kernels."""
-    monkeypatch.setattr(software, "visible", (0, 1))
-    monkeypatch.setattr(_cupy.CuPyBackend, "_cudnn", (None, None))
-    before = _launch.use(None)
-    yield software
-    _launch.use(before)
-    _cupy._of_devices.clear()  # else Python's end, which has no CUDA any more, would unload their kernels
-
-
 @pytest.mark.parametrize("variant", ["float32", "bfloat16", "all on the host"])
-def test_thread_ranks_on_a_gpu_each_train_as_the_cpu(two_gpus, variant):
+def test_thread_ranks_on_a_gpu_each_train_as_the_cpu(software, variant):
     """A kernel, a stream and a handle of cublasLt belong to the GPU that they were made on."""
     settings = VARIANTS[variant] | {"layers": 2}
     expected = thread.run(2, train, "cpu", **settings)
     for communicator in ("nccl", "staged", "nccl"):  # again, with all kernels loaded
         found = thread.run(2, train, "cuda", communicator=communicator, **settings)
         agree(found, expected, 1e-1 if "16" in variant else 2e-5)
-    assert len({kernel.device for kernel in two_gpus._kernels.values()}) == 2
+    assert {kernel.device for kernel in software._kernels.values()} >= {0, 1}
 
 
-def test_a_gpu_has_one_device_object_whatever_it_is_called(two_gpus):
+def test_a_gpu_has_one_device_object_whatever_it_is_called(software):
     """Two would have two compute streams, and CuPy would go back from a side stream to the wrong one."""
     assert device.get("cuda") is device.get("cuda:0") is not device.get("cuda:1")
 
@@ -98,10 +85,10 @@ def test_ranks_that_share_a_gpu_are_staged_and_say_so_once():
     assert done.stderr.count("UserWarning: ranks 0 and 1 share a GPU") == 1
 
 
-def test_a_thread_of_the_host_that_waits_for_a_gpu_makes_no_context_on_another(two_gpus):
+def test_a_thread_of_the_host_that_waits_for_a_gpu_makes_no_context_on_another(software):
     """Each takes hundreds of MB. A new thread is at GPU 0, and CUDA makes what is not there."""
     gc.collect()  # what earlier tests have left belongs to GPU 0
-    two_gpus.contexts.clear()
+    software.contexts.clear()
 
     def rank():
         here = device.get("cuda:1")
@@ -115,6 +102,6 @@ def test_a_thread_of_the_host_that_waits_for_a_gpu_makes_no_context_on_another(t
             other = threading.Thread(target=call)
             other.start()
             other.join()
-        return set(two_gpus.contexts)
+        return set(software.contexts)
 
     assert thread.run(1, rank) == [{1}]

@@ -278,9 +278,10 @@ def test_a_process_cannot_open_its_own_memory_and_shares_whole_allocations_only(
 
 def communicators(cuda, ranks, body):
     """`body(communicator, stream, memory)` on each rank."""
-    key = rooms.new_key(False)
+    key, cuda.visible = rooms.new_key(False), tuple(range(ranks))
 
     def rank():
+        cuda.setDevice(world.current().rank)
         comm = nccl.NcclCommunicator(ranks, key, world.current().rank)
         return body(comm, new(cuda), cuda.malloc(256))
 
