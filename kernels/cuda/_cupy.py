@@ -24,15 +24,7 @@ from shardrt.kernels.cuda._launch import STATIC_SHARED, Apart, Array
 _PLENTY = (48 << 10) - STATIC_SHARED  # bytes of dynamic shared memory above which a kernel must be allowed it
 
 
-_of_devices: dict[int, "CuPyBackend"] = {}
-
-
-def of_current_device() -> "CuPyBackend":
-    """The one for this thread's GPU. What a backend loads (modules, library handles) belongs to one GPU."""
-    index = cupy.cuda.runtime.getDevice()
-    if index not in _of_devices:
-        _of_devices.setdefault(index, CuPyBackend())  # of two threads that make it, one's is used
-    return _of_devices[index]
+current_gpu = cupy.cuda.runtime.getDevice
 
 
 class CuPyBackend:

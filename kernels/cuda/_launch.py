@@ -89,18 +89,27 @@ class Backend(Protocol):
 
 
 _chosen: Backend | None = None
+_of_gpus: dict[int, Backend] = {}  # what a backend loads (modules, library handles) belongs to one GPU
+_current_gpu: Callable[[], int] | None = None  # CuPy's, when it is needed
 
 
 def backend() -> Backend:
-    """The backend in use: that of this thread's GPU, unless another is chosen."""
-    return _chosen if _chosen is not None else _of_current_device()()
+    """The backend in use: that of this thread's GPU, unless another is chosen. Asked at each launch."""
+    if _chosen is not None:
+        return _chosen
+    try:
+        return _of_gpus[_current_gpu()]
+    except (KeyError, TypeError):
+        return _backend_of_current_gpu()
 
 
-@cache
-def _of_current_device() -> Callable[[], Backend]:
+def _backend_of_current_gpu() -> Backend:
+    """Made now, by the first launch on this GPU."""
+    global _current_gpu
     from shardrt.kernels.cuda import _cupy
 
-    return _cupy.of_current_device
+    _current_gpu = _cupy.current_gpu
+    return _of_gpus.setdefault(_current_gpu(), _cupy.CuPyBackend())  # of two threads that make it, one's
 
 
 def use(chosen: Backend | None) -> Backend | None:

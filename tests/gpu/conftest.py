@@ -46,9 +46,7 @@ def real(pytestconfig):
     In software each is compiled when it is first launched: several processes would all compile all of them.
     """
     device.get("cuda").enter()
-    from shardrt.kernels.cuda._cupy import of_current_device
-
-    backend = of_current_device()
+    backend = _launch.backend()
     if not pytestconfig.pluginmanager.hasplugin("tests.softgpu.plugin"):
         backend.prepare([(file, d) for file in _compile.files() for d in _compile.variants(file, ELEMENTS)])
     return backend

@@ -21,7 +21,7 @@ def kernels_of_all_tests():
     from shardrt.kernels.cuda import _cupy
 
     yield type("WithoutCuDNN", (_cupy.CuPyBackend,), {"_cudnn": (None, None)})
-    _cupy._of_devices.clear()  # else Python's end, which has no CUDA any more, would unload them
+    _launch._of_gpus.clear()  # else Python's end, which has no CUDA any more, would unload them
 
 
 @pytest.fixture
