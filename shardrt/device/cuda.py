@@ -208,6 +208,11 @@ class CUDADevice(Device):
             return np.dtype(ml_dtypes.bfloat16)
         return np.dtype(name)
 
+    def lacks_float8(self) -> str:
+        major, minor = divmod(int(self._cupy.cuda.Device(self.index).compute_capability), 10)
+        told = f"GPU {self.index} has compute capability {major}.{minor}; float8 needs 9.0 (Hopper) or later"
+        return "" if major >= 9 else told
+
     def warm_up(self) -> None:
         self.kernels.warm_up()
 

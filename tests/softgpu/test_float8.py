@@ -1,0 +1,284 @@
+"""Linear layers in float8 on the installed CuPy, over the GPU in software: numbers, training, captures, launches."""
+
+import warnings
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import shardrt
+from models.gpt import GPT, GPTConfig
+from shardrt import device, nn, optim
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan
+from shardrt.recompute import checkpoint
+from shardrt.tensor import Tensor
+from tests.cuda.test_float8 import E4M3, E5M2, scaled
+from tests.softgpu import cuda as software_gpu
+
+pytest.importorskip("cupy")
+BFLOAT16 = MixedPrecisionPolicy("bfloat16", "float32", full_precision=(nn.LayerNorm,))
+FLOAT8 = replace(BFLOAT16, float8=True)
+
+
+def rounded(x, kind):
+    """What a product takes of x, in float64."""
+    bits, factor, _ = scaled(x, kind)
+    return bits.view(getattr(ml_dtypes, kind)).astype(np.float64) * np.float64(factor)
+
+
+def low(x):
+    return x.astype(ml_dtypes.bfloat16)
+
+
+def alone(layer, policy=FLOAT8, **settings):
+    """A layer that is the whole model of one rank."""
+    return fully_shard(layer, mesh=init_device_mesh("cuda"), mp_policy=policy, **settings)
+
+
+def close(found, expected, sizes, error):
+    """To the rounding of a result whose addends have these magnitudes."""
+    assert (np.abs(found.astype(np.float64) - expected) <= error * sizes + 1e-30).all()
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_layer_and_its_gradients_are_products_of_what_was_rounded(software, gelu, accumulated):
+    def rank():
+        shardrt.manual_seed(1)
+        layer = nn.Linear(48, 32, gelu=gelu)
+        alone(layer)
+        weight, bias = map(low, full_state_dict(layer).values())
+        here = device.current()
+        random = np.random.default_rng(0)
+        x, dy = (low(random.normal(size=(2, 8, size)).astype(np.float32)) for size in (48, 32))
+        given = Tensor(here.asarray(x), requires_grad=True)
+        for _ in range(accumulated):
+            y = layer(given)
+            y.backward(here.asarray(dy))
+        grads = [here.to_numpy(each) for each in (y.data, given.grad, layer.weight.grad, layer.bias.grad)]
+        return grads, weight, bias, x.reshape(16, 48), dy.reshape(16, 32)
+
+    ((y, dx, dweight, dbias), weight, bias, x, dy) = thread.run(1, rank)[0]
+    x8, weight8 = rounded(x, E4M3), rounded(weight, E4M3)
+    inner = x8 @ weight8.T + bias.astype(np.float64)
+    exact = inner
+    if gelu:
+        inner = low(inner.astype(np.float32)).astype(np.float64)
+        root = np.sqrt(2 / np.pi)
+        bend = np.tanh(root * (inner + 0.044715 * inner**3))
+        exact = 0.5 * inner * (1 + bend)
+        slope = 0.5 * (1 + bend) + 0.5 * inner * (1 - bend**2) * root * (1 + 3 * 0.044715 * inner**2)
+        # its rounding to bfloat16 may go the other way than here, and then to another float8
+        np.testing.assert_allclose(y.reshape(16, 32).astype(np.float64), exact, atol=0.02)
+        dy = low((dy.astype(np.float64) * slope).astype(np.float32))
+    dy8 = rounded(dy, E5M2)
+    error = 2**-8 if not gelu else 2**-3
+    close(y.reshape(16, 32), exact, np.abs(x8) @ np.abs(weight8.T) + 1, 2**-8)
+    close(
+        dx.reshape(16, 48),
+        accumulated * dy8 @ weight8,
+        accumulated * np.abs(dy8) @ np.abs(weight8),
+        2 * error,
+    )
+    exact = accumulated * dy8.T @ x8
+    close(
+        dweight.reshape(32, 48),
+        exact,
+        np.abs(dy8.T) @ np.abs(x8) * accumulated,
+        2**-20 if not gelu else error,
+    )
+    np.testing.assert_allclose(dbias, accumulated * dy.astype(np.float64).sum(0), rtol=0.02, atol=0.05)
+
+
+CONFIG = GPTConfig(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=64)
+
+
+def made(float8, *, mesh=None, recompute=None, strategy=None):
+    """A GPT whose middle block is in float8."""
+    shardrt.manual_seed(3)
+    mesh = mesh or init_device_mesh("cuda", communicator="nccl")
+    model = GPT(CONFIG)
+    for number, block in enumerate(model.blocks):
+        if recompute:
+            checkpoint(block, recompute)
+        inside = 0 < number < len(model.blocks) - 1
+        fully_shard(block, mesh=mesh, strategy=strategy, mp_policy=FLOAT8 if float8 and inside else BFLOAT16)
+    return mesh, fully_shard(
+        model, mesh=mesh, strategy=strategy, mp_policy=replace(BFLOAT16, output_dtype="float32")
+    )
+
+
+def train(float8, steps=4, captured=False, **how):
+    """[(loss, norm)] of each step, and the parameters at the end. captured: steps from the second on."""
+    mesh, model = made(float8, **how)
+    here, optimizer = device.current(), optim.AdamW(model.parameters(), lr=3e-3)
+    tokens, targets = (here.zeros((2, 16), np.int64) for _ in range(2))
+    pattern = np.arange(17 * steps * 4).reshape(steps * 2, 2, 17) % 7 * 5 % 64
+
+    def step():
+        loss = model(tokens, targets)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_on_device_(model.parameters(), 1.0) if mesh.size == 1 else loss
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.data, norm.data
+
+    graph, seen = None, []
+    for number in range(steps):
+        text = pattern[number * mesh.size + mesh.rank]
+        here.copy(tokens, np.ascontiguousarray(text[:, :-1]))
+        here.copy(targets, np.ascontiguousarray(text[:, 1:]))
+        if captured and number:
+            graph = graph or here.capture(step)
+            graph.replay()
+        seen.append([float(x) for x in (graph.result if graph else step())])
+    return seen, full_state_dict(model)
+
+
+def same(found, expected):
+    for (seen, weights), (other, others) in zip(found, expected, strict=True):
+        assert seen == other
+        for name, values in (weights or {}).items():
+            np.testing.assert_array_equal(values, others[name], err_msg=name)
+
+
+@pytest.mark.parametrize("ranks, strategy", [(1, None), (2, "FULL_SHARD")])
+def test_a_gpt_trains_as_in_bfloat16_about_and_to_the_same_bits_however_late_streams_are(
+    software, ranks, strategy
+):
+    plain, first = thread.run(ranks, train, False, steps=6, strategy=strategy), None
+    for mode in ("late", "compute first"):
+        software.choose(mode, seed=1)
+        found = thread.run(ranks, train, True, steps=6, strategy=strategy)
+        first = first or found
+        same(found, first)
+    losses, others = ([loss for loss, _ in seen] for seen, _ in (first[0], plain[0]))
+    assert losses != others, "not in float8"
+    assert losses[-1] < 0.8 * losses[0]
+    np.testing.assert_allclose(losses, others, rtol=0.02)
+
+
+def test_replays_of_a_captured_step_have_the_same_bits(software):
+    expected = thread.run(1, train, True)
+    for mode in ("late", "compute first"):
+        software.choose(mode, seed=1)
+        same(thread.run(1, train, True, captured=True), expected)
+
+
+def test_recomputation_changes_no_bit(software):
+    expected = thread.run(1, train, True, steps=3)
+    same(thread.run(1, train, True, steps=3, recompute="full"), expected)
+
+
+def layers(policy=None, bias=True, precision=FLOAT8):
+    """Two, the first without a gradient of its input, on 2 * 8 rows; their gradients, and what was launched."""
+    shardrt.manual_seed(1)
+    model = nn.Sequential(nn.Linear(32, 48, bias=bias), nn.ReLU(), nn.Linear(48, 32, bias=bias))
+    if policy is not None:
+        checkpoint(model, policy)
+    alone(model, precision)
+    random = np.random.default_rng(0)
+    here = device.current()
+    x, dy = (low(random.normal(size=(2, 8, 32)).astype(np.float32)) for _ in range(2))
+    model(Tensor(here.asarray(x), requires_grad=policy is not None)).backward(here.asarray(dy))
+    return [here.to_numpy(parameter.grad) for parameter in model.parameters()]
+
+
+def test_results_of_matmuls_that_were_kept_change_no_bit(software):
+    for found, expected in zip(*(thread.run(1, layers, how)[0] for how in ("matmul", "full")), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def counted(log):
+    names = [detail if what == "launch" else what for what, _, detail in log if what in ("launch", "product")]
+    of_float8 = ("abs_max", "cast_e4m3", "cast_e5m2", "product")
+    return {name: names.count(name) for name in of_float8}
+
+
+def test_launches_of_two_layers(software):
+    """Forward casts x and the weight, with an amax each; backward dy, and the weight by the amax it has."""
+    thread.run(1, layers)  # algorithms are chosen
+    software.log.clear()
+    thread.run(1, layers)
+    one = {"abs_max": 3, "cast_e4m3": 3, "cast_e5m2": 1, "product": 3}
+    without_input = {"abs_max": 3, "cast_e4m3": 2, "cast_e5m2": 1, "product": 2}
+    assert counted(software.log) == {name: one[name] + without_input[name] for name in one}
+    software.log.clear()
+    thread.run(1, layers, precision=BFLOAT16)
+    assert counted(software.log)["cast_e4m3"] == 0
+
+
+def test_what_it_takes_is_planned(software):
+    """A dry run of the same ops; a byte for each element of x is saved, where bfloat16 saves two."""
+
+    def rank(float8):
+        _, model = made(float8)
+        tokens = np.zeros((8, 16), np.int64)
+        return memory_plan(model, step=lambda: model(tokens, tokens).backward()).device["activations"]
+
+    plans = [thread.run(1, rank, float8)[0] for float8 in (False, True)]
+    assert plans[1] != plans[0] and plans[1] > 0
+
+
+# -- where it can't be
+
+
+def test_the_cpu_has_none():
+    with pytest.raises(
+        ValueError, match="float8=True, but device 'cpu' has no matmul in float8; NVIDIA GPUs"
+    ):
+        fully_shard(nn.Linear(16, 16), mesh=init_device_mesh("cpu"), mp_policy=FLOAT8)
+
+
+def test_an_older_gpu_has_none(software, monkeypatch):
+    def rank():
+        with pytest.raises(ValueError, match="GPU 0 has compute capability 8.0; float8 needs 9.0"):
+            alone(nn.Linear(16, 16))
+
+    monkeypatch.setitem(software_gpu._ATTRIBUTES, 75, 8)
+    thread.run(1, rank)
+
+
+@pytest.mark.parametrize("param", [None, "float16", "float32"])
+def test_it_needs_bfloat16(param):
+    with pytest.raises(ValueError, match="float8 needs param_dtype='bfloat16'"):
+        MixedPrecisionPolicy(param, float8=True)
+
+
+def test_layers_of_other_sizes_are_told_once_and_stay_in_bfloat16(software):
+    def rank():
+        model = nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 32), nn.Linear(32, 32))
+        with pytest.warns(UserWarning, match=r"stay in bfloat16: 0.weight \(24, 32\), 1.weight \(32, 24\)"):
+            alone(model)
+        return [layer.weight.float8 for layer in model]
+
+    assert thread.run(1, rank) == [[False, False, True]]
+
+
+def test_rows_that_are_no_multiple_are_told_in_training_alone(software):
+    def rank():
+        alone(layer := nn.Linear(32, 32))
+        x = Tensor(device.current().asarray(low(np.ones((2, 5, 32), np.float32))))
+        with warnings.catch_warnings(), shardrt.no_grad():
+            warnings.simplefilter("error")
+            layer(x)
+        software.log.clear()
+        with pytest.warns(UserWarning, match="rows that are not a multiple of 16"):
+            layer(x).sum().backward()
+        assert not counted(software.log)["cast_e4m3"]
+
+    thread.run(1, rank)
+
+
+def test_only_weights_of_the_unit_that_are_gathered_in_bfloat16_are_in_float8(software):
+    def rank():
+        mesh = init_device_mesh("cuda")
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+        fully_shard(model[0], mesh=mesh, mp_policy=BFLOAT16)
+        fully_shard(model, mesh=mesh, mp_policy=FLOAT8, ignored=[model[2]])
+        return [layer.weight.float8 for layer in model]
+
+    assert thread.run(1, rank) == [[False, True, False]]
