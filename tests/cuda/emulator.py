@@ -10,7 +10,6 @@ import threading
 from functools import cache
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
 from shardrt.kernels.cuda._compile import HERE
@@ -96,13 +95,6 @@ class Emulator:
         if accumulate:
             result += out.astype(exact)
         out[...] = result
-
-    def gemm_float8(self, a, b, out, kinds, scales, *, accumulate, bias, fast):
-        a, b = (x.view(getattr(ml_dtypes, kind)) for x, kind in zip((a, b), kinds, strict=True))
-        result = a.astype(np.float64) @ b.astype(np.float64) * np.float64(scales[0][0]) * scales[1][0]
-        if bias is not None:
-            result += bias.astype(np.float64)
-        out[...] = result + out.astype(np.float64) if accumulate else result
 
     def gemm_gelu(self, a, b, bias, inner, out, apart):
         """As cublasLt where it has no such product."""

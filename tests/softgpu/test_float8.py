@@ -1,9 +1,8 @@
-"""Linear layers in float8 on the installed CuPy, over the GPU in software: numbers, training, captures, launches."""
+"""Linear layers in float8 over the GPU in software: training, captures, launches, and where it is refused."""
 
 import warnings
 from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -15,82 +14,10 @@ from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan
 from shardrt.recompute import checkpoint
 from shardrt.tensor import Tensor
-from tests.cuda.test_float8 import E4M3, E5M2, scaled
+from tests.gpu.test_float8 import BFLOAT16, FLOAT8, alone, low
 from tests.softgpu import cuda as software_gpu
 
 pytest.importorskip("cupy")
-BFLOAT16 = MixedPrecisionPolicy("bfloat16", "float32", full_precision=(nn.LayerNorm,))
-FLOAT8 = replace(BFLOAT16, float8=True)
-
-
-def rounded(x, kind):
-    """What a product takes of x, in float64."""
-    bits, factor, _ = scaled(x, kind)
-    return bits.view(getattr(ml_dtypes, kind)).astype(np.float64) * np.float64(factor)
-
-
-def low(x):
-    return x.astype(ml_dtypes.bfloat16)
-
-
-def alone(layer, policy=FLOAT8, **settings):
-    """A layer that is the whole model of one rank."""
-    return fully_shard(layer, mesh=init_device_mesh("cuda"), mp_policy=policy, **settings)
-
-
-def close(found, expected, sizes, error):
-    """To the rounding of a result whose addends have these magnitudes."""
-    assert (np.abs(found.astype(np.float64) - expected) <= error * sizes + 1e-30).all()
-
-
-@pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_layer_and_its_gradients_are_products_of_what_was_rounded(software, gelu, accumulated):
-    def rank():
-        shardrt.manual_seed(1)
-        layer = nn.Linear(48, 32, gelu=gelu)
-        alone(layer)
-        weight, bias = map(low, full_state_dict(layer).values())
-        here = device.current()
-        random = np.random.default_rng(0)
-        x, dy = (low(random.normal(size=(2, 8, size)).astype(np.float32)) for size in (48, 32))
-        given = Tensor(here.asarray(x), requires_grad=True)
-        for _ in range(accumulated):
-            y = layer(given)
-            y.backward(here.asarray(dy))
-        grads = [here.to_numpy(each) for each in (y.data, given.grad, layer.weight.grad, layer.bias.grad)]
-        return grads, weight, bias, x.reshape(16, 48), dy.reshape(16, 32)
-
-    ((y, dx, dweight, dbias), weight, bias, x, dy) = thread.run(1, rank)[0]
-    x8, weight8 = rounded(x, E4M3), rounded(weight, E4M3)
-    inner = x8 @ weight8.T + bias.astype(np.float64)
-    exact = inner
-    if gelu:
-        inner = low(inner.astype(np.float32)).astype(np.float64)
-        root = np.sqrt(2 / np.pi)
-        bend = np.tanh(root * (inner + 0.044715 * inner**3))
-        exact = 0.5 * inner * (1 + bend)
-        slope = 0.5 * (1 + bend) + 0.5 * inner * (1 - bend**2) * root * (1 + 3 * 0.044715 * inner**2)
-        # its rounding to bfloat16 may go the other way than here, and then to another float8
-        np.testing.assert_allclose(y.reshape(16, 32).astype(np.float64), exact, atol=0.02)
-        dy = low((dy.astype(np.float64) * slope).astype(np.float32))
-    dy8 = rounded(dy, E5M2)
-    error = 2**-8 if not gelu else 2**-3
-    close(y.reshape(16, 32), exact, np.abs(x8) @ np.abs(weight8.T) + 1, 2**-8)
-    close(
-        dx.reshape(16, 48),
-        accumulated * dy8 @ weight8,
-        accumulated * np.abs(dy8) @ np.abs(weight8),
-        2 * error,
-    )
-    exact = accumulated * dy8.T @ x8
-    close(
-        dweight.reshape(32, 48),
-        exact,
-        np.abs(dy8.T) @ np.abs(x8) * accumulated,
-        2**-20 if not gelu else error,
-    )
-    np.testing.assert_allclose(dbias, accumulated * dy.astype(np.float64).sum(0), rtol=0.02, atol=0.05)
 
 
 CONFIG = GPTConfig(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=64)
@@ -146,7 +73,7 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("ranks, strategy", [(1, None), (2, "FULL_SHARD")])
-def test_a_gpt_trains_as_in_bfloat16_about_and_to_the_same_bits_however_late_streams_are(
+def test_a_gpt_trains_about_as_in_bfloat16_to_the_same_bits_however_late_streams_are(
     software, ranks, strategy
 ):
     plain, first = thread.run(ranks, train, False, steps=6, strategy=strategy), None
@@ -174,7 +101,7 @@ def test_recomputation_changes_no_bit(software):
 
 
 def layers(policy=None, bias=True, precision=FLOAT8):
-    """Two, the first without a gradient of its input, on 2 * 8 rows; their gradients, and what was launched."""
+    """Gradients of two; where nothing is recomputed, of the first without that of its input."""
     shardrt.manual_seed(1)
     model = nn.Sequential(nn.Linear(32, 48, bias=bias), nn.ReLU(), nn.Linear(48, 32, bias=bias))
     if policy is not None:
