@@ -8,10 +8,15 @@ import pytest
 
 import shardrt
 from models.gpt import GPT, GPTConfig
+from models.plans import plan_of
 from shardrt import device, nn, optim
+from shardrt.autograd import Late
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan
+from shardrt.device.cuda import CUDADevice
+from shardrt.device.simulated import SimulatedDevice
+from shardrt.fsdp import MixedPrecisionPolicy, explain, fully_shard, memory_plan
+from shardrt.parallel import parallelize_module
 from shardrt.recompute import checkpoint
 from shardrt.tensor import Tensor
 from tests.gpu.test_float8 import BFLOAT16, FLOAT8, alone, low
@@ -23,11 +28,15 @@ pytest.importorskip("cupy")
 CONFIG = GPTConfig(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=64)
 
 
-def made(float8, *, mesh=None, recompute=None, strategy=None):
-    """A GPT whose middle block is in float8."""
+def made(float8, *, recompute=None, strategy=None, tp=False):
+    """A GPT whose middle block is in float8. tp: all ranks are along tp."""
     shardrt.manual_seed(3)
-    mesh = mesh or init_device_mesh("cuda", communicator="nccl")
+    shape, names = ((1, 2), ("dp_shard", "tp")) if tp else (None, None)
+    mesh = init_device_mesh("cuda", shape, names, communicator="nccl")
     model = GPT(CONFIG)
+    if tp:
+        parallelize_module(model, mesh["tp"], plan_of(model))
+        mesh = mesh["dp_shard"]
     for number, block in enumerate(model.blocks):
         if recompute:
             checkpoint(block, recompute)
@@ -38,17 +47,23 @@ def made(float8, *, mesh=None, recompute=None, strategy=None):
     )
 
 
-def train(float8, steps=4, captured=False, **how):
-    """[(loss, norm)] of each step, and the parameters at the end. captured: steps from the second on."""
+def train(float8, steps=4, captured=False, late=False, **how):
+    """[(loss, norm)] of each step, and the parameters at the end. captured: steps from the second on.
+
+    late: gradients of weights are put off.
+    """
     mesh, model = made(float8, **how)
     here, optimizer = device.current(), optim.AdamW(model.parameters(), lr=3e-3)
     tokens, targets = (here.zeros((2, 16), np.int64) for _ in range(2))
     pattern = np.arange(17 * steps * 4).reshape(steps * 2, 2, 17) % 7 * 5 % 64
 
     def step():
-        loss = model(tokens, targets)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_on_device_(model.parameters(), 1.0) if mesh.size == 1 else loss
+        loss, halves = model(tokens, targets), Late() if late else None
+        loss.backward(late=halves)
+        if late:
+            halves.run()
+        single = mesh.world.size == 1
+        norm = nn.utils.clip_grad_norm_on_device_(model.parameters(), 1.0) if single else loss
         optimizer.step()
         optimizer.zero_grad()
         return loss.data, norm.data
@@ -93,6 +108,16 @@ def test_replays_of_a_captured_step_have_the_same_bits(software):
     for mode in ("late", "compute first"):
         software.choose(mode, seed=1)
         same(thread.run(1, train, True, captured=True), expected)
+
+
+def test_gradients_that_are_put_off_change_no_bit(software):
+    same(thread.run(1, train, True, steps=3, late=True), thread.run(1, train, True, steps=3))
+
+
+def test_weights_cut_along_tp_are_in_float8_too(software):
+    found, plain = ([loss for loss, _ in thread.run(2, train, f, tp=True)[0][0]] for f in (True, False))
+    assert found != plain
+    np.testing.assert_allclose(found, plain, rtol=0.02)
 
 
 def test_recomputation_changes_no_bit(software):
@@ -150,6 +175,11 @@ def test_what_it_takes_is_planned(software):
     assert plans[1] != plans[0] and plans[1] > 0
 
 
+def test_the_table_of_units_says_so(software):
+    (told,) = thread.run(1, lambda: explain(made(True)[1]).splitlines())
+    assert [line.split()[0] for line in told if "float8 of bfloat16" in line] == ["blocks.1"]
+
+
 # -- where it can't be
 
 
@@ -158,6 +188,11 @@ def test_the_cpu_has_none():
         ValueError, match="float8=True, but device 'cpu' has no matmul in float8; NVIDIA GPUs"
     ):
         fully_shard(nn.Linear(16, 16), mesh=init_device_mesh("cpu"), mp_policy=FLOAT8)
+
+
+def test_the_simulator_has_none(software):
+    assert SimulatedDevice(CUDADevice).lacks_float8() == "the simulator has no speeds of matmuls in float8"
+    assert not SimulatedDevice(device.get("cuda")).lacks_float8()  # the dry run of this one
 
 
 def test_an_older_gpu_has_none(software, monkeypatch):
