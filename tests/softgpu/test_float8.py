@@ -16,6 +16,7 @@ from shardrt.comm import init_device_mesh, thread
 from shardrt.device.cuda import CUDADevice
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.fsdp import MixedPrecisionPolicy, explain, fully_shard, memory_plan
+from shardrt.kernels.cuda import float8
 from shardrt.parallel import parallelize_module
 from shardrt.recompute import checkpoint
 from shardrt.tensor import Tensor
@@ -161,6 +162,39 @@ def test_launches_of_two_layers(software):
     software.log.clear()
     thread.run(1, layers, precision=BFLOAT16)
     assert counted(software.log)["cast_e4m3"] == 0
+
+
+def test_only_sums_of_forward_are_fast(software, monkeypatch):
+    fast, matmul = [], float8.matmul
+
+    def spy(*args, **how):
+        fast.append(how.get("fast", False))
+        matmul(*args, **how)
+
+    monkeypatch.setattr(float8, "matmul", spy)
+    thread.run(1, layers)
+    assert fast == [True, True, False, False, False]
+
+
+def test_a_weight_that_is_used_twice_has_the_sum_of_its_gradients(software):
+    class Times(nn.Module):
+        def __init__(self, times):
+            super().__init__()
+            self.times, self.layer = times, nn.Linear(32, 32)
+
+        def forward(self, x):
+            return sum(self.layer(x) for _ in range(self.times))
+
+    def rank(times):
+        shardrt.manual_seed(1)
+        model, here = alone(Times(times)), device.current()
+        x, dy = (here.asarray(low(np.random.default_rng(i).normal(size=(16, 32)))) for i in range(2))
+        model(Tensor(x)).backward(dy)
+        return here.to_numpy(model.layer.weight.grad)
+
+    once, twice = (thread.run(1, rank, times)[0] for times in (1, 2))
+    np.testing.assert_array_equal(twice, 2 * once)
+    assert once.any()
 
 
 def test_what_it_takes_is_planned(software):
