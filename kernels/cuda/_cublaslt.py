@@ -106,6 +106,29 @@ class CublasLt:
         """
         return _takes(None, sums) and self._multiply(SUMS, a, b, out, accumulate, sums, None, apart)
 
+    def gemm_float8(
+        self,
+        a: Array,
+        b: Array,
+        out: Array,
+        kinds: tuple[str, str],
+        scales: tuple[Array, Array],
+        *,
+        accumulate: bool,
+        bias: Array | None,
+        fast: bool,
+    ) -> None:
+        """out = a b (+ bias along the last axis) (+ out), a and b times their scales; 2-D, from Hopper on.
+
+        a, b: uint8, the bits of `kinds`, dense along the inner dimension; all sizes are multiples of 16. out:
+        float32, bfloat16 or float16; bias of its type, bfloat16 for float32. scales: float32, on the GPU,
+        read when the product runs. fast: sums do not go over into float32 every few products. Raises
+        NoSuchProduct for what cublasLt does not compute.
+        """
+        kind, float8 = PLAIN if bias is None else BIAS, (*kinds, *scales, fast)
+        if not self._multiply(kind, a, b, out, accumulate, bias, None, None, float8=float8):
+            raise NoSuchProduct("cublasLt computes this float8 product by none of its algorithms")
+
     def _multiply(
         self,
         kind: int,
@@ -117,8 +140,12 @@ class CublasLt:
         matrix: Array | None,
         apart: Apart | None,
         varied: bool = False,
+        float8: tuple | None = None,
     ) -> bool:
-        """False, with nothing done, if it is better done apart, or cublasLt can't do it."""
+        """False, with nothing done, if it is better done apart, or cublasLt can't do it.
+
+        float8: the types of a and b, their scales, and whether sums are fast.
+        """
         at_a, at_b, at_out = address(a), address(b), address(out)
         at_vector = 0 if vector is None else address(vector)
         at_matrix = 0 if matrix is None else address(matrix)
@@ -131,6 +158,10 @@ class CublasLt:
             None if vector is None else vector.dtype.num,
         )
         places = at_b, at_a, at_out, at_vector, at_matrix
+        if float8 is not None:
+            first, second, of_a, of_b, fast = float8
+            key = (*key, first, second, fast)
+            places = (*places, address(of_b), address(of_a))
         plans = self._varied if varied else self._plans
         try:
             plan = plans[key]
@@ -162,7 +193,8 @@ class CublasLt:
         optional: bool,
     ) -> Plan | None:
         """None where cublasLt has no such product and it is optional; else it raises NoSuchProduct."""
-        first, second, result = Matrix.of(b), Matrix.of(a), Matrix.of(out)
+        of_a, of_b, fast = key[-3:] if len(places) > 5 else (None, None, None)
+        first, second, result = Matrix.of(b, of_b), Matrix.of(a, of_a), Matrix.of(out)
         if first is None or second is None or result is None or result.transposed:
             strides = (a.strides, b.strides, out.strides)
             raise ValueError(f"gemm: a and b need a dense axis, out a dense last one; strides {strides}")
@@ -170,7 +202,7 @@ class CublasLt:
         batch = out.shape[0] if out.ndim == 3 else 1
         beside = None if vector is None else (ELEMENTS[vector.dtype.name], alignment(places[3]))
         inner = None if matrix is None else (matrix.shape[-1], alignment(places[4]))
-        what = What(kind, first, second, result, batch, accumulate, beside, inner)
+        what = What(kind, first, second, result, batch, accumulate, beside, inner, fast)
         try:
             plan = Plan(self._library, what, places)
         except NoSuchProduct:

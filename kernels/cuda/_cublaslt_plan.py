@@ -5,7 +5,19 @@ cublasLt counts columns first, so out = a b is asked for as out^T = b^T a^T: its
 
 import ctypes
 import threading
-from ctypes import addressof, byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    addressof,
+    byref,
+    c_float,
+    c_int,
+    c_int8,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +31,14 @@ CANDIDATES = 32  # algorithms that the heuristic is asked for
 PLAIN, BIAS, GELU, GELU_BIAS, SLOPE, SUMS = 1, 4, 160, 164, 192, 512
 
 # cublasLt.h and library_types.h
-ELEMENTS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
+ELEMENTS = {
+    **{"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14},
+    **{"float8_e4m3fn": 28, "float8_e5m2": 29},
+}
 _COMPUTE_32F, _COMPUTE_64F = 68, 70
 _TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _VECTOR_POINTER, _VECTOR_TYPE = 3, 4, 7, 8, 26  # "bias"
 _MATRIX_POINTER, _MATRIX_LEADING = 11, 12  # "aux"
+_SCALE_POINTERS, _FAST_ACCUMULATION = (17, 18), 25  # of A and B; of float8 alone
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6
 _MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # of A, B, C, D
 _IN_COMPUTE_TYPE = 2  # else parts of a sum may be rounded to the type of the result
@@ -47,22 +63,25 @@ class Matrix:
     alignment: int
 
     @staticmethod
-    def of(x: Array) -> "Matrix | None":
-        """The transpose of the last two dimensions of x, which costs nothing; None if neither is dense."""
+    def of(x: Array, kind: str | None = None) -> "Matrix | None":
+        """The transpose of the last two dimensions of x, which costs nothing; None if neither is dense.
+
+        kind: the type whose bits x holds, if it is not that of x.
+        """
         item, (rows, columns), (down, right) = x.dtype.itemsize, x.shape[-2:], x.strides[-2:]
         batch = x.strides[0] // item if x.ndim == 3 else 0
         # No algorithm needs more than loads of 16 bytes do; one plan serves all that have as much.
-        kind, aligned = ELEMENTS[x.dtype.name], min(alignment(address(x)), 16)
+        element, aligned = ELEMENTS[kind or x.dtype.name], min(alignment(address(x)), 16)
         if columns == 1:
             right = item
         if rows == 1 and right == item:
             down = columns * item
         if right == item and down % item == 0 and down >= columns * item:
-            return Matrix(kind, False, columns, rows, down // item, batch, aligned)
+            return Matrix(element, False, columns, rows, down // item, batch, aligned)
         if rows == 1:
             down = item
         if down == item and right % item == 0 and right >= rows * item:
-            return Matrix(kind, True, rows, columns, right // item, batch, aligned)
+            return Matrix(element, True, rows, columns, right // item, batch, aligned)
         return None
 
 
@@ -78,6 +97,7 @@ class What:
     accumulate: bool
     vector: tuple[int, int] | None  # type and alignment
     matrix: tuple[int, int] | None  # leading dimension and alignment
+    fast: bool | None = None  # of float8, whose operands have scales: sums less exact, and faster
 
 
 Algorithm = c_uint64 * 8  # cublasLtMatmulAlgo_t
@@ -157,6 +177,9 @@ class Plan:
         if what.vector is not None:
             self._describe(_VECTOR_TYPE, c_int32(what.vector[0]))
             self._pointers.append((_VECTOR_POINTER, c_uint64(), 3))
+        if what.fast is not None:
+            self._describe(_FAST_ACCUMULATION, c_int8(what.fast))
+            self._pointers += [(name, c_uint64(), 5 + k) for k, name in enumerate(_SCALE_POINTERS)]
         for matrix in (what.first, what.second, what.result):
             self._layouts.append(_layout(library, matrix, what.batch))
         self._point(places)
@@ -174,7 +197,8 @@ class Plan:
     def run(self, stage: Any, algorithm: Algorithm, places: tuple[int, ...]) -> None:
         """Launch the product in the current stream. Raises NoSuchProduct if this algorithm can't.
 
-        places: addresses of our b, our a, out, and of the vector and the matrix where there is one.
+        places: addresses of our b, our a, out, of the vector and the matrix where there is one, and of the
+        scales of our b and our a where they are float8.
         """
         stream = stage.stream()
         if not self._pointers:

@@ -104,6 +104,22 @@ class CuPyBackend:
         """By cublasLt, if it can and is faster."""
         return self._cublas_lt.gemm_sums(a, b, out, sums, accumulate=accumulate, apart=apart)
 
+    def gemm_float8(
+        self,
+        a: Array,
+        b: Array,
+        out: Array,
+        kinds: tuple[str, str],
+        scales: tuple[Array, Array],
+        *,
+        accumulate: bool,
+        bias: Array | None,
+        fast: bool,
+    ) -> None:
+        """By cublasLt."""
+        how = {"accumulate": accumulate, "bias": bias, "fast": fast}
+        self._cublas_lt.gemm_float8(a, b, out, kinds, scales, **how)
+
     @cached_property
     def _cublas_lt(self) -> CublasLt:
         return CublasLt(_library(), self)

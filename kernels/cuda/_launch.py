@@ -75,6 +75,20 @@ class Backend(Protocol):
     ) -> bool:
         """out = a b (+ out), and sums = a summed over its last axis; sums have the type of out."""
 
+    def gemm_float8(
+        self,
+        a: Array,
+        b: Array,
+        out: Array,
+        kinds: tuple[str, str],
+        scales: tuple[Array, Array],
+        *,
+        accumulate: bool,
+        bias: Array | None,
+        fast: bool,
+    ) -> None:
+        """out = a b (+ bias along the last axis) (+ out), of bits of float8, times two scales."""
+
     def attention(self) -> Any | None:
         """What is better at attention than the kernels here, if anything is (see _cudnn_attention.py)."""
 

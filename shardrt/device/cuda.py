@@ -30,6 +30,7 @@ from shardrt.device.upload import Uploads
 _ROW_ALIGNMENT = 64  # elements: rows of 16 bits then begin at lines of 128 bytes
 _POOL_ALIGNMENT = 512  # bytes: what CuPy's pool rounds to
 _MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
+_COMPUTE_CAPABILITY = 75, 76  # cudaDevAttrComputeCapabilityMajor, ...Minor
 _PAGEABLE_ACCESS = 88  # cudaDevAttrPageableMemoryAccess
 _HIGH_PRIORITY = -5  # as high as CUDA has: communication and copies get the next free processor
 
@@ -207,6 +208,12 @@ class CUDADevice(Device):
 
             return np.dtype(ml_dtypes.bfloat16)
         return np.dtype(name)
+
+    def lacks_float8(self) -> str:
+        ask = self._cupy.cuda.runtime.deviceGetAttribute
+        major, minor = (ask(attribute, self.index) for attribute in _COMPUTE_CAPABILITY)
+        told = f"GPU {self.index} has compute capability {major}.{minor}; float8 needs 9.0 (Hopper) or later"
+        return "" if major >= 9 else told
 
     def warm_up(self) -> None:
         self.kernels.warm_up()

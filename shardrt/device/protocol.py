@@ -110,6 +110,10 @@ class Device(ABC):
         """
         return cls.compute_dtype(name)
 
+    def lacks_float8(self) -> str:
+        """Why no matmul can be in float8 on this device; "" if it can."""
+        return f"device {self.name!r} has no matmul in float8; NVIDIA GPUs have, from Hopper on"
+
     @staticmethod
     def matmul_ignores_place() -> bool:
         """Whether a matmul has the same bits wherever its operands lie: at any address, with any strides."""

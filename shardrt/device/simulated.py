@@ -203,6 +203,11 @@ class SimulatedDevice(Device):
     def gathered_dtype(self, name: str) -> np.dtype:
         return self.like.gathered_dtype(name)
 
+    def lacks_float8(self) -> str:
+        """The dry run of a device does what it does."""
+        told = "the simulator has no speeds of matmuls in float8"
+        return self.like.lacks_float8() if isinstance(self.like, Device) else told
+
     def matmul_ignores_place(self) -> bool:
         return self.like.matmul_ignores_place()
 

@@ -4,6 +4,7 @@
 PyTorch's FSDP2.) The model stays the same object with the same parameter names.
 """
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -17,6 +18,8 @@ from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, Settings
 from shardrt.fsdp.setup import build
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Unit
+from shardrt.functional.float8 import MULTIPLE
+from shardrt.nn.layers import Linear
 from shardrt.nn.module import Module, stages_of
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.share import CUT, PARTIAL
@@ -100,7 +103,12 @@ def fully_shard(
         offload_policy.placement if offload_policy is not None else HostPlacement(),
         by_rank,
     )
-    boundary = UnitBoundary(Unit(modules, _untaken(modules, settings, ignored), settings, build))
+    if settings.precision.float8 and (why := mesh.device.lacks_float8()):
+        raise ValueError(f"fully_shard: mp_policy has float8=True, but {why}")
+    taken = _untaken(modules, settings, ignored)
+    if settings.precision.float8:
+        _choose_float8(modules, {id(parameter) for parameter, key in taken if key.param == dtypes.bfloat16})
+    boundary = UnitBoundary(Unit(modules, taken, settings, build))
     for each in modules:
         each.run_inside(boundary)
     return module
@@ -169,6 +177,18 @@ def _untaken(
                     "are in mp_policy.full_precision; name the classes of all of them there, or of none"
                 )
     return list(found.values())
+
+
+def _choose_float8(modules: list[Module], taken: set[int]) -> None:
+    """Say of the weights of linear layers that they are multiplied in float8, where their sizes allow it."""
+    layers = [below for module in modules for below in module.modules() if isinstance(below, Linear)]
+    weights = [layer.weight for layer in layers if id(layer.weight) in taken]
+    for weight in weights:
+        weight.float8 = weight.in_parts is None and not any(size % MULTIPLE for size in weight.shape)
+    others = [f"{weight.name} {weight.shape}" for weight in weights if not weight.float8]
+    if others:
+        told = f"sizes must be multiples of {MULTIPLE}, and set_tensor_invariant leaves none in float8"
+        warnings.warn(f"float8: these stay in bfloat16: {', '.join(others)}; {told}", stacklevel=3)
 
 
 def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[Digits, Digits]:

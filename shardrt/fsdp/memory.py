@@ -175,10 +175,10 @@ def explain(model: Module) -> str:
     """A table of the units of `model`: what they hold, how they are cut, in which order they are prefetched.
 
     MB: of the parameters that this rank holds. computed: the type in which matmuls take them: float32 of
-    bfloat16 where the device has no matmuls of bfloat16. gathered: the unit at whose start the gather is
-    issued, by the present plan, which is the order of declaration until the first forward has recorded
-    another. Where axes of the mesh are joined, folded, or cut modules, their names stand there, and which
-    ranks have the other parts beside this one's. Raises ValueError if `model` has no unit.
+    bfloat16 where the device has no matmuls of bfloat16, float8 where mp_policy has it. gathered: the unit at
+    whose start the gather is issued, by the present plan, which is the order of declaration until the first
+    forward has recorded another. Where axes of the mesh are joined, folded, or cut modules, their names stand
+    there, and which ranks have the other parts beside this one's. Raises ValueError if `model` has no unit.
     """
     units = whole_of("explain", model)
     layouts = lay_out(units)
@@ -239,6 +239,8 @@ def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, plann
 def _computed(group: ParameterGroup) -> str:
     """The type in which matmuls take its parameters, and the shorter one to which these are rounded first."""
     param = group.key.param
+    if any(parameter.float8 for parameter in group.parameters):
+        return f"float8 of {param}"
     taken = group.settings.mesh.device.gathered_dtype(param)
     return param if taken.itemsize == dtypes.storage(param).itemsize else f"{taken.name} of {param}"
 

@@ -25,11 +25,16 @@ class MixedPrecisionPolicy:
     those of 16 bits to float32, where the unit's parameters are.
     full_precision: classes of modules within the unit whose own parameters stay float32: (nn.LayerNorm,).
     Those of a nn.Router do in any case.
+    float8: the matmuls of nn.Linear in the unit, in forward and backward, are in float8 (E4M3, and E5M2 for
+    gradients), with a scale per tensor. On NVIDIA GPUs from Hopper on, with param_dtype="bfloat16", in which
+    parameters are still gathered. Give the first and the last block, and the unit of the head, a policy
+    without it.
 
     Parameters of float64 and of integers stay what they are: gathered, computed in and reduced as they are.
     Inputs of a unit that has such parameters alone are not cast.
 
-    (Micikevicius et al., Mixed Precision Training, 2018.) Raises ValueError for an unknown type.
+    (Micikevicius et al., Mixed Precision Training, 2018, and FP8 Formats for Deep Learning, 2022.) Raises
+    ValueError for an unknown type, and for float8 without bfloat16.
     """
 
     param_dtype: str | None = None
@@ -37,6 +42,7 @@ class MixedPrecisionPolicy:
     output_dtype: str | None = None
     cast_forward_inputs: bool = True
     full_precision: tuple[type[Module], ...] = ()
+    float8: bool = False
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -46,6 +52,8 @@ class MixedPrecisionPolicy:
                 object.__setattr__(self, name, value)
                 if value == dtypes.float64:
                     raise ValueError(f"{name}: float64 is not a type of mixed precision; leave it None")
+        if self.float8 and self.param_dtype != dtypes.bfloat16:
+            raise ValueError(f"float8 needs param_dtype='bfloat16', got {self.param_dtype!r}")
 
     def types_of(self, module: Module, own: str) -> tuple[str, str]:
         """(param, reduce) types for the parameters that `module` itself holds, of type `own`."""

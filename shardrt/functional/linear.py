@@ -22,6 +22,7 @@ from shardrt.functional._arrays import (
     tensor,
 )
 from shardrt.functional.activation import gelu
+from shardrt.functional.float8 import Float8Linear, takes
 from shardrt.functional.in_parts import Columns, InParts, Rows
 from shardrt.functional.in_time import add_bias
 
@@ -167,8 +168,8 @@ def linear(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> "Tens
     Raises ValueError for sizes that don't fit, TypeError for other dtypes.
     """
     x, weight, bias = _checked("linear", x, weight, bias)
-    how = getattr(weight, "in_parts", None)  # a parameter that says so
-    return Linear.apply(x, weight, bias) if how is None else _in_parts(x, weight, bias, how)
+    other = _otherwise(x, weight, bias)
+    return Linear.apply(x, weight, bias) if other is None else other
 
 
 def linear_gelu(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> "Tensor":
@@ -177,10 +178,18 @@ def linear_gelu(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> 
     Arguments and errors are those of linear.
     """
     x, weight, bias = _checked("linear_gelu", x, weight, bias)
+    other = _otherwise(x, weight, bias)
+    return LinearGELU.apply(x, weight, bias) if other is None else gelu(other, approximate="tanh")
+
+
+def _otherwise(x: "Tensor", weight: "Tensor", bias: "Tensor | None") -> "Tensor | None":
+    """By what a parameter says of products with it; None if it says nothing."""
     how = getattr(weight, "in_parts", None)
     if how is not None:
-        return gelu(_in_parts(x, weight, bias, how), approximate="tanh")
-    return LinearGELU.apply(x, weight, bias)
+        return _in_parts(x, weight, bias, how)
+    if getattr(weight, "float8", False) and takes(x, weight):
+        return Float8Linear.apply(x, weight, bias)
+    return None
 
 
 def _in_parts(x: "Tensor", weight: "Tensor", bias: "Tensor | None", how: InParts) -> "Tensor":

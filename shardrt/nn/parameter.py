@@ -43,7 +43,7 @@ class Parameter(Tensor):
     """
 
     __slots__ = (
-        *("init", "seed", "storage", "dtype", "share", "place", "in_parts"),
+        *("init", "seed", "storage", "dtype", "share", "place", "in_parts", "float8"),
         *("_shape", "_owner", "_attribute", "_hooks", "_words"),
     )
     changed_in_place = True
@@ -68,6 +68,7 @@ class Parameter(Tensor):
         self.share: Share | None = None  # what `shape` is of a larger whole, if it is cut; see take_share
         self.place: Place | None = None  # which ranks of a pipeline have it; see take_place
         self.in_parts: Any = None  # how products with it are made, where not at once; functional/in_parts.py
+        self.float8 = False  # whether linear layers multiply by it in float8; MixedPrecisionPolicy says so
         self._words: Any = None
         self._owner: weakref.ref[Module] | None = None
         self._attribute = ""

@@ -6,14 +6,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { F32 = 0, F64 = 1, F16 = 2, BF16 = 14 };
+enum { F32 = 0, F64 = 1, F16 = 2, BF16 = 14, E4M3 = 28, E5M2 = 29 };
 enum { PLAIN = 1, BIAS = 4, GELU_AUX = 160, GELU_AUX_BIAS = 164, DGELU = 192, BGRADB = 512 };
 // bias: a bias, or where sums go. inner: "aux", what goes into GELU.
-typedef struct { int32_t compute, scale, transpose[2]; uint32_t epilogue; void* bias; int32_t bias_type; void* inner; int64_t leading; } Product;
+typedef struct { int32_t compute, scale, transpose[2]; uint32_t epilogue; void* bias; int32_t bias_type; void* inner; int64_t leading; const float* scales[2]; int8_t fast; } Product;
 typedef struct { int32_t type, batch; uint64_t rows, columns; int64_t leading, stride; } Layout;
 typedef struct { uint64_t workspace; uint32_t reduction, alignment[4]; } Preference;
 typedef struct { uint64_t algorithm[8]; size_t workspace; int state; float waves; int reserved[4]; } Heuristic;
-typedef struct { int64_t products, algorithm, workspace, stream, beta_is_one; } Record;
+typedef struct { int64_t products, algorithm, workspace, stream, beta_is_one, fast; } Record;
 
 Record fake_record;
 int fake_proposals = 3;  // algorithms: number 100, which is not usable, 101, ...
@@ -27,7 +27,7 @@ const char* cublasLtGetStatusString(int status) { return status == 7 ? "invalid 
 size_t cublasLtGetVersion(void) { return 131000; }
 int cublasLtCreate(void** out) { *out = handle(); return 0; }
 int cublasLtMatmulDescCreate(void** out, int compute, int scale) {
-    Product product = {compute, scale, {0, 0}, 1, 0, -1, 0, 0};
+    Product product = {compute, scale, {0, 0}, 1, 0, -1, 0, 0, {0, 0}, 0};
     *out = malloc(sizeof product);
     memcpy(*out, &product, sizeof product);
     return (compute == 68 && scale == F32) || (compute == 70 && scale == F64) ? 0 : 15;
@@ -38,6 +38,8 @@ int cublasLtMatmulDescSetAttribute(Product* product, int name, const void* value
     if (name == 8) { if (size != 8) return 7; memcpy(&product->bias, value, 8); return 0; }
     if (name == 11) { if (size != 8) return 7; memcpy(&product->inner, value, 8); return 0; }
     if (name == 12) { if (size != 8) return 7; memcpy(&product->leading, value, 8); return 0; }
+    if (name == 17 || name == 18) { if (size != 8) return 7; memcpy(&product->scales[name - 17], value, 8); return 0; }
+    if (name == 25) { if (size != 1) return 7; memcpy(&product->fast, value, 1); return 0; }
     if (name == 26) { if (size != 4) return 7; memcpy(&product->bias_type, value, 4); return 0; }
     return 7;
 }
@@ -62,10 +64,25 @@ int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int name, const
     if (name >= 5 && name <= 8 && size == 4) { memcpy(&preference->alignment[name - 5], value, 4); return 0; }
     return 7;
 }
+static int is_float8(int type) { return type == E4M3 || type == E5M2; }
+// cuBLAS's documentation of cublasLtMatmul, "To use FP8 kernels", and its table of types; on Hopper.
+static int float8_fits(const Product* p, const Layout* a, const Layout* b, const Layout* d) {
+    if (!p->transpose[0] || p->transpose[1]) return 15;  // TN alone
+    if (!is_float8(a->type) || !is_float8(b->type) || (a->type == E5M2 && b->type == E5M2)) return 15;
+    if (d->type != F32 && d->type != BF16 && d->type != F16) return 15;
+    if (p->epilogue != PLAIN && p->epilogue != BIAS) return 15;  // others are not asked for
+    if (p->epilogue == BIAS && p->bias_type != (d->type == F16 ? F16 : BF16)) return 15;
+    const Layout* all[] = {a, b, d};
+    for (int i = 0; i < 3; i++)
+        if (all[i]->rows % 16 || all[i]->columns % 16 || all[i]->leading % 16) return 15;
+    return p->compute == 68 && p->scale == F32 ? 0 : 15;
+}
 static int fits(const Product* p, const Layout* a, const Layout* b, const Layout* d) {
     uint64_t m = p->transpose[0] ? a->columns : a->rows, k = p->transpose[0] ? a->rows : a->columns;
     uint64_t n = p->transpose[1] ? b->rows : b->columns, inner = p->transpose[1] ? b->columns : b->rows;
     if (m != d->rows || n != d->columns || k != inner || a->batch != d->batch || b->batch != d->batch) return 7;
+    if (is_float8(a->type) || is_float8(b->type)) return float8_fits(p, a, b, d);
+    if (p->scales[0] || p->scales[1] || p->fast) return 7;
     if (a->type != b->type) return 15;
     if (d->type != a->type && !(d->type == F32 && (a->type == F16 || a->type == BF16))) return 15;
     return (p->compute == 70) == (d->type == F64) ? 0 : 15;
@@ -74,7 +91,7 @@ static int epilogue_fits(const Product* p, const Layout* d) {
     uint32_t e = p->epilogue;
     int aux = e == GELU_AUX || e == GELU_AUX_BIAS || e == DGELU, vector = e == BIAS || e == GELU_AUX_BIAS || e == BGRADB;
     if (!(aux || vector || e == PLAIN)) return 7;
-    if (vector && p->bias_type != d->type) return 15;
+    if (vector && p->bias_type != d->type && !(d->type == F32 && p->scales[0])) return 15;
     if (e == BGRADB && (!p->transpose[1] || d->batch > 1)) return 15;
     if (aux && d->type == F64) return 15;  // GELU only in float32 and less
     return aux && (p->leading % 8 || p->leading < (int64_t)d->rows || d->batch > 1) ? 7 : 0;
@@ -119,6 +136,13 @@ int cublasLtMatmulAlgoCheck(void* h, Product* p, Layout* a, Layout* b, Layout* c
 static double get(const void* from, int64_t i, int type) {
     if (type == F64) return ((const double*)from)[i];
     if (type == F32) return ((const float*)from)[i];
+    if (type == E5M2) { uint16_t half = ((const uint8_t*)from)[i] << 8; _Float16 y; memcpy(&y, &half, 2); return y; }
+    if (type == E4M3) {
+        int byte = ((const uint8_t*)from)[i], exponent = byte >> 3 & 15, fraction = byte & 7;
+        double y = exponent ? ldexp(8 + fraction, exponent - 10) : ldexp(fraction, -9);
+        if ((byte & 127) == 127) y = NAN;
+        return byte >> 7 ? -y : y;
+    }
     uint16_t bits = ((const uint16_t*)from)[i];
     if (type == BF16) { uint32_t wide = (uint32_t)bits << 16; float x; memcpy(&x, &wide, 4); return x; }
     _Float16 x;
@@ -151,6 +175,8 @@ static void run(const void* given) {
     const Layout *la = &job->a, *lb = &job->b, *ld = &job->d;
     int64_t m = ld->rows, n = ld->columns, k = p->transpose[0] ? la->rows : la->columns;
     double *x = malloc(m * k * sizeof *x), *y = malloc(k * n * sizeof *y), *sums = malloc(m * sizeof *sums);
+    // Read when the product runs, not before: kernels write them in the same stream.
+    double scale = (p->scales[0] ? *p->scales[0] : 1) * (p->scales[1] ? *p->scales[1] : 1);
     for (int batch = 0; batch < ld->batch; batch++) {
         for (int64_t l = 0; l < k; l++)
             for (int64_t i = 0; i < m; i++) {
@@ -168,7 +194,7 @@ static void run(const void* given) {
                 for (int64_t i = 0; i < m; i++) sums[i] += x[l * m + i] * y[j * k + l];
             for (int64_t i = 0; i < m; i++) {
                 int64_t at = i + j * ld->leading + batch * ld->stride;
-                double sum = sums[i];
+                double sum = scale * sums[i];
                 if (p->bias && p->epilogue != BGRADB) sum += get(p->bias, i, p->bias_type);
                 if (p->epilogue == DGELU) {
                     sum *= slope(get(p->inner, i + j * p->leading, ld->type));
@@ -204,11 +230,12 @@ int cublasLtMatmul(void* h, Product* p, const void* alpha, const void* a, Layout
     int aux = p->epilogue == GELU_AUX || p->epilogue == GELU_AUX_BIAS || p->epilogue == DGELU;
     if (one != 1 || !p->bias != !vector || !p->inner != !aux || (p->inner && add)) return 7;
     if (p->inner && (!aligned(p->inner, 16) || !aligned(d, 16) || !aligned(p->bias, 16))) return 14;
+    if (is_float8(la->type) && !(aligned(a, 16) && aligned(b, 16) && aligned(d, 16))) return 14;
     uint64_t promised = algorithm[3] & 0xffff, of_aux = algorithm[3] >> 16;
     if (!aligned(p->bias, promised ? promised : 256) || !aligned(p->inner, of_aux ? of_aux : 256)) return 14;
     Job* job = malloc(sizeof *job);
     *job = (Job){*p, *la, *lb, *ld, a, b, d, add};
-    fake_record = (Record){fake_record.products + 1, (int64_t)algorithm[0], (int64_t)workspace, (int64_t)stream, add == 1};
+    fake_record = (Record){fake_record.products + 1, (int64_t)algorithm[0], (int64_t)workspace, (int64_t)stream, add == 1, p->fast};
     if (fake_enqueue) return fake_enqueue((int64_t)stream, run, job);
     run(job);
     free(job);

@@ -14,7 +14,8 @@ from shardrt.kernels.cuda._cublaslt import CublasLt
 
 class Record(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_int64) for name in ("products", "algorithm", "workspace", "stream", "beta_is_one")
+        (name, ctypes.c_int64)
+        for name in ("products", "algorithm", "workspace", "stream", "beta_is_one", "fast")
     ]
 
 

@@ -147,3 +147,22 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
 }
 inline float __half2float(__half x) { _Float16 y; memcpy(&y, &x.bits, 2); return float(y); }
 inline __half __float2half_rn(float x) { _Float16 y = _Float16(x); __half z; memcpy(&z.bits, &y, 2); return z; }
+
+// cuda_fp8.h: what a float becomes in 8 bits, to nearest, ties to even; too large is the largest.
+enum __nv_saturation_t { __NV_NOSAT, __NV_SATFINITE };
+enum __nv_fp8_interpretation_t { __NV_E4M3, __NV_E5M2 };
+inline unsigned char __nv_cvt_float_to_fp8(float x, __nv_saturation_t, __nv_fp8_interpretation_t kind) {
+    const int fraction = kind == __NV_E4M3 ? 3 : 2, lowest = kind == __NV_E4M3 ? -6 : -14;  // exponent of normals
+    const unsigned most = kind == __NV_E4M3 ? 0x7e : 0x7b, sign = __float_as_uint(x) >> 24 & 0x80;
+    if (x != x) return 0x7f;
+    if (fabsf(x) > 65536) return sign | most;
+    int exponent;
+    frexpf(x, &exponent);
+    exponent = x == 0 || exponent - 1 < lowest ? lowest : exponent - 1;
+    float steps = rintf(ldexpf(fabsf(x), fraction - exponent));
+    unsigned bits = unsigned(steps) + (unsigned(exponent - lowest) << fraction);  // a carry goes into the exponent
+    return sign | (bits < most ? bits : most);
+}
+inline unsigned short __nv_cvt_float2_to_fp8x2(float2 x, __nv_saturation_t how, __nv_fp8_interpretation_t kind) {
+    return __nv_cvt_float_to_fp8(x.x, how, kind) | __nv_cvt_float_to_fp8(x.y, how, kind) << 8;
+}

@@ -10,6 +10,7 @@ from shardrt.kernels import cpu, cuda, shape
 HOST_ONLY = {"set_blas_threads", "threads", "set_threads"}  # a GPU has no threads to set
 WITHIN = {"cast.narrow", "matmul.affine", "matmul.widened"}  # what other kernels of the CPU call
 OF_SHAPE = {"Answer", "Cost", "New", "ON_CPU"}
+ON_GPU = {"float8"}  # no CPU has it
 MODULES = [name for name in cpu.__all__ if inspect.ismodule(getattr(cpu, name))]
 
 
@@ -24,7 +25,7 @@ def functions_of(package, module):
 
 
 def test_every_module_has_its_twins():
-    assert set(cuda.__all__) == set(shape.__all__) - OF_SHAPE == set(cpu.__all__) - HOST_ONLY
+    assert set(cuda.__all__) == set(shape.__all__) - OF_SHAPE == set(cpu.__all__) - HOST_ONLY | ON_GPU
     assert len(MODULES) == 24
 
 
@@ -34,6 +35,11 @@ def test_what_costs_other_on_a_cpu_has_the_same_parameters():
         assert inspect.isfunction(value) or value == getattr(getattr(cpu, module), name)
         if inspect.isfunction(value):
             assert inspect.signature(value) == inspect.signature(getattr(getattr(shape, module), name))
+
+
+@pytest.mark.parametrize("module", ON_GPU)
+def test_what_a_gpu_alone_has_costs_what_has_its_parameters(module):
+    assert functions_of("cuda", module) == functions_of("shape", module)
 
 
 @pytest.mark.parametrize("module", MODULES)
