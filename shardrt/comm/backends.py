@@ -95,11 +95,13 @@ def _over_mpi(kind: str, world: worlds.World) -> Communicator:
 
 
 def _a_gpu_for_each(host: Communicator, device: Device) -> bool:
-    """Whether no two ranks share a GPU. Warns on one rank where they do. Collective."""
+    """Whether each rank has a GPU, which no other has. Warns on one rank where two share one. Collective."""
     if worlds.current().device is not None:
         return True
     first: dict[bytes, int] = {}  # GPU -> its first rank
     for rank, gpu in enumerate(host.talk(device.uuid)):
+        if not gpu:
+            return False
         if first.setdefault(gpu, rank) != rank:
             if host.rank == 0:
                 warnings.warn(
