@@ -37,3 +37,14 @@ def test_so_has_training_over_memory_that_processes_map(found):
     cpu, ipc = found["steps"]
     assert found["by IPC"] > 1
     np.testing.assert_allclose(ipc, cpu, rtol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.rest)])
+def test_features_meet_on_processes_with_a_gpu_each(tmp_path, ranks):
+    if missing():
+        pytest.skip(missing())
+    job = ["-m", "tests.softgpu.run", "-m", "tests.softgpu.pairs_of_processes", str(tmp_path)]
+    done = mpirun(ranks, job)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) >= 2 and max(max(apart) for apart in found.values()) < 1e-5, found
