@@ -96,6 +96,10 @@ class Emulator:
             result += out.astype(exact)
         out[...] = result
 
+    def gemm_grouped(self, a, b, out, groups, *, accumulate):
+        """As cuBLAS where it is older than 12.5."""
+        return False
+
     def gemm_gelu(self, a, b, bias, inner, out, apart):
         """As cublasLt where it has no such product."""
         return False
