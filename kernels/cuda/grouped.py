@@ -68,9 +68,7 @@ def backward_weight(x: Array, dy: Array, counts: Sequence[int], dweight: Array, 
         _launch.launch("grouped", "backward_weight", x.dtype, grid, args, threads=_THREADS, **kinds)
 
 
-def _in_one_call(
-    a: Array, b: Array, out: Array, groups: list[Group], accumulate: bool = False
-) -> bool:
+def _in_one_call(a: Array, b: Array, out: Array, groups: list[Group], accumulate: bool = False) -> bool:
     """Whether one call of a library has computed the groups that have rows (Backend.gemm_grouped).
 
     Not with deterministic algorithms: which kernel the library takes may depend on all groups together, and a
