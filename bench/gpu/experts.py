@@ -1,8 +1,8 @@
-"""Products of experts: all groups in one launch, or in one call of cuBLAS, beside a call of cublasLt for each.
+"""Products of experts: all groups in one launch, or in one call of cuBLAS, beside a call for each.
 
-These are the three ways of kernels/cuda/grouped.py. It takes cuBLAS where that can, and else one of the others
-by a group's rows. Each is timed on the GPU alone, behind a queue, and with the host that launches it: a
-layer's forward and both gradients. The gradients of weights are float32, which cuBLAS does not write from
+These are the three ways of kernels/cuda/grouped.py. It takes cuBLAS where that can, and else one of the
+others by a group's rows. Each is timed on the GPU alone, behind a queue, and with the host that launches it:
+a layer's forward and both gradients. The gradients of weights are float32, which cuBLAS does not write from
 factors of 16 bits, so they are made as without it. What is chosen is beside PyTorch's forward.
 """
 

@@ -1,4 +1,4 @@
-"""Grouped matmuls by cuBLAS, bound by ctypes: cublasGemmGroupedBatchedEx of cuBLAS 12.5 and later, in 16 bits.
+"""Grouped matmuls in 16 bits by cuBLAS, bound by ctypes: cublasGemmGroupedBatchedEx, since version 12.5.
 
 One call computes the products of all experts. cuBLAS counts columns first, so out = a b is asked for as
 out^T = b^T a^T: its A is our b, and its B our a. Sizes stand in arrays of the host, which cuBLAS reads before
@@ -9,7 +9,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from ctypes import c_int, c_size_t, c_void_p
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 

@@ -153,6 +153,17 @@ def test_deterministic_algorithms_give_a_group_bits_of_its_own(cublas):
         shardrt.use_deterministic_algorithms(False)
 
 
+def test_parts_of_sums_stay_in_float32(cublas, gpu):
+    """256 + 1 - 256: a part of the sum that bfloat16 rounded would lose the 1."""
+    x, weight = np.zeros((8, 16), np.float32), np.ones((1, 8, 16), np.float32)
+    x[:, [0, 1, 9]] = 256, 1, -256
+    kind = dtype_of("bfloat16")
+    y = gpu.asarray(np.zeros((8, 8), kind))
+    call = gpu.asarray(x.astype(kind)), gpu.asarray(weight.astype(kind)), (8,), y
+    assert calls_of(cublas, lambda: cuda.forward(*call)) == 1
+    np.testing.assert_array_equal(gpu.to_numpy(y).astype(np.float32), 1)
+
+
 def test_each_stream_has_a_workspace_of_its_own(cublas, gpu):
     layer, found = Layer("bfloat16"), []
     for stream in (gpu.current_stream, gpu.new_stream("side")):
