@@ -1,6 +1,7 @@
 """Grouped matmuls by cuBLAS: the binding against a stand-in in C, which refuses what cuBLAS refuses."""
 
 import ctypes
+import time
 from collections import Counter
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import shardrt
 from shardrt import device
 from shardrt import functional as F
+from shardrt.comm import thread
 from shardrt.kernels.cpu import grouped as cpu
 from shardrt.kernels.cuda import grouped as cuda
 from shardrt.kernels.cuda._cublas_grouped import CublasGrouped
@@ -173,6 +175,30 @@ def test_each_stream_has_a_workspace_of_its_own(cublas, gpu):
         stream.synchronize()
     assert [each.stream for each in found] == [gpu.current_stream.handle.ptr, stream.handle.ptr]
     assert found[0].workspace != found[1].workspace and all(each.workspace for each in found)
+
+
+def test_threads_that_share_the_handle_have_streams_of_their_own(
+    cublas, software, kernels_of_all_tests, monkeypatch
+):
+    workspace = kernels_of_all_tests.workspace
+
+    def slowly(stream):
+        time.sleep(0.05)  # in which the other thread could set its stream
+        return workspace(stream)
+
+    monkeypatch.setattr(kernels_of_all_tests, "workspace", slowly)
+
+    def rank():
+        with device.use(device.get("cuda")) as here:
+            layer = Layer("bfloat16")
+            layer.run()
+            layer.check()
+            return here.current_stream.handle.ptr
+
+    begun = len(software.log)
+    streams = thread.run(2, rank)
+    issued = Counter(handle for what, handle, _ in software.log[begun:] if what == "product")
+    assert issued == {stream: 3 for stream in streams} and len(issued) == 2
 
 
 def test_the_host_waits_for_nothing(cublas, software, gpu):
