@@ -42,6 +42,7 @@ class CuPyBackend:
     def __init__(self) -> None:
         gpu = cupy.cuda.Device()
         self.multiprocessors = gpu.attributes["MultiProcessorCount"]
+        self.shared = gpu.attributes["MaxSharedMemoryPerBlockOptin"]
         self.architecture = f"sm_{gpu.compute_capability}"
         self._modules: dict[tuple, Any] = {}
         self._functions: dict[tuple, Any] = {}

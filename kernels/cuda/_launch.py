@@ -25,6 +25,7 @@ class Backend(Protocol):
     """What runs a kernel."""
 
     multiprocessors: int
+    shared: int  # bytes of shared memory, static and dynamic, that a block may have
 
     def launch(
         self,

@@ -36,6 +36,7 @@ class Emulator:
     """A backend for kernels/cuda/_launch.py. `launches` counts what was run."""
 
     multiprocessors = 2
+    shared = 227 << 10
     sources = HERE  # of kernels
 
     def __init__(self) -> None:
