@@ -1,8 +1,9 @@
-"""Products of experts: all groups in one launch beside a call of cublasLt for each; and PyTorch's forward.
+"""Products of experts: all groups in one launch, or in one call of cuBLAS, beside a call for each.
 
-The first two are the two ways of kernels/cuda/grouped.py, which takes the one or the other by a group's rows.
-Each is timed on the GPU alone, behind a queue, and with the host that launches it: a layer's forward and both
-gradients.
+These are the three ways of kernels/cuda/grouped.py. It takes cuBLAS where that can, and else one of the
+others by a group's rows. Each is timed on the GPU alone, behind a queue, and with the host that launches it:
+a layer's forward and both gradients. The gradients of weights are float32, which cuBLAS does not write from
+factors of 16 bits, so they are made as without it. What is chosen is beside PyTorch's forward.
 """
 
 import time
@@ -14,6 +15,7 @@ from typing import Any
 from bench.gpu.clock import Clock, Torch, blank, difference, filled
 from bench.gpu.products import CLOSE
 from bench.gpu.state import Run
+from shardrt.kernels import determinism
 from shardrt.kernels.cuda import grouped
 
 
@@ -35,7 +37,7 @@ ROWS = (4, 16, 64, 256)  # of each expert
 
 
 def measure(run: Run, shapes: dict[str, Shape] | None = None, rows: tuple[int, ...] = ROWS) -> None:
-    """Three rows for each shape and number of rows."""
+    """Five rows for each shape and number of rows."""
     clock = Clock()
     torch = Torch(clock)
     with torch.stream():
@@ -47,18 +49,18 @@ def measure(run: Run, shapes: dict[str, Shape] | None = None, rows: tuple[int, .
 
 def compare(run: Run, clock: Clock, torch: Torch, name: str, shape: Shape, rows: int) -> None:
     layer = Layer(shape, rows)
-    works = [layer.with_limit(limit) for limit in (1 << 62, 0)]
+    works = [layer.step, layer.with_limit(1 << 62), layer.with_limit(0)]
     results = []
     for work in works:
         work()
         results.append([array.astype("float32") for array in layer.results])
-    off = max(float(abs(a - b).max() / abs(b).max()) for a, b in zip(*results, strict=True))
+    off = max(float(abs(a - b).max() / abs(b).max()) for *both, b in zip(*results, strict=True) for a in both)
     check = f"differ by {off:.0e}{'' if off < CLOSE else ' WRONG'}"
     beside = {"beside": "cublasLt, one by one", "check": check}
-    (together, apart), _ = clock.by_turns(works)
-    run.add(f"{name}, GPU", 1e6 * together, "us", theirs=1e6 * apart, **beside)
-    together, apart = with_host(clock, works)
-    run.add(f"{name}, with the host", 1e6 * together, "us", theirs=1e6 * apart, **beside)
+    for how, times in (("GPU", clock.by_turns(works)[0]), ("with the host", with_host(clock, works))):
+        chosen, together, apart = (1e6 * seconds for seconds in times)
+        run.add(f"{name}, {how}", together, "us", theirs=apart, **beside)
+        run.add(f"{name}, by cuBLAS, {how}", chosen, "us", theirs=apart, **beside)
     if torch.there and hasattr(torch.torch.nn.functional, "grouped_mm"):
         theirs, result = layer.of_torch(torch)
         ours, theirs = with_host(clock, [layer.forward, theirs])
@@ -83,14 +85,18 @@ class Layer:
     def forward(self) -> None:
         grouped.forward(self.x, self.weight, self.counts, self.y)
 
+    def step(self) -> None:
+        """Forward and both gradients, as chosen."""
+        self.forward()
+        grouped.backward_input(self.dy, self.weight, self.counts, self.dx)
+        grouped.backward_weight(self.x, self.dy, self.counts, self.dweight, False)
+
     def with_limit(self, limit: int) -> Callable[[], None]:
-        """Forward and both gradients, in one launch each up to this work of a group."""
+        """The same without cuBLAS, in one launch each up to this work of a group."""
 
         def work() -> None:
-            with few(limit):
-                self.forward()
-                grouped.backward_input(self.dy, self.weight, self.counts, self.dx)
-                grouped.backward_weight(self.x, self.dy, self.counts, self.dweight, False)
+            with few(limit), deterministic():
+                self.step()
 
         return work
 
@@ -104,6 +110,17 @@ class Layer:
             made[0] = t.nn.functional.grouped_mm(x, weight, offs=ends)
 
         return call, lambda: made[0]
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Algorithms that leave cuBLAS's grouped products out."""
+    before = determinism.are_deterministic_algorithms_enabled()
+    determinism.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        determinism.use_deterministic_algorithms(before)
 
 
 @contextmanager

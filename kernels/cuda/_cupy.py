@@ -5,7 +5,7 @@ Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GP
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -14,12 +14,13 @@ import cupy
 import numpy as np
 
 from shardrt.kernels.cuda import _compile
+from shardrt.kernels.cuda._cublas_grouped import CublasGrouped
 from shardrt.kernels.cuda._cublaslt import CublasLt
 from shardrt.kernels.cuda._cublaslt_plan import WORKSPACE
 from shardrt.kernels.cuda._cudnn import CuDNN
 from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
 from shardrt.kernels.cuda._cudnn_conv2d import CuDNNConv2d
-from shardrt.kernels.cuda._launch import STATIC_SHARED, Apart, Array
+from shardrt.kernels.cuda._launch import STATIC_SHARED, Apart, Array, Group
 
 _PLENTY = (48 << 10) - STATIC_SHARED  # bytes of dynamic shared memory above which a kernel must be allowed it
 
@@ -33,6 +34,7 @@ class CuPyBackend:
     def __init__(self) -> None:
         gpu = cupy.cuda.Device()
         self.multiprocessors = gpu.attributes["MultiProcessorCount"]
+        self.shared = gpu.attributes["MaxSharedMemoryPerBlockOptin"]
         self.architecture = f"sm_{gpu.compute_capability}"
         self._modules: dict[tuple, Any] = {}
         self._functions: dict[tuple, Any] = {}
@@ -124,6 +126,16 @@ class CuPyBackend:
     def _cublas_lt(self) -> CublasLt:
         return CublasLt(_library(), self)
 
+    def gemm_grouped(
+        self, a: Array, b: Array, out: Array, groups: Sequence[Group], *, accumulate: bool
+    ) -> bool:
+        """By cuBLAS, in 16 bits, from version 12.5 on."""
+        return self._cublas_grouped.gemm(a, b, out, groups, accumulate)
+
+    @cached_property
+    def _cublas_grouped(self) -> CublasGrouped:
+        return CublasGrouped(_library("cublas"), self)
+
     def attention(self) -> CuDNNAttention | None:
         """cuDNN's, where nvidia-cudnn-frontend is installed (the extra "cudnn") and finds the library."""
         return self._cudnn[0]
@@ -152,7 +164,7 @@ class CuPyBackend:
         with ThreadPoolExecutor() as pool:  # NVRTC does not hold the interpreter's lock
             list(pool.map(lambda each: _compile.compile(*each, self.architecture), wanted))
 
-    # -- for cublasLt and cuDNN
+    # -- for cublasLt, cuBLAS and cuDNN
 
     def stream(self) -> int:
         """The current stream's handle."""
@@ -204,8 +216,8 @@ class CuPyBackend:
         return self._modules[file, defines]
 
 
-def _library() -> ctypes.CDLL:
-    """libcublasLt, of NVIDIA's wheels or of a toolkit."""
+def _library(name: str = "cublasLt") -> ctypes.CDLL:
+    """One of CUDA's libraries ("cublasLt", "cublas"), of NVIDIA's wheels or of a toolkit."""
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
-    return ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
+    return ctypes.CDLL(load_nvidia_dynamic_lib(name).abs_path)

@@ -4,7 +4,7 @@ What really launches is a backend: CuPy's (the default, imported when first need
 runs the same sources on the CPU. Nothing else in this folder knows CuPy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import numpy as np
 
 Array = Any
 Apart = Callable[[Array], None]  # computes a product's result in several steps
+Group = tuple[int, int, int]  # a group of rows: its number, its first row, and the one behind its last
 
 # NumPy's name of an element type -> that of CUDA C++.
 TYPES = {"float32": "float", "float64": "double", "float16": "__half", "bfloat16": "__nv_bfloat16"}
@@ -24,6 +25,7 @@ class Backend(Protocol):
     """What runs a kernel."""
 
     multiprocessors: int
+    shared: int  # bytes of shared memory, static and dynamic, that a block may have
 
     def launch(
         self,
@@ -88,6 +90,16 @@ class Backend(Protocol):
         fast: bool,
     ) -> None:
         """out = a b (+ bias along the last axis) (+ out), of bits of float8, times two scales."""
+
+    def gemm_grouped(
+        self, a: Array, b: Array, out: Array, groups: Sequence[Group], *, accumulate: bool
+    ) -> bool:
+        """A product of each of `groups`, in one call; False, with nothing done, if it can't.
+
+        out (rows, n): out[start:stop] = a[start:stop] b[group]. out (groups, m, n), a (m, rows) and b (rows,
+        n): out[group] = a[:, start:stop] b[start:stop] (+ out[group]). All begin at multiples of 16 bytes,
+        and so do their rows; one of the last two axes of each is dense.
+        """
 
     def attention(self) -> Any | None:
         """What is better at attention than the kernels here, if anything is (see _cudnn_attention.py)."""

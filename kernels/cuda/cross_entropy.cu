@@ -86,19 +86,19 @@ extern "C" __global__ void backward(const T* logits, const int64* targets, const
 
 constexpr int ROOM = sizeof(T) > 4 ? 1 : 2;  // blocks on a multiprocessor
 
-// As forward; then softmax - one-hot, 0 in ignored rows, takes the place of the logits. HELD: a thread keeps what it
-// has read in shared memory, where nobody else looks.
-template <bool HELD>
-__device__ __forceinline__ void in_place(T* logits, const int64* targets, A* losses, A* lse, int64 vocab, int64 stride,
-                                         int64 ignore_index, bool vectors) {
+// As forward; then softmax - one-hot, 0 in ignored rows, takes the place of the logits. A thread keeps what it has read
+// of the first `held` in shared memory, where nobody else looks, and reads the others again.
+extern "C" __global__ void __launch_bounds__(1024, ROOM) in_place(T* logits, const int64* targets, A* losses, A* lse,
+                                                                  int64 vocab, int64 stride, int64 ignore_index,
+                                                                  int64 held, int vectors) {
     DYNAMIC_SHARED(T, shared);
     int64 start = blockIdx.x * stride;
-    T *line = logits + start, *kept = HELD ? shared + start % N : line;  // aligned alike
+    T *line = logits + start, *kept = shared + start % N;  // aligned alike
     Exponentials all;
     each_in_row(start, vocab, vectors, [&](int64 j, auto many) {
         constexpr int W = decltype(many)::value;
         Pack<T, W> pack = load<W>(line + j);
-        if (HELD) store<W>(kept + j, pack);
+        if (j < held) store<W>(kept + j, pack);
         all.add(pack);
     });
     Row row(targets, vocab, ignore_index, 0, vocab);
@@ -108,24 +108,15 @@ __device__ __forceinline__ void in_place(T* logits, const int64* targets, A* los
     each_in_row(start, vocab, vectors, [&](int64 j, auto many) {
         constexpr int W = decltype(many)::value;
         Pack<T, W> pack = {};
-        if (!row.ignored) pack = slopes(load<W>(kept + j), j, row.target, value, A(1));
+        if (!row.ignored) {
+            pack = j < held ? load<W>(kept + j) : load<W>(line + j);
+            pack = slopes(pack, j, row.target, value, A(1));
+        }
         store<W>(line + j, pack);
     });
     if (threadIdx.x > 0) return;
     lse[blockIdx.x] = value;
     losses[blockIdx.x] = row.loss(value, chosen);
-}
-
-extern "C" __global__ void __launch_bounds__(1024, ROOM) in_place_held(T* logits, const int64* targets, A* losses, A* lse,
-                                                                 int64 vocab, int64 stride, int64 ignore_index,
-                                                                 int vectors) {
-    in_place<true>(logits, targets, losses, lse, vocab, stride, ignore_index, vectors);
-}
-
-extern "C" __global__ void __launch_bounds__(1024, ROOM) in_place_any(T* logits, const int64* targets, A* losses, A* lse,
-                                                                int64 vocab, int64 stride, int64 ignore_index,
-                                                                int vectors) {
-    in_place<false>(logits, targets, losses, lse, vocab, stride, ignore_index, vectors);
 }
 
 // out = x * factor, the row's own or, where there is one, that for all. `out` may be x, which is not touched for 1.

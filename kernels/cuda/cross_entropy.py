@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardrt.kernels.cuda._launch import STATIC_SHARED, THREADS, launch
+from shardrt.kernels.cuda._launch import STATIC_SHARED, THREADS, backend, launch
 from shardrt.kernels.cuda._rows import read_again
 
 Array = Any
@@ -10,8 +10,6 @@ Array = Any
 # Whether rows are still to be multiplied by `scale` behind backward_in_place: the rows that the logits were
 # made of, and those that come of them, are far narrower.
 LEAVES_SCALE = True
-# Bytes of dynamic shared memory that a block may have on every GPU since Ampere: 99 KiB less what is static.
-_SHARED = (99 << 10) - STATIC_SHARED
 _LONG = 50 << 10  # bytes of a row from which on few rows fit beside one another: more threads for each
 
 
@@ -66,16 +64,21 @@ def backward(
 def forward_in_place(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
     """As forward, of logits that only backward_in_place will read: softmax - one-hot takes their place.
 
-    Read once and written once, where a block can hold a row in shared memory; else read again.
+    Written once, and read once where a block can hold a row in shared memory. Of a longer row the part that
+    does not fit is read again.
     """
     rows, vocab = logits.shape
     how = read_again(rows, vocab, logits)
-    shared = vocab * logits.dtype.itemsize + 16  # a row need not begin at 16 bytes
-    form, shared = ("held", shared) if shared <= _SHARED else ("any", 0)
-    threads = how.threads * (2 if vocab * logits.dtype.itemsize > _LONG else 1)
-    args = (logits, targets, losses, lse, vocab, _stride(logits), int(ignore_index), how.vectors)
-    where = {"threads": threads, "shared": shared}
-    launch("cross_entropy", f"in_place_{form}", logits.dtype, how.grid, args, **where)
+    item, most = logits.dtype.itemsize, backend().shared - STATIC_SHARED
+    held, shared = vocab, vocab * item + 16  # a row need not begin at 16 bytes
+    if shared > most:
+        held, shared = (
+            (most - 32) // item,
+            most,
+        )  # and the last 16 bytes that are held may begin at any element
+    threads = how.threads * (2 if vocab * item > _LONG else 1)
+    args = (logits, targets, losses, lse, vocab, _stride(logits), int(ignore_index), held, how.vectors)
+    launch("cross_entropy", "in_place", logits.dtype, how.grid, args, threads=threads, shared=shared)
 
 
 def backward_in_place(

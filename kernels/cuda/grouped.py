@@ -1,30 +1,34 @@
 """One matrix product per group of rows, each with a weight of its own: the layers of experts.
 
-Groups of few rows have one launch together (grouped.cu): a call of cublasLt for each would take the host
-longer than the GPU. Larger ones have cublasLt, whose products use tensor cores. How many rows a group has
-changes from call to call, so no algorithm is measured there: the first that cublasLt proposes computes it.
+In 16 bits one call of cuBLAS computes all groups, on tensor cores (_cublas_grouped.py). Where that can't be
+(other types, a result of another type than the factors, rows that don't begin at multiples of 16 bytes,
+deterministic algorithms), groups of few rows have one launch together (grouped.cu): a call of cublasLt for
+each would take the host longer than the GPU. Larger ones have cublasLt. How many rows a group has changes
+from call to call, so no algorithm is measured there: the first that cublasLt proposes computes it.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
+from shardrt.kernels import determinism
 from shardrt.kernels.cuda import _launch
+from shardrt.kernels.cuda._launch import Array, Group
 
-Array = Any
-Group = tuple[int, int, int]  # its number, its first row, and the one behind its last
-
-# Operations of a group's product up to which it is computed by our launch. Not measured: a call of cublasLt
-# takes about 10 us of the host, in which ordinary cores do about so much. A group's own rows decide, so that
-# its bits do not depend on the others'.
+# Operations of a group's product up to which it is computed by our launch, and not by a call of cublasLt. Not
+# measured: such a call takes about 10 us of the host, in which ordinary cores do about so much. A group's own
+# rows decide, so that its bits do not depend on the others'.
 FEW = 1 << 28
+_WHOLE = 8  # elements of 16 bits in 16 bytes
 _ROWS, _COLUMNS, _THREADS = 32, 64, 128  # as in grouped.cu
 
 
 def forward(x: Array, weight: Array, counts: Sequence[int], y: Array) -> None:
     """x (rows, inputs), weight (groups, outputs, inputs) -> y (rows, outputs)."""
-    small, large = _split(counts, weight)
+    groups = list(_groups(counts))
+    if _in_one_call(x, weight.transpose(0, 2, 1), y, groups):
+        groups = []
+    small, large = _split(groups, weight)
     for group, start, stop in large:
         _product(x[start:stop], weight[group].T, y[start:stop], False)
     _in_tiles("forward", small, x, weight, y)
@@ -33,7 +37,10 @@ def forward(x: Array, weight: Array, counts: Sequence[int], y: Array) -> None:
 
 def backward_input(dy: Array, weight: Array, counts: Sequence[int], dx: Array) -> None:
     """dy (rows, outputs), weight (groups, outputs, inputs) -> dx (rows, inputs)."""
-    small, large = _split(counts, weight)
+    groups = list(_groups(counts))
+    if _in_one_call(dy, weight, dx, groups):
+        groups = []
+    small, large = _split(groups, weight)
     for group, start, stop in large:
         _product(dy[start:stop], weight[group], dx[start:stop], False)
     _in_tiles("backward_input", small, dy, weight, dx)
@@ -45,7 +52,10 @@ def backward_weight(x: Array, dy: Array, counts: Sequence[int], dweight: Array, 
 
     dweight may be of another type than x: sums are float32 (float64 in float64), rounded once.
     """
-    small, large = _split(counts, dweight)
+    groups = list(_groups(counts))
+    if _in_one_call(dy.T, x, dweight, groups, accumulate):
+        groups = [each for each in groups if each[1] == each[2]]  # which get zeros below
+    small, large = _split(groups, dweight)
     for group, start, stop in large:
         _product(dy[start:stop].T, x[start:stop], dweight[group], accumulate)
     if accumulate:
@@ -56,6 +66,22 @@ def backward_weight(x: Array, dy: Array, counts: Sequence[int], dweight: Array, 
         args = (x, dy, _table(small), dweight, inputs, outputs, accumulate, _vectors(x, dy, inputs, outputs))
         kinds = {"GRADIENT": _launch.type_name(dweight.dtype)}
         _launch.launch("grouped", "backward_weight", x.dtype, grid, args, threads=_THREADS, **kinds)
+
+
+def _in_one_call(a: Array, b: Array, out: Array, groups: list[Group], accumulate: bool = False) -> bool:
+    """Whether one call of a library has computed the groups that have rows (Backend.gemm_grouped).
+
+    Not with deterministic algorithms: which kernel the library takes may depend on all groups together, and a
+    group's bits then on the other groups.
+    """
+    full = [each for each in groups if each[1] < each[2]]
+    fits = a.dtype.itemsize == 2 and a.dtype == b.dtype == out.dtype and _launch.vectors(a, b, out)
+    widths = (b if b.ndim == 3 else out).shape[1:]
+    if not full or not fits or not all(widths) or any(width % _WHOLE for width in widths):
+        return False
+    if determinism.are_deterministic_algorithms_enabled():
+        return False
+    return _launch.backend().gemm_grouped(a, b, out, full, accumulate=accumulate)
 
 
 def _product(a: Array, b: Array, out: Array, accumulate: bool) -> None:
@@ -87,9 +113,8 @@ def _vectors(one: Array, other: Array, inputs: int, outputs: int) -> bool:
     return _launch.vectors(one, other) and inputs % width == outputs % width == 0
 
 
-def _split(counts: Sequence[int], weight: Array) -> tuple[list[Group], list[Group]]:
+def _split(groups: list[Group], weight: Array) -> tuple[list[Group], list[Group]]:
     """The groups that our launch computes, those without rows among them, and the others."""
-    groups = list(_groups(counts))
     limit = FEW // max(1, 2 * weight.shape[1] * weight.shape[2])
     small = [each for each in groups if each[2] - each[1] <= limit]
     return small, [each for each in groups if each[2] - each[1] > limit]

@@ -34,7 +34,7 @@ def backward(
 
 
 def forward_in_place(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> Cost:
-    """The logits are read twice if a row is too long to be held."""
+    """Counted as read twice if a row is too long for the smallest GPUs to hold; others read less."""
     found = by_rows((logits, targets), (losses, lse, logits), 25)
     held = logits.shape[1] * logits.dtype.itemsize + 16 <= _SHARED
     return found if held else found._replace(nbytes=found.nbytes + logits.nbytes)

@@ -698,7 +698,7 @@ def test_experts_in_one_launch_beside_a_product_for_each(played, torch_played):
     limit = experts.grouped.FEW
     experts.measure(played, {"small": experts.Shape(3, 16, 24)}, (2, 5))
     rows = fine(played)
-    assert [row.beside for row in rows.values()] == 2 * [*2 * ["cublasLt, one by one"], "torch grouped_mm"]
+    assert [row.beside for row in rows.values()] == 2 * [*4 * ["cublasLt, one by one"], "torch grouped_mm"]
     assert not [row for row in rows.values() if "WRONG" in row.check] and experts.grouped.FEW == limit
 
 

@@ -36,6 +36,7 @@ class Emulator:
     """A backend for kernels/cuda/_launch.py. `launches` counts what was run."""
 
     multiprocessors = 2
+    shared = 227 << 10
     sources = HERE  # of kernels
 
     def __init__(self) -> None:
@@ -95,6 +96,10 @@ class Emulator:
         if accumulate:
             result += out.astype(exact)
         out[...] = result
+
+    def gemm_grouped(self, a, b, out, groups, *, accumulate):
+        """As cuBLAS where it is older than 12.5."""
+        return False
 
     def gemm_gelu(self, a, b, bias, inner, out, apart):
         """As cublasLt where it has no such product."""

@@ -5,6 +5,7 @@ import pytest
 
 from shardrt.kernels.cpu import cross_entropy as cpu
 from shardrt.kernels.cuda import cross_entropy as cuda
+from shardrt.kernels.cuda._launch import STATIC_SHARED
 from tests.cuda.numbers import ELEMENTS, assert_close, dtype_of, guarded, normal
 
 SHAPES = [(1, 1), (3, 7), (5, 8), (6, 65), (3, 256), (2, 2051), (2, 4160)]
@@ -153,13 +154,13 @@ def test_rows_may_be_padded(emulated, element, row):
 
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("room", [None, 0, 100, 1000], ids=["held", "read again", "in part", "in part, more"])
 @pytest.mark.parametrize("padding", [0, 1, 64])
 def test_in_place_forward_leaves_the_gradient_but_for_the_scale(
-    emulated, monkeypatch, element, shape, held, padding
+    emulated, monkeypatch, element, shape, room, padding
 ):
-    if not held:
-        monkeypatch.setattr(cuda, "_SHARED", 0)
+    if room is not None:
+        monkeypatch.setattr(emulated, "shared", STATIC_SHARED + room)
     with guarded(element) as array:
         logits, whole = padded(array, 3 * normal(*shape), shape[1] + padding)
         targets = targets_of(shape)
@@ -168,7 +169,7 @@ def test_in_place_forward_leaves_the_gradient_but_for_the_scale(
         slope = exact_backward(logits, targets, expected[1], 1.0)
         cuda.forward_in_place(logits, targets, losses, lse, IGNORE)
         cuda.backward_in_place(logits, targets, lse, np.array(0.25), IGNORE)
-        assert emulated.launches == ["in_place_held" if held else "in_place_any"]
+        assert emulated.launches == ["in_place"]
         if shape[1] > 1:
             assert_close(losses, expected[0])
             assert_close(lse, expected[1])
@@ -188,18 +189,21 @@ def test_in_place_a_wrong_target_and_nan_are_as_otherwise(emulated):
 
 
 def test_as_many_threads_as_a_long_row_needs_and_no_more_shared_memory_than_there_is(emulated, monkeypatch):
-    """A vocabulary of 50257 in 16 bits is held; in 32, or one of 128256, is not."""
+    """On an H100 a vocabulary of 50257 is held, also in 32 bits, and most of one of 128256 in 16."""
     asked = []
-    monkeypatch.setattr(emulated, "launch", lambda *call: asked.append((call[2], call[4], call[6])))
+    monkeypatch.setattr(emulated, "launch", lambda *call: asked.append((call[5][-2], call[4], call[6])))
     with guarded("bfloat16") as array:
         targets, losses, lse = np.zeros(1, np.int64), np.zeros(1, np.float32), np.zeros(1, np.float32)
         for vocab, dtype in ((2000, None), (50257, None), (50257, np.float32), (128256, None)):
             cuda.forward_in_place(array(np.zeros((1, vocab)), dtype=dtype), targets, losses, lse, IGNORE)
+        monkeypatch.setattr(emulated, "shared", 99 << 10)  # of the smallest GPUs
+        cuda.forward_in_place(array(np.zeros((1, 128256))), targets, losses, lse, IGNORE)
     assert asked == [
-        ("in_place_held", 256, 4016),
-        ("in_place_held", 1024, 100530),
-        ("in_place_any", 1024, 0),
-        ("in_place_any", 1024, 0),
+        (2000, 256, 4016),
+        (50257, 1024, 100530),
+        (50257, 1024, 201044),
+        (115696, 1024, 226 << 10),
+        (50160, 1024, 98 << 10),
     ]
 
 

@@ -16,7 +16,7 @@ class Mirror(Emulator):
     def __init__(self, real):
         super().__init__()
         self._real = real
-        self.multiprocessors = real.multiprocessors
+        self.multiprocessors, self.shared = real.multiprocessors, real.shared
 
     def launch(self, file, defines, function, grid, threads, args, shared):
         self.launches.append(function)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bench.gpu.products import layers
+from shardrt.kernels.cpu import grouped as cpu
 from shardrt.kernels.cuda import _launch
 from tests.gpu.sizes import ROWS, WIDTH
 
@@ -146,6 +147,32 @@ def laid_out(gpu, values, dtype, layout):
         array, exact = there(gpu, np.pad(values, ((0, 0), (1, 2))), dtype)
         return array[:, 1:-2], exact[:, 1:-2]
     return there(gpu, values, dtype)
+
+
+@pytest.mark.parametrize("gradient", ["bfloat16", "float32"])
+@pytest.mark.parametrize("accumulate", [False, True], ids=["written", "added"])
+def test_experts_in_one_call(gpu, gradient, accumulate):
+    """Also says that cuBLAS has the products at all: else other kernels compute them."""
+    dtype, limit = TYPES["bfloat16"]
+    counts, inputs, outputs = (1, 0, 77, 3, 0, ROWS), WIDTH, 40
+    rows = sum(counts) + 2
+    x, exact_x = there(gpu, random(rows, inputs), dtype)
+    dy, exact_dy = there(gpu, random(rows, outputs, seed=1), dtype)
+    weight, exact_weight = there(gpu, random(len(counts), outputs, inputs, seed=2), dtype)
+    dweight, exact = there(gpu, random(*weight.shape, seed=3), TYPES[gradient][0])
+    y, dx = (poisoned(gpu, like.shape, dtype) for like in (dy, x))
+    gpu.kernels.grouped.forward(x, weight, counts, y)
+    gpu.kernels.grouped.backward_input(dy, weight, counts, dx)
+    gpu.kernels.grouped.backward_weight(x, dy, counts, dweight, accumulate)
+    expected_y, expected_dx = np.empty(exact_dy.shape), np.empty(exact_x.shape)
+    cpu.forward(exact_x, exact_weight, counts, expected_y)
+    cpu.backward_input(exact_dy, exact_weight, counts, expected_dx)
+    cpu.backward_weight(exact_x, exact_dy, counts, exact, accumulate)
+    assert off(gpu, y, expected_y) < limit
+    assert off(gpu, dx, expected_dx) < limit
+    assert off(gpu, dweight, exact) < TYPES[gradient][1]
+    cublas = _launch.backend()._cublas_grouped
+    assert cublas._handle is not None and not cublas._refused
 
 
 def test_a_batch(gpu):

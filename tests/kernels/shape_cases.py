@@ -194,14 +194,15 @@ def _embedding(back=False, rows=50, vocab=300, first=0, width=24):
     return made
 
 
-def _grouped(of, counts=(5, 0, 9), rows=20, accumulate=False):
+def _grouped(of, counts=(5, 0, 9), rows=20, accumulate=False, exact=True):
     def made(a):
         x, y, weight = (rows, 16), (rows, 24), (len(counts), 24, 16)
         if of == "forward":
             return {"x": a.real(*x), "weight": a.real(*weight), "counts": counts, "y": a.out(*y)}
         if of == "input":
             return {"dy": a.real(*y), "weight": a.real(*weight), "counts": counts, "dx": a.out(*x)}
-        arrays = {"x": a.real(*x), "dy": a.real(*y), "counts": counts, "dweight": a.exact(*weight)}
+        dweight = a.exact(*weight) if exact else a.real(*weight)
+        arrays = {"x": a.real(*x), "dy": a.real(*y), "counts": counts, "dweight": dweight}
         return arrays | {"accumulate": accumulate}
 
     return made
@@ -434,7 +435,8 @@ CASES = {
     "grouped.forward": [_grouped("forward"), _grouped("forward", (20, 0)), _grouped("forward", (0, 0))],
     "grouped.backward_input": [_grouped("input"), _grouped("input", (20, 0))],
     "grouped.backward_weight": [
-        *(_grouped("weight"), _grouped("weight", accumulate=True), _grouped("weight", (0, 0)))
+        *(_grouped("weight"), _grouped("weight", accumulate=True), _grouped("weight", (0, 0))),
+        *(_grouped("weight", accumulate=accumulate, exact=False) for accumulate in (False, True)),
     ],
     "layer_norm.forward": [_layer_norm(), _layer_norm(bias=False, added=True), _layer_norm(rows=0)],
     "layer_norm.backward": [

@@ -5,7 +5,7 @@ call below is in this folder. Kernels, ours and CuPy's, are the same sources, co
 Work in streams is late: nothing runs before something must, and then in any order that CUDA allows.
 
 the simulator            scheduler, streams with graph, memory, kernels; cuda puts them together
-libraries below CuPy     compiler (NVRTC), nccl with ring and rooms, products (cublasLt), sorting
+libraries below CuPy     compiler (NVRTC), nccl with ring and rooms, products (cuBLAS), sorting
 to put it there          plug, start (a process), fixtures (single tests), plugin (tests/gpu), run (programs)
 tools                    mutations with programs, pairs, idle (a GPU that does nothing, for bench.launches)
 jobs of tests            collectives, processes

@@ -10,7 +10,8 @@ from tests.softgpu.scheduler import MODES, Deadlock, Work  # what others here lo
 
 __all__ = ["CUDA", "MODES", "Deadlock", "Work"]
 
-_ATTRIBUTES = {1: 1024, 16: 132, 75: 9, 76: 0}  # threads of a block, multiprocessors, compute capability 9.0
+# Threads of a block, multiprocessors, compute capability 9.0, shared memory of a block
+_ATTRIBUTES = {1: 1024, 16: 132, 75: 9, 76: 0, 97: 227 << 10}
 _PAGEABLE_ACCESS = 88
 _VERSION = 13000
 

@@ -17,7 +17,7 @@ class Memory:
     """Bytes that have an address."""
 
     def __init__(self, size: int) -> None:
-        self.bytes = np.empty(size + 512, np.uint8)
+        self.bytes, self.size, self.pinned = np.empty(size + 512, np.uint8), size, False
         self.address = self.bytes.ctypes.data + -self.bytes.ctypes.data % 512
 
 
@@ -73,6 +73,11 @@ class Idle(CUDA):
         made = Memory(size)
         self._memory[made.address] = made
         return made.address
+
+    def block(self, address, nbytes):
+        at = max((begin for begin in self._memory if begin <= address), default=None)
+        found = self._memory.get(at)
+        return found if found is not None and address + nbytes <= at + found.size else None
 
     def hostAlloc(self, size, flags):
         return self.malloc(size)

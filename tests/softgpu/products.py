@@ -1,36 +1,53 @@
-"""cublasLt in software: tests/cuda/fake_cublaslt.c, whose products wait for their turn in a stream."""
+"""cublasLt and cuBLAS in software, tests/cuda/fake_cublas*.c: products wait for their turn in a stream."""
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.cuda.libraries import built
 from tests.softgpu.cuda import CUDA, Work
 
-SOURCE = Path(__file__).parent.parent / "cuda" / "fake_cublaslt.c"
+HERE = Path(__file__).parent.parent / "cuda"
 _RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _FAILED = 13  # CUBLAS_STATUS_EXECUTION_FAILED
 _ENQUEUE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
 _DEVICE = ctypes.CFUNCTYPE(ctypes.c_int)
+_IN_GPU = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _kept: list[object] = []
 
 
-def cublaslt(folder: Path, cuda: CUDA) -> ctypes.CDLL:
-    """libcublasLt of this GPU, the only one of the process whose products it can be given."""
-    command = ["cc", "-O3", "-w", "-shared", "-fPIC"]
-    found = ctypes.CDLL(str(built(folder, "cublaslt", SOURCE.read_text(), ".c", command, libraries=["-lm"])))
-    _kept.append(enqueue(cuda))
-    _kept.append(_DEVICE(cuda.getDevice))
-    for name, function in zip(("fake_enqueue", "fake_device"), _kept[-2:], strict=True):
-        ctypes.c_void_p.in_dll(found, name).value = ctypes.cast(function, ctypes.c_void_p).value
+def library(folder: Path, cuda: CUDA, name: str = "cublasLt") -> ctypes.CDLL:
+    """libcublasLt or libcublas of this GPU, the only one of the process whose products it can be given."""
+    calls = {"fake_enqueue": enqueue(cuda), "fake_device": _DEVICE(cuda.getDevice)}
+    if name == "cublas":
+        calls["fake_in_gpu"] = _IN_GPU(in_gpu(cuda))
+    command, source = ["cc", "-O3", "-w", "-shared", "-fPIC"], HERE / f"fake_{name.lower()}.c"
+    found = ctypes.CDLL(str(built(folder, source.stem, source.read_text(), ".c", command, libraries=["-lm"])))
+    for variable, function in calls.items():
+        _kept.append(function)
+        ctypes.c_void_p.in_dll(found, variable).value = ctypes.cast(function, ctypes.c_void_p).value
     return found
 
 
+def in_gpu(cuda: CUDA) -> Callable[[int, int], int]:
+    """Whether these bytes are the GPU's own memory."""
+
+    def ask(address: int, nbytes: int) -> int:
+        try:
+            block = cuda.block(address, nbytes)
+        except Exception:  # freed, or beyond its end
+            return 0
+        return block is not None and not block.pinned
+
+    return ask
+
+
 def enqueue(cuda: CUDA) -> "ctypes._CFuncPtr":
-    """What the library calls with a stream, a function and its argument: done in that stream, later."""
+    """What a library calls with a stream, a function and its argument: done in that stream, later."""
 
     @_ENQUEUE
     def put(stream: int, run: int, job: int) -> int:
-        """A status: an exception would be lost between here and the caller of cublasLt."""
+        """A status: an exception would be lost between here and its caller."""
         try:
             assert cuda.stream(stream).device == cuda.device, "a stream of another device"
             call = _RUN(run)

@@ -6,7 +6,7 @@ SOFTGPU_DEVICES says how many GPUs this machine has (8), CUDA_VISIBLE_DEVICES wh
 import os
 import sys
 import threading
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -76,7 +76,7 @@ def show(cuda: CUDA, patch: pytest.MonkeyPatch, nvrtc_type: type = compiler.NVRT
         patch.setattr(nvrtc, name, getattr(made, name))
     patch.setattr(nccl.NcclCommunicator, "cuda", cuda, raising=False)  # other tests of it have their own
     patch.setattr(place, "count", cuda.getDeviceCount)
-    patch.setattr(_cupy, "_library", lambda: products.cublaslt(_kept(), cuda))
+    patch.setattr(_cupy, "_library", partial(products.library, _kept(), cuda))
     patch.setattr(_cupy.CuPyBackend, "prepare", lambda backend, wanted: None)  # compiled at the first launch
 
 
