@@ -39,9 +39,9 @@ from bench.gpu.report import Row
 from bench.workload import Workload
 from tests.ranks import ROOT
 from tests.softgpu.available import missing
-from tests.softgpu.fixtures import gpu, kernels_of_all_tests, software
+from tests.softgpu.fixtures import gpu, gpu_kernels, software, without_cudnn
 
-__all__ = ["gpu", "kernels_of_all_tests", "software"]
+__all__ = ["gpu", "gpu_kernels", "software", "without_cudnn"]
 
 TINY = Job(layers=1, dim=8, heads=2, seq=4, batch=2, vocab=29, compiled="", device="cpu")
 

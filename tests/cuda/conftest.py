@@ -7,9 +7,9 @@ import pytest
 from shardrt.kernels.cuda import _launch
 from tests.cuda.played_cublaslt import kept, library, lt
 from tests.cuda.races import Checker
-from tests.softgpu.fixtures import gpu, kernels_of_all_tests, software
+from tests.softgpu.fixtures import gpu, gpu_kernels, software, without_cudnn
 
-__all__ = ["gpu", "kept", "kernels_of_all_tests", "library", "lt", "software"]
+__all__ = ["gpu", "gpu_kernels", "kept", "library", "lt", "software", "without_cudnn"]
 
 
 @pytest.fixture

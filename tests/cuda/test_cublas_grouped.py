@@ -25,13 +25,13 @@ class Record(ctypes.Structure):
 
 
 @pytest.fixture
-def cublas(gpu, kernels_of_all_tests):
+def cublas(gpu, gpu_kernels):
     """The stand-in, whose products run in the streams of the GPU in software."""
-    library = kernels_of_all_tests._cublas_grouped._library
-    kernels_of_all_tests._cublas_grouped._refused.clear()
+    library = gpu_kernels._cublas_grouped._library
+    gpu_kernels._cublas_grouped._refused.clear()
     yield library
     ctypes.c_int.in_dll(library, "fake_unsupported").value = 0
-    kernels_of_all_tests._cublas_grouped._refused.clear()
+    gpu_kernels._cublas_grouped._refused.clear()
     assert not record(library).faults
 
 
@@ -130,16 +130,16 @@ def test_what_a_gpu_does_not_support_is_asked_for_once(cublas):
     assert calls_of(cublas, Layer("float16").run) == 3
 
 
-def test_an_older_cublas_has_no_such_call(cublas, kernels_of_all_tests, monkeypatch):
-    old = CublasGrouped(ctypes.CDLL(None), kernels_of_all_tests)
-    monkeypatch.setattr(kernels_of_all_tests, "_cublas_grouped", old)
+def test_an_older_cublas_has_no_such_call(cublas, gpu_kernels, monkeypatch):
+    old = CublasGrouped(ctypes.CDLL(None), gpu_kernels)
+    monkeypatch.setattr(gpu_kernels, "_cublas_grouped", old)
     layer = Layer("bfloat16")
     assert calls_of(cublas, layer.run) == 0
     layer.check()
 
 
-def test_other_failures_are_raised(cublas, kernels_of_all_tests, monkeypatch):
-    monkeypatch.setattr(kernels_of_all_tests, "workspace", lambda stream: 8)
+def test_other_failures_are_raised(cublas, gpu_kernels, monkeypatch):
+    monkeypatch.setattr(gpu_kernels, "workspace", lambda stream: 8)
     layer = Layer("bfloat16")
     with pytest.raises(RuntimeError, match=r"cublasSetWorkspace: invalid value \(7\)"):
         layer.run()
@@ -177,16 +177,14 @@ def test_each_stream_has_a_workspace_of_its_own(cublas, gpu):
     assert found[0].workspace != found[1].workspace and all(each.workspace for each in found)
 
 
-def test_threads_that_share_the_handle_have_streams_of_their_own(
-    cublas, software, kernels_of_all_tests, monkeypatch
-):
-    workspace = kernels_of_all_tests.workspace
+def test_threads_that_share_the_handle_have_streams_of_their_own(cublas, software, gpu_kernels, monkeypatch):
+    workspace = gpu_kernels.workspace
 
     def slowly(stream):
         time.sleep(0.05)  # in which the other thread could set its stream
         return workspace(stream)
 
-    monkeypatch.setattr(kernels_of_all_tests, "workspace", slowly)
+    monkeypatch.setattr(gpu_kernels, "workspace", slowly)
 
     def rank():
         with device.use(device.get("cuda")) as here:

@@ -605,14 +605,14 @@ def test_a_fixed_order_takes_memory_for_the_weights_only_where_cudnn_writes_them
 
 
 @pytest.fixture
-def backend(software, gpu, kernels_of_all_tests, monkeypatch):
+def backend(software, gpu, without_cudnn, monkeypatch):
     """A backend on the GPU in software, where graphs run late; it finds the stand-in."""
 
     def issue(stream, work):
         software.issue("cudnn", stream, Work(work))
 
     monkeypatch.setitem(sys.modules, "cudnn", fake_cudnn.module(issue))
-    (real,) = kernels_of_all_tests.__bases__  # which may have cuDNN
+    (real,) = without_cudnn.__bases__  # which may have cuDNN
     made = real()
     before = _launch.use(made)
     yield made

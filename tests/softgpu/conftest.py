@@ -5,9 +5,9 @@ from threading import get_ident
 
 import pytest
 
-from tests.softgpu.fixtures import gpu, kernels_of_all_tests, software
+from tests.softgpu.fixtures import gpu, gpu_kernels, software, without_cudnn
 
-__all__ = ["gpu", "kernels_of_all_tests", "software", "waits"]
+__all__ = ["gpu", "gpu_kernels", "software", "without_cudnn", "waits"]
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ if not missing():
 
 
 @pytest.fixture(scope="session")
-def kernels_of_all_tests():
-    """Those that tests have loaded, by GPU, for all tests; gives their backend, which has no cuDNN."""
+def without_cudnn():
+    """The type of the backends, one for each GPU, which keep what tests have loaded for later ones."""
     from shardrt.kernels.cuda import _cupy
 
     yield type("WithoutCuDNN", (_cupy.CuPyBackend,), {"_cudnn": (None, None)})
@@ -35,7 +35,7 @@ def software(monkeypatch, request):
     cuda.log.clear()
     cuda.rank.error = None  # of a test that failed
     device._get.cache_clear()
-    backend = request.getfixturevalue("kernels_of_all_tests")
+    backend = request.getfixturevalue("without_cudnn")
     monkeypatch.setattr("shardrt.kernels.cuda._cupy.CuPyBackend", backend)
     before = _launch.use(None)
     yield cuda
@@ -50,3 +50,9 @@ def gpu(software):
     """The device "cuda", current in this thread."""
     with device.use(device.get("cuda")) as here:
         yield here
+
+
+@pytest.fixture
+def gpu_kernels(gpu):
+    """The backend of that device."""
+    return _launch.backend()

@@ -115,10 +115,10 @@ def test_pinned_memory_is_not_freed_at_exit():
     "kind, vocab", [("bfloat16", 24_500), ("float32", 12_250), ("bfloat16", 50_304), ("bfloat16", 50_660)]
 )
 def test_a_row_of_logits_is_held_where_static_shared_memory_leaves_room(
-    gpu, software, kind, vocab, monkeypatch
+    gpu, software, gpu_kernels, kind, vocab, monkeypatch
 ):
     """48 KiB without asking, and 99 KiB in all on the smallest GPUs, are limits of both kinds together."""
-    monkeypatch.setattr(_launch.backend(), "shared", 99 << 10)
+    monkeypatch.setattr(gpu_kernels, "shared", 99 << 10)
     logits = gpu.zeros((2, vocab), gpu.compute_dtype(kind))
     losses, lse = (gpu.zeros(2, np.float32) for _ in range(2))
     cross_entropy.forward_in_place(logits, gpu.zeros(2, np.int64), losses, lse, -1)
