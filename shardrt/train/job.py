@@ -270,9 +270,7 @@ def shard(
     together = [units[first : first + blocks] for first in range(0, len(units), blocks)]
     for unit, mesh in (*experts.items(), *((unit, data) for unit in together)):
         fully_shard(unit, mesh=mesh, mp_policy=policy, **chosen)
-    uncast = policy and replace(
-        policy, cast_forward_inputs=False
-    )  # as the root: no bit changes
+    uncast = policy and replace(policy, cast_forward_inputs=False)  # as the root: no bit changes
     for modules in ends:
         fully_shard(modules, mesh=data, mp_policy=uncast, reshard_after_forward=False, **chosen)
     fully_shard(top, mesh=data, mp_policy=recipe.precision.policy(outermost=outermost), **chosen)
