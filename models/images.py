@@ -178,6 +178,10 @@ class ImageClassification:
         """As Task: the blocks."""
         return list(model.blocks)
 
+    def ends(self, model: nn.Module) -> list[list[nn.Module]]:
+        """As Task: they are short."""
+        return []
+
     def flops(self, model: nn.Module) -> float:
         """As Task: six for each weight and patch, and attention's. Of a RegNet: not known."""
         if not isinstance(model, vit.ViT):

@@ -203,6 +203,11 @@ class Language:
         """As Task: the blocks."""
         return list(model.blocks)
 
+    def ends(self, model: nn.Module) -> list[list[nn.Module]]:
+        """As Task: the embedding; the last norm and the head. None where the head is the embedding."""
+        untied = isinstance(model, llama.Llama) and not model.config.tied
+        return [[model.embedding], [model.norm, model.head]] if untied else []
+
     def flops(self, model: nn.Module) -> float:
         """As Task: six for each weight that a token meets, and causal attention's (PaLM, 2022, app. B)."""
         shape, window = model.config, self.per_sample

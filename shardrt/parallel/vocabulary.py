@@ -46,7 +46,9 @@ class Words:
 class Logits(Converting):
     """Around a head: each rank computes the logits of its words, and gets those of the others."""
 
-    def run(self, module: Module, forward: Callable, /, x: Tensor) -> Tensor:
+    def run(self, module: Module, forward: Callable, /, x: Tensor, *loss: Any) -> Tensor:
+        if loss:  # models.head, which asks the weight
+            return forward(x, *loss)
         return vocabulary.gather_logits(forward(self.axis.enter(x)), module.weight.words.part)
 
 

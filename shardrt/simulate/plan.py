@@ -172,6 +172,9 @@ class _Search:
             least = self.leanest.setdefault(each.kind, each)
             if sum(each.needs) < sum(least.needs):
                 self.leanest[each.kind] = each
+        self.all_beside: dict[Hashable, list[Candidate]] = defaultdict(list)
+        for each in candidates:
+            self.all_beside[each.beside].append(each)
         self.first: deque[Candidate] = deque()  # to be tried before the others
         self.too_large: dict[Hashable, list[tuple[int, ...]]] = defaultdict(list)
         self.too_much: set[Hashable] = set()  # states that are too large by themselves
@@ -250,7 +253,19 @@ class _Search:
             self.too_large[candidate.kind].append(candidate.needs)
             if len(self.found.best) < self.best:  # later what takes less is mostly known to be slower
                 self.first.append(self.leanest[candidate.kind])  # too large: so are all
+                self.first.extend(self._saving_more(candidate))
         return None
+
+    def _saving_more(self, candidate: Candidate) -> list[Candidate]:
+        """What saves more memory and nothing needlessly: after none recomputed, all but matmuls."""
+        own, beside = candidate.saves, self.all_beside[candidate.beside]
+        lower = [each for each in beside if each.saves != own and _no_lower(own, each.saves)]
+        between = [each.saves for each in lower]
+        return [
+            each
+            for each in lower
+            if not any(saves != each.saves and _no_lower(saves, each.saves) for saves in between)
+        ]
 
     def _refuse(self, candidate: Candidate, line: str) -> None:
         self.meshes[candidate.mesh][line] += 1

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from shardrt.fsdp import (
     set_gradient_divide_factor,
     set_world_invariant,
 )
+from shardrt.fsdp.buffers import IN_PIECES
 from shardrt.nn.share import whole_size
 from shardrt.parallel import context_plan, expert_plan, most_rows, parallelize_module, set_tensor_invariant
 from shardrt.parallel.memory import pipeline_plan
@@ -182,6 +183,7 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
     units = task.units(model)
     recipe.memory.prepare(units)
     piped = recipe.parallel.pp > 1
+    ends = [] if piped else _ends(mesh, task, model)
     for top in pipelines.cut(recipe, mesh, model, data.size).stages if piped else [model]:
         below = {id(module) for module in top.modules()}
         shard(
@@ -191,8 +193,22 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
             [unit for unit in units if id(unit) in below],
             top is model or top.last,
             {module: mesh for module, mesh in experts.items() if id(module) in below},
+            ends,
         )
     return model
+
+
+def _ends(mesh: DeviceMesh, task: Task, model: nn.Module) -> list[list[nn.Module]]:
+    """The ends of a model without stages that are units of their own, as torchtitan has them.
+
+    These are an embedding and a head whose gradients, of 32 MiB or more, would be sent with the root's, whole
+    and last of all. On a device that makes the root's gradients in pieces they are sent as they come.
+    """
+    if shards_of(mesh).size == 1 or mesh.device.matmul_ignores_place():
+        return []
+    ends = task.ends(model)
+    size = sum(parameter.size for modules in ends for each in modules for parameter in each.parameters())
+    return ends if 4 * size >= IN_PIECES else []
 
 
 def _spread_experts(recipe: Recipe, mesh: DeviceMesh, model: nn.Module) -> dict[nn.Module, DeviceMesh]:
@@ -237,10 +253,12 @@ def shard(
     units: list[nn.Module],
     outermost: bool,
     experts: Mapping[nn.Module, DeviceMesh],
+    ends: list[list[nn.Module]],
 ) -> None:
     """Make `top`, a model or a stage, a unit, and `units`, the blocks in it: fsdp.blocks of them one each.
 
-    outermost: it gives the loss. experts: modules that are units of their own, over other ranks.
+    outermost: it gives the loss. experts: modules that are units of their own, over other ranks. ends: units
+    around the blocks, which stay gathered from forward to backward, as the root does.
     """
     chosen = {
         "strategy": recipe.fsdp.strategy,
@@ -252,6 +270,9 @@ def shard(
     together = [units[first : first + blocks] for first in range(0, len(units), blocks)]
     for unit, mesh in (*experts.items(), *((unit, data) for unit in together)):
         fully_shard(unit, mesh=mesh, mp_policy=policy, **chosen)
+    uncast = policy and replace(policy, cast_forward_inputs=False)  # as the root: no bit changes
+    for modules in ends:
+        fully_shard(modules, mesh=data, mp_policy=uncast, reshard_after_forward=False, **chosen)
     fully_shard(top, mesh=data, mp_policy=recipe.precision.policy(outermost=outermost), **chosen)
     set_gradient_divide_factor(top, 1.0)  # the loss is divided by what all ranks have instead
     if recipe.invariant:

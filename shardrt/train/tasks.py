@@ -35,6 +35,9 @@ class Task(Protocol):
     def units(self, model: Module) -> list[Module]:
         """The parts of the model that become units of fully_shard, in the order in which they run."""
 
+    def ends(self, model: Module) -> list[list[Module]]:
+        """What stands before and after the units, where the two share no parameter; [] if it is short."""
+
     def flops(self, model: Module) -> float:
         """Operations of the matrix products of a sample, forward and backward; 0: not known."""
 

@@ -9,7 +9,7 @@ from models import train
 from shardrt import device
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.simulate.machine import Machine
-from shardrt.simulate.plan import COMPUTING, MEMORY, planned, search
+from shardrt.simulate.plan import COMPUTING, MEMORY, Plan, planned, search
 from shardrt.simulate.space import AXES, candidates
 from shardrt.simulate.step import simulated
 
@@ -153,6 +153,15 @@ def test_a_search_ends_when_its_time_is_over_and_says_what_it_knows_of_the_rest(
     one = search(tried.all, tried, {"device": 1}, tries=1, seconds=100)  # too large, and so are others
     assert (one.tried, one.late) == (1, False)
     assert one.left + len(one.too_large) == len(tried.all) - 1 and one.too_large
+
+
+def test_what_is_too_large_is_tried_with_a_little_less_before_other_meshes_are(folder):
+    """Else a search that ends early knows no plan between none recomputed and all of it."""
+    tried = Tried({"parallel.tp": ["1", "2", "4"], "memory.recompute": ["none", "matmul", "full"]})
+    alone = [plan for plan in tried.plans() if plan.candidate.options["parallel.tp"] == "1"]
+    _, matmul, full = sorted(alone, key=Plan.bytes, reverse=True)
+    found = search(tried.all, tried, {"device": matmul.bytes()}, tries=3)
+    assert [plan.candidate for plan in found.best] == [matmul.candidate, full.candidate]
 
 
 def test_what_can_not_be_much_faster_is_left_out(folder):

@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +77,20 @@ def test_the_figures_of_a_plan_are_those_that_its_command_simulates_to_the_bit(c
     alone = json.loads(in_a_process([sys.executable, *words[:3], "--json", *words[3:]]))
     assert alone["ms"] == found["plans"][0]["ms"]
     assert alone["memory"] == found["plans"][0]["memory"]
+
+
+def test_an_8b_llama_recomputes_no_more_than_its_memory_asks_for(capsys):
+    """On 8 GPUs nothing in 76 GB, and all but matmuls in 60, before what takes more time is tried."""
+    Path("text.txt").write_text("to be, or not to be, that is the question. " * 5000)
+    train = "models.train", "--architecture", "llama", "--size", "llama-3.1-8b", "--text.window", "8192"
+    how = "--batch-size", "8", "--precision.param", "bfloat16", "--data", "text.txt", "--sample.length", "0"
+    none, matmul = (
+        table(capsys, "--ranks", "8", "--memory", memory, "--tries", tries, "--", *train, *how)["plans"][0]
+        for memory, tries in (("76", "1"), ("60", "6"))
+    )
+    kept = [plan["options"].pop("memory.recompute") for plan in (none, matmul)]
+    assert kept == ["none", "matmul"] and none["options"] == matmul["options"]
+    assert none["ms"] < matmul["ms"] < 1.1 * none["ms"]
 
 
 def test_a_pipeline_is_recorded_stage_by_stage_and_its_largest_rank_must_fit(capsys):

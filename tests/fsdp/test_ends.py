@@ -1,0 +1,139 @@
+"""An embedding and a head that are units of their own: the same bits, by default where it hides them."""
+
+import hashlib
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+import shardrt
+from models.llama import Llama, LlamaConfig
+from shardrt import device, nn, optim
+from shardrt.checkpoint import CheckpointManager, full_state_dict
+from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, units
+from shardrt.simulate.machine import Machine
+from shardrt.simulate.step import simulated
+
+WORDS, LENGTH, ROWS, STEPS = 503, 32, 4, 4
+SHAPE = LlamaConfig(
+    n_layer=2, n_head=2, n_kv_head=1, n_embd=64, n_hidden=96, block_size=64, vocab_size=WORDS, tied=False
+)
+UNCAST = {"cast_forward_inputs": False}  # of a policy for the ends, as in shardrt/train/job.py
+BATCHES = np.random.default_rng(0).integers(0, WORDS, (STEPS, ROWS, LENGTH + 1))
+
+
+def made(apart, low, **settings):
+    mesh = init_device_mesh("auto")
+    settings["mp_policy"] = MixedPrecisionPolicy("bfloat16", full_precision=(nn.RMSNorm,)) if low else None
+    shardrt.manual_seed(1)
+    model = Llama(SHAPE)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **settings)
+    ends = settings | {"mp_policy": settings["mp_policy"] and replace(settings["mp_policy"], **UNCAST)}
+    for modules in ([model.embedding], [model.norm, model.head]) if apart else ():
+        fully_shard(modules, mesh=mesh, reshard_after_forward=False, **ends)
+    fully_shard(model, mesh=mesh, **settings)
+    return model, optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def run(model, optimizer, first, last):
+    """Steps first, ..., last - 1, with an evaluation and logits before each; their bits."""
+    mesh, seen = init_device_mesh("auto"), []
+    for batch in BATCHES[first:last]:
+        tokens = batch[mesh.rank * ROWS // mesh.size : (mesh.rank + 1) * ROWS // mesh.size]
+        with shardrt.no_grad():
+            seen += [model(tokens[:, :-1], tokens[:, 1:]), model(tokens[:, :-1])]
+        seen.append(model(tokens[:, :-1], tokens[:, 1:]))
+        seen[-1].backward()
+        seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return b"".join(np.asarray(getattr(each, "data", each)).tobytes() for each in seen)
+
+
+def digest(model, seen):
+    weights = full_state_dict(model)
+    return seen, hashlib.sha256(b"".join(array.tobytes() for array in weights.values())).hexdigest()
+
+
+def trained(apart, low, **settings):
+    model, optimizer = made(apart, low, **settings)
+    return digest(model, run(model, optimizer, 0, STEPS))
+
+
+@cache
+def with_the_root(ranks, low):
+    return thread.run(ranks, trained, False, low)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+def test_units_of_their_own_change_no_bit(ranks, low):
+    assert thread.run(ranks, trained, True, low) == with_the_root(ranks, low)
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD"])
+def test_nor_do_they_with_another_strategy(strategy):
+    assert thread.run(2, trained, True, False, strategy=strategy) == with_the_root(2, False)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["from the root", "to the root"])
+def test_a_checkpoint_of_one_goes_on_in_the_other(before, tmp_path):
+    def saves():
+        model, optimizer = made(before, low=False)
+        run(model, optimizer, 0, 2)
+        CheckpointManager(tmp_path, model, optimizer, init_device_mesh("auto")).save(2)
+
+    def goes_on():
+        model, optimizer = made(not before, low=False)
+        CheckpointManager(tmp_path, model, optimizer, init_device_mesh("auto")).restore()
+        run(model, optimizer, 2, STEPS)
+        return digest(model, b"")[1]
+
+    thread.run(2, saves)
+    assert thread.run(2, goes_on)[0] == with_the_root(2, False)[0][1]
+
+
+def test_the_head_is_gathered_once_and_kept_for_backward():
+    def states():
+        model, _ = made(apart=True, low=False)
+        loss = model(BATCHES[0, :2, :-1], BATCHES[0, :2, 1:])
+        found = {unit.label: unit.state.name for unit in units(model)}
+        loss.backward()
+        return found
+
+    found = thread.run(2, states)[0]
+    assert found["embedding"] == found["norm + head"] == "KEPT"
+    assert found["blocks.0"] == "SHARDED"
+
+
+LARGE = "--architecture", "llama", "--model.n-layer", "2", "--model.vocab-size", "32000"
+RANKS = 4
+
+
+@pytest.mark.parametrize(
+    ("machine", "more", "apart"),
+    [
+        ("h100-8", ["--model.tied", "False"], True),
+        ("h100-8", ["--model.tied", "False", "--parallel.tp", "2"], True),
+        ("h100-8", ["--model.tied", "True"], False),  # one parameter: gathered first, and reduced last
+        ("h100-8", ["--model.tied", "False", "--model.vocab-size", "512"], False),  # short
+        ("h100-8", ["--model.tied", "False", "--parallel.pp", "2"], False),
+        ("h100-8", ["--model.tied", "False", "--parallel.tp", "4"], False),  # nothing is reduced
+        ("cpu-2", ["--model.tied", "False"], False),  # the root's gradients are made in pieces
+    ],
+)
+def test_the_training_command_takes_them_apart_where_it_hides_them(machine, more, apart, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("to be, or not to be, that is the question. " * 500)
+    command = ["models.train", *LARGE, *more, "--data", str(text), "--sample.length", "0"]
+    before = device.current()
+    try:
+        found = simulated([*command, "--batch-size", "16"], RANKS, Machine.load(machine)).report
+    finally:
+        device.set_current(before)
+    gathered = {name.removeprefix("all_gather ").partition(" (")[0] for name in found.exposed}
+    assert ({"embedding", "norm + head"} <= gathered) == apart, gathered
+    assert ({"embedding", "norm + head"} & gathered == set()) == (not apart), gathered
