@@ -105,3 +105,14 @@ def test_a_thread_of_the_host_that_waits_for_a_gpu_makes_no_context_on_another(s
         return set(software.contexts)
 
     assert thread.run(1, rank) == [{1}]
+
+
+def test_asking_for_a_gpu_leaves_the_current_one(software):
+    """The first `get` of a process makes the device, which chooses its GPU."""
+
+    def rank():
+        device.set_current(device.get("cuda:0"))
+        device._get.__wrapped__("cuda:1")
+        return cupy.cuda.runtime.getDevice()
+
+    assert thread.run(1, rank) == [0]
