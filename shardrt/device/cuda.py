@@ -11,12 +11,14 @@ import ctypes
 import gc
 import importlib
 import os
+import socket
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -31,6 +33,7 @@ _ROW_ALIGNMENT = 64  # elements: rows of 16 bits then begin at lines of 128 byte
 _POOL_ALIGNMENT = 512  # bytes: what CuPy's pool rounds to
 _MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
 _PAGEABLE_ACCESS = 88  # cudaDevAttrPageableMemoryAccess
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # of this machine, of all containers on it
 _HIGH_PRIORITY = -5  # as high as CUDA has: communication and copies get the next free processor
 
 
@@ -341,9 +344,13 @@ class CUDADevice(Device):
         return self._cupy.cuda.get_current_stream().ptr
 
     @cached_property
-    def uuid(self) -> bytes:
-        """The same in all processes that see this GPU, by whatever number; of no other GPU."""
-        return bytes(self._cupy.cuda.runtime.getDeviceProperties(self.index)["uuid"])
+    def identity(self) -> bytes:
+        """Machine and PCI bus, by which NCCL knows GPUs; the same in all processes that see this one.
+
+        Not the UUID: CuPy ends it at the first byte that is zero.
+        """
+        machine = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
+        return f"{machine} {self._cupy.cuda.runtime.deviceGetPCIBusId(self.index)}".encode()
 
     # Memory of other processes on this machine, for comm/ipc.py.
 

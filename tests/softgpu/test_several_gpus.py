@@ -28,6 +28,16 @@ if mesh.rank == 0:
     for each in everyone:
         print(each.decode(), flush=True)
 """
+GROUPS = """
+from shardrt.comm import init_device_mesh
+mesh = init_device_mesh("cuda", (2, 2), ("dp", "tp"))
+for axis in ("tp", "dp"):
+    for role in ("gather", "reduce"):
+        mesh.communicator(role, axis)
+mesh.communicator("gather")
+for source in range(3):
+    mesh.pair(source, source + 1)
+"""
 HIDDEN = """
 import os, runpy, sys
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["PMI_RANK"]
@@ -83,6 +93,16 @@ def test_ranks_that_share_a_gpu_are_staged_and_say_so_once():
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [kind for kind, *_ in found] == ["StagedCommunicator"] * 2
     assert done.stderr.count("UserWarning: ranks 0 and 1 share a GPU") == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("gpus, pair", [(1, "0 and 1"), (2, "0 and 2")])
+def test_of_all_groups_and_roles_one_rank_warns_once(gpus, pair):
+    done = mpirun(4, ["-m", "tests.softgpu.run", "-c", GROUPS], SOFTGPU_DEVICES=str(gpus))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("UserWarning") == 1
+    assert f"ranks {pair} share a GPU" in done.stderr
 
 
 def test_a_thread_of_the_host_that_waits_for_a_gpu_makes_no_context_on_another(software):
