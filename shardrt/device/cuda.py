@@ -52,14 +52,16 @@ class _Threads(threading.local):
     """Whether this thread has chosen a GPU.
 
     A new thread is at GPU 0, and most calls of CUDA make a context there, which takes hundreds of MB. So a
-    thread of the host that is about to make its first call chooses the GPU that the call is about.
+    thread of the host that is about to make its first call chooses the GPU that the call is about. A thread
+    that is at another GPU has chosen that one by CuPy, and stays there.
     """
 
     entered = False
 
     def enter(self, runtime: Any, index: int) -> None:
         if not self.entered:
-            runtime.setDevice(index)
+            if runtime.getDevice() == 0:
+                runtime.setDevice(index)
             self.entered = True
 
 

@@ -136,3 +136,23 @@ def test_asking_for_a_gpu_leaves_the_current_one(software):
         return cupy.cuda.runtime.getDevice()
 
     assert thread.run(1, rank) == [0]
+
+
+def test_a_thread_that_has_chosen_its_gpu_by_cupy_stays_there(software):
+    def rank():
+        here = device.get("cuda:0")
+        device.set_current(here)
+        event, found = here.new_event(), []
+        here.current_stream.record(event)
+
+        def other():
+            cupy.cuda.runtime.setDevice(1)
+            event.synchronize()
+            found.append(cupy.cuda.runtime.getDevice())
+
+        user = threading.Thread(target=other)
+        user.start()
+        user.join()
+        return found
+
+    assert thread.run(1, rank) == [[1]]
