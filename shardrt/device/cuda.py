@@ -266,9 +266,17 @@ class CUDADevice(Device):
         self._cupy.get_default_memory_pool().free_all_blocks()
 
     def pinned(self, count: int, dtype: Any) -> np.ndarray:
-        """Page-locked memory of exactly this size; CuPy's own pool rounds up to a power of two."""
+        """Page-locked memory of exactly this size; CuPy's own pool rounds up to a power of two.
+
+        Raises MemoryError where the host is full, or lets this process lock no more.
+        """
         runtime, nbytes = self._cupy.cuda.runtime, count * np.dtype(dtype).itemsize
-        address = runtime.hostAlloc(max(nbytes, 1), runtime.hostAllocPortable)
+        try:
+            address = runtime.hostAlloc(max(nbytes, 1), runtime.hostAllocPortable)
+        except runtime.CUDARuntimeError as error:
+            if error.status != _MEMORY_ALLOCATION:
+                raise
+            raise MemoryError(f"no room for {nbytes} bytes of pinned memory (see `ulimit -l`)") from error
         memory = (ctypes.c_ubyte * max(nbytes, 1)).from_address(address)
         weakref.finalize(memory, self._free_pinned, address).atexit = False
         array = np.frombuffer(memory, np.uint8)[:nbytes].view(dtype)
