@@ -374,7 +374,7 @@ def test_every_option_in_a_sentence_is_one(monkeypatch):
     known |= options_of(read_only("shardrt", ["doctor"], monkeypatch))
     known |= options_of(read_only("models.generate", ["RUN"], monkeypatch))
     known |= {"--kv-heads", "--map-by", "--mca", "--prtemca"}  # of an old command; of Open MPI's mpirun
-    known |= {"--requeue", "--exclude", "--kill-on-bad-exit"}  # of sbatch and srun
+    known |= {"--requeue", "--exclude", "--kill-on-bad-exit", "--gpus-per-task"}  # of sbatch and srun
     assert {option for option in OPTIONS if option.replace("_", "-") not in known} == set()
 
 
