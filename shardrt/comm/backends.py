@@ -1,6 +1,7 @@
 """Communicators by name. Each backend's module is imported only here, and only when it is chosen."""
 
 import warnings
+import weakref
 
 from shardrt.comm import world as worlds
 from shardrt.comm.protocol import Communicator
@@ -12,6 +13,8 @@ KINDS = ("auto", "single", "thread", "mpi", "shm", "staged", "nccl", "ipc")
 DEVICE_KINDS = ("staged", "nccl", "ipc")  # for arrays of a GPU; a host communicator is below them
 REDUCTIONS = ("nccl", "tree")  # who adds up over NCCL: it, or our kernels by the fixed tree over ranks
 HOST_ROLES = ("control", "used")  # what they carry is mostly, or only, in the memory of the hosts
+
+_warned: "weakref.WeakSet[worlds.World]" = weakref.WeakSet()  # runs that know that their ranks share a GPU
 
 
 def for_device(
@@ -95,15 +98,19 @@ def _over_mpi(kind: str, world: worlds.World) -> Communicator:
 
 
 def _a_gpu_for_each(host: Communicator, device: Device) -> bool:
-    """Whether each rank has a GPU, which no other has. Warns on one rank where two share one. Collective."""
-    if worlds.current().device is not None:
+    """Whether each rank has a GPU of its own. Warns on the first rank of a node where two share one. Collective."""
+    world = worlds.current()
+    if world.device is not None:
         return True
-    first: dict[bytes, int] = {}  # GPU -> its first rank
-    for rank, gpu in enumerate(host.talk(device.uuid)):
+    first: dict[bytes, int] = {}  # GPU -> its first rank of the run
+    for told in host.talk(b"%d %b" % (world.rank, device.identity)):
+        number, gpu = told.split(b" ", 1)
+        rank = int(number)
         if not gpu:
             return False
         if first.setdefault(gpu, rank) != rank:
-            if host.rank == 0:
+            if host.rank == world.local_rank == 0 and world not in _warned:
+                _warned.add(world)
                 warnings.warn(
                     f"ranks {first[gpu]} and {rank} share a GPU: collectives are staged through host memory, "
                     "which is slow. NCCL needs a GPU for each rank; communicator='staged' silences this",

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.comm import counts, nccl_watchdog
+from shardrt.comm import world as worlds
 from shardrt.comm.checks import address
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
@@ -46,9 +47,9 @@ class NCCLTransport(Transport):
         self.nccl = nccl
         self.role = host.role
         self._device = device
-        self._graphs: weakref.WeakSet = weakref.WeakSet()  # captured, with calls of this communicator
+        self._graphs: weakref.WeakSet = weakref.WeakSet()  # captured ones that contain its calls
         self._life = threading.Lock()  # of `comm`: the watchdog asks it while another thread destroys it
-        self.rank = host.rank
+        self.rank, self.world_rank = host.rank, worlds.current().rank
         self._size = host.size
         key = np.zeros(128, np.uint8)
         if host.rank == 0:

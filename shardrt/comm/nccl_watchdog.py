@@ -6,7 +6,6 @@ ProcessGroupNCCL, a thread of each process asks all communicators for their asyn
 """
 
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -16,6 +15,8 @@ _PERIOD = 0.5  # seconds
 _watched: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
+_over = threading.Event()  # set when peers may go without that being an error
+failure.after_all_programs(_over.set)
 
 
 def watch(transport: Any) -> None:
@@ -29,13 +30,13 @@ def watch(transport: Any) -> None:
 
 
 def _run() -> None:
-    while True:
-        time.sleep(_PERIOD)
+    while not _over.wait(_PERIOD):
         with _lock:
             watched = list(_watched)
         for transport in watched:
             error = transport.error()
             if error:
-                told = f"NCCL failed on rank {transport.rank} of communicator {transport.role!r}: {error}\n"
+                where = f"rank {transport.world_rank}, communicator {transport.role!r}"
+                told = f"NCCL failed on {where}: {error}; NCCL_DEBUG=WARN says more\n"
                 failure.end_job(told, failure.NCCL)
         watched = transport = None  # else this thread would keep them alive

@@ -52,7 +52,9 @@ def _get(name: str) -> Device:
     if kind == "cuda" and index.isdigit():
         from shardrt.device.cuda import CUDADevice
 
-        return CUDADevice(int(index), _get("cpu"))
+        made = CUDADevice(int(index), _get("cpu"))
+        current().enter()  # which making another one has left
+        return made
     raise ValueError(f"device: unknown device {name!r}; known: 'cpu', 'cuda', 'cuda:N'")
 
 

@@ -11,12 +11,14 @@ import ctypes
 import gc
 import importlib
 import os
+import socket
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -32,6 +34,7 @@ _POOL_ALIGNMENT = 512  # bytes: what CuPy's pool rounds to
 _MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
 _COMPUTE_CAPABILITY = 75, 76  # cudaDevAttrComputeCapabilityMajor, ...Minor
 _PAGEABLE_ACCESS = 88  # cudaDevAttrPageableMemoryAccess
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # of this machine, of all containers on it
 _HIGH_PRIORITY = -5  # as high as CUDA has: communication and copies get the next free processor
 
 
@@ -50,14 +53,16 @@ class _Threads(threading.local):
     """Whether this thread has chosen a GPU.
 
     A new thread is at GPU 0, and most calls of CUDA make a context there, which takes hundreds of MB. So a
-    thread of the host that is about to make its first call chooses the GPU that the call is about.
+    thread of the host that is about to make its first call chooses the GPU that the call is about. A thread
+    that is at another GPU has chosen that one by CuPy, and stays there.
     """
 
     entered = False
 
     def enter(self, runtime: Any, index: int) -> None:
         if not self.entered:
-            runtime.setDevice(index)
+            if runtime.getDevice() == 0:
+                runtime.setDevice(index)
             self.entered = True
 
 
@@ -268,9 +273,17 @@ class CUDADevice(Device):
         self._cupy.get_default_memory_pool().free_all_blocks()
 
     def pinned(self, count: int, dtype: Any) -> np.ndarray:
-        """Page-locked memory of exactly this size; CuPy's own pool rounds up to a power of two."""
+        """Page-locked memory of exactly this size; CuPy's own pool rounds up to a power of two.
+
+        Raises MemoryError where the host is full, or lets this process lock no more.
+        """
         runtime, nbytes = self._cupy.cuda.runtime, count * np.dtype(dtype).itemsize
-        address = runtime.hostAlloc(max(nbytes, 1), runtime.hostAllocPortable)
+        try:
+            address = runtime.hostAlloc(max(nbytes, 1), runtime.hostAllocPortable)
+        except runtime.CUDARuntimeError as error:
+            if error.status != _MEMORY_ALLOCATION:
+                raise
+            raise MemoryError(f"no room for {nbytes} bytes of pinned memory (see `ulimit -l`)") from error
         memory = (ctypes.c_ubyte * max(nbytes, 1)).from_address(address)
         weakref.finalize(memory, self._free_pinned, address).atexit = False
         array = np.frombuffer(memory, np.uint8)[:nbytes].view(dtype)
@@ -348,9 +361,13 @@ class CUDADevice(Device):
         return self._cupy.cuda.get_current_stream().ptr
 
     @cached_property
-    def uuid(self) -> bytes:
-        """The same in all processes that see this GPU, by whatever number; of no other GPU."""
-        return bytes(self._cupy.cuda.runtime.getDeviceProperties(self.index)["uuid"])
+    def identity(self) -> bytes:
+        """Machine and PCI bus, by which NCCL knows GPUs; the same in all processes that see this one.
+
+        Not the UUID: CuPy ends it at the first byte that is zero.
+        """
+        machine = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
+        return f"{machine} {self._cupy.cuda.runtime.deviceGetPCIBusId(self.index)}".encode()
 
     # Memory of other processes on this machine, for comm/ipc.py.
 

@@ -38,12 +38,13 @@ class CUDA(Kernels):
         self.enter_context()
 
     def getDeviceProperties(self, index):
-        uuid = b"software GPU %03d" % self._physical(index)
+        """uuid: by CuPy up to the first zero byte, which may be the first one of all."""
+        self._physical(index)
         return {
             "name": b"software",
             "warpSize": 32,
             "multiProcessorCount": _ATTRIBUTES[16],
-            "uuid": uuid,
+            "uuid": b"",
         }
 
     def deviceGetPCIBusId(self, index):

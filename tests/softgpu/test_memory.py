@@ -65,6 +65,17 @@ def test_a_buffer_for_which_there_is_no_room_is_a_memory_error(full):
     assert failure.code_of(told.value) == failure.OUT_OF_MEMORY
 
 
+@pytest.mark.parametrize("status, kind", [(2, MemoryError), (700, RuntimeError)])
+def test_pinned_memory_for_which_there_is_no_room_is_a_memory_error(gpu, software, monkeypatch, status, kind):
+    def full(size, flags):
+        raise gpu._cupy.cuda.runtime.CUDARuntimeError(status)
+
+    monkeypatch.setattr(gpu._cupy.cuda.runtime, "hostAlloc", full)
+    with pytest.raises(kind) as told:
+        gpu.pinned(8, np.uint8)
+    assert isinstance(told.value, MemoryError) == (kind is MemoryError)
+
+
 def test_another_error_of_an_allocation_is_not_one_of_memory(gpu, software, monkeypatch):
     def broken(size):
         raise RuntimeError("cudaErrorIllegalAddress")

@@ -1,6 +1,7 @@
 """NCCL's life: graphs before communicators, errors that no call reports, a library that is not there."""
 
 import gc
+import threading
 import time
 from functools import partial
 
@@ -30,6 +31,18 @@ if mesh.rank == 1:
     time.sleep(100)  # its peer is lost; this rank waits for the device
 gather.all_reduce(numbers, stream=mesh.device.current_stream)
 mesh.device.current_stream.synchronize()
+"""
+ENDS = """
+import time
+from shardrt.comm import init_device_mesh
+from shardrt.faults import failure
+from tests.softgpu.nccl import INVALID_USAGE
+comm = init_device_mesh("cuda").communicator("gather")._transport.comm
+
+@failure.after_all_programs
+def ends():
+    comm.fault = INVALID_USAGE
+    time.sleep(1.5)
 """
 
 
@@ -110,8 +123,40 @@ def test_an_error_in_the_threads_of_nccl_ends_the_job_and_is_named(status, told)
     done = mpirun(2, ["-m", "tests.softgpu.run", "-c", BROKEN.format(status=status)])
     ended = time.time()
     assert done.returncode == failure.NCCL, done.stderr
-    assert f"NCCL failed on rank 1 of communicator 'gather': {told}" in done.stderr
+    assert f"NCCL failed on rank 1, communicator 'gather': {told}" in done.stderr
     assert ended - float(done.stdout.split()[1]) < 30, "the limit of a hang"
+
+
+def test_an_error_of_nccl_names_the_rank_of_the_job(software, monkeypatch):
+    """Not the one of the communicator, of which groups have one each."""
+    told, heard = [], threading.Event()
+
+    def end_job(report, code):
+        told.append(report)
+        heard.set()
+
+    monkeypatch.setattr(failure, "end_job", end_job)
+
+    def rank():
+        mesh = init_device_mesh("cuda", (2, 2), ("dp", "tp"), communicator="nccl")
+        comm = mesh.communicator("gather", "tp")._transport.comm
+        if mesh.rank == 3:
+            comm.fault = nccl.INVALID_USAGE
+            heard.wait(30)
+            comm.fault = 0
+        mesh.communicator("control").talk(b"")
+
+    thread.run(4, rank)
+    assert told[0].startswith(
+        "NCCL failed on rank 3, communicator 'gather': NcclError: NCCL_ERROR_INVALID_USAGE"
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_peers_that_go_when_all_programs_have_ended_are_no_error():
+    done = mpirun(2, ["-m", "tests.softgpu.run", "-c", ENDS])
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_communicator_that_is_closed_has_no_errors(software):

@@ -28,6 +28,16 @@ if mesh.rank == 0:
     for each in everyone:
         print(each.decode(), flush=True)
 """
+GROUPS = """
+from shardrt.comm import init_device_mesh
+mesh = init_device_mesh("cuda", (2, 2), ("dp", "tp"))
+for axis in ("tp", "dp"):
+    for role in ("gather", "reduce"):
+        mesh.communicator(role, axis)
+mesh.communicator("gather")
+for source in range(3):
+    mesh.pair(source, source + 1)
+"""
 HIDDEN = """
 import os, runpy, sys
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["PMI_RANK"]
@@ -85,6 +95,16 @@ def test_ranks_that_share_a_gpu_are_staged_and_say_so_once():
     assert done.stderr.count("UserWarning: ranks 0 and 1 share a GPU") == 1
 
 
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("gpus, pair", [(1, "0 and 1"), (2, "0 and 2")])
+def test_of_all_groups_and_roles_one_rank_warns_once(gpus, pair):
+    done = mpirun(4, ["-m", "tests.softgpu.run", "-c", GROUPS], SOFTGPU_DEVICES=str(gpus))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("UserWarning") == 1
+    assert f"ranks {pair} share a GPU" in done.stderr
+
+
 def test_a_thread_of_the_host_that_waits_for_a_gpu_makes_no_context_on_another(software):
     """Each takes hundreds of MB. A new thread is at GPU 0, and CUDA makes what is not there."""
     gc.collect()  # what earlier tests have left belongs to GPU 0
@@ -105,3 +125,34 @@ def test_a_thread_of_the_host_that_waits_for_a_gpu_makes_no_context_on_another(s
         return set(software.contexts)
 
     assert thread.run(1, rank) == [{1}]
+
+
+def test_asking_for_a_gpu_leaves_the_current_one(software):
+    """The first `get` of a process makes the device, which chooses its GPU."""
+
+    def rank():
+        device.set_current(device.get("cuda:0"))
+        device._get.__wrapped__("cuda:1")
+        return cupy.cuda.runtime.getDevice()
+
+    assert thread.run(1, rank) == [0]
+
+
+def test_a_thread_that_has_chosen_its_gpu_by_cupy_stays_there(software):
+    def rank():
+        here = device.get("cuda:0")
+        device.set_current(here)
+        event, found = here.new_event(), []
+        here.current_stream.record(event)
+
+        def other():
+            cupy.cuda.runtime.setDevice(1)
+            event.synchronize()
+            found.append(cupy.cuda.runtime.getDevice())
+
+        user = threading.Thread(target=other)
+        user.start()
+        user.join()
+        return found
+
+    assert thread.run(1, rank) == [[1]]
