@@ -98,7 +98,7 @@ def _over_mpi(kind: str, world: worlds.World) -> Communicator:
 
 
 def _a_gpu_for_each(host: Communicator, device: Device) -> bool:
-    """Whether each rank has a GPU of its own. Warns on the first rank of a node where two share one. Collective."""
+    """Whether each rank has a GPU of its own. Else the first rank of a node warns. Collective."""
     world = worlds.current()
     if world.device is not None:
         return True

@@ -78,9 +78,7 @@ class Device(ABC):
     writes_files = True  # whether arrays of the host may be mapped files
     timed = False  # whether its streams tell the timeline what ran when
     alone = False  # whether nothing of this device goes to other ranks: communicators leave out what is asked
-    identity = (
-        b""  # of a GPU: of no other one (NCCL refuses two ranks on one); b"" of what NCCL does not know
-    )
+    identity = b""  # of a GPU, and of no other one; b"" of a device that NCCL does not know
     pools_results = False  # whether what the array library makes itself is of the pool as well
 
     @property

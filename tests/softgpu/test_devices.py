@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tests.cuda.libraries import library_folder
-from tests.softgpu import compiler, errors, nccl, rooms, start
+from tests.softgpu import compiler, errors, nccl, products, rooms, start
 from tests.softgpu.available import missing
 from tests.softgpu.cuda import CUDA
 from tests.softgpu.test_streams import refused
@@ -111,13 +111,13 @@ def test_a_thread_that_has_chosen_no_device_makes_a_context_on_the_first(cuda, c
     assert cuda.contexts == {0}
 
 
-def test_a_handle_of_cublaslt_is_of_one_device(cuda):
-    from tests.softgpu.products import cublaslt
-
-    library = cublaslt(library_folder(start.ROOT / "build" / "softgpu"), cuda)
+@pytest.mark.parametrize("name, create", [("cublasLt", "cublasLtCreate"), ("cublas", "cublasCreate_v2")])
+def test_a_handle_of_a_library_is_of_one_device(cuda, name, create):
+    folder = library_folder(start.ROOT / "build" / "softgpu")
+    found = products.library(folder, cuda, name)
     handles = [ctypes.c_void_p() for _ in range(2)]
     for index, handle in enumerate(handles):
         cuda.setDevice(index)
-        library.cublasLtCreate(ctypes.byref(handle))
-    cublaslt(library_folder(start.ROOT / "build" / "softgpu"), start.plugged(0))  # that of all other tests
+        getattr(found, create)(ctypes.byref(handle))
+    products.library(folder, start.plugged(0), name)  # that of all other tests
     assert handles[0].value != handles[1].value
