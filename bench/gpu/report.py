@@ -139,7 +139,7 @@ def _aim(row: Row) -> str:
         return ""
     limit = f">= {100 * row.at_least:.0f}" if row.at_least is not None else f"<= {100 * row.at_most:.0f}"
     goal = "" if row.goal is None else f" (goal {100 * row.goal:.0f})"
-    verdict = {True: " met", False: " SHORT", None: ""}[row.met]
+    verdict = {True: " met", False: " MISSED", None: ""}[row.met]
     return limit + goal + verdict
 
 

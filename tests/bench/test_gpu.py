@@ -86,7 +86,7 @@ def test_a_table_shows_figure_ceiling_and_aim_in_one_line():
     assert len({line.find("device copy") for line in lines[2:4]}) == 1
     for text in ("3,900", "GB/s", "device copy", "4,300", "90.7 %", ">= 85 (goal 90) met", "fine"):
         assert text in lines[2]
-    assert "SHORT" in lines[3]
+    assert "MISSED" in lines[3]
     assert lines[4] == "-- second"
     assert "failed" in lines[5] and lines[5].endswith("CUDAError: gone")
     assert report.summary(ROWS) == "1 of 2 aims met, 1 failed, 0 not run, 3 rows"
@@ -274,6 +274,16 @@ def test_the_tests_of_a_gpu_are_collected_with_no_package_that_they_can_do_witho
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # pytest alone, of all its plugins
     how = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
     done = subprocess.run([sys.executable, "-c", program], **how)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+
+
+def test_communicators_are_tested_on_a_machine_of_one_gpu():
+    if missing():
+        pytest.skip(missing())
+    words = ["-q", "-p", "tests.softgpu.plugin", "-p", "no:cacheprovider", "-m", "gpu", "-k", "TestStaged"]
+    command_line = [sys.executable, "-m", "pytest", "-n", "0", *words, "tests/gpu/test_communicators.py"]
+    environment = os.environ | {"SOFTGPU_DEVICES": "1"}
+    done = subprocess.run(command_line, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
 
 
@@ -538,7 +548,7 @@ def test_a_file_that_can_not_be_imported_is_named_and_the_others_run(tmp_path, m
     )
     run = state.Run("tests", tmp_path / "rows", seconds=60.0 + suite.GRACE)
     suite.measure(run, str(tmp_path), "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", os.devnull)
-    assert (run.rows[0].figure, run.rows[0].error) == (1, "1 failed: test_absent.py")
+    assert (run.rows[0].figure, run.rows[0].error) == (1, "1 passed; 1 failed: test_absent.py")
 
 
 def test_the_first_step_is_compared(tmp_path, monkeypatch):
