@@ -57,7 +57,7 @@ aarch64: ## train and run some tests on arm64, emulated, as root, in build/aarch
 	tests/aarch64/run build/aarch64 $(ARGS)
 
 # Uses what is installed (GPU_PYTHON), in no environment of its own, and downloads nothing. See docs/gpu.md.
-gpu: export PYTHONPATH := .
+gpu: export PYTHONPATH := .$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu: ## test and measure on NVIDIA GPUs, in 9 minutes; again: go on (GPU_PYTHON=python3 OUT=runs/gpu)
 	$(GPU_PYTHON) -m bench.gpu --out $(OUT) $(ARGS)
 

@@ -16,6 +16,7 @@ from shardrt.autograd import Function, Late
 from shardrt.comm import single
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.functional import vocabulary
+from shardrt.functional.float8 import Float8Linear
 from shardrt.functional.vocabulary import VocabularyPart
 from shardrt.late import Work
 from shardrt.nn.lora import add_lora
@@ -221,7 +222,7 @@ def test_the_cases_have_every_op_that_takes_handles():
     used = set()
     for make in CASES.values():
         used |= {type(node) for node in autograd.reachable([loss_of(make(), 0).node])}
-    assert every - used == set()
+    assert every - used == {Float8Linear}, "which needs a GPU: tests/softgpu/test_float8.py"
 
 
 def recompute(policy):

@@ -44,6 +44,8 @@ SECTIONS: dict[str, tuple[str, str, float]] = {
     "gpt2-xl": ("bench.gpu.training", "beside_torch", 240),
 }
 LEAST = 5.0  # seconds, below which no section is begun
+# How the names of the packages begin, and of the driver's version, that figures depend on.
+_MATTER = ("cupy", "torch", "triton", "nvidia-", "driver_version")
 _EXTRA = {"gpt2-xl": {"size": "gpt2-xl"}}
 
 
@@ -72,7 +74,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=_absolute, default="runs/gpu", metavar="DIR", help="(runs/gpu)")
     parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="in all (540)")
     parser.add_argument("--anew", action="store_true", help="measure again what earlier calls have measured")
-    parser.add_argument("--keep", action="store_true", help="go on though the code has changed since then")
+    parser.add_argument("--keep", action="store_true", help="go on though code or packages have changed")
     for hidden in ("--section", "--rows", "--ceilings", "--seconds"):
         parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
     return parser
@@ -88,32 +90,40 @@ def run(chosen: list[str], options: argparse.Namespace, lacking: dict[str, str] 
 
     lacking: section -> why it can't run, or "".
     """
-    start, machine = time.monotonic(), needs.machine()
+    start, machine, lacking = time.monotonic(), needs.machine(), lacking or {}
     of = {"gpu": machine.get("name", ""), "quick": options.quick, "code": sources(ROOT)}
+    of["packages"] = {name: version for name, version in machine.items() if name.startswith(_MATTER)}
+    here = {name: of | ({"GPUs": machine.get("GPUs")} if name == "ranks" else {}) for name in SECTIONS}
     files = {name: options.out / "rows" / f"{name}.jsonl" for name in SECTIONS}
     files["ceilings"].parent.mkdir(parents=True, exist_ok=True)
     for name in chosen:
-        forget(files[name], of, options)
+        forget(files[name], here[name], options)
     troubles: dict[str, str] = {}
     for name in order(chosen, files):
         ceilings = read(files["ceilings"]).ceilings
         limit = min(options.budget - (time.monotonic() - start), SECTIONS[name][2])
-        troubles[name] = (lacking or {}).get(name, "")
-        troubles[name] = troubles[name] or section(name, files[name], of, ceilings, options.quick, limit)
+        troubles[name] = lacking.get(name, "")
+        if not troubles[name]:
+            troubles[name] = section(name, files[name], here[name], ceilings, options.quick, limit)
         print(report.table(rows_of(name, files[name], troubles)), end="\n\n", flush=True)
         write(files, troubles, machine, options)
     rows = write(files, troubles, machine, options)
     title = f"{machine.get('name', 'GPU')}, {datetime.now(UTC).date().isoformat()}"
     report.draw(rows, title, options.out / "gpu.png")
     print(report.summary(rows))
+    left = [name for name in chosen if not lacking.get(name) and not read(files[name]).finished]
+    if left:
+        print(f"bench.gpu: not finished: {', '.join(left)} (the next call goes on with them)")
+    print(f"bench.gpu: all sections' tables are in {options.out / 'gpu.txt'}")
     return 1 if any(row.bad for row in rows) else 0
 
 
 def forget(file: Path, of: dict, options: argparse.Namespace) -> None:
-    """Remove what was found on another GPU, by other code, or is to be found anew."""
+    """Remove what was found on another GPU, by other code or packages, or is to be found anew."""
     before = read(file).of
     if options.keep:
-        before, of = ({key: value for key, value in each.items() if key != "code"} for each in (before, of))
+        kept = ("code", "packages")
+        before, of = ({key: value for key, value in each.items() if key not in kept} for each in (before, of))
     if before != of or options.anew:
         file.unlink(missing_ok=True)
 
@@ -180,7 +190,7 @@ def ended(words: list[str], limit: float, seen: dict[str, str]) -> str:
         told = errors.read().strip()
         print(told[-4000:], file=sys.stderr)
         last = told.splitlines()[-1] if told else ""
-        return f"{trouble or f'exit code {code}'}: {last}"
+        return ": ".join(filter(None, (trouble or f"exit code {code}", last)))
 
 
 def child(options: argparse.Namespace) -> None:

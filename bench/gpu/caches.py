@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from bench.gpu import first_step
+from bench.gpu import first_step, needs
 from bench.gpu.state import Run
 from bench.workload import Workload
 from shardrt import device
@@ -23,6 +23,9 @@ def measure(run: Run, workload: Workload = first_step.SMALL) -> None:
         "NVRTC, the other kernels of the tests": _rest,
     }
     for name, work in works.items():
+        if name.startswith("Numba") and not needs.there("numba"):
+            run.add(name, check=needs.not_run("numba"))
+            continue
         with run.guarded(name):
             start = time.perf_counter()
             work()

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-BENCHMARKS = ("numpy", "cupy", "ml_dtypes", "cuda.pathfinder")
-TESTS = (*BENCHMARKS, "pytest", "numba", "threadpoolctl")
-STEP = (*BENCHMARKS, "numba", "threadpoolctl")
+BENCHMARKS = ("numpy", "cupy", "ml_dtypes", "cuda.pathfinder", "threadpoolctl")
+TESTS = (*BENCHMARKS, "pytest", "numba")
+STEP = (*BENCHMARKS, "numba")
 SECTIONS = {"tests": TESTS, "step": STEP}  # what others need is BENCHMARKS
 WITHOUT = {
     "torch": "no figures of PyTorch beside ours, and no test against its bfloat16",
@@ -21,14 +21,13 @@ WITHOUT = {
     "matplotlib": "no picture",
     "safetensors": "the test that saves weights is skipped",
     "mpi4py": "nothing is run in several processes, over NCCL or CUDA IPC",
-    "pytest_timeout": "a test that hangs is ended with all the others",
-    "rich": "the training command can't write to a terminal; nothing here does",
+    "pytest_timeout": "a test that hangs keeps the tests after it from running",
 }
 # module -> what pip installs it from, where that has another name; {} is CUDA's major version
 _WHEELS = {
     "cupy": "cupy-cuda{}x",
     "cuda.pathfinder": "cuda-pathfinder",
-    "cudnn": "nvidia-cudnn-frontend",
+    "cudnn": "'nvidia-cudnn-frontend<1.29' nvidia-cudnn-cu{}",
     "pytest_timeout": "pytest-timeout",
     "mpi4py": "mpi4py mpich",
 }
@@ -95,9 +94,7 @@ class Found:
     def lacks(self, section: str) -> str:
         """Why a section of the benchmarks can't run, and what installs that; "" where it can."""
         missing = [name for name in SECTIONS.get(section, BENCHMARKS) if name in self.missing]
-        if not missing:
-            return ""
-        return f"not run: {', '.join(missing)} missing ({_pip(*(_wheel(name) for name in missing))})"
+        return not_run(*missing) if missing else ""
 
     def lines(self) -> list[str]:
         """For a reader: what is missing, what that costs, and what installs it."""
@@ -106,7 +103,14 @@ class Found:
         costs |= dict.fromkeys(STEP, "neither the tests nor a step on the CPU can run")
         costs |= dict.fromkeys(BENCHMARKS, "nothing can run")
         told += [f"{name} is missing: {costs[name]} ({_pip(_wheel(name))})" for name in self.missing]
+        if len(self.missing) > 1:
+            told.append(f"all missing packages at once: {_pip(*map(_wheel, self.missing))}")
         return [*told, *self.troubles]
+
+
+def not_run(*missing: str) -> str:
+    """What a row says that these modules are missing for, and what installs them."""
+    return f"not run: {', '.join(missing)} missing ({_pip(*map(_wheel, missing))})"
 
 
 def find() -> Found:
@@ -164,7 +168,8 @@ def machine() -> dict[str, str]:
 def health() -> str:
     """Whether the first GPU is fit to be measured, in words: heat, clock, errors, who else uses it."""
     told = _asked(list(_HEALTH))
-    return ", ".join(f"{told[key]} {name}" for key, name in _HEALTH.items() if key in told) or "not known"
+    said = ", ".join(f"{told[key]} {name}" for key, name in _HEALTH.items() if key in told)
+    return said or "nvidia-smi did not answer"
 
 
 def _asked(names: list[str]) -> dict[str, str]:

@@ -47,11 +47,13 @@ def measure(
     """
     counts = [count for count in COUNTS if count <= needs.gpus()]
     if len(counts) < 2:
-        run.add("FULL_SHARD on several GPUs", check=f"not run: {needs.gpus()} GPU is to be seen")
+        run.add("FULL_SHARD on several GPUs", check=f"not run: this process sees {needs.gpus()} GPU")
         return
     mpirun = launcher()
     if not mpirun:
-        raise RuntimeError("not run: mpi4py or mpirun missing (pip install mpi4py mpich)")
+        missing = "mpirun" if needs.there("mpi4py") else "mpi4py"
+        run.add("FULL_SHARD on several GPUs", error=f"not run: {missing} missing (pip install mpi4py mpich)")
+        return
     for title, job in jobs.items():
         one: dict[str, Any] = {}
         for count in [counts[0], *reversed(counts[1:])]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 PEAK_TFLOPS = 989.4  # an H100's or H200's dense bfloat16, of NVIDIA's data sheet
 _SHORT = 100  # characters of an error in the table
+_NOT_RUN = "not run: "  # how the error or the check of a row begins that was not tried
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,12 @@ class Row:
         """Whether it failed, or its check says that the work was not done right."""
         return bool(self.error) or "WRONG" in self.check or "DIFFER" in self.check
 
+    @property
+    def not_run(self) -> str:
+        """Why it was not tried; "" if it was."""
+        texts = (self.error, self.check)
+        return next((text.removeprefix(_NOT_RUN) for text in texts if text.startswith(_NOT_RUN)), "")
+
     def as_json(self) -> dict:
         """Its fields and what follows from them."""
         return asdict(self) | {"ratio": self.ratio, "met": self.met}
@@ -71,10 +78,11 @@ def table(rows: list[Row]) -> str:
 
 
 def summary(rows: list[Row]) -> str:
-    """One line: how many aims were met, how many rows failed."""
+    """One line: how many aims were met, how many rows failed or were not tried."""
     judged = [row.met for row in rows if row.met is not None]
-    failed = sum(row.bad for row in rows)
-    return f"{sum(judged)} of {len(judged)} aims met, {failed} failed, {len(rows)} rows"
+    not_run = sum(bool(row.not_run) for row in rows)
+    failed = sum(row.bad and not row.not_run for row in rows)
+    return f"{sum(judged)} of {len(judged)} aims met, {failed} failed, {not_run} not run, {len(rows)} rows"
 
 
 def draw(rows: list[Row], title: str, file: Path) -> bool:
@@ -109,6 +117,8 @@ _COLORS = {True: "tab:green", False: "tab:red", None: "tab:gray"}
 
 
 def _texts(row: Row) -> tuple[str, ...]:
+    if row.not_run:
+        return (row.name, "not run", "", "", "", "", "", row.not_run)
     if row.error:
         return (row.name, "failed", "", "", "", "", "", row.error.strip().splitlines()[-1][:_SHORT])
     ratio = "" if row.ratio is None else f"{100 * row.ratio:.1f} %"
@@ -129,7 +139,7 @@ def _aim(row: Row) -> str:
         return ""
     limit = f">= {100 * row.at_least:.0f}" if row.at_least is not None else f"<= {100 * row.at_most:.0f}"
     goal = "" if row.goal is None else f" (goal {100 * row.goal:.0f})"
-    verdict = {True: " met", False: " SHORT", None: ""}[row.met]
+    verdict = {True: " met", False: " MISSED", None: ""}[row.met]
     return limit + goal + verdict
 
 

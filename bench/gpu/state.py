@@ -61,7 +61,12 @@ class Measured:
     @property
     def good(self) -> bool:
         """Whether there is nothing to measure again."""
-        return self.done and not any(row.bad for row in self.rows)
+        return self.finished and not any(row.not_run for row in self.rows)
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing to measure again as long as nothing is installed and no GPU is added."""
+        return self.done and bool(self.rows) and not any(row.bad for row in self.rows)
 
 
 def note(file: Path, values: dict[str, Any]) -> None:

@@ -33,6 +33,8 @@ def measure(run: Run, tests: str = "tests/gpu", *options: str) -> None:
     trouble = [f"{len(found.failed)} failed: {', '.join(found.failed)}"] if found.failed else []
     if code not in _ENDED or not (found.passed or found.failed):
         trouble.append(f"ended before all were run, by a signal or error (exit code {code})")
+    if trouble:
+        trouble.insert(0, f"{len(found.passed)} passed")
     run.add(tests, float(len(found.passed)), "tests passed", error="; ".join(trouble))
 
 

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -85,10 +86,20 @@ def test_a_table_shows_figure_ceiling_and_aim_in_one_line():
     assert len({line.find("device copy") for line in lines[2:4]}) == 1
     for text in ("3,900", "GB/s", "device copy", "4,300", "90.7 %", ">= 85 (goal 90) met", "fine"):
         assert text in lines[2]
-    assert "SHORT" in lines[3]
+    assert "MISSED" in lines[3]
     assert lines[4] == "-- second"
     assert "failed" in lines[5] and lines[5].endswith("CUDAError: gone")
-    assert report.summary(ROWS) == "1 of 2 aims met, 1 failed, 3 rows"
+    assert report.summary(ROWS) == "1 of 2 aims met, 1 failed, 0 not run, 3 rows"
+
+
+@pytest.mark.parametrize("how", [{"error": "not run: it"}, {"check": "not run: it"}])
+def test_a_row_that_was_not_run_says_so_in_full_and_has_not_failed(how):
+    reason = "numpy, cupy, ml_dtypes missing (pip install numpy cupy-cuda13x ml_dtypes)" * 2
+    row = Row("tests", "tests", **{key: text.replace("it", reason) for key, text in how.items()})
+    line = report.table([row]).splitlines()[-1]
+    assert line.split()[:3] == ["tests", "not", "run"] and line.endswith(f"  {reason}")
+    assert report.summary([row]) == "0 of 0 aims met, 0 failed, 1 not run, 1 rows"
+    assert not state.Measured(rows=[row], done=True).good, "the next call tries it again"
 
 
 def test_a_figure_of_wrong_work_counts_as_failed():
@@ -118,22 +129,49 @@ def test_rows_survive_the_process_that_wrote_them(tmp_path):
 
 def test_what_is_missing_is_named_with_what_it_costs(monkeypatch):
     monkeypatch.setattr(needs, "_cuda", lambda: 12)
-    found = needs.Found(("cupy", "numba", "torch", "cudnn", "rich"), gpus=1, troubles=("NCCL not found",))
+    found = needs.Found(("cupy", "numba", "torch", "cudnn"), gpus=1, troubles=("NCCL not found",))
     assert found.lines() == [
         "cupy is missing: nothing can run (pip install cupy-cuda12x)",
         "numba is missing: neither the tests nor a step on the CPU can run (pip install numba)",
         "torch is missing: no figures of PyTorch beside ours, and no test against its bfloat16 "
         "(pip install torch)",
         "cudnn is missing: attention and convolution run in kernels of our own, "
-        "which are several times slower (pip install nvidia-cudnn-frontend)",
-        "rich is missing: the training command can't write to a terminal; nothing here does "
-        "(pip install rich)",
+        "which are several times slower (pip install 'nvidia-cudnn-frontend<1.29' nvidia-cudnn-cu12)",
+        "all missing packages at once: pip install cupy-cuda12x numba torch 'nvidia-cudnn-frontend<1.29' "
+        "nvidia-cudnn-cu12",
         "NCCL not found",
     ]
     assert found.lacks("step") == "not run: cupy, numba missing (pip install cupy-cuda12x numba)"
-    assert needs.Found(("numba", "rich"), gpus=1).lacks("kernels") == ""
+    assert needs.Found(("numba",), gpus=1).lacks("kernels") == ""
     assert needs.Found(("pytest",), gpus=1).lacks("tests") == "not run: pytest missing (pip install pytest)"
     assert needs.Found((), gpus=0).lines() == ["no GPU: the driver, libcuda.so.1, is missing or sees none"]
+
+
+def test_the_frontend_of_cudnn_is_one_that_shardrt_takes():
+    bound = re.search(r"nvidia-cudnn-frontend.*(<[\d.]+)", (ROOT / "setup.cfg").read_text())[1]
+    assert f"'nvidia-cudnn-frontend{bound}'" in needs._WHEELS["cudnn"]
+
+
+@pytest.mark.parametrize("name", ["ceilings", "launches", "products", "kernels", "convolution", "experts"])
+def test_a_section_imports_no_package_that_it_is_not_said_to_need(name):
+    """In an order of imports of its own: NumPy before shardrt, for example."""
+    optional = {"numba", "threadpoolctl", *needs.TESTS, *needs.WITHOUT} - {*needs.BENCHMARKS}
+    module = command.SECTIONS[name][0]
+    program = f"import sys\nsys.modules.update(dict.fromkeys({optional}))\nimport {module}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_make_keeps_packages_that_pythonpath_brings(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "path=$PYTHONPATH"\n')
+    python.chmod(0o755)
+    run = ["make", "gpu", f"GPU_PYTHON={python}"]
+    told = [
+        subprocess.run(run, capture_output=True, text=True, cwd=ROOT, env=os.environ | more).stdout
+        for more in ({"PYTHONPATH": "/site"}, {"PYTHONPATH": ""})
+    ]
+    assert "path=.:/site\n" in told[0] and "path=.\n" in told[1]
 
 
 @pytest.mark.parametrize(
@@ -239,6 +277,16 @@ def test_the_tests_of_a_gpu_are_collected_with_no_package_that_they_can_do_witho
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
 
 
+def test_communicators_are_tested_on_a_machine_of_one_gpu():
+    if missing():
+        pytest.skip(missing())
+    words = ["-q", "-p", "tests.softgpu.plugin", "-p", "no:cacheprovider", "-m", "gpu", "-k", "TestStaged"]
+    command_line = [sys.executable, "-m", "pytest", "-n", "0", *words, "tests/gpu/test_communicators.py"]
+    environment = os.environ | {"SOFTGPU_DEVICES": "1"}
+    done = subprocess.run(command_line, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+
+
 def test_the_folder_of_results_is_one_of_the_caller(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert command.arguments().parse_args([]).out == tmp_path / "runs/gpu"
@@ -314,14 +362,19 @@ def test_sections_that_fail_hang_or_say_nothing_become_rows(sections_played, tmp
     assert told(tmp_path) == [
         ("ceilings", 2.0, ""),
         ("products", 2.0, ""),
-        ("products", None, "ended after 3 s: "),
+        ("products", None, "ended after 3 s"),
         ("kernels", 2.0, ""),
         ("kernels", None, "exit code 1: CUDA fell"),
         ("launches", None, "measured nothing"),
     ]
     result = json.loads((tmp_path / "gpu.json").read_text())
     assert result["machine"] == {"name": "a GPU"} and result["date"] and result["ceilings"] == {"copy": 2.0}
-    assert "CUDA fell" in (tmp_path / "gpu.txt").read_text() and "CUDA fell" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "CUDA fell" in (tmp_path / "gpu.txt").read_text() and "CUDA fell" in out
+    assert out.splitlines()[-2:] == [
+        "bench.gpu: not finished: kernels, products, launches (the next call goes on with them)",
+        f"bench.gpu: all sections' tables are in {tmp_path / 'gpu.txt'}",
+    ]
 
 
 def test_sections_see_one_gpu_but_for_that_of_ranks(sections_played, tmp_path):
@@ -394,7 +447,16 @@ def test_only_what_is_chosen_is_measured_anew(sections_played, tmp_path):
     assert told(tmp_path) == [("ceilings", 3.0, ""), ("kernels", 4.0, ""), ("offload", 3.0, "")]
 
 
-@pytest.mark.parametrize("changed", ["code", "GPU", "--anew"])
+def test_ranks_run_again_when_more_gpus_are_to_be_seen(sections_played, tmp_path, monkeypatch):
+    options = command.arguments().parse_args(["--out", str(tmp_path)])
+    started = sections_played(3)
+    for gpus in "118":
+        monkeypatch.setattr(needs, "machine", lambda gpus=gpus: {"name": "a GPU", "GPUs": gpus})
+        command.run(["ranks", "kernels"], options)
+    assert started == ["ranks", "kernels", "ranks"]
+
+
+@pytest.mark.parametrize("changed", ["code", "torch", "GPU", "--anew"])
 def test_what_was_measured_of_something_else_is_forgotten(sections_played, tmp_path, monkeypatch, changed):
     options = command.arguments().parse_args(["--out", str(tmp_path)])
     sections_played(3)
@@ -403,8 +465,9 @@ def test_what_was_measured_of_something_else_is_forgotten(sections_played, tmp_p
         monkeypatch.setattr(command, "sources", lambda root: "other")
         kept = command.arguments().parse_args(["--out", str(tmp_path), "--keep"])
         assert command.run(["kernels"], kept) == 0 and told(tmp_path)[1] == ("kernels", 3.0, "")
-    if changed == "GPU":
-        monkeypatch.setattr(needs, "machine", lambda: {"name": "another"})
+    if changed in ("GPU", "torch"):
+        new = {"GPU": {"name": "another"}, "torch": {"name": "a GPU", "torch": "2.13.0"}}[changed]
+        monkeypatch.setattr(needs, "machine", lambda: new)
     options.anew = changed == "--anew"
     sections_played(4)
     command.run(["ceilings", "kernels"], options)
@@ -485,7 +548,7 @@ def test_a_file_that_can_not_be_imported_is_named_and_the_others_run(tmp_path, m
     )
     run = state.Run("tests", tmp_path / "rows", seconds=60.0 + suite.GRACE)
     suite.measure(run, str(tmp_path), "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", os.devnull)
-    assert (run.rows[0].figure, run.rows[0].error) == (1, "1 failed: test_absent.py")
+    assert (run.rows[0].figure, run.rows[0].error) == (1, "1 passed; 1 failed: test_absent.py")
 
 
 def test_the_first_step_is_compared(tmp_path, monkeypatch):
@@ -652,6 +715,14 @@ def test_caches(played, monkeypatch):
     assert len(fine(played)) == 4 and len(warmed) == 1
 
 
+def test_without_numba_its_kernels_are_not_compiled(played, monkeypatch):
+    monkeypatch.setattr(needs, "there", lambda name: name != "numba")
+    monkeypatch.setattr(caches, "_steps", lambda workload: None)
+    caches.measure(played)
+    assert [row.check for row in played.rows if row.not_run] == ["not run: numba missing (pip install numba)"]
+    assert not [row.error for row in played.rows if row.error]
+
+
 def test_the_first_step_is_as_near_to_the_cpu_as_is_asked(played):
     first_step.measure(played)
     assert len(fine(played)) == 2 and not [row.check for row in played.rows if row.bad]
@@ -751,7 +822,16 @@ def test_training_beside_torch_from_the_same_weights(played, race_here):
     assert "WRONG" not in same.check and same.check.startswith("losses differ by")
     # A CPU's PyTorch says that nothing of the GPU is free: so one more runs when all are gone.
     assert same.check.endswith("; one after the other: no memory for both") and ";" not in step.check
-    assert rows["shardrt: 6N + 6LCT"].theirs == 2.0  # the last of two: beside the measured product
+    assert rows["shardrt: model FLOP/s"].theirs == 2.0  # the last of two: beside the measured product
+
+
+def test_training_without_torch_has_our_own_rows(played, race_here, monkeypatch):
+    monkeypatch.setattr(needs, "there", lambda name: name != "torch")
+    training.beside_torch(played, job=TINY)
+    assert not [row.error for row in played.rows if row.error]
+    names = [row.name for row in played.rows]
+    assert names[:2] == ["torch", "shardrt, alone"] and "shardrt: model FLOP/s" in names
+    assert played.rows[0].check == "not run: torch missing (pip install torch)"
 
 
 def test_our_own_row_alone(played, race_here):
@@ -823,7 +903,18 @@ def test_with_one_gpu_ranks_are_not_run_and_that_is_no_failure(tmp_path, monkeyp
     monkeypatch.setattr(needs, "gpus", lambda: 1)
     run = state.Run("ranks", tmp_path / "rows")
     ranks.measure(run)
-    assert [row.check for row in run.rows] == ["not run: 1 GPU is to be seen"] and not run.rows[0].bad
+    assert [row.check for row in run.rows] == ["not run: this process sees 1 GPU"] and not run.rows[0].bad
+
+
+@pytest.mark.parametrize("missing", ["mpi4py", "mpirun"])
+def test_ranks_that_nothing_can_start_are_a_row(tmp_path, monkeypatch, missing):
+    monkeypatch.setattr(needs, "gpus", lambda: 2)
+    monkeypatch.setattr(needs, "there", lambda name: name != missing)
+    monkeypatch.setattr(ranks.shutil, "which", lambda name: None)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    run = state.Run("ranks", tmp_path / "rows")
+    ranks.measure(run)
+    assert [row.error for row in run.rows] == [f"not run: {missing} missing (pip install mpi4py mpich)"]
 
 
 def test_a_job_that_falls_or_hangs_is_a_row_and_the_next_one_runs(tmp_path, monkeypatch):
