@@ -109,7 +109,8 @@ class Graph:
     def __init__(self, cudnn, *, io_data_type, intermediate_data_type, compute_data_type, handle):
         assert io_data_type in ELEMENTS
         assert intermediate_data_type == compute_data_type == "FLOAT"
-        assert handle in cudnn.handles
+        assert cudnn.owners[handle] == cudnn.device(), "a handle of another GPU"
+        self.device = cudnn.device()
         self.cudnn, self.io, self.tensors, self.steps, self.runs = cudnn, io_data_type, [], [], 0
         self.bounded, self.unsupported = (), ""
         cudnn.graphs.append(self)
@@ -242,6 +243,8 @@ class Graph:
 
     def execute(self, places, workspace, handle):
         assert self.steps == STEPS and sorted(places) == sorted(t.uid for t in self.tensors)
+        devices = self.device, self.cudnn.owners[handle], self.cudnn.device()
+        assert len(set(devices)) == 1, f"a graph, a handle and the current GPU: {devices}"
         assert self.cudnn.stream in (None, self.cudnn.handles[handle]), "a handle of another stream"
         self.runs += 1
         scratch = (ctypes.c_ubyte * self.get_workspace_size()).from_address(workspace)
@@ -338,9 +341,10 @@ def convolve(kind, arrays, places, geometry):
     getattr(cpu.conv2d, kind)(*calls[kind], stride, padding, dilation, groups)
 
 
-def module(issue=None, frontend="1.28.0", backend=91900, architecture="sm_90"):
+def module(issue=None, frontend="1.28.0", backend=91900, architecture="sm_90", device=int):
     """A module that passes for cudnn. `refuses`: of which graphs; `stream`: where work goes now.
 
+    device(): the current GPU, of which handles and graphs are that are made.
     issue(stream, work): has work done in the stream of a handle; without it is done at once. What is played
     of versions: since 1.28 handles are objects; 1.24 to 1.26 can't build attention's backward before cuDNN
     9.22; on Hopper that takes memory for the matrix of weights where it is deterministic, before 9.25, and
@@ -350,7 +354,7 @@ def module(issue=None, frontend="1.28.0", backend=91900, architecture="sm_90"):
     number = tuple(map(int, frontend.split(".")))
     cudnn.__version__, cudnn.backend_version, cudnn.architecture = frontend, lambda: backend, architecture
     cudnn.reshapes_in_vain = (1, 24) <= number < (1, 27) and backend < 92200
-    cudnn.handles, cudnn.graphs = {}, []
+    cudnn.handles, cudnn.owners, cudnn.graphs, cudnn.device = {}, {}, [], device
 
     def workspace_of(graph):
         fixed = graph.kind == "backward" and getattr(graph, "deterministic", False)
@@ -368,7 +372,7 @@ def module(issue=None, frontend="1.28.0", backend=91900, architecture="sm_90"):
 
     def create_handle():
         handle = Handle() if number >= (1, 28) else len(cudnn.handles) + 100
-        cudnn.handles[handle] = None
+        cudnn.handles[handle], cudnn.owners[handle] = None, cudnn.device()
         return handle
 
     def set_stream(handle, stream):

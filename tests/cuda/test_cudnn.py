@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
-from shardrt import Tensor
+from shardrt import Tensor, device
 from shardrt import functional as F
-from shardrt.comm import init_device_mesh
+from shardrt.comm import init_device_mesh, thread, world
 from shardrt.functional.context import context_attention
 from shardrt.kernels.cpu import attention as cpu
 from shardrt.kernels.cuda import _cudnn_attention, _cudnn_documents, _launch, attention
@@ -652,6 +652,26 @@ def test_on_the_device_it_runs_in_the_current_stream(gpu, backend):
     handles = sys.modules["cudnn"].handles
     assert list(handles.values()) == [side.handle.ptr]
     assert backend.attention() is backend.attention()
+
+
+def test_each_gpu_has_handles_and_graphs_of_its_own(software, without_cudnn, monkeypatch):
+    def issue(stream, work):
+        software.issue("cudnn", stream, Work(work))
+
+    played = fake_cudnn.module(issue, device=software.getDevice)
+    monkeypatch.setitem(sys.modules, "cudnn", played)
+    monkeypatch.setattr("shardrt.kernels.cuda._cupy.CuPyBackend", *without_cudnn.__bases__)
+    monkeypatch.setattr(_launch, "_of_gpus", {})
+
+    def rank():
+        with device.use(device.get(f"cuda:{world.current().rank}")) as here, packed("bfloat16") as arrays:
+            q, k, v, y, lse = (here.asarray(np.ascontiguousarray(x)) for x in arrays[:5])
+            attention.forward(q, k, v, y, lse, causal=True, scale=0.3)
+            return here.to_numpy(y).astype(np.float32)
+
+    first, second = thread.run(2, rank)
+    np.testing.assert_array_equal(first, second)
+    assert sorted(played.owners.values()) == [0, 1] == sorted(graph.device for graph in played.graphs)
 
 
 @pytest.mark.parametrize("kind", ["chunks", "documents"])
