@@ -29,6 +29,7 @@ Array = Any
 # NCCL's numbers (nccl.h)
 _TYPES = {"uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 _TYPES["uint16"] = 6  # bits that nobody adds travel as float16
+_IN_PROGRESS = 7
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}
 
 
@@ -122,7 +123,7 @@ class NCCLTransport(Transport):
             if not self._closed:
                 self.comm.check_async_error()
         except Exception as error:  # NcclError; KeyError for a status of which CuPy has no name
-            return f"{type(error).__name__}: {error}"
+            return "" if error.args == (_IN_PROGRESS,) else f"{type(error).__name__}: {error}"
         finally:
             self._life.release()
         return ""

@@ -17,7 +17,7 @@ import numpy as np
 from tests.softgpu import ring, rooms
 from tests.softgpu.cuda import CUDA, Work
 
-INVALID_USAGE, REMOTE_ERROR = 5, 6
+INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 5, 6, 7
 _STATUS = {  # CuPy's table
     1: "NCCL_ERROR_UNHANDLED_CUDA_ERROR",
     2: "NCCL_ERROR_SYSTEM_ERROR",

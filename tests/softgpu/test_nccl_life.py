@@ -163,6 +163,8 @@ def test_a_communicator_that_is_closed_has_no_errors(software):
     def rank():
         mesh = init_device_mesh("cuda", communicator="nccl")
         transport = mesh.communicator("gather")._transport
+        transport.comm.fault = nccl.IN_PROGRESS
+        assert transport.error() == ""
         transport.comm.fault = nccl.INVALID_USAGE
         before = transport.error()
         mesh.communicator("gather").close()
