@@ -136,6 +136,7 @@ def torch_net(state, tokens):
 def refused(names):
     """ "" or why a pair that does not go together was not refused as on the CPU."""
     kind, told = pairs.REFUSED[names]
+    CUDA.choose("late")
     try:
         with tempfile.TemporaryDirectory() as folder:
             pairs.train_on(pairs.ranks_for(names), names, Path(folder), device="cuda")
