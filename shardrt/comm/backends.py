@@ -103,8 +103,8 @@ def _a_gpu_for_each(host: Communicator, device: Device) -> bool:
     if world.device is not None:
         return True
     first: dict[bytes, int] = {}  # GPU -> its first rank of the run
-    for told in host.talk(b"%d %b" % (world.rank, device.identity)):
-        number, gpu = told.split(b" ", 1)
+    for each in host.talk(b"%d %b" % (world.rank, device.identity)):
+        number, gpu = each.split(b" ", 1)
         rank = int(number)
         if not gpu:
             return False

@@ -37,6 +37,6 @@ def _run() -> None:
             error = transport.error()
             if error:
                 where = f"rank {transport.world_rank}, communicator {transport.role!r}"
-                told = f"NCCL failed on {where}: {error}; NCCL_DEBUG=WARN says more\n"
-                failure.end_job(told, failure.NCCL)
+                report = f"NCCL failed on {where}: {error}; NCCL_DEBUG=WARN says more\n"
+                failure.end_job(report, failure.NCCL)
         watched = transport = None  # else this thread would keep them alive

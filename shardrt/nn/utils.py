@@ -105,10 +105,10 @@ def clip_grad_norm_on_device_(
         if leave_nonfinite:
             factor = np.where(np.isfinite(norm), factor, 1.0)
     else:
-        told = here.empty((2,), np.float64)
+        results = here.empty((2,), np.float64)
         pairs = _pairs_of_all(squares, others)
-        here.kernels.reduce.clip_factor(pairs, max_norm, leave_nonfinite, told)
-        norm, factor = told[:1], told[1:]
+        here.kernels.reduce.clip_factor(pairs, max_norm, leave_nonfinite, results)
+        norm, factor = results[:1], results[1:]
     for piece in everything if limited else ():
         here.kernels.elementwise.scale_by_(piece, factor)
     return Tensor(norm.reshape(()))

@@ -192,11 +192,11 @@ def update_first(job: "Job", done: int, parameters: list[nn.Parameter]) -> float
     """As `update`, where `updates_first`. After a FloatingPointError the weights are not finite either."""
     here, clipped = device.current(), device.current().new_event()
     limit = job.recipe.optimizer.clip_norm
-    told = nn.utils.clip_grad_norm_on_device_(parameters, limit, leave_nonfinite=True)
+    on_device = nn.utils.clip_grad_norm_on_device_(parameters, limit, leave_nonfinite=True)
     here.current_stream.record(clipped)
     job.optimizer.step()
     job.mesh.stream("reduce").wait(clipped)  # losses and norm are there
-    (norm,) = read_beside(job, [told])
+    (norm,) = read_beside(job, [on_device])
     if not isfinite(norm):
         raise FloatingPointError(f"step {done}: the norm of the gradients is {norm}: {culprit(job)}")
     job.optimizer.zero_grad()
