@@ -29,7 +29,8 @@ from bench.command_line import Parser, check_known, words
 from bench.training import Training, gathered
 from shardrt.comm import init_device_mesh, world
 from shardrt.device import cpu
-from shardrt.fsdp import buffers, memory_plan
+from shardrt.fsdp import memory_plan
+from shardrt.fsdp.options import chunks
 from shardrt.kernels.cpu import linear
 from shardrt.kernels.shape import ON_CPU
 from shardrt.train.errors import USAGE, one_line
@@ -94,15 +95,15 @@ def training(way: str, workload: w.Job, mesh: object, strategy: str) -> Training
 @contextmanager
 def set_to(way: str) -> Iterator[None]:
     """Inside a with block what is chosen when slots are made, and when a layer runs, is as `way` says."""
-    before = buffers.IN_PIECES, linear.INPUT_AGAIN, cpu.LENDS
+    before = chunks.IN_CHUNKS, linear.INPUT_AGAIN, cpu.LENDS
     _, whole, kept, pages_kept = WAYS[way]
-    buffers.IN_PIECES = sys.maxsize if whole else before[0]
+    chunks.IN_CHUNKS = sys.maxsize if whole else before[0]
     linear.INPUT_AGAIN = ON_CPU["linear.INPUT_AGAIN"] = before[1] and not kept  # the second is for the plan
     cpu.LENDS = before[2] and not pages_kept
     try:
         yield
     finally:
-        buffers.IN_PIECES, linear.INPUT_AGAIN, cpu.LENDS = before
+        chunks.IN_CHUNKS, linear.INPUT_AGAIN, cpu.LENDS = before
         ON_CPU["linear.INPUT_AGAIN"] = before[1]
 
 

@@ -1,7 +1,6 @@
 """The house: who may import whom. DESIGN in one list; a module may import only from rooms below its own."""
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -139,52 +138,6 @@ def test_no_circle_when_modules_are_imported():
     for name in graph:
         if name not in state:
             visit(name, [])
-
-
-def test_the_files_of_fsdp_import_only_what_is_read_before_them_not_even_lazily_or_for_types():
-    read = ast.get_docstring(ast.parse(MODULES["shardrt.fsdp"].read_text())).partition("one: ")[2]
-    order = [f"shardrt.fsdp.{part}" for part in re.findall(r"\w+", read)]
-    assert sorted(order) == [name for name in MODULES if name.startswith("shardrt.fsdp.")]
-    for place, name in enumerate(order):
-        later = {module_of(imported) for imported in imports_of(name, MODULES[name])} & {*order[place:]}
-        assert not later, f"{name} imports {later}"
-
-
-PARTS_OF_THE_SCHEDULE = ("schedule", "forward", "gathers", "gradients", "plan", "watching", "unit", "nodes")
-
-
-def test_each_part_of_the_schedule_fits_on_a_few_screens():
-    for part in PARTS_OF_THE_SCHEDULE:
-        assert len(MODULES[f"shardrt.fsdp.{part}"].read_text().splitlines()) <= 250, part
-
-
-def test_no_class_of_fsdp_has_more_than_twelve_attributes_that_change():
-    """Not counted: what is set once, in __init__ or when the model is built."""
-    stores = {}  # attribute -> (class of the self that it was stored in, None for another object)
-    classes = {}  # class -> its attributes
-    for name, path in MODULES.items():
-        if name.startswith("shardrt.fsdp.") and name != "shardrt.fsdp.setup":
-            for owner, function, attribute in _stored(ast.parse(path.read_text())):
-                if owner is not None:
-                    classes.setdefault(owner, set()).add(attribute)
-                if function not in ("__init__", "take_over"):
-                    stores.setdefault(attribute, set()).add(owner)
-    changing = {c: sorted(a for a in own if stores.get(a, set()) & {c, None}) for c, own in classes.items()}
-    assert "open_gradient" in changing["ParameterGroup"] and "state" in changing["Unit"]
-    assert not {owner: found for owner, found in changing.items() if len(found) > 12}
-
-
-def _stored(node, owner=None, function=None):
-    """(class or None, function, attribute) of each assignment to an attribute; None: not of `self`."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store):
-            own = isinstance(child.value, ast.Name) and child.value.id == "self"
-            yield owner if own else None, function, child.attr
-        if isinstance(child, ast.ClassDef):
-            yield from _stored(child, child.name, None)
-        else:
-            named = child.name if isinstance(child, ast.FunctionDef) and function is None else function
-            yield from _stored(child, owner, named)
 
 
 def _names(name, path, tree):

@@ -10,7 +10,7 @@ from shardrt import nn, optim
 from shardrt.comm import init_device_mesh, thread
 from shardrt.device import cpu, pages
 from shardrt.device.memory import Pool
-from shardrt.fsdp import buffers, fully_shard, units
+from shardrt.fsdp import fully_shard, units
 
 BYTES = np.dtype(np.uint8)
 HUGE = pages.HUGE
@@ -170,8 +170,8 @@ def test_what_is_reduced_in_pieces_is_taken_as_a_whole(monkeypatch):
         real(device, array)
 
     monkeypatch.setattr(cpu.CPUDevice, "take_pages", counted)
-    monkeypatch.setattr(buffers, "IN_PIECES", 0)
-    monkeypatch.setattr("shardrt.fsdp.pieces.SHORTEST", 0)
+    monkeypatch.setattr("shardrt.fsdp.options.chunks.IN_CHUNKS", 0)
+    monkeypatch.setattr("shardrt.fsdp.options.chunks.SHORTEST", 0)
     thread.run(2, trained_with_a_long_root)
     inner, root = 1024 * 256 * 2, 512 * 1024 * 2  # bytes of a rank's half
     assert sorted(taken) == 2 * 2 * [inner] + 2 * 2 * [root]  # ranks, steps
@@ -186,7 +186,7 @@ def trained_with_a_long_root():
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
         (model(np.ones((32, 512), np.float32)) ** 2).mean().backward()
-        assert units(model)[0].groups[0].pieces is not None
+        assert units(model)[0].groups[0].gradient_path is not None
         optimizer.step()
         optimizer.zero_grad()
 

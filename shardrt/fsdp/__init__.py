@@ -5,16 +5,19 @@ process_groups, tree, group, unit, nodes, collectives, plan, gathers, forward, t
 schedule, buffers, boundary, tree_checks, checks, setup, dry_run, memory, full, replicas, options, api, wrap.
 """
 
-from shardrt.fsdp.api import fully_shard, register_forward_method, units
+from shardrt.fsdp.api import (
+    fully_shard,
+    no_sync,
+    register_forward_method,
+    set_gradient_divide_factor,
+    units,
+)
 from shardrt.fsdp.full import full_gradients, full_parameters, reshard, unshard
 from shardrt.fsdp.memory import MemoryPlan, explain, memory_plan
-from shardrt.fsdp.options import (
-    no_sync,
-    set_find_unused_parameters,
-    set_gradient_divide_factor,
-    set_world_invariant,
-)
-from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardrt.fsdp.options.fixed_tree import set_world_invariant
+from shardrt.fsdp.options.offload import CPUOffloadPolicy
+from shardrt.fsdp.options.packed_rows import set_find_unused_parameters
+from shardrt.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from shardrt.fsdp.replicas import ReplicasDiffer, check_replicas
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.wrap import by_class, by_predicate, by_size, wrap
@@ -23,6 +26,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "MemoryPlan",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ReplicasDiffer",
     "ShardingStrategy",
     "by_class",

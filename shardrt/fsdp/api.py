@@ -5,17 +5,19 @@ PyTorch's FSDP2.) The model stays the same object with the same parameter names.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from shardrt import dtypes
+from shardrt.comm import talk
 from shardrt.comm.digits import Digits, meet, without
 from shardrt.comm.mesh import DeviceMesh, default_mesh
 from shardrt.fsdp.boundary import UnitBoundary, unit_of
 from shardrt.fsdp.full import built_units
 from shardrt.fsdp.group import GroupKey
-from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, Settings
-from shardrt.fsdp.setup import build
+from shardrt.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, Settings
+from shardrt.fsdp.setup import build, units_for
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Unit
 from shardrt.functional.float8 import MULTIPLE
@@ -23,7 +25,7 @@ from shardrt.nn.layers import Linear
 from shardrt.nn.module import Module, stages_of
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.share import CUT, PARTIAL
-from shardrt.nn.storage import HostPlacement, LocalStorage
+from shardrt.nn.storage import LocalStorage
 
 Whole = TypeVar("Whole", bound=Module | Sequence[Module])
 
@@ -36,7 +38,7 @@ def fully_shard(
     reshard_after_forward: bool | None = None,
     prefetch: int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: CPUOffloadPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored: Iterable[Module | Parameter] = (),
     by_rank: bool = False,
 ) -> Whole:
@@ -100,7 +102,7 @@ def fully_shard(
         reshard_after_forward,
         prefetch,
         mp_policy or MixedPrecisionPolicy(),
-        offload_policy.placement if offload_policy is not None else HostPlacement(),
+        offload_policy or OffloadPolicy(),
         by_rank,
     )
     if settings.precision.float8 and (why := mesh.device.lacks_float8()):
@@ -230,3 +232,51 @@ def register_forward_method(module: Module, name: str) -> None:
 def units(module: Module) -> list[Unit]:
     """The units of `module` and below, outer ones first, built. Raises ValueError if there is none."""
     return built_units(module)
+
+
+def set_gradient_divide_factor(module: Module, factor: float) -> None:
+    """Divide the sum of the ranks' gradients by `factor` in all units of `module` (default: the world size).
+
+    1 leaves the weighting to the loss: gradients are then those of the sum of all ranks' losses. The same on
+    every rank: the call is collective once the model has been used; before that, its first use compares.
+    Raises ValueError if `factor` is not positive or differs between ranks, or `module` has no unit.
+    """
+    if not factor > 0:
+        raise ValueError(f"set_gradient_divide_factor: factor must be positive, got {factor}")
+    found = units_for("set_gradient_divide_factor", module)
+    for schedule in dict.fromkeys(unit.schedule for unit in found if unit.schedule is not None):
+        if differing := talk.agree(schedule.control, float(factor)):
+            raise ValueError(
+                f"set_gradient_divide_factor: ranks {differing} give another factor than rank 0 (rank "
+                f"{schedule.mesh.rank}: {factor})"
+            )
+    for unit in found:
+        if unit.choices.micro_batches is not None and factor != 1:
+            raise ValueError(
+                f"set_gradient_divide_factor: factor {factor} would round each reduction; with "
+                "set_world_invariant it is 1, and the loss of a micro-batch is divided instead"
+            )
+        unit.choices.divide_factor = float(factor)
+
+
+@contextmanager
+def no_sync(module: Module) -> Iterator[None]:
+    """Backward inside the with block leaves its gradients where they are, unreduced; later ones add to them.
+
+    For all micro-batches of a step but the last, whose backward outside the block reduces the sum. Saves
+    the traffic of the reductions; costs memory for the full gradients of all units instead of two slots.
+    Without it, each backward adds to the sharded gradients. Raises ValueError if `module` has no unit,
+    RuntimeError with set_world_invariant.
+    """
+    before = [(unit.choices, unit.choices.reduces) for unit in units_for("no_sync", module)]
+    if any(choices.micro_batches is not None for choices, _ in before):
+        raise RuntimeError(
+            "no_sync: with set_world_invariant each backward reduces its gradients; leave no_sync out"
+        )
+    for choices, _ in before:
+        choices.reduces = False
+    try:
+        yield
+    finally:
+        for choices, reduces in before:
+            choices.reduces = reduces

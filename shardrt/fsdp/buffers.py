@@ -16,17 +16,15 @@ import numpy as np
 from shardrt import dtypes
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device
-from shardrt.fsdp import tree
+from shardrt.fsdp.gradient_path import PATHS
 from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup
 from shardrt.fsdp.layout import Layout
-from shardrt.fsdp.pieces import Pieces
 from shardrt.fsdp.process_groups import ProcessGroups
-from shardrt.fsdp.rows import Rows
 from shardrt.fsdp.unit import Unit
+from shardrt.fsdp.whole_gradient import path_of
 
 GRADIENT_SLOTS = 2  # one that backward fills while the other is reduced
 STAGING_SLOTS = 2  # one that is copied while the other is used
-IN_PIECES = 1 << 25  # bytes of full gradients from which on a unit around others makes them in pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +103,7 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], facts: Facts)
     inside = {(g.key, g.settings.cut): specs[g]["gradients"] for g in filling}
     for group in (g for g in groups if g.trainable and "gradients" not in specs[g]):
         slot = inside.get((group.key, group.settings.cut))
-        if slot is not None and _can_be_in_pieces(group, layouts[group], slot.count, facts):
+        if slot is not None and _fits_in(group, layouts[group], slot.count, facts):
             specs[group]["gradients"] = slot
     for group in groups:
         total, sharers = layouts[group].total, sharers_of(group, layouts[group], facts)
@@ -155,10 +153,10 @@ def calls_of(group: ParameterGroup, layout: Layout, ranks: ProcessGroups, facts:
         yield Call(ranks.gather, "all_gather", layout.total * dtypes.storage(group.key.param).itemsize)
     if not group.trainable:
         return
-    rows, exact = rows_of(group, layout), _gradient(group, facts).itemsize
-    sent = layout.total if rows is None else rows.total
-    sent *= dtypes.storage(group.key.reduce).itemsize if group.key.reduce in dtypes.LOW else exact
-    own = exact * (layout.shard_size if rows is None else rows.size)
+    path, exact = path_of(group, layout), _gradient(group, facts).itemsize
+    low = group.key.reduce in dtypes.LOW
+    sent = path.sent * (dtypes.storage(group.key.reduce).itemsize if low else exact)
+    own = path.kept * exact
     if ranks.size > 1 or ranks.copies is None:
         yield Call(ranks.reduce, "reduce_scatter", sent, own)
         sent = own
@@ -193,7 +191,7 @@ def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], facts: F
         roles["gathered"] = Spec("gathered", layout.total, computed)
     if group.trainable:
         roles["reduced"] = Spec("reduced", layout.shard_size, dtype, host=place.gradients)
-        partial = tree.buffers(group.choices.micro_batches or 1) - 1
+        partial = group.sharded_gradient.partial_sums
         if partial:
             roles["partial"] = Spec("partial", layout.shard_size, dtype, partial)
         # Gradients that wait for a later backward can't share a slot with others.
@@ -204,42 +202,21 @@ def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], facts: F
             roles["used"] = Spec("used", len(group.parameters), _gradient(group, facts))
 
 
-def rows_of(group: ParameterGroup, layout: Layout) -> Rows | None:
-    """How the gradients of the group are sent, as it is trained now."""
-    if not group.trainable or (len(group.trained) == len(group.parameters) and not group.finds_unused):
-        return None
-    return Rows.plan(layout, group.trained, group.finds_unused)
-
-
-def pieces_of(group: ParameterGroup, layout: Layout, roles: dict[str, Spec]) -> Pieces | None:
-    """How the full gradients of the group are made; None where its slot holds all of them."""
-    slot = roles.get("gradients")
-    if slot is None or slot.count >= _length("gradients", group, layout):
-        return None
-    return Pieces.plan(layout, slot.count)
-
-
-def _can_be_in_pieces(group: ParameterGroup, layout: Layout, count: int, facts: Facts) -> bool:
-    """Whether its full gradients are long, and each is sent when it is complete, one time, as it lies.
-
-    On a device whose matmuls have the same bits in a slot as in a gradient that is there as a whole.
-    """
-    long = layout.total * _gradient(group, facts).itemsize >= IN_PIECES
-    once = group.choices.micro_batches is None and not facts.no_sync and not group.placement.gradients
-    cut = layout.shards > 1 and layout.copies == 1
-    if not (long and once and cut) or rows_of(group, layout) is not None:
+def _fits_in(group: ParameterGroup, layout: Layout, slot: int, facts: Facts) -> bool:
+    """Whether a slot of so many elements, which other groups have, is enough for its full gradients."""
+    if path_of(group, layout).packs:
         return False
-    return Pieces.plan(layout, count).worthwhile and facts.device.matmul_ignores_place()
+    return any(path.fits_in(group, layout, slot, facts.device, facts.no_sync) for path in PATHS)
 
 
 def _length(role: str, group: ParameterGroup, layout: Layout) -> int:
     """Elements of a buffer for this group alone."""
     if role in ("upload", "download"):
         return layout.shard_size
-    rows = rows_of(group, layout) if role in GRADIENT_ROLES else None
-    if rows is None:
+    if role not in GRADIENT_ROLES:
         return layout.total
-    return rows.full if role == "gradients" else rows.total
+    path = path_of(group, layout)
+    return path.full if role == "gradients" else path.sent
 
 
 def _transit(
@@ -252,7 +229,7 @@ def _transit(
     low = [g for g in groups if g.trainable and g.key.reduce in dtypes.LOW]
     for members in _alike(low):
         _share(specs, layouts, members, "reduce_wire", dtypes.storage(members[0].key.reduce), 1)
-    packed = [g for g in groups if rows_of(g, layouts[g]) is not None and g not in low]
+    packed = [g for g in groups if g.trainable and path_of(g, layouts[g]).packs and g not in low]
     for members in _alike(packed):
         _share(specs, layouts, members, "packed", _gradient(members[0], facts), 1)
     for members in _alike(g for g in groups if g.placement.parameters and g.key.param in dtypes.LOW):
@@ -272,10 +249,8 @@ def _share(
 ) -> None:
     """One Spec, as long as the largest needs, for all `members`."""
     count = max(_length(role, group, layouts[group]) for group in members)
-    if role == "reduce_wire":  # of a group in pieces one piece is on the way
-        whole = [group for group in members if pieces_of(group, layouts[group], specs[group]) is None]
-        pieces = [specs[group]["gradients"].count for group in members if group not in whole]
-        count = max([_length(role, group, layouts[group]) for group in whole] + pieces)
+    if role == "reduce_wire":  # which depends on the slot that the group has
+        count = max(path_of(g, layouts[g], specs[g]["gradients"].count).sent for g in members)
     spec = Spec(role, count, dtype, min(slots, len(members)), sharers=sharers)
     for group in members:
         specs[group][role] = spec

@@ -1,12 +1,15 @@
 """What is checked before a schedule is built: units that train together, ranks that have the same of them."""
 
 import zlib
+from collections.abc import Callable, Iterable
 
 from shardrt import device, dtypes
 from shardrt.comm import talk
 from shardrt.comm.digits import without
 from shardrt.comm.protocol import Communicator
 from shardrt.fsdp.boundary import unit_of
+from shardrt.fsdp.group import ParameterGroup
+from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.unit import Unit, data_of
 from shardrt.nn.module import Module
@@ -14,6 +17,10 @@ from shardrt.nn.parameter import Parameter
 from shardrt.nn.share import PARTIAL
 from shardrt.nn.storage import LocalStorage
 from shardrt.recompute import Recomputation
+
+# Of options: each raises ValueError for units that do not fit it.
+UNIT_CHECKS: list[Callable[[list[Unit]], None]] = []
+GROUP_CHECKS: list[Callable[[list[Unit], Iterable[ProcessGroups]], None]] = []
 
 
 def check_mesh(unit: Unit, first: Unit) -> None:
@@ -48,6 +55,18 @@ def check_reachable(module: Module, around: list[Unit], owners: dict[int, Unit])
             )
     for child in module.children():
         check_reachable(child, around, owners)
+
+
+def check_options(units: list[Unit]) -> None:
+    """What options ask of the units of a model."""
+    for check in UNIT_CHECKS:
+        check(units)
+
+
+def check_groups(units: list[Unit], ranks_of: dict[ParameterGroup, ProcessGroups]) -> None:
+    """What options ask of their process groups, once these are there."""
+    for check in GROUP_CHECKS:
+        check(units, ranks_of.values())
 
 
 def check_same_on_all_ranks(schedule: Schedule, units: list[Unit]) -> None:

@@ -1,21 +1,21 @@
 """Gathers the parameters of a group and reduces its gradients: what is moved, in which stream, after which
 event. The schedule decides whether and when.
 
-    transfer [host -> device] -> own part of the buffer -> all-gather -> [16 bits -> computing type]
-    reduce   [computing type -> 16 bits] -> reduce-scatter -> [copies: reduce-scatter, all-gather]
-             -> added to the sharded gradient -> [device -> host]
+    transfer        [host -> device] -> own part of the buffer -> all-gather -> [16 bits -> computing type]
+    reduce_scatter  [computing type -> 16 bits] -> reduce-scatter -> [copies: reduce-scatter, all-gather]
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shardrt import dtypes
-from shardrt.device import Device, Stream, host
+from shardrt.device import Device, host
 from shardrt.device.arena import Slot
-from shardrt.fsdp.group import ParameterGroup, Streams
+from shardrt.fsdp.group import ParameterGroup
+from shardrt.fsdp.sharded_gradient import Streams
 
 Array = Any
 
@@ -148,176 +148,52 @@ def _upload(device: Device, target: Array, shard: Array) -> None:
     host.drop(shard)
 
 
-def reduce(
-    group: ParameterGroup,
-    slot: Slot,
-    streams: Streams,
-    written: Collection[int],
-    part: tuple[int, int] | None = None,
-) -> None:
-    """Sum the full gradients in `slot` over the ranks into the group's sharded gradient, or a part of it.
-
-    written: positions of the parameters that this rank has used. part: (start, stop) of what the slot has of
-    each shard; None for all.
-    `slot.free` is recorded when the slot has been read, `group.gradient_ready` when the sum is in its place.
-    """
-    if slot is group.sum.slot and group.ranks.copies is None and group.choices.divide_factor == 1:
-        streams.compute.record(group.gradient_ready)  # compute has written the sum itself
-        return
-    stream, goes, sums = streams.reduce, group.sum.place, group.sum.buffers
-    streams.compute.record(slot.ready)
-    stream.wait(slot.ready)  # compute has written the gradients
-    if not group.placement.gradients:
-        out = sums[goes.buffer] if part is None else sums[goes.buffer][slice(*part)]
-        if goes.buffer == 0 and not goes.accumulate and (part is None or part[0] == 0):
-            # Which zero_grad has lent. All: at the ends of a part are pages that another part has as well.
-            streams.device.take_pages(sums[0])
-        _sum(group, slot, written, out, goes.accumulate, stream, streams.device)
-        stream.record(slot.free)
-        # A carry of the tree: the newest partial sum goes into the one before, as often as `place` says.
-        for low in range(goes.buffer, goes.buffer - goes.merges, -1):
-            add = streams.device.kernels.reduce.sum_into
-            stream.submit(add, sums[low - 1], [sums[low]], 1.0, True)
-        stream.record(group.gradient_ready)
-        return
-    staged = group.arenas["download"].acquire()
-    try:
-        _reduce_to_host(group, slot, streams, written, staged)
-    finally:
-        staged.arena.release(staged)
-
-
-def _reduce_to_host(
-    group: ParameterGroup, slot: Slot, streams: Streams, written: Collection[int], staged: Slot
-) -> None:
-    """The sum goes to the host through `staged`."""
-    stream, goes, sums = streams.reduce, group.sum.place, group.sum.buffers
-    array = staged.array[: group.layout.shard_size]
-    if goes.accumulate:  # what was accumulated so far comes back, so that the sum is the same to the bit
-        streams.upload.wait(staged.free)  # the gradient that used the slot before is on the host
-        streams.upload.wait(group.gradient_ready)  # so is this group's last one
-        streams.upload.submit(streams.device.copy, array, sums[0], label=f"upload gradient {group.label}")
-        streams.upload.record(staged.ready)
-        stream.wait(staged.ready)  # the sum so far has come from the host
-    else:
-        stream.wait(staged.free)  # the gradient that used the slot before is on the host
-    _sum(group, slot, written, array, goes.accumulate, stream, streams.device)
-    stream.record(slot.free)
-    stream.record(staged.ready)
-    streams.download.wait(staged.ready)  # the sum is complete
-    streams.download.submit(streams.device.copy, sums[0], array, label=f"download {group.label}")
-    streams.download.record(staged.free)
-    streams.download.record(group.gradient_ready)
-
-
-def _sum(
-    group: ParameterGroup,
-    slot: Slot,
-    written: Collection[int],
-    out: Array,
-    accumulate: bool,
-    stream: Stream,
-    device: Device,
+def reduce_scatter(
+    group: ParameterGroup, slot: Slot, full: Array, out: Array, accumulate: bool, streams: Streams
 ) -> None:
     """out = (out if `accumulate`) + scale * sum over the ranks. The same bits for every strategy.
 
-    With copies, the shards are first summed within a shard group, then over those that have copies, where a
-    reduce-scatter and an all-gather over the same memory make an all-reduce. Sums go by a binary tree over
-    the ranks, so two levels add up like one as long as a shard group's size is a power of two.
+    full: what is sent, in `slot`; it may be overwritten. With copies, the shards are first summed within a
+    shard group, then over those that have copies. The factor is applied once, in float32, to the sum over all
+    ranks.
     """
-    ranks, rows, in_place = group.ranks, group.rows, slot is group.sum.slot
-    # The factor is applied once, in float32, to the sum over all ranks: with copies that is the second one.
+    wire, kind = full, ""
+    if group.key.reduce in dtypes.LOW:
+        wire, kind = wire_of(group)[: full.size], group.key.reduce
+        streams.reduce.submit(streams.device.kernels.cast.pack, full, wire, kind)
     scale = 1.0 / group.choices.divide_factor
-    wire, kind = _wire(group, slot, out.size * group.layout.shards, written, stream, device)
-    if ranks.copies is None and rows is None:
-        ranks.reduce.reduce_scatter(
-            out, wire, stream=stream, scale=scale, accumulate=accumulate, kind=kind, what=group.called
+    if group.ranks.copies is None:
+        group.ranks.reduce.reduce_scatter(
+            out, wire, stream=streams.reduce, scale=scale, accumulate=accumulate, kind=kind, what=group.called
         )
         return
-    own = (
-        slot.array[slice(*group.layout.shard_range(ranks.rank))] if rows is None else slot.array[: rows.size]
-    )
+    own = slot.array[slice(*group.layout.shard_range(group.ranks.rank))]
+    in_place = slot is group.sharded_gradient.slot
+    sum_over_ranks(group, own, wire, kind, streams, scale if in_place else 1.0)
+    if not in_place:
+        streams.reduce.submit(streams.device.kernels.reduce.sum_into, out, [own], scale, accumulate)
+
+
+def wire_of(group: ParameterGroup) -> Array:
+    """The buffer of gradients in 16 bits. All groups share it: only the reduce stream uses it, in order."""
+    return group.arenas["reduce_wire"].slots[0].array
+
+
+def sum_over_ranks(
+    group: ParameterGroup, own: Array, wire: Array, kind: str, streams: Streams, scale: float = 1.0
+) -> None:
+    """`own` becomes this rank's part of the sum of `wire` over all ranks; kind: of the wire's bits, if 16.
+
+    With copies, a reduce-scatter and an all-gather over the same memory make the all-reduce between them;
+    `scale` is applied there. Sums go by a binary tree over the ranks, so two levels add up like one as long
+    as a shard group's size is a power of two.
+    """
+    ranks, stream = group.ranks, streams.reduce
     if ranks.size > 1 or ranks.copies is None:
         ranks.reduce.reduce_scatter(own, wire, stream=stream, kind=kind, what=group.called)
         wire, kind = own, ""
     if ranks.copies is not None:
         count = own.size // ranks.copies.size
         piece = own[ranks.copies.rank * count : (ranks.copies.rank + 1) * count]
-        factor = scale if in_place else 1.0
-        ranks.copies.reduce_scatter(piece, wire, stream=stream, scale=factor, kind=kind, what=group.called)
+        ranks.copies.reduce_scatter(piece, wire, stream=stream, scale=scale, kind=kind, what=group.called)
         ranks.copies.all_gather(own, stream=stream, what=group.called)
-    if in_place:
-        return
-    if rows is None:
-        stream.submit(device.kernels.reduce.sum_into, out, [own], scale, accumulate)
-    else:
-        stream.submit(_unpack, group, own, out, scale, accumulate, group.sum.reductions > 0, device)
-
-
-def _wire(
-    group: ParameterGroup, slot: Slot, count: int, written: Collection[int], stream: Stream, device: Device
-) -> tuple[Array, str]:
-    """The gradients as they are sent, and the kind of their bits if they are sent in 16.
-
-    count: elements in the slot, where there are no rows.
-    One buffer serves all groups: everything that touches it is in the reduce stream, in order.
-    """
-    rows, kind = group.rows, ""
-    full = slot.array[: count if rows is None else rows.full]
-    if group.key.reduce in dtypes.LOW:
-        wire, kind = group.arenas["reduce_wire"].slots[0].array, group.key.reduce
-    elif rows is not None:
-        wire = group.arenas["packed"].slots[0].array
-    else:
-        return full, kind
-    if rows is None:
-        wire = wire[: full.size]
-        stream.submit(device.kernels.cast.pack, full, wire, kind)
-    else:
-        wire = wire[: rows.total]
-        uses = np.array([position in written for position in range(rows.uses)], full.dtype)
-        stream.submit(_pack, group, full, wire, kind, uses, device)
-    return wire, kind
-
-
-def _pack(
-    group: ParameterGroup, full: Array, wire: Array, kind: str, uses: np.ndarray, device: Device
-) -> None:
-    """Fill the rows: which parameters were used, then the trained elements of each shard."""
-    rows = group.rows
-
-    def put(start: int, source: Array) -> None:
-        target = wire[start : start + source.size]
-        if kind:
-            device.kernels.cast.pack(source, target, kind)
-        else:
-            device.copy(target, source)
-
-    # What lies between moves stays as it was: nobody reads it.
-    told = device.upload(uses) if rows.uses else None
-    for shard, moves in enumerate(rows.moves):
-        begin = shard * rows.size
-        if told is not None:
-            put(begin, told)
-        for move in moves:
-            put(begin + move.place, full[move.source : move.source + move.count])
-
-
-def _unpack(
-    group: ParameterGroup,
-    row: Array,
-    out: Array,
-    scale: float,
-    accumulate: bool,
-    uses_before: bool,
-    device: Device,
-) -> None:
-    """out = (out if `accumulate`) + scale * what the row has of it; other elements are 0, or as they were."""
-    add, rows = device.kernels.reduce.sum_into, group.rows
-    if not accumulate:
-        out.fill(0)
-    for move in rows.moves[group.ranks.rank]:
-        target, received = out[move.start :], row[move.place :]
-        add(target[: move.count], [received[: move.count]], scale, accumulate)
-    if rows.uses:
-        add(group.sum.uses, [row[: rows.uses]], 1.0, uses_before)

@@ -90,8 +90,10 @@ def _not_built(unit: Unit) -> Iterator[None]:
     unit.state, unit.gathered = State.SHARDED, False
     for group in unit.groups:
         key, parameters, settings, choices = group.key, group.parameters, group.settings, group.choices
+        sharded_gradient = group.sharded_gradient.like_new()
         vars(group).clear()
         group.__init__(key, parameters, settings, choices, unit.built)
+        group.sharded_gradient = sharded_gradient
         group.starts_without_values()
     try:
         yield

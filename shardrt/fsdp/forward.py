@@ -7,6 +7,7 @@ from shardrt import autograd, recompute
 from shardrt.autograd import Function, on_tape
 from shardrt.fsdp.gathers import Gathers
 from shardrt.fsdp.nodes import Regather, Tape, mark, recorded
+from shardrt.fsdp.observers import ScheduleObserver
 from shardrt.fsdp.plan import Plan, Replay, Route
 from shardrt.fsdp.unit import Unit
 
@@ -14,10 +15,16 @@ from shardrt.fsdp.unit import Unit
 class ForwardPass:
     """Where the present forward is, and what the last ones have left for backward."""
 
-    def __init__(self, plan: Plan, gathers: Gathers, tell: Callable, new_tape: Callable[[], Tape]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        gathers: Gathers,
+        observers: list[ScheduleObserver],
+        new_tape: Callable[[], Tape],
+    ) -> None:
         self._plan = plan
         self._gathers = gathers
-        self._tell = tell
+        self._observers = observers
         self._new_tape = new_tape
         self.tape = new_tape()  # of the present forward or backward
         self._route = Route()  # what the present forward follows
@@ -46,7 +53,8 @@ class ForwardPass:
             self._route = self._plan
             self._plan.begin()
             self.tape = self._new_tape()
-            self._tell("forward", unit)
+            for observer in self._observers:
+                observer.forward_begins(unit)
 
     def trained_anew(self) -> None:
         """Other parameters are trained than before."""
@@ -74,12 +82,14 @@ class ForwardPass:
             if not piece.units:
                 route.nodes.append(piece)
             piece.units.append(unit)
-        self._tell("enter", unit)
+        for observer in self._observers:
+            observer.enter(unit)
 
     def leave(self, unit: Unit, module: object, outputs: list) -> list:
         """The forward of a module of `unit` ends: mark its outputs on the tape, release what can go."""
         route = self._present_route()
-        self._tell("leave", unit)
+        for observer in self._observers:
+            observer.leave(unit)
         self._skip(route.skip_out_of(unit))
         needed = bool(recorded(unit, outputs))
         if autograd.is_grad_enabled():
@@ -104,7 +114,8 @@ class ForwardPass:
 
         What is around it may catch that and go on.
         """
-        self._tell("raised", unit)
+        for observer in self._observers:
+            observer.raised(unit)
         del self._entered[depth:]
         if self.depth == 0 and recompute.again() is None:
             self._gathers.drop_prefetched()

@@ -4,11 +4,12 @@ Forward and backward say which unit is needed now, and which will be. All that i
 the order of those calls: never from how far a stream has got, which differs between ranks.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 from shardrt.comm.protocol import Communicator
 from shardrt.device.arena import Arena, Slot
-from shardrt.fsdp.group import Streams
+from shardrt.fsdp.observers import ScheduleObserver
+from shardrt.fsdp.sharded_gradient import Streams
 from shardrt.fsdp.unit import State, Unit
 
 
@@ -16,13 +17,18 @@ class Gathers:
     """The units of one schedule, and the slots that they are gathered in."""
 
     def __init__(
-        self, units: list[Unit], prefetch: int, streams: Streams, control: Communicator, tell: Callable
+        self,
+        units: list[Unit],
+        prefetch: int,
+        streams: Streams,
+        control: Communicator,
+        observers: list[ScheduleObserver],
     ) -> None:
         self.units = units
         self.ahead = prefetch
         self.streams = streams
         self.control = control
-        self._tell = tell
+        self._observers = observers
         self._shards_ready = streams.device.new_event()  # the optimizer has written the shards
         self._peers_may_read: set[Unit] = set()  # where ranks share memory: since its last reduction
 
@@ -126,7 +132,8 @@ class Gathers:
             for slot in slots:
                 self.streams.gather.record(slot.ready)  # what was issued so far may still write it
             raise
-        self._tell("gather", unit)
+        for observer in self._observers:
+            observer.gather(unit)
 
     def _release(self, unit: Unit) -> None:
         unit.move(State.SHARDED)
@@ -137,7 +144,8 @@ class Gathers:
                 slot.array.fill(float("nan") if slot.array.dtype.kind == "f" else -1)
             self.streams.compute.record(slot.free)
             slot.arena.release(slot)
-        self._tell("release", unit)
+        for observer in self._observers:
+            observer.release(unit)
 
     def _drop(self, unit: Unit) -> None:
         """Give back the slots of a gather that nobody waited for. The gather itself still runs."""

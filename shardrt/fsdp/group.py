@@ -7,7 +7,7 @@ to it, and collectives.py moves it. A group knows of them only what `Runtime` sa
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,14 +15,13 @@ import numpy as np
 from shardrt import autograd, dtypes
 from shardrt.autograd import WRITTEN, Edge, Fill, Function
 from shardrt.comm.protocol import Communicator
-from shardrt.device import Device, Stream, host
+from shardrt.device import Device, host
 from shardrt.device.arena import Arena, Slot
+from shardrt.fsdp.gradient_path import GradientPath
 from shardrt.fsdp.layout import Layout
-from shardrt.fsdp.pieces import InPieces, Pieces
 from shardrt.fsdp.policy import Choices, Settings
 from shardrt.fsdp.process_groups import Axes, ProcessGroups
-from shardrt.fsdp.rows import Rows
-from shardrt.fsdp.tree import GradientSum
+from shardrt.fsdp.sharded_gradient import Streams
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import Part
 from shardrt.nn.storage import HostPlacement, LocalStorage, Rounded, Storage, read_only
@@ -45,44 +44,19 @@ class GroupKey:
     tied: str = ""
 
     def __str__(self) -> str:
-        kinds = ("cut" * bool(self.cut), "partial" * bool(self.partial), "frozen" * (not self.trainable))
-        kinds = (*kinds, self.tied and f"tied {self.tied}")
-        return ", ".join([self.param, *filter(None, kinds)])
+        kinds = [self.param]
+        if self.cut:
+            kinds.append("cut")
+        if self.partial:
+            kinds.append("partial")
+        if not self.trainable:
+            kinds.append("frozen")
+        if self.tied:
+            kinds.append(f"tied {self.tied}")
+        return ", ".join(kinds)
 
 
 GRADIENT_ROLES = ("gradients", "packed", "reduce_wire", "download")  # arenas without which nothing is reduced
-
-
-@dataclass
-class OpenGradient:
-    """Full gradients of a group while backward is filling them."""
-
-    slot: Slot
-    views: dict[int, Array]  # by position of the parameter
-    written: set[int] = field(default_factory=set)  # positions of the parameters written so far
-
-    def target(self, position: int) -> tuple[Array, bool]:
-        """Where the gradient of a parameter goes; whether to add to it."""
-        accumulate = position in self.written
-        self.written.add(position)
-        return self.views[position], accumulate
-
-    def put_rows(self, position: int, fill: Fill) -> None:
-        """Have all rows of a parameter's gradient written, or added."""
-        target, accumulate = self.target(position)
-        fill(0, len(target), target, accumulate)
-
-
-@dataclass
-class Streams:
-    """The streams of one schedule. upload and download copy between host and device."""
-
-    device: Device
-    compute: Stream
-    gather: Stream
-    reduce: Stream
-    upload: Stream
-    download: Stream
 
 
 class Runtime(Protocol):
@@ -95,9 +69,7 @@ class Runtime(Protocol):
 
     def readable(self, group: "ParameterGroup") -> bool: ...
 
-    def open_gradient(self, group: "ParameterGroup") -> OpenGradient | InPieces: ...
-
-    def discard_gradient(self, group: "ParameterGroup") -> None: ...
+    def open_gradient(self, group: "ParameterGroup") -> None: ...
 
     def readers_done(self, group: "ParameterGroup") -> None: ...
 
@@ -147,13 +119,11 @@ class ParameterGroup(Storage):
         self.trained = frozenset(range(len(parameters)) if key.trainable else ())
         self.finds_unused = False  # as choices.find_unused, since the last forward began
         self.called = ""  # its name in collectives: the label, and what is trained if that has changed
-        self.rows: Rows | None = None  # how gradients are sent; None: the flat buffer as it is
-        self.pieces: Pieces | None = None  # how full gradients are made; None: as a whole
-        self.sum = GradientSum(choices)
+        self.sharded_gradient = settings.offload.sharded_gradient()
+        self.gradient_path: GradientPath | None = None  # of its full gradients, once there is memory for them
         self.slot: Slot | None = None
         self.views: tuple[Array, ...] = ()
         self.full_views: tuple[Array, ...] | None = None  # full float32 values, lent by full_parameters
-        self.open_gradient: OpenGradient | InPieces | None = None
         self.arenas: dict[str, Arena] = {}  # by role, see buffers.py
         # In the gathered slot, where that is this group's alone and holds nothing else of this rank's part:
         self.rounded: Rounded | None = None
@@ -174,7 +144,8 @@ class ParameterGroup(Storage):
         """Take over the parameters: fill `shard` with this rank's piece of them."""
         self._device = device
         self.communicator, self.holders = self.ranks.holders, self.ranks.holding
-        self.gradient_ready = self.sum.ready = device.new_event()
+        self.gradient_ready = self.sharded_gradient.ready = device.new_event()
+        self.sharded_gradient.label = self.label
         self.uploaded = device.new_event()  # the shard has come from the host
         self._shard = shard
         self._held = [self.layout.held(entry, self.ranks.rank) for entry in self.layout.entries]
@@ -204,22 +175,32 @@ class ParameterGroup(Storage):
         if wanted and not dtypes.floating(np.dtype(self.key.dtype)):
             name = self.parameters[min(wanted)].name
             raise TypeError(f"parameter {name!r} is {self.key.dtype} and can't require a gradient")
-        in_use = on_tape or self.sum.reductions or self.open_gradient is not None
-        return wanted | self.trained if in_use else wanted
+        return wanted | self.trained if on_tape or self.has_partial_gradient else wanted
 
     def train(self, positions: frozenset[int], finds_unused: bool) -> None:
         """Have gradients for the parameters at these positions from now on. Frees memory, but makes none."""
         self.trained, self.finds_unused = positions, finds_unused
         if not (finds_unused and positions):
-            self.sum.uses = self.sum.uses_read = None
+            self.sharded_gradient.forget_uses()
         if not positions:
-            self.sum.buffers, self.sum.slots, self.rows = [], [], None
+            self.sharded_gradient.release()
+            self.gradient_path = None
             for role in GRADIENT_ROLES:
                 self.arenas.pop(role, None)
 
     @property
+    def accumulates(self) -> bool:
+        """Whether full gradients are there that are not reduced yet."""
+        return self.gradient_path is not None and self.gradient_path.is_open
+
+    @property
+    def has_partial_gradient(self) -> bool:
+        """Whether anything of a gradient is there since the last zero_grad."""
+        return self.accumulates or self.sharded_gradient.reductions > 0
+
+    @property
     def reduced(self) -> bool:
-        return self.choices.reduces and self.sum.complete
+        return self.choices.reduces and self.sharded_gradient.complete
 
     @property
     def everyone(self) -> Communicator | None:
@@ -227,21 +208,21 @@ class ParameterGroup(Storage):
 
     @property
     def exact_norm(self) -> bool:
-        return self.sum.exact
+        return self.sharded_gradient.fixed_tree
 
     # -- gathered parameters
 
     def attach(self, slot: Slot) -> None:
         """The parameters are, or will be, in this slot."""
         self.slot = slot
-        self.views = self._views_in(slot)
+        self.views = self.views_in(slot)
 
     def detach(self) -> Slot:
         """The parameters are in no slot any more; gives the slot."""
         slot, self.slot, self.views = self.slot, None, ()
         return slot
 
-    def _views_in(self, slot: Slot) -> tuple[Array, ...]:
+    def views_in(self, slot: Slot) -> tuple[Array, ...]:
         """As views_of, made once for each slot."""
         if self not in slot.views:
             slot.views[self] = self.views_of(slot.array)
@@ -250,12 +231,6 @@ class ParameterGroup(Storage):
     def views_of(self, array: Array) -> tuple[Array, ...]:
         """Each parameter's part of a flat buffer, in its shape."""
         return tuple(array[entry.offset : entry.stop].reshape(entry.shape) for entry in self.layout.entries)
-
-    def opened(self, slot: Slot) -> OpenGradient:
-        """Its full gradients in this slot."""
-        if self.rows is None:
-            return OpenGradient(slot, dict(enumerate(self._views_in(slot))))
-        return OpenGradient(slot, self.rows.views(slot.array, self.layout))
 
     # -- the storage contract
 
@@ -269,20 +244,19 @@ class ParameterGroup(Storage):
     @property
     def gradient(self) -> Array | None:
         self.refuse_incomplete(self.parameters)
-        if self.open_gradient is not None and autograd.running() is None:
+        if self.accumulates and autograd.running() is None:
             raise RuntimeError(
                 f"unit {self.label}: its gradients were accumulated under no_sync and not reduced yet; "
                 "run the last backward of a step, and its late.run(), outside no_sync"
             )
-        if self.sum.reductions and not self.sum.complete:
-            raise RuntimeError(
-                f"unit {self.label}: with set_world_invariant its gradients are complete after "
-                f"{self.choices.micro_batches} backwards; so far there were {self.sum.reductions}"
-            )
-        return self.sum.buffers[0] if self.sum.is_touched() else None
+        self.sharded_gradient.refuse_incomplete()
+        own = self.sharded_gradient
+        return own.arrays[0] if own.any_rank_wrote_gradient() else None
 
     def has_gradient(self, parameter: Parameter) -> bool:
-        return self.gradient is not None and self.sum.has(self.position[id(parameter)], self._device)
+        if self.gradient is None:
+            return False
+        return self.sharded_gradient.has(self.position[id(parameter)], self._device)
 
     def initial(self) -> Iterator[tuple[Parameter, LocalStorage]]:
         """Each parameter with the storage that it had before it was sharded, until `take_over`."""
@@ -290,12 +264,13 @@ class ParameterGroup(Storage):
 
     def zero_grad(self) -> None:
         self.applied = False
-        self.sum.forget()
+        own = self.sharded_gradient
+        own.forget()
         # Not where backward writes there itself: it says nothing before.
-        if self.sum.buffers and not self.sum.slots and not self.placement.gradients:
-            self._device.lend_pages(self.sum.buffers[0])
-        if self.open_gradient is not None:
-            self.runtime.discard_gradient(self)
+        if own.arrays and not own.slots and not self.placement.gradients:
+            self._device.lend_pages(own.arrays[0])
+        if self.accumulates:
+            self.gradient_path.discard()
 
     def new_state(self, name: str, dtype: Any = None) -> Array:
         self.built()
@@ -381,20 +356,22 @@ class ParameterGroup(Storage):
         return Edge(self.built().unshard_node(self), 0, parameter)
 
     def gradient_target(self, parameter: Parameter) -> tuple[Array, bool, Any]:
-        opened, position = self._opened_for(parameter)
-        return *opened.target(position), WRITTEN
+        path, position = self._opened_for(parameter)
+        return *path.target(position), WRITTEN
 
     def put_rows(self, parameter: Parameter, fill: Fill) -> Any:
-        opened, position = self._opened_for(parameter)
-        opened.put_rows(position, fill)
+        path, position = self._opened_for(parameter)
+        path.put_rows(position, fill)
         return WRITTEN
 
-    def _opened_for(self, parameter: Parameter) -> tuple[OpenGradient | InPieces, int]:
-        """The full gradients, and the position of a parameter of which there is to be one."""
+    def _opened_for(self, parameter: Parameter) -> tuple[GradientPath, int]:
+        """The path of full gradients, open, and the position of a parameter of which there is to be one."""
         position = self.position[id(parameter)]
         if position not in self.trained:
             raise RuntimeError(
                 f"parameter {parameter.name!r} was unfrozen after the forward had begun that used it; set "
                 "requires_grad before"
             )
-        return self.open_gradient or self.runtime.open_gradient(self), position
+        if not self.accumulates:
+            self.runtime.open_gradient(self)
+        return self.gradient_path, position

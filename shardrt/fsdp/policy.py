@@ -1,10 +1,10 @@
 """The settings of a unit, and its choices, which may change between steps."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardrt import dtypes
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.fsdp.sharded_gradient import ShardedGradient
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.nn.module import Module
 from shardrt.nn.storage import HostPlacement
@@ -63,43 +63,14 @@ class MixedPrecisionPolicy:
         return param, self.reduce_dtype or param
 
 
-@dataclass(frozen=True)
-class CPUOffloadPolicy:
-    """The parts of a unit that live in host memory between uses.
+class OffloadPolicy:
+    """Which parts of a unit live in host memory between uses: none. CPUOffloadPolicy moves some there."""
 
-    Each frees 4 bytes per element on the device, AdamW's state 8.
+    placement = HostPlacement()
 
-    parameters: the float32 shards; copied to the device before each gather.
-    gradients: the sharded gradients; copied to the host after each reduction.
-    optimizer_state: brought to the device piece by piece during the update, and back.
-    step: "device" updates on the device and streams what is on the host through it; "host" updates with the
-    host's kernels, which needs all three on the host.
-    directory: host arrays are memory-mapped files there, for models larger than host memory. The files have
-    no names and are gone when the program ends, however it does.
-
-    (Rajbhandari et al., ZeRO-Infinity, 2021.) Raises ValueError for settings that do not fit together.
-    """
-
-    parameters: bool = True
-    gradients: bool = True
-    optimizer_state: bool = True
-    step: str = "device"
-    directory: Path | str | None = None
-
-    def __post_init__(self) -> None:
-        if self.step not in ("device", "host"):
-            raise ValueError(f"CPUOffloadPolicy: step must be 'device' or 'host', got {self.step!r}")
-        everything = self.parameters and self.gradients and self.optimizer_state
-        if self.step == "host" and not everything:
-            raise ValueError(
-                "CPUOffloadPolicy: step='host' needs parameters, gradients and optimizer_state on the host"
-            )
-
-    @property
-    def placement(self) -> HostPlacement:
-        """This policy as the placement of a storage."""
-        directory = None if self.directory is None else Path(self.directory)
-        return HostPlacement(self.parameters, self.gradients, self.optimizer_state, self.step, directory)
+    def sharded_gradient(self) -> ShardedGradient:
+        """A new one for each group."""
+        return ShardedGradient()
 
 
 @dataclass(frozen=True)
@@ -111,8 +82,13 @@ class Settings:
     reshard_after_forward: bool | None
     prefetch: int | None  # None: as the outermost unit says
     precision: MixedPrecisionPolicy
-    placement: HostPlacement
+    offload: OffloadPolicy
     by_rank: bool = False  # never struck from the plan
+
+    @property
+    def placement(self) -> HostPlacement:
+        """Where the arrays of the unit live between uses."""
+        return self.offload.placement
 
     @property
     def cut(self) -> tuple[DeviceMesh, str]:

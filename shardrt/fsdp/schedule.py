@@ -21,13 +21,13 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.fsdp.forward import ForwardPass
 from shardrt.fsdp.gathers import Gathers
 from shardrt.fsdp.gradients import Gradients
-from shardrt.fsdp.group import OpenGradient, ParameterGroup, Streams
+from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.nodes import Regather, Tape
-from shardrt.fsdp.pieces import InPieces
+from shardrt.fsdp.observers import ScheduleObserver, StepTrace
 from shardrt.fsdp.plan import Plan
+from shardrt.fsdp.sharded_gradient import Streams
 from shardrt.fsdp.trained import Trained
 from shardrt.fsdp.unit import State, Unit
-from shardrt.fsdp.watching import MicroBatches, Showing
 
 
 class Schedule:
@@ -50,22 +50,16 @@ class Schedule:
         self.prefetch = prefetch
         self.streams = streams
         self.control = mesh.communicator("control")
-        self.watchers: list[Callable] = [Showing(mesh, streams.compute.name)]  # see watching.py
-        if self.root.choices.micro_batches is not None:
-            self.watchers.append(MicroBatches(self.root.settings.mesh, units))
+        self.observers: list[ScheduleObserver] = [StepTrace(mesh, streams.compute.name)]
+        self.observers += [make(self) for make in self.root.observers]
         self.plan = Plan(units)
         self.trained = Trained(units, self.control)
-        self.gathers = Gathers(units, prefetch, streams, self.control, self.tell)
+        self.gathers = Gathers(units, prefetch, streams, self.control, self.observers)
         self.gradients = Gradients(mesh, units, streams, self.trained, make_gradient_slots)
-        self.forward = ForwardPass(self.plan, self.gathers, self.tell, self._new_tape)
+        self.forward = ForwardPass(self.plan, self.gathers, self.observers, self._new_tape)
         self._begun: list[autograd.Backward] = []  # whose present half has not ended; it may have raised
         self._resets = 0
         self._unit_of = {group: unit for unit in units for group in unit.groups}
-
-    def tell(self, point: str, unit: Unit | None = None) -> None:
-        """Tell who watches."""
-        for watch in self.watchers:
-            watch(point, unit)
 
     def _new_tape(self) -> Tape:
         return Tape(self.before_backward, self.after_backward, self.complete)
@@ -89,7 +83,8 @@ class Schedule:
             # After a change of what is trained, not before backward: then all are known to have made it.
             if not self.trained.changed:
                 self.gradients.have_slots()
-            self.tell("recording")
+            for observer in self.observers:
+                observer.recording_begins()
         self.gathers.refresh()
 
     def hold(self, unit: Unit) -> None:
@@ -115,12 +110,14 @@ class Schedule:
         self.forward.tape = tape
         self.gathers.ensure(unit)
         self.gathers.prefetch(self._upcoming())
-        self.tell("before backward", unit)
+        for observer in self.observers:
+            observer.before_backward(unit)
 
     def after_backward(self, unit: Unit) -> None:
         """Backward has used the parameters of `unit`: release them."""
         self._begin_backward()  # where no Regather has: no tensor was found in what forward returned
-        self.tell("after backward", unit)
+        for observer in self.observers:
+            observer.after_backward(unit)
         if unit.gathered and unit not in self.forward.entered:
             self.gathers.finish(unit, unit.state_after(needed=False, done=True))
 
@@ -130,10 +127,11 @@ class Schedule:
         for group in unit.groups:
             if not group.trainable:
                 continue
-            if group.open_gradient is None:
+            if not group.accumulates:
                 self.gradients.open(group)
-            # In a tree, the gradient of a micro-batch has one place, and so one reduction.
-            if unit.choices.reduces and not (group.sum.exact and self._comes_again(unit)):
+            # In a fixed tree, the gradient of a micro-batch has one place, and so one reduction.
+            waits = group.sharded_gradient.fixed_tree and self._comes_again(unit)
+            if unit.choices.reduces and not waits:
                 self._reduce(unit, group)
 
     def _begin_backward(self) -> None:
@@ -143,7 +141,8 @@ class Schedule:
             return
         self._reset()
         self._begun.append(run)
-        self.tell("backward")
+        for observer in self.observers:
+            observer.backward_begins()
         if run.second_half:
             return
         run.after_nodes(self._end_nodes)
@@ -177,9 +176,12 @@ class Schedule:
     def _reduce(self, unit: Unit, group: ParameterGroup) -> None:
         self.gradients.reduce(group)
         self.gathers.reduction_issued(unit)
-        self.tell("reduce", unit)
+        for observer in self.observers:
+            observer.reduce(unit)
         # What comes again is asked last: it is read off the whole tape that is left.
-        if group.on_gradient is not None and group.sum.is_touched() and not self._comes_again(unit):
+        if group.on_gradient is None or not group.sharded_gradient.any_rank_wrote_gradient():
+            return
+        if not self._comes_again(unit):
             self.gradients.tell_optimizer(group)
 
     def _end_nodes(self) -> None:
@@ -196,12 +198,13 @@ class Schedule:
         self.gathers.finish_all(self.forward.entered)  # something that was put off has read a parameter
         for unit in self.units:
             for group in self.gradients.left_out(unit):
-                if group.open_gradient is None:
+                if not group.accumulates:
                     self.gradients.open(group)
                 self._reduce(unit, group)
         self.gradients.end_backward()
         self._begun.remove(autograd.running())
-        self.tell("backward over")
+        for observer in self.observers:
+            observer.backward_ends()
 
     def _reset(self) -> None:
         """A new pass begins. If a backward has raised: give every slot back."""
@@ -210,7 +213,8 @@ class Schedule:
         self._begun = [run for run in self._begun if run.busy]
         self._resets += 1
         self.forward.reset()
-        self.tell("backward over")
+        for observer in self.observers:
+            observer.backward_ends()
         for unit in self.units:
             unit.pending.clear()
         self.gathers.reset()
@@ -231,11 +235,8 @@ class Schedule:
             return False
         return self.forward.depth > 0 or (unit.choices.held and unit.state is not State.STALE)
 
-    def open_gradient(self, group: ParameterGroup) -> OpenGradient | InPieces:
-        return self.gradients.open(group)
-
-    def discard_gradient(self, group: ParameterGroup) -> None:
-        self.gradients.discard(group)
+    def open_gradient(self, group: ParameterGroup) -> None:
+        self.gradients.open(group)
 
     def readers_done(self, group: ParameterGroup) -> None:
         self.gathers.readers_done(self._unit_of[group])

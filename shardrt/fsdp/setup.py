@@ -19,18 +19,21 @@ from shardrt.fsdp import buffers, collectives
 from shardrt.fsdp.boundary import unit_of
 from shardrt.fsdp.buffers import Facts, Spec, Specs
 from shardrt.fsdp.checks import (
+    check_groups,
     check_mesh,
+    check_options,
     check_reachable,
     check_same_on_all_ranks,
     check_same_types,
     check_same_values,
 )
-from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup, Streams
+from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.process_groups import Axes, ProcessGroups, shape_of
 from shardrt.fsdp.schedule import Schedule
-from shardrt.fsdp.tree_checks import check_sums, check_world_invariant
+from shardrt.fsdp.sharded_gradient import Streams
 from shardrt.fsdp.unit import Unit
+from shardrt.fsdp.whole_gradient import path_of
 from shardrt.nn.module import Module, caller_of, stages_of
 from shardrt.nn.storage import Rounded
 from shardrt.recompute import Recomputation
@@ -73,7 +76,7 @@ def build(unit: Unit) -> None:
         check_same_values(schedule.control, units, cut=False)
     _compile_once(schedule)
     ranks_of = process_groups_of(units)
-    check_sums(units[0], ranks_of.values())
+    check_groups(units, ranks_of)
     facts = facts_of(units, ranks_of)
     specs = buffers.plan(units, layouts, facts)
     # The arenas before the shards: where ranks share memory, a shard is a part of its arena's slot.
@@ -194,7 +197,7 @@ def make_gradient_slots(units: list[Unit], accumulates: bool) -> None:
     accumulated, which takes a slot for each group. If that changes later, or what is trained, they are made
     anew, with all else that reductions need.
     """
-    check_world_invariant(units)
+    check_options(units)
     layouts = {group: group.layout for unit in units for group in unit.groups}
     facts = facts_of(units, process_groups_of(units), no_sync=accumulates)
     specs = buffers.plan(units, layouts, facts)
@@ -290,18 +293,17 @@ def _make_shard(group: ParameterGroup, specs: Specs, facts: Facts) -> None:
 
 def _make_sums(group: ParameterGroup, specs: dict[str, Spec], facts: Facts) -> None:
     """Memory for the sharded gradient, where there is none yet, and what belongs to it."""
-    if group.trainable and not group.sum.buffers:
-        group.sum.buffers = [_buffer(group, specs["reduced"], facts)]
-        if "partial" in specs:
-            more = range(specs["partial"].slots)
-            group.sum.buffers += [_buffer(group, specs["partial"], facts) for _ in more]
+    own = group.sharded_gradient
+    if group.trainable and not own.arrays:
+        own.arrays = [_buffer(group, specs["reduced"], facts)]
+        own.arrays += [_buffer(group, specs["partial"], facts) for _ in range(own.partial_sums)]
         if buffers.summed_in_place(group, group.layout, facts):
             made = facts.device.new_event
-            group.sum.slots = [Slot(array, made(), made()) for array in group.sum.buffers]
-    if "used" in specs and group.sum.uses is None:
-        group.sum.uses = _buffer(group, specs["used"], facts)
-    group.rows = buffers.rows_of(group, group.layout)
-    group.pieces = buffers.pieces_of(group, group.layout, specs)
+            own.slots = [Slot(array, made(), made()) for array in own.arrays]
+    if "used" in specs and own.uses is None:
+        own.uses = _buffer(group, specs["used"], facts)
+    if group.trainable:
+        group.gradient_path = path_of(group, group.layout, specs["gradients"].count)
 
 
 def _buffer(group: ParameterGroup, spec: Spec, facts: Facts) -> np.ndarray:
@@ -334,7 +336,7 @@ def _check(units: list[Unit]) -> None:
             alike = f" ({group.key})"
             group.label = group.called = u.label + alike * (len(u.groups) > 1)
             group.train(group.to_train(bool(u.pending)), u.choices.find_unused)
-    check_world_invariant(units)
+    check_options(units)
     owners = {id(p): u for u in units for p in u.parameters}
     for module in first.modules:
         check_reachable(module, [], owners)

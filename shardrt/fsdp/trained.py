@@ -9,7 +9,7 @@ backward begins: by then gathers have shown that all ranks do that, or a barrier
 import zlib
 
 from shardrt.comm.protocol import Communicator
-from shardrt.fsdp.group import Streams
+from shardrt.fsdp.sharded_gradient import Streams
 from shardrt.fsdp.unit import Unit
 
 

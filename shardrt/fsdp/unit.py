@@ -64,6 +64,8 @@ class Unit:
         self.gathered = False  # ops may read the parameters now
         self.pending: weakref.WeakSet[Function] = weakref.WeakSet()  # its nodes that are not complete yet
         self.schedule: Any = None  # the Schedule, once it is built: that knows units, not they it
+        # What makes observers of a schedule whose outermost unit this is; called with it when it is built.
+        self.observers: list[Callable[[Any], Any]] = []
         self._build = build
         by_key: dict[GroupKey, list[Parameter]] = {}  # in the order in which keys appear
         for parameter, key in parameters:
@@ -94,7 +96,7 @@ class Unit:
     @property
     def accumulates(self) -> bool:
         """Whether full gradients stay when backward ends, or have stayed."""
-        return not self.choices.reduces or any(group.open_gradient is not None for group in self.groups)
+        return not self.choices.reduces or any(group.accumulates for group in self.groups)
 
     @property
     def micro_batches(self) -> int | None:

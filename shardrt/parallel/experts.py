@@ -169,7 +169,7 @@ class ToExperts(Converting):
 def _by_micro_batch(module: Module) -> bool:
     """Whether gradients of micro-batches are added by a tree (set_world_invariant)."""
     storage = module.up.storage
-    return isinstance(storage, ParameterGroup) and storage.sum.exact
+    return isinstance(storage, ParameterGroup) and storage.sharded_gradient.fixed_tree
 
 
 def _by_expert(counts: np.ndarray, rows: int) -> tuple[ExpertOrder, ExpertOrder]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from shardrt.activation_offload import offload_activations
 from shardrt.faults.watchdog import Limits, check_limit
-from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.nn.layers import LayerNorm, RMSNorm
 from shardrt.nn.lora import add_lora

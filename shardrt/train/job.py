@@ -23,7 +23,7 @@ from shardrt.fsdp import (
     set_gradient_divide_factor,
     set_world_invariant,
 )
-from shardrt.fsdp.buffers import IN_PIECES
+from shardrt.fsdp.options.chunks import IN_CHUNKS
 from shardrt.nn.share import whole_size
 from shardrt.parallel import context_plan, expert_plan, most_rows, parallelize_module, set_tensor_invariant
 from shardrt.parallel.memory import pipeline_plan
@@ -202,13 +202,13 @@ def _ends(mesh: DeviceMesh, task: Task, model: nn.Module) -> list[list[nn.Module
     """The ends of a model without stages that are units of their own, as torchtitan has them.
 
     These are an embedding and a head whose gradients, of 32 MiB or more, would be sent with the root's, whole
-    and last of all. On a device that makes the root's gradients in pieces they are sent as they come.
+    and last of all. On a device that makes the root's gradients in chunks they are sent as they come.
     """
     if shards_of(mesh).size == 1 or mesh.device.matmul_ignores_place():
         return []
     ends = task.ends(model)
     size = sum(parameter.size for modules in ends for each in modules for parameter in each.parameters())
-    return ends if 4 * size >= IN_PIECES else []
+    return ends if 4 * size >= IN_CHUNKS else []
 
 
 def _spread_experts(recipe: Recipe, mesh: DeviceMesh, model: nn.Module) -> dict[nn.Module, DeviceMesh]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench import memory
-from shardrt.fsdp import buffers
+from shardrt.fsdp.options import chunks
 from shardrt.kernels.cpu import linear
 from tests.bench.test_compare import TINY
 from tests.ranks import mpirun
@@ -37,10 +37,10 @@ def test_memory_by_kind():
 
 
 def test_ways_last_for_their_steps():
-    before = buffers.IN_PIECES, linear.INPUT_AGAIN
+    before = chunks.IN_CHUNKS, linear.INPUT_AGAIN
     with memory.set_to("all of these"):
-        assert buffers.IN_PIECES > 1 << 50 and not linear.INPUT_AGAIN
-    assert before == (buffers.IN_PIECES, linear.INPUT_AGAIN) == (1 << 25, True)
+        assert chunks.IN_CHUNKS > 1 << 50 and not linear.INPUT_AGAIN
+    assert before == (chunks.IN_CHUNKS, linear.INPUT_AGAIN) == (1 << 25, True)
 
 
 def rows_of(*options):

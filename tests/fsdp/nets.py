@@ -144,7 +144,10 @@ def bytes_held(model):
     """Bytes of what the units have allocated, on a rank that shares no memory."""
     groups = [group for unit in units(model) for group in unit.groups]
     arrays = [
-        array for group in groups for array in (*group.sum.buffers, group.sum.uses) if array is not None
+        array
+        for group in groups
+        for array in (*group.sharded_gradient.arrays, group.sharded_gradient.uses)
+        if array is not None
     ]
     arrays += [group._shard for group in groups if not group.shard_in_slot]
     arenas = {arena for group in groups for arena in group.arenas.values()}

@@ -173,7 +173,9 @@ def state_bytes():
         elements = sum(up(int(np.prod(p.shape))) for p in unit.parameters)
         expected += 16 * up(-(-elements // mesh.size))  # parameter, gradient, two moments
     held = sum(
-        g.shard.nbytes + sum(s.nbytes for s in g.sum.buffers) for unit in units(model) for g in unit.groups
+        g.shard.nbytes + sum(s.nbytes for s in g.sharded_gradient.arrays)
+        for unit in units(model)
+        for g in unit.groups
     )
     held += sum(array.nbytes for piece in optimizer.slices for array in piece.state.values())
     return held, expected

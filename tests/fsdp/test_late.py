@@ -169,7 +169,7 @@ def halves():
         with pytest.raises(RuntimeError) as raised:
             _ = what.grad
         messages.append(str(raised.value))
-    reductions = [group.sum.reductions for unit in units(model) for group in unit.groups]
+    reductions = [group.sharded_gradient.reductions for unit in units(model) for group in unit.groups]
     late.run()
     return states, waiting, messages, reductions, [len(unit.pending) for unit in units(model)]
 
@@ -219,7 +219,9 @@ def reduced_each_time(way):
     if way == "all inputs first":
         for late in lates:
             late.run()
-    return gradients(model), max(group.sum.reductions for unit in units(model) for group in unit.groups)
+    return gradients(model), max(
+        group.sharded_gradient.reductions for unit in units(model) for group in unit.groups
+    )
 
 
 def test_without_no_sync_each_late_half_reduces_what_is_there():

@@ -21,9 +21,10 @@ from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
 from shardrt.device.cpu import CPUDevice
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan, no_sync, units
-from shardrt.fsdp.schedule import Schedule
+from shardrt.fsdp.boundary import unit_of
 from shardrt.recompute import checkpoint_blocks
 from tests.fsdp.nets import Net, loss_of, shard
+from tests.fsdp.recorder import Recorder
 from tests.ranks import run_ranks
 
 TOKENS = np.random.default_rng(0).integers(0, 11, (4, 16))
@@ -59,15 +60,15 @@ def test_a_dry_run_leaves_the_model_and_the_random_numbers_as_they_were():
         np.testing.assert_array_equal(values, expected[name])
 
 
-def test_a_step_is_planned_under_the_schedule_that_runs_it(monkeypatch):
-    told = []
-    monkeypatch.setattr(Schedule, "tell", lambda self, point, unit=None: told.append((point, unit)))
+def test_a_step_is_planned_under_the_schedule_that_runs_it():
+    events = []
     model = gpt(layers=3)
+    unit_of(model).observers.append(lambda schedule: Recorder(events))
     memory_plan(model, step=backward_of(model))
-    planned = told.copy()
-    told.clear()
+    planned = events.copy()
+    events.clear()
     backward_of(model)()
-    assert planned == told and ("reduce", units(model)[2]) in told
+    assert planned == events and ("reduce", units(model)[2].label) in events
 
 
 def test_a_model_that_has_been_trained_can_be_planned_and_goes_on():

@@ -1,6 +1,7 @@
 """Full gradients in pieces: the same bits as whole ones, in slots that the units inside have as well."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import CountedCommunicator, init_device_mesh, thread
 from shardrt.device.cpu import CPUDevice
-from shardrt.fsdp import MixedPrecisionPolicy, buffers, fully_shard, memory_plan, no_sync, pieces, units
+from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, no_sync, units
 from shardrt.fsdp.layout import Layout
-from shardrt.fsdp.pieces import InPieces, Pieces
+from shardrt.fsdp.options import chunks
+from shardrt.fsdp.options.chunks import ChunkedGradient
 from shardrt.kernels.cpu import linear
 
 WIDTH, WORDS = 24, 997
@@ -54,8 +56,8 @@ def long_heads(monkeypatch):
 
 @pytest.fixture
 def all_in_pieces(monkeypatch):
-    monkeypatch.setattr(buffers, "IN_PIECES", 0)
-    monkeypatch.setattr(pieces, "SHORTEST", 0)
+    monkeypatch.setattr(chunks, "IN_CHUNKS", 0)
+    monkeypatch.setattr(chunks, "SHORTEST", 0)
 
 
 def trained(way="usual", shape=None, **settings):
@@ -90,7 +92,7 @@ def trained(way="usual", shape=None, **settings):
 @cache
 def whole(ranks, way="usual", low=False):
     """`trained` with whole gradients."""
-    assert 4 * WORDS * WIDTH < buffers.IN_PIECES
+    assert 4 * WORDS * WIDTH < chunks.IN_CHUNKS
     return thread.run(ranks, trained, way, **policy(low))[0]
 
 
@@ -135,10 +137,10 @@ def test_gradients_stay_whole_where_matmuls_depend_on_place(all_in_pieces, monke
 
 def test_gradients_stay_whole_where_pieces_would_be_short(monkeypatch):
     """Of a rank's shard of two, a slot has room for 144 rows: 24 * 24 * 12 / 2 elements and biases."""
-    monkeypatch.setattr(buffers, "IN_PIECES", 0)
-    monkeypatch.setattr(pieces, "SHORTEST", 140)
+    monkeypatch.setattr(chunks, "IN_CHUNKS", 0)
+    monkeypatch.setattr(chunks, "SHORTEST", 140)
     assert thread.run(2, trained)[0][2]
-    monkeypatch.setattr(pieces, "SHORTEST", 160)
+    monkeypatch.setattr(chunks, "SHORTEST", 160)
     assert not thread.run(2, trained)[0][2]
 
 
@@ -179,9 +181,9 @@ def stopped_before():
         if fails:
             with pytest.raises(OverflowError):
                 loss.backward()
-            assert isinstance(group.open_gradient, InPieces)
+            assert isinstance(group.gradient_path, ChunkedGradient) and group.accumulates
             model.zero_grad()
-            assert group.open_gradient is None
+            assert not group.accumulates
         else:
             loss.backward()
             found.append([parameter.grad.copy() for parameter in model.parameters()])
@@ -202,13 +204,13 @@ def accumulated_since():
     with no_sync(model):
         loss.backward()
     group = units(model)[0].groups[0]
-    collected = isinstance(group.open_gradient, InPieces)
+    collected = isinstance(group.gradient_path, ChunkedGradient) and group.accumulates
     model(second, second).backward()
     found = [parameter.grad.copy() for parameter in model.parameters()]
     model.zero_grad()
     with no_sync(model):
         model(first, first).backward()
-    assert not isinstance(group.open_gradient, InPieces)
+    assert group.accumulates and not isinstance(group.gradient_path, ChunkedGradient)
     model(second, second).backward()
     usual = [parameter.grad for parameter in model.parameters()]
     return collected, all((a == b).all() for a, b in zip(found, usual, strict=True))
@@ -218,7 +220,20 @@ def test_what_is_collected_moves_to_a_whole_gradient(all_in_pieces):
     assert thread.run(2, accumulated_since) == [(True, True)] * 2
 
 
-# -- pieces themselves
+# -- chunks themselves
+
+
+def collecting(layout, slot, dtype):
+    """A ChunkedGradient, open, with as much of a group as it looks at."""
+    here = device.get("cpu")
+    streams = SimpleNamespace(device=here, compute=here.current_stream)
+    slots = [SimpleNamespace(array=np.empty(slot, dtype))]
+    group = SimpleNamespace(
+        runtime=SimpleNamespace(streams=streams), arenas={"gradients": SimpleNamespace(slots=slots)}
+    )
+    path = ChunkedGradient(group, layout, slot)
+    path.open()
+    return path
 
 
 @pytest.mark.parametrize("shapes", [[(40, 24), (7,)], [(5,), (40, 24), (3, 3)], [(41, 7), (2, 5)]], ids=str)
@@ -226,10 +241,8 @@ def test_what_is_collected_moves_to_a_whole_gradient(all_in_pieces):
 @pytest.mark.parametrize("count", [100, 333, 10_000])
 def test_every_element_is_made_once(shapes, shards, count):
     """A matrix by rows, with two terms; a vector as an array; another matrix not at all."""
-    here = device.get("cpu")
     layout = Layout.plan([(str(i), shape) for i, shape in enumerate(shapes)], shards)
-    pieces = Pieces.plan(layout, max(count, 16 * shards))
-    opened = InPieces(pieces, here, np.float32)
+    opened = collecting(layout, max(count, 16 * shards), np.float32)
     matrix = max(range(len(shapes)), key=lambda i: np.prod(shapes[i]))
     values = np.random.default_rng(0).standard_normal(shapes[matrix]).astype(np.float32)
 
@@ -248,17 +261,17 @@ def test_every_element_is_made_once(shapes, shards, count):
         entry = layout.entries[position]
         expected[entry.offset : entry.stop] = found.reshape(-1)
     made = np.full(layout.total, np.nan, np.float32).reshape(shards, -1)
-    for start, stop in pieces:
+    for start, stop in opened.chunks:
         out = np.full(shards * (stop - start), np.nan, np.float32)
         assert out.size <= max(count, 16 * shards)
-        opened.write(start, stop, out, here.current_stream)
+        opened._write(start, stop, out)
         made[:, start:stop] = out.reshape(shards, -1)
     np.testing.assert_array_equal(made.reshape(-1), expected)
 
 
 def test_an_array_that_is_asked_for_has_what_was_left_before():
     layout = Layout.plan([("a", (20, 4))], 2)
-    opened = InPieces(Pieces.plan(layout, 32), device.get("cpu"), np.float64)
+    opened = collecting(layout, 32, np.float64)
     ones = lambda first, stop, out, accumulate: out.__setitem__(..., 1 + out if accumulate else 1)  # noqa: E731
     opened.put_rows(0, ones)
     array, accumulate = opened.target(0)

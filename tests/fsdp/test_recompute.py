@@ -24,6 +24,7 @@ from tests.fsdp.nets import (
     shard,
     train_on,
 )
+from tests.fsdp.recorder import Recorder
 from tests.fsdp.test_counts import counts_of_one_step
 
 NETS = [Net, CalledTwice, NeverCalled, PartlyUsed, TiedInside, Nested, Frozen, Viewed]
@@ -115,7 +116,7 @@ def order_of_events(prefetch):
         checkpoint(stage)
     shard(model, init_device_mesh("auto"), prefetch=prefetch)
     schedule = units(model)[0].schedule
-    schedule.watchers.append(lambda point, unit: events.append((point, unit and unit.label)))
+    schedule.observers.append(Recorder(events))
     original = Block.forward
     try:
         Block.forward = lambda block, x: events.append(("forward", block.name)) or original(block, x)

@@ -16,7 +16,8 @@ from shardrt import optim
 from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, buffers, fully_shard, pieces, units
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, units
+from shardrt.fsdp.options import chunks
 from shardrt.recompute import checkpoint
 
 RANKS, WORDS, STEPS, LENGTH = 4, 5003, 2, 256
@@ -70,6 +71,6 @@ def test_training_has_the_bits_of_full_shard(way, low, monkeypatch):
     (expected, _), settings = fully_sharded(low), dict(WAYS[way])
     in_pieces = settings.pop("pieces", False)
     if in_pieces:
-        monkeypatch.setattr(buffers, "IN_PIECES", 0)
-        monkeypatch.setattr(pieces, "SHORTEST", 0)
+        monkeypatch.setattr(chunks, "IN_CHUNKS", 0)
+        monkeypatch.setattr(chunks, "SHORTEST", 0)
     assert thread.run(RANKS, trained, low, **settings)[0] == (expected, in_pieces)

@@ -24,7 +24,7 @@ from shardrt.fsdp import (
     units,
 )
 from shardrt.fsdp.layout import Layout
-from shardrt.fsdp.rows import Move, Rows
+from shardrt.fsdp.options.packed_rows import Move, Rows
 from shardrt.nn.utils import clip_grad_norm_
 from tests.fsdp.nets import Block, Frozen, Net, batches, bytes_held, loss_of, shard
 

@@ -25,9 +25,9 @@ from shardrt.fsdp import (
     no_sync,
     set_gradient_divide_factor,
     set_world_invariant,
-    tree,
     units,
 )
+from shardrt.fsdp.options.fixed_tree import arrays_for, slot_of
 from shardrt.kernels import cpu as K
 from shardrt.recompute import checkpoint_blocks
 from tests.fsdp.nets import Net, shard
@@ -55,12 +55,12 @@ def test_turns_and_ranks_make_one_tree(log_m, log_w, seed):
     count, ranks = 2**log_m, 2 ** min(log_m, log_w)
     values = np.random.default_rng(seed).standard_normal((count, 3)).astype(np.float32)
     turns = count // ranks
-    sums = [np.full(3, np.nan, np.float32) for _ in range(tree.buffers(turns))]
+    sums = [np.full(3, np.nan, np.float32) for _ in range(arrays_for(turns))]
     for turn in range(turns):
-        goes = tree.place(turn)
+        goes = slot_of(turn)
         parts = list(values[turn * ranks : (turn + 1) * ranks])
-        K.reduce.sum_into(sums[goes.buffer], parts, 1.0, goes.accumulate)
-        for low in range(goes.buffer, goes.buffer - goes.merges, -1):
+        K.reduce.sum_into(sums[goes.index], parts, 1.0, goes.accumulate)
+        for low in range(goes.index, goes.index - goes.merges, -1):
             K.reduce.sum_into(sums[low - 1], [sums[low]], 1.0, True)
     level = list(values)
     while len(level) > 1:
@@ -243,7 +243,7 @@ def planned():
     model = gpt(init_device_mesh("auto"))
     plan = memory_plan(model).device.get("partial sums of gradients", 0)
     groups = [group for unit in units(model) for group in unit.groups]
-    held = sum(array.nbytes for group in groups for array in group.sum.buffers[1:])
+    held = sum(array.nbytes for group in groups for array in group.sharded_gradient.arrays[1:])
     return plan, held, sum(group.shard.nbytes for group in groups)
 
 

@@ -15,7 +15,6 @@ from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     ShardingStrategy,
-    buffers,
     full_parameters,
     fully_shard,
     no_sync,
@@ -129,8 +128,8 @@ def in_pieces():
 
 def pieces():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffers, "IN_PIECES", 0)
-        patch.setattr("shardrt.fsdp.pieces.SHORTEST", 0)
+        patch.setattr("shardrt.fsdp.options.chunks.IN_CHUNKS", 0)
+        patch.setattr("shardrt.fsdp.options.chunks.SHORTEST", 0)
         return record_of(in_pieces, 2, like=CPUDevice)
 
 

@@ -1,0 +1,123 @@
+"""What may watch a schedule: ScheduleObserver, and StepTrace, which every schedule has.
+
+An observer decides nothing of what the schedule does. Append one to `Schedule.observers`; what must be there
+from the first forward enters as a function of the schedule in `Unit.observers`.
+"""
+
+import os
+import sys
+
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.device import timeline
+from shardrt.fsdp.unit import Unit
+
+
+class ScheduleObserver:
+    """Override what you want to see. Calls come from the rank's own thread, in the order of the program."""
+
+    def forward_begins(self, root: Unit) -> None:
+        """A forward of the outermost unit begins."""
+
+    def recording_begins(self) -> None:
+        """A forward begins, of any unit, that backward may follow."""
+
+    def backward_begins(self) -> None:
+        """A backward, or its deferred half, begins."""
+
+    def backward_ends(self) -> None:
+        """A backward has ended, or is given up after it raised."""
+
+    def enter(self, unit: Unit) -> None:
+        """A call of a module of the unit begins."""
+
+    def leave(self, unit: Unit) -> None:
+        """A call of a module of the unit ends."""
+
+    def raised(self, unit: Unit) -> None:
+        """A call of a module of the unit has raised."""
+
+    def before_backward(self, unit: Unit) -> None:
+        """The backward of a call of the unit begins."""
+
+    def after_backward(self, unit: Unit) -> None:
+        """Backward has used the parameters of the unit for the last time."""
+
+    def gather(self, unit: Unit) -> None:
+        """The gather of the unit was issued."""
+
+    def release(self, unit: Unit) -> None:
+        """The unit's whole parameters were given up."""
+
+    def reduce(self, unit: Unit) -> None:
+        """The reduction of a group of the unit was issued."""
+
+
+class StepTrace(ScheduleObserver):
+    """For people: spans of units in traces, the phase that the watchdog names, SHARDRT_DEBUG=1."""
+
+    def __init__(self, mesh: DeviceMesh, stream: str) -> None:
+        self._mesh = mesh
+        self._stream = stream
+        self._started: dict[Unit, float] = {}
+        self._phases: dict[Unit, str] = {}  # those that have begun, the innermost last
+
+    def forward_begins(self, root: Unit) -> None:
+        self._mesh.part("forward")
+        self._debug("forward", root)
+
+    def backward_begins(self) -> None:
+        self._mesh.part("backward")
+
+    def enter(self, unit: Unit) -> None:
+        self._begin("forward", unit)
+        self._started[unit] = timeline.now()
+
+    def leave(self, unit: Unit) -> None:
+        self._end(unit)
+        self._add_span("forward", unit)
+
+    def raised(self, unit: Unit) -> None:
+        self._end(unit)
+        self._started.pop(unit, None)
+
+    def before_backward(self, unit: Unit) -> None:
+        self._begin("backward", unit)
+        self._started.setdefault(unit, timeline.now())
+
+    def after_backward(self, unit: Unit) -> None:
+        self._end(unit)
+        self._add_span("backward", unit)
+
+    def gather(self, unit: Unit) -> None:
+        self._debug("gather", unit)
+
+    def release(self, unit: Unit) -> None:
+        self._debug("release", unit)
+
+    def reduce(self, unit: Unit) -> None:
+        self._debug("reduce", unit)
+
+    def _begin(self, direction: str, unit: Unit) -> None:
+        self._phases.pop(unit, None)
+        self._phases[unit] = f"{direction} {unit.label}"
+        self._show_phase()
+
+    def _end(self, unit: Unit) -> None:
+        self._phases.pop(unit, None)
+        self._show_phase()
+
+    def _show_phase(self) -> None:
+        """Let the device know of which part of the step ops are now."""
+        self._mesh.device.doing(next(reversed(self._phases.values()), ""))
+
+    def _add_span(self, direction: str, unit: Unit) -> None:
+        started = self._started.pop(unit, None)
+        if started is not None and timeline.recording():
+            timeline.add(self._stream, f"{direction} {unit.label}", started, timeline.now())
+
+    def _debug(self, event: str, unit: Unit) -> None:
+        if _DEBUG:  # each line in one piece: ranks may be threads
+            sys.stderr.write(f"[rank {self._mesh.rank}] {event:8} {unit.label}\n")
+
+
+_DEBUG = os.environ.get("SHARDRT_DEBUG", "0") not in ("", "0")

@@ -1,0 +1,272 @@
+"""The fixed tree: gradients are added in one order, whatever the number of ranks (set_world_invariant).
+
+With M micro-batches on W ranks, both powers of two, rank r has micro-batches r, W + r, 2 W + r and so on. A
+reduction adds W of them as neighbours (kernels/cpu/reduce.py); reductions are added as a binary counter
+counts, with an array for each of its bits that is 1. Together that is one tree of M leaves, whatever W is.
+The arrays after each of four: 0; 01; 01, 2; 0123.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardrt import autograd, dtypes, random
+from shardrt.comm.digits import size_of, without
+from shardrt.device.arena import Arena, Slot
+from shardrt.fsdp.observers import ScheduleObserver
+from shardrt.fsdp.policy import Choices
+from shardrt.fsdp.process_groups import ProcessGroups
+from shardrt.fsdp.schedule import Schedule
+from shardrt.fsdp.setup import units_for
+from shardrt.fsdp.sharded_gradient import Send, ShardedGradient, Streams
+from shardrt.fsdp.unit import Unit
+from shardrt.kernels.determinism import use_deterministic_algorithms
+from shardrt.nn.module import Module
+from shardrt.nn.moe import Router
+from shardrt.nn.storage import LocalStorage
+from shardrt.nn.vision import BatchNorm2d
+
+
+def set_world_invariant(module: Module, micro_batches: int) -> None:
+    """Train to the same bits on 1, 2, 4, ... ranks. Call it on the outermost module, after fully_shard.
+
+    micro_batches: M, those of a step on all ranks together; a power of two, as is the number of ranks W
+    (where sequences lie on several ranks, of groups of them: the bits depend on how many that are).
+    A step is M / W times forward and backward, rank r of W having micro-batch j W + r as its j-th, then the
+    update and zero_grad. The gradients of the M micro-batches are added by one tree, whatever W is, so divide
+    the loss of each by M, or by the tokens of the step; the divide factor is 1. Dropout masks are those of
+    the micro-batch, norms are exact. docs/determinism.md says what else must be the same, and what it costs:
+    log2(M / W) - 1 more sharded gradients, and a reduction of each micro-batch. On a GPU the process computes
+    by deterministic algorithms from now on (shardrt.use_deterministic_algorithms).
+
+    Raises ValueError for numbers that don't fit, `module` without a unit, and batch norm, whose statistics
+    depend on which samples one rank, or all ranks at one time, have. When the units are built, it is raised
+    for gradients on the host, trained parameters that are ignored, nn.balance_over, experts on several ranks
+    that are no neighbours or send gradients of 16 bits, and NCCL's own sums: the mesh must have
+    reduction="tree". RuntimeError if they are built already.
+    """
+    normed = next((path for path, part in module.named_modules() if isinstance(part, BatchNorm2d)), None)
+    if normed is not None:
+        raise ValueError(
+            f"set_world_invariant: the statistics of batch norm ({normed}) depend on the number of ranks"
+        )
+    tied = next((p.name for p in module.parameters() if p.place is not None and p.place.tied), None)
+    if tied is not None:
+        raise ValueError(
+            f"set_world_invariant: {tied!r} is on two stages, whose gradients are not added by the tree of "
+            "micro-batches; untie it"
+        )
+    for unit in units_for("set_world_invariant", module):
+        size = unit.data_ranks // sharing_of(module)
+        for name, value in (("micro_batches", micro_batches), ("the number of ranks", size)):
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"set_world_invariant: {name} must be a power of two, got {value}")
+        if micro_batches < size:
+            raise ValueError(
+                f"set_world_invariant: micro_batches {micro_batches} are too few for {size} ranks"
+            )
+        if unit.schedule is not None:
+            raise RuntimeError(
+                "set_world_invariant: call it before the optimizer is made and the model is used"
+            )
+        unit.choices.micro_batches, unit.choices.divide_factor = micro_batches // size, 1.0
+        for group in unit.groups:
+            group.sharded_gradient = FixedTree(unit.choices)
+        if MicroBatchCount not in unit.observers:
+            unit.observers.append(MicroBatchCount)
+    use_deterministic_algorithms(True)
+
+
+@dataclass(frozen=True)
+class ReductionSlot:
+    """Where a reduction's sum goes: to array `index`, then `merges` times into the one before."""
+
+    index: int
+    accumulate: bool
+    merges: int
+
+
+def slot_of(number: int) -> ReductionSlot:
+    """Where reduction `number` of a step goes, counted from 0."""
+    set_bits = number.bit_count()
+    if number % 2 == 0:
+        return ReductionSlot(set_bits, False, 0)
+    trailing = (number ^ (number + 1)).bit_length() - 1  # ones at the end of `number`: so far the carry goes
+    return ReductionSlot(set_bits - 1, True, trailing - 1)
+
+
+def arrays_for(reductions: int) -> int:
+    """How many arrays it takes to add up so many `reductions`, a power of two."""
+    return max(1, reductions.bit_length() - 1)
+
+
+class FixedTree(ShardedGradient):
+    """Adds a step's reductions, whose number is given, by the tree."""
+
+    fixed_tree = True
+
+    def __init__(self, choices: Choices) -> None:
+        super().__init__()
+        self._choices = choices
+
+    def like_new(self) -> "FixedTree":
+        return FixedTree(self._choices)
+
+    @property
+    def partial_sums(self) -> int:
+        return arrays_for(self._choices.micro_batches) - 1
+
+    @property
+    def complete(self) -> bool:
+        return self.reductions == self._choices.micro_batches
+
+    def refuse_incomplete(self) -> None:
+        if self.reductions and not self.complete:
+            raise RuntimeError(
+                f"unit {self.label}: with set_world_invariant its gradients are complete after "
+                f"{self._choices.micro_batches} backwards; so far there were {self.reductions}"
+            )
+
+    @property
+    def slot(self) -> Slot | None:
+        goes = slot_of(self.reductions)
+        return self.slots[goes.index] if self.slots and not goes.accumulate else None
+
+    def receive(
+        self,
+        slot: Slot,
+        streams: Streams,
+        send: Send,
+        part: tuple[int, int] | None = None,
+        staging: Arena | None = None,
+    ) -> None:
+        goes = slot_of(self.reductions)
+        if goes.index == 0 and not goes.accumulate:
+            streams.device.take_pages(self.arrays[0])  # which zero_grad has lent
+        send(self.arrays[goes.index], goes.accumulate)
+        streams.reduce.record(slot.free)
+        # A carry: the newest partial sum goes into the one before, as often as `merges` says.
+        for low in range(goes.index, goes.index - goes.merges, -1):
+            add = streams.device.kernels.reduce.sum_into
+            streams.reduce.submit(add, self.arrays[low - 1], [self.arrays[low]], 1.0, True)
+        streams.reduce.record(self.ready)
+
+
+class MicroBatchCount(ScheduleObserver):
+    """Makes dropout masks depend on which micro-batch of the step it is, not on ranks."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._units = schedule.units
+        self._mesh = schedule.root.settings.mesh
+        self._begun = False  # one whose backward has not ended
+        self._before = 0  # those that were complete when this step of a pipeline began
+        self._calls = 0  # uses of random numbers before the first of the step
+
+    def recording_begins(self) -> None:
+        if not self._begun or random.turn() is not None:
+            self._begin()
+            self._begun = True
+
+    def backward_ends(self) -> None:
+        if self._begun:
+            self._begun = False
+            random.end_micro_batch()
+
+    def _begin(self) -> None:
+        groups = [group for unit in self._units for group in unit.groups if group.trainable]
+        done = {group.sharded_gradient.reductions for group in groups} or {0}
+        done_before, each = max(done), self._units[0].choices.micro_batches
+        block = self._units[0].modules[0].batch_block
+        size, own = self._mesh.size, self._mesh.rank
+        if block is not None:  # ranks that have parts of the time have the same micro-batch
+            size, own = size // block.together, block.part
+        if random.turn() is not None:  # of a pipeline: backwards lag behind
+            self._before = done_before if random.turn() == 0 else self._before
+            done_before = self._before + random.turn()
+        if len(done) > 1 or done_before >= each:
+            more = f"this would be one more than {each}" if len(done) == 1 else "it was called for some only"
+            raise RuntimeError(
+                f"set_world_invariant: a step has {each} backwards of {size} micro-batches, then "
+                f"zero_grad of all parameters; {more}"
+            )
+        if done_before == 0:
+            self._calls = random.calls()
+        random.begin_micro_batch(done_before * size + own, self._calls)
+
+
+def check_world_invariant(units: list[Unit]) -> None:
+    """All units add up by one tree, or none does; with a tree, every gradient belongs to a unit."""
+    first = units[0]
+    for u in units:
+        if u.micro_batches != first.micro_batches:
+            raise ValueError(
+                f"set_world_invariant: unit {u.label} has micro_batches {u.micro_batches}, {first.label} "
+                f"{first.micro_batches}; call it on the outermost module, after fully_shard"
+            )
+        if u.micro_batches is not None and u.settings.placement.gradients:
+            raise ValueError(
+                f"set_world_invariant: unit {u.label} has its gradients on the host, where they are not "
+                "added up by a tree; give CPUOffloadPolicy(gradients=False)"
+            )
+        if u.micro_batches is not None and any(p.share and p.share.partial for p in u.parameters):
+            raise ValueError(
+                f"set_world_invariant: gradients of unit {u.label} are summed over another axis as well, and "
+                "not by the tree of micro-batches; leave adapters and TokenParallel out, and with "
+                "SequenceParallel call set_tensor_invariant"
+            )
+        if u.micro_batches is not None:
+            _check_experts(u, first)
+        trained = {group.key.dtype for group in u.groups if group.trainable}
+        if u.micro_batches is not None and trained - {"float32"}:
+            raise ValueError(f"set_world_invariant: trained parameters of unit {u.label} must be float32")
+    parameters = [p for module in first.modules for p in module.parameters() if p.requires_grad]
+    alone = [p for p in parameters if isinstance(p.storage, LocalStorage)]
+    if first.micro_batches is not None and alone:
+        raise ValueError(
+            f"set_world_invariant: parameter {alone[0].name!r} is ignored, so its gradient is each rank's "
+            "own; freeze it, or let it be sharded"
+        )
+
+
+def _check_experts(unit: Unit, first: Unit) -> None:
+    """With a tree of micro-batches, their ranks add up what is the beginning of it."""
+    for group in unit.groups:
+        apart = [p.share.mesh.ranks for p in group.parameters if p.share is not None and p.share.own_data]
+        places = np.searchsorted(first.settings.mesh.ranks.ravel(), apart[0].ravel()) if apart else ()
+        if (np.diff(places) != 1).any():
+            raise ValueError(
+                f"set_world_invariant: ranks with experts of unit {unit.label} are no neighbours among those "
+                "of the data; take an axis of mesh.fold"
+            )
+        if apart and group.key.reduce in dtypes.LOW:
+            raise ValueError(
+                f"set_world_invariant: gradients of the experts of unit {unit.label} are added before they "
+                'are rounded to 16 bits; give MixedPrecisionPolicy(reduce_dtype="float32")'
+            )
+    data, alone = first.settings.mesh.axes, sharing_of(first.modules[0])
+    for router in (m for top in unit.modules for m in top.modules() if isinstance(m, Router)):
+        along = () if router.balance_mesh is None else router.balance_mesh.axes
+        if size_of(along) > size_of(without(along, data)) * alone:
+            raise ValueError(
+                "set_world_invariant: nn.balance_over makes a balance loss of the micro-batches that all "
+                "ranks have at one time; leave it out"
+            )
+
+
+def sharing_of(module: Module) -> int:
+    """How many ranks of the data have parts of the same samples."""
+    with autograd.enable_grad():
+        block = module.batch_block
+    return 1 if block is None else block.together
+
+
+def check_sums(units: list[Unit], used: Iterable[ProcessGroups]) -> None:
+    """Sums that are part of one tree must be made by it."""
+    first = units[0]
+    reducers = [made for ranks in used for made in (ranks.reduce, ranks.copies) if made]
+    if first.micro_batches is not None and any(made.reduction != "tree" for made in reducers):
+        raise ValueError(
+            "set_world_invariant: NCCL adds in an order that depends on the number of ranks; make the mesh "
+            "by init_device_mesh(..., reduction='tree')"
+        )

@@ -1,0 +1,203 @@
+"""Packed rows: how gradients are sent where only some parameters of a group are trained.
+
+Only the trained parameters have full gradients, one after the other. What each shard has of them goes side by
+side into a row of the buffer that is sent, a row for each rank. The reduce-scatter sums rows, and each rank
+puts its own row where the optimizer looks for it. A row may begin with a number for each parameter, whether
+this rank has used it: from the sum every rank learns how many ranks have (set_find_unused_parameters).
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from shardrt import dtypes
+from shardrt.device.arena import Slot
+from shardrt.fsdp import collectives
+from shardrt.fsdp.group import ParameterGroup
+from shardrt.fsdp.layout import Layout, aligned
+from shardrt.fsdp.setup import units_for
+from shardrt.fsdp.whole_gradient import WholeGradient
+from shardrt.nn.module import Module
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Move:
+    """Gradients [source, source + count): in the row from `place` on, in the shard from `start` on."""
+
+    source: int
+    place: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Full gradients in `full` elements, sent in rows of `size`; what no move names is read by nobody.
+
+    offsets: position of a trained parameter -> where its full gradient begins. gaps: (start, stop) of what
+    lies between them and is sent with them. moves: for each shard. uses: how many numbers a row begins with.
+    """
+
+    offsets: dict[int, int]
+    gaps: tuple[tuple[int, int], ...]
+    full: int
+    moves: tuple[tuple[Move, ...], ...]
+    size: int
+    uses: int
+
+    @classmethod
+    def plan(cls, layout: Layout, trained: Collection[int], tell_uses: bool) -> "Rows | None":
+        """Rows for the parameters at the positions `trained`; None where they would save nothing."""
+        runs = _runs(sorted(trained))
+        uses = len(layout.entries) if tell_uses else 0
+        offsets: dict[int, int] = {}
+        gaps: list[tuple[int, int]] = []
+        rows: list[list[Move]] = [[] for _ in range(layout.shards)]
+        ends, full = [aligned(uses)] * layout.shards, 0
+        for run in runs:
+            begin, stop = layout.entries[run[0]].offset, layout.entries[run[-1]].stop
+            shift = full - begin
+            offsets |= {position: layout.entries[position].offset + shift for position in run}
+            gaps += [(layout.entries[p].stop + shift, layout.entries[p + 1].offset + shift) for p in run[:-1]]
+            for shard in range(layout.shards):
+                low, high = layout.shard_range(shard)
+                first, last = max(begin, low), min(stop, high)
+                if first < last:
+                    rows[shard].append(Move(first + shift, ends[shard], first - low, last - first))
+                    ends[shard] = aligned(ends[shard] + last - first)
+            full = aligned(stop + shift)
+        size = aligned(-(-max(16, *ends) // layout.copies)) * layout.copies
+        if not tell_uses and size >= layout.shard_size:
+            return None
+        gaps = [(start, stop) for start, stop in gaps if start < stop]
+        return cls(offsets, tuple(gaps), max(full, size), tuple(map(tuple, rows)), size, uses)
+
+    @property
+    def total(self) -> int:
+        """Elements of all rows."""
+        return len(self.moves) * self.size
+
+    def views(self, array: Array, layout: Layout) -> dict[int, Array]:
+        """Position -> the place of its full gradient, in its shape."""
+        shapes = {position: layout.entries[position].shape for position in self.offsets}
+        return {
+            position: array[offset : offset + prod(shapes[position])].reshape(shapes[position])
+            for position, offset in self.offsets.items()
+        }
+
+
+class PackedGradient(WholeGradient):
+    """The trained parameters' full gradients in one slot; they are sent in rows."""
+
+    packs = True
+
+    def __init__(self, group: ParameterGroup, layout: Layout, rows: Rows) -> None:
+        super().__init__(group, layout)
+        self.rows = rows
+        self.full, self.sent, self.kept, self.uses = rows.full, rows.total, rows.size, rows.uses
+        self._views: dict[int, Array] = {}
+
+    @classmethod
+    def choose(cls, group: ParameterGroup, layout: Layout, slot: int | None) -> "PackedGradient | None":
+        if len(group.trained) == len(group.parameters) and not group.finds_unused:
+            return None
+        rows = Rows.plan(layout, group.trained, group.finds_unused)
+        return None if rows is None else cls(group, layout, rows)
+
+    def open(self) -> None:
+        super().open()
+        self._views = self.rows.views(self.slot.array, self.layout)
+
+    def _its_own_sum(self) -> None:
+        """The sum has another order."""
+
+    def view(self, position: int) -> Array:
+        return self._views[position]
+
+    @property
+    def positions(self) -> Iterable[int]:
+        return self.rows.offsets
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        return self.rows.gaps
+
+    def send(self, slot: Slot, out: Array, accumulate: bool) -> None:
+        group, streams, full = self.group, self.streams, slot.array[: self.full]
+        kind = group.key.reduce if group.key.reduce in dtypes.LOW else ""
+        wire = collectives.wire_of(group) if kind else group.arenas["packed"].slots[0].array
+        wire = wire[: self.sent]
+        used = np.array([position in self.written for position in range(self.uses)], full.dtype)
+        streams.reduce.submit(self._pack, full, wire, kind, used)
+        own = slot.array[: self.kept]
+        collectives.sum_over_ranks(group, own, wire, kind, streams)
+        scale, again = 1.0 / group.choices.divide_factor, group.sharded_gradient.reductions > 0
+        streams.reduce.submit(self._unpack, own, out, scale, accumulate, again)
+
+    def _pack(self, full: Array, wire: Array, kind: str, used: np.ndarray) -> None:
+        """Fill the rows: which parameters were used, then the trained elements of each shard."""
+        device = self.streams.device
+
+        def put(start: int, source: Array) -> None:
+            target = wire[start : start + source.size]
+            if kind:
+                device.kernels.cast.pack(source, target, kind)
+            else:
+                device.copy(target, source)
+
+        # What lies between moves stays as it was: nothing reads it.
+        sent = device.upload(used) if self.uses else None
+        for shard, moves in enumerate(self.rows.moves):
+            begin = shard * self.rows.size
+            if sent is not None:
+                put(begin, sent)
+            for move in moves:
+                put(begin + move.place, full[move.source : move.source + move.count])
+
+    def _unpack(self, row: Array, out: Array, scale: float, accumulate: bool, again: bool) -> None:
+        """out = (out if `accumulate`) + scale * what the row has of it; the rest is 0, or as it was.
+
+        again: whether counts of uses are there from an earlier reduction.
+        """
+        add = self.streams.device.kernels.reduce.sum_into
+        if not accumulate:
+            out.fill(0)
+        for move in self.rows.moves[self.group.ranks.rank]:
+            target, received = out[move.start :], row[move.place :]
+            add(target[: move.count], [received[: move.count]], scale, accumulate)
+        if self.uses:
+            add(self.group.sharded_gradient.uses, [row[: self.uses]], 1.0, again)
+
+
+def set_find_unused_parameters(module: Module, find: bool = True) -> None:
+    """Let a parameter that no rank used since zero_grad have no gradient, in all units of `module`.
+
+    Otherwise such a parameter has the gradient 0 if anything of its unit was used, so AdamW decays and moves
+    it. With it, its `grad` is None and optimizers leave it alone, as in PyTorch; if any rank used it, it has
+    a gradient on every rank. Costs no collective: each reduction carries a number for each parameter. Full
+    gradients are copied once more, into a buffer as long as the largest unit's, and who asks for a gradient,
+    as an optimizer does, waits until it is reduced. Counts from the next forward on; call it on every rank.
+
+    Raises ValueError if `module` has no unit, RuntimeError while there are gradients: call zero_grad before.
+    """
+    found = units_for("set_find_unused_parameters", module)
+    if any(group.has_partial_gradient for unit in found for group in unit.groups):
+        raise RuntimeError("set_find_unused_parameters: there are gradients; call zero_grad before")
+    for unit in found:
+        unit.choices.find_unused = find
+
+
+def _runs(positions: list[int]) -> list[list[int]]:
+    """Neighbours together."""
+    runs: list[list[int]] = []
+    for position in positions:
+        if runs and runs[-1][-1] == position - 1:
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+    return runs
