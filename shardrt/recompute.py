@@ -7,13 +7,12 @@ is the first one to the bit, dropout included. Of sharding it knows only which u
 entered; docs/recomputation.md has the costs.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from shardrt import autograd, dtypes, pytree, random
-from shardrt.autograd import Function, Variable
+from shardrt.autograd import Function, Segment, Variable
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 
@@ -56,32 +55,6 @@ def checkpoint_blocks(modules: Iterable[Module], every: int = 1, policy: str = "
         checkpoint(module, policy)
 
 
-class _State(threading.local):
-    """Of this thread: ranks that are threads of one process each have their own."""
-
-    def __init__(self) -> None:
-        self.pieces: list[Recompute] = []  # whose forward runs without a tape now, outermost first
-        self.again: list[Recompute] = []  # whose forward runs now for the second time, outermost first
-
-
-_state = _State()
-
-
-def current() -> "Recompute | None":
-    """The node whose forward runs without a tape now; None outside of one."""
-    return _state.pieces[-1] if _state.pieces else None
-
-
-def again() -> "Recompute | None":
-    """The node whose forward runs now for the second time, for backward; None outside of one."""
-    return _state.again[-1] if _state.again else None
-
-
-def recomputing() -> bool:
-    """Whether a forward runs now for the second time."""
-    return bool(_state.again)
-
-
 class Recomputation:
     """What `checkpoint` attaches to a module."""
 
@@ -98,29 +71,20 @@ class Recomputation:
             return forward(*args, **kwargs)
         node = Recompute(module, forward, (args, kwargs))
         keeper = _Keep(autograd.keeper()) if self.policy == "matmul" else autograd.keeper()
-        _state.pieces.append(node)
-        try:
-            with autograd.no_grad(), autograd.keeping(keeper):
-                output = forward(*args, **kwargs)
-        finally:
-            _state.pieces.pop()
+        with node.first_run(), autograd.keeping(keeper):
+            output = forward(*args, **kwargs)
         pytree.returned(output, "checkpoint", module.name or type(module).__name__)  # else gradients are lost
         return node.mark(output, inputs, tuple(keeper.kept) if self.policy == "matmul" else None)
 
 
-class Recompute(Function):
-    """One call of a recomputed module.
+class Recompute(Segment):
+    """One call of a recomputed module."""
 
-    units: for the schedule of sharded units, which appends those that the forward enters, in order. besides:
-    for the same: nodes of the second run that backward must come to, whatever it is asked for.
-    """
-
-    __slots__ = ("units", "besides", "_forward", "_call", "_arrays", "_modes", "_random", "_shapes")
+    __slots__ = ("_forward", "_call", "_arrays", "_modes", "_random", "_shapes")
     strided = True
 
     def __init__(self, module: Module, forward: Callable, call: tuple) -> None:
-        self.units: list = []
-        self.besides: list[Function] = []
+        super().__init__()
         self.module = module
         self._forward = forward
         self._arrays: list[Array] = []
@@ -163,17 +127,15 @@ class Recompute(Function):
         args, kwargs = pytree.replaced(self._call, lambda tensor: _restored(tensor, rest))
         running = autograd.modules()
         running.append(self.module)
-        _state.again.append(self)
         try:
             with ExitStack() as stack:
+                stack.enter_context(self.second_run())
                 stack.enter_context(_training(self.module, self._modes))
                 stack.enter_context(random.at(self._random))
-                stack.enter_context(autograd.enable_grad())
                 stack.enter_context(autograd.keeping(None if kept is None else _Resume(kept)))
                 del kept
                 outputs = _floating(self._forward(*args, **kwargs))
         finally:
-            _state.again.pop()
             running.pop()
         if [tensor.data.shape for tensor in outputs] != self._shapes:
             raise RuntimeError(

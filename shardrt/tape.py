@@ -40,6 +40,8 @@ class _State(threading.local):
         self.newest = 0  # sequence number of the node that this thread recorded last
         self.modules: list = []  # the layers whose forward runs now, outermost first
         self.keeper: Keeper | None = None
+        self.first_runs: list[Segment] = []  # of segments, that are under way: outermost first
+        self.second_runs: list[Segment] = []
 
 
 _state = _State()
@@ -344,3 +346,50 @@ def reachable(roots: Iterable[Function], since: int = 0) -> list[Function]:
             seen.add(edge.node)
             stack.append(edge.node)
     return sorted(seen, key=lambda node: node.sequence, reverse=True)
+
+
+class Segment(Function):
+    """A part of a forward that runs twice: first unrecorded, and again, recorded, when backward comes to it.
+
+    What a schedule of sharded units must know of recomputation is here; recompute.py is its only subclass.
+
+    units: the units that the first run has entered, in order; the schedule appends them.
+    besides: nodes of the second run that backward must come to, whatever gradients are asked for; appended
+    by the schedule too.
+    """
+
+    __slots__ = ("units", "besides")
+
+    def __init__(self) -> None:
+        self.units: list = []
+        self.besides: list[Function] = []
+
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
+        """The forward inside a with block is the first run."""
+        _state.first_runs.append(self)
+        try:
+            with no_grad():
+                yield
+        finally:
+            _state.first_runs.pop()
+
+    @contextmanager
+    def second_run(self) -> Iterator[None]:
+        """The forward inside a with block is the second run."""
+        _state.second_runs.append(self)
+        try:
+            with enable_grad():
+                yield
+        finally:
+            _state.second_runs.pop()
+
+
+def in_first_run() -> Segment | None:
+    """The innermost segment whose first run is under way; None outside of one."""
+    return _state.first_runs[-1] if _state.first_runs else None
+
+
+def in_second_run() -> Segment | None:
+    """The innermost segment whose second run is under way; None outside of one."""
+    return _state.second_runs[-1] if _state.second_runs else None

@@ -16,7 +16,7 @@ from shardrt.functional.attention import SelfAttention
 from shardrt.functional.linear import Linear, LinearGELU
 from shardrt.functional.matmul import MatMul
 from shardrt.kernels.cpu import linear
-from shardrt.recompute import Recomputation, Recompute, checkpoint, checkpoint_blocks, current, recomputing
+from shardrt.recompute import Recomputation, Recompute, checkpoint, checkpoint_blocks
 from tests.gradcheck import leaf, normal
 
 TOKENS = np.random.default_rng(0).integers(0, 31, (4, 16))
@@ -542,27 +542,29 @@ def test_the_node_whose_forward_runs_and_that_one_runs_again_can_be_told():
     seen = []
 
     def function(x, weight):
-        seen.append((current(), recomputing(), autograd.is_grad_enabled()))
+        again = autograd.in_second_run() is not None
+        seen.append((autograd.in_first_run(), again, autograd.is_grad_enabled()))
         return x @ weight
 
     layer = checkpoint(Layer(function))
     y = layer(leaf(normal(4, 4)))
     y.sum().backward()
     assert seen == [(y.node, False, False), (None, True, True)]
-    assert current() is None and not recomputing()
+    assert autograd.in_first_run() is None and autograd.in_second_run() is None
     assert y.node.units == []
 
 
 def test_an_error_in_forward_or_backward_leaves_nothing_behind():
     def function(x, weight):
-        if recomputing() == function.fails_again:
+        if (autograd.in_second_run() is not None) == function.fails_again:
             raise ArithmeticError
         return x @ weight
 
     for function.fails_again in (False, True):
         with pytest.raises(ArithmeticError):
             checkpoint(Layer(function), "matmul")(leaf(normal(4, 4))).sum().backward()
-    assert current() is None and not recomputing() and autograd.modules() == []
+    assert autograd.in_first_run() is None and autograd.in_second_run() is None
+    assert autograd.modules() == []
     assert autograd.is_grad_enabled() and autograd.keeper() is None and autograd.running() is None
 
 
@@ -609,7 +611,7 @@ def test_every_kth_block_is_recomputed():
 
 def test_a_forward_that_does_something_else_the_second_time_is_an_error():
     def function(x, weight):
-        return x @ weight if recomputing() else x[:2] @ weight
+        return x @ weight if autograd.in_second_run() is not None else x[:2] @ weight
 
     with pytest.raises(
         RuntimeError, match=r"Layer gave shapes \[\(2, 4\)\] and then, run again, \[\(4, 4\)\]"
@@ -617,7 +619,7 @@ def test_a_forward_that_does_something_else_the_second_time_is_an_error():
         checkpoint(Layer(function))(leaf(normal(4, 4))).sum().backward()
 
     def more(x, weight):
-        return x @ weight @ weight if recomputing() else x @ weight
+        return x @ weight @ weight if autograd.in_second_run() is not None else x @ weight
 
     with pytest.raises(RuntimeError, match="runs again, but did not run the first time"):
         checkpoint(Layer(more), "matmul")(leaf(normal(4, 4))).sum().backward()

@@ -1,10 +1,9 @@
 """A step of a sharded model that computes nothing: what it takes, before the first one.
 
-The model runs as it is, under its own schedule, on a device without elements (device/simulated.py). That is
-built for it, with buffers that are addresses alone, and forgotten in the end. No rank talks to another.
+The model runs as it is, its units replaced by clones under a schedule of their own, on a device without
+elements (device/simulated.py), where buffers are addresses alone. No rank sends anything to another.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from typing import Any
 from shardrt import activation_offload, device, random
 from shardrt.device.program import Free, Program, Take
 from shardrt.device.simulated import SimulatedDevice
+from shardrt.fsdp.boundary import UnitBoundary
 from shardrt.fsdp.group import ParameterGroup
-from shardrt.fsdp.unit import State, Unit
+from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.storage import LocalStorage
 
@@ -46,25 +46,28 @@ def dry_run(model: Module, units: list[Unit], step: Callable[[], Any]) -> Taken:
         stack.enter_context(units[0].settings.mesh.on(here))
         stack.enter_context(device.use(here))
         stack.enter_context(random.at(random.state()))
-        for unit in units:
-            stack.enter_context(_not_built(unit))
+        clones = stack.enter_context(_cloned(units))
         for parameter in model.parameters():
             if isinstance(parameter.storage, LocalStorage):
                 stack.enter_context(_without_values(parameter, here))
         for module in model.modules():
             stack.enter_context(_with_other_buffers(module, here))
         step()
-        return _taken(here, units)
+        return _taken(here, units, clones)
 
 
-def _taken(here: SimulatedDevice, units: list[Unit]) -> Taken:
+def _taken(here: SimulatedDevice, units: list[Unit], clones: list[Unit]) -> Taken:
     slots = {
         (group, role): len(arena.slots)
-        for unit in units
-        for group in unit.groups
-        for role, arena in group.arenas.items()
+        for unit, clone in zip(units, clones, strict=True)
+        for group, cloned in zip(unit.groups, clone.groups, strict=True)
+        for role, arena in cloned.arenas.items()
     }
-    waited = frozenset(unit for unit in units if unit.schedule and unit.schedule.gradients.accumulates)
+    waited = frozenset(
+        unit
+        for unit, clone in zip(units, clones, strict=True)
+        if clone.schedule and clone.schedule.gradients.accumulates
+    )
     return Taken(here.peak_bytes(), _most(here.program, "offloaded activations"), slots, waited)
 
 
@@ -83,24 +86,21 @@ def _most(program: Program, category: str) -> int:
 
 
 @contextmanager
-def _not_built(unit: Unit) -> Iterator[None]:
-    """Inside a with block, nothing has been made of the unit; what is made then is forgotten."""
-    before = [(thing, dict(vars(thing))) for thing in (unit, *unit.groups)]
-    unit.schedule, unit.pending = None, weakref.WeakSet()
-    unit.state, unit.gathered = State.SHARDED, False
-    for group in unit.groups:
-        key, parameters, settings, choices = group.key, group.parameters, group.settings, group.choices
-        sharded_gradient = group.sharded_gradient.like_new()
-        vars(group).clear()
-        group.__init__(key, parameters, settings, choices, unit.built)
-        group.sharded_gradient = sharded_gradient
-        group.starts_without_values()
+def _cloned(units: list[Unit]) -> Iterator[list[Unit]]:
+    """Inside a with block, clones without values stand in for the units of a model."""
+    boundaries = [unit.modules[0].around(UnitBoundary) for unit in units]
+    clones = [unit.clone() for unit in units]
+    for boundary, clone in zip(boundaries, clones, strict=True):
+        boundary.unit = clone
+        for group in clone.groups:
+            group.starts_without_values()
     try:
-        yield
+        yield clones
     finally:
-        for thing, attributes in before:
-            vars(thing).clear()
-            vars(thing).update(attributes)
+        for boundary, unit in zip(boundaries, units, strict=True):
+            boundary.unit = unit
+            for group in unit.groups:
+                group.take_parameters()
 
 
 @contextmanager

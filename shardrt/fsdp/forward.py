@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 
-from shardrt import autograd, recompute
+from shardrt import autograd
 from shardrt.autograd import Function, on_tape
 from shardrt.fsdp.gathers import Gathers
 from shardrt.fsdp.nodes import Regather, Tape, mark, recorded
@@ -66,8 +66,8 @@ class ForwardPass:
         self.tape = self._new_tape()
 
     def _present_route(self) -> Route:
-        piece = recompute.again()
-        return self._route if piece is None else Replay(piece)
+        segment = autograd.in_second_run()
+        return self._route if segment is None else Replay(segment)
 
     def enter(self, unit: Unit) -> None:
         """The forward of `unit` begins: have its parameters gathered, and the next units' on the way."""
@@ -77,11 +77,11 @@ class ForwardPass:
         self._gathers.ensure(unit)
         self._gathers.prefetch(route.upcoming())
         self._entered.append((unit, self.tape.unshard(unit) if autograd.is_grad_enabled() else None))
-        piece = recompute.current()
-        if piece is not None:
-            if not piece.units:
-                route.nodes.append(piece)
-            piece.units.append(unit)
+        segment = autograd.in_first_run()
+        if segment is not None:
+            if not segment.units:
+                route.nodes.append(segment)
+            segment.units.append(unit)
         for observer in self._observers:
             observer.enter(unit)
 
@@ -117,7 +117,7 @@ class ForwardPass:
         for observer in self._observers:
             observer.raised(unit)
         del self._entered[depth:]
-        if self.depth == 0 and recompute.again() is None:
+        if self.depth == 0 and autograd.in_second_run() is None:
             self._gathers.drop_prefetched()
             self._gathers.finish_all(also_kept=True)
 

@@ -113,8 +113,7 @@ class ParameterGroup(Storage):
         self._build = build
         self.position = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._initial = [parameter.storage for parameter in parameters]  # until `take_over`
-        for parameter in parameters:
-            parameter.storage = self
+        self.take_parameters()
         # Positions of the parameters that have gradients:
         self.trained = frozenset(range(len(parameters)) if key.trainable else ())
         self.finds_unused = False  # as choices.find_unused, since the last forward began
@@ -135,6 +134,11 @@ class ParameterGroup(Storage):
         self.shard_in_slot: bool  # the shard is this rank's part of the gathered slot: nothing to copy in
         self.slot_shared: bool  # the gathered slot is memory that other ranks read, too
         self.transfer: Callable[[ParameterGroup, Slot, Streams], None]  # gathers it
+
+    def take_parameters(self) -> None:
+        """Be the storage of its parameters."""
+        for parameter in self.parameters:
+            parameter.storage = self
 
     def starts_without_values(self) -> None:
         """Let `take_over` leave its shard as it is. Before that."""

@@ -10,10 +10,9 @@ the outermost unit has a Route without a plan; a recomputation is a Replay of wh
 import warnings
 from itertools import zip_longest
 
-from shardrt.autograd import Function
+from shardrt.autograd import Function, Segment
 from shardrt.comm import CollectiveMismatch, Communicator, talk
 from shardrt.fsdp.unit import State, Unit
-from shardrt.recompute import Recompute
 
 
 class Route:
@@ -54,9 +53,9 @@ class Replay(Route):
 
     replay = True
 
-    def __init__(self, piece: Recompute) -> None:
+    def __init__(self, segment: Segment) -> None:
         super().__init__()
-        self.nodes, self._units = piece.besides, piece.units
+        self.nodes, self._units = segment.besides, segment.units
 
     def upcoming(self) -> list[Unit]:
         return [unit for unit in self._units if unit.state is State.SHARDED]

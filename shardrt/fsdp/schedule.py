@@ -16,7 +16,7 @@ alone: what waits to be reduced is in `Unit.pending`, and what it has written in
 
 from collections.abc import Callable, Iterator
 
-from shardrt import autograd, recompute
+from shardrt import autograd
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.fsdp.forward import ForwardPass
 from shardrt.fsdp.gathers import Gathers
@@ -68,7 +68,7 @@ class Schedule:
 
     def enter(self, unit: Unit) -> None:
         """The forward of a module of `unit` begins; `forward.leave` or `forward.abandon` ends it."""
-        if self.forward.depth == 0 and recompute.again() is None:
+        if self.forward.depth == 0 and autograd.in_second_run() is None:
             self._begin_forward(unit)
         self.forward.enter(unit)
 
@@ -79,7 +79,7 @@ class Schedule:
         if self.trained.follow(self.streams):
             self.forward.trained_anew()
         # A recomputed module records nothing now, but will in backward.
-        if autograd.is_grad_enabled() or recompute.current() is not None:
+        if autograd.is_grad_enabled() or autograd.in_first_run() is not None:
             # After a change of what is trained, not before backward: then all are known to have made it.
             if not self.trained.changed:
                 self.gradients.have_slots()
@@ -163,7 +163,7 @@ class Schedule:
 
     def _upcoming(self) -> Iterator[Unit]:
         """The units to come in backward, one for each call, without those of other models on the tape."""
-        for node in autograd.running().upcoming((Regather, recompute.Recompute)):
+        for node in autograd.running().upcoming((Regather, autograd.Segment)):
             for unit in (node.unit,) if isinstance(node, Regather) else node.units:
                 if unit.schedule is self:
                     yield unit

@@ -52,6 +52,7 @@ class Unit:
         parameters: list[tuple[Parameter, GroupKey]],
         settings: Settings,
         build: Callable[["Unit"], None],
+        choices: Choices | None = None,
     ) -> None:
         self.modules = modules
         self.settings = settings
@@ -59,7 +60,7 @@ class Unit:
         self.data_ranks = settings.mesh.size  # how many losses gradients are of
         if shares:
             self.data_ranks = size_of(union(*(data_of(share, settings.mesh) for share in shares)))
-        self.choices = Choices(float(self.data_ranks))
+        self.choices = choices or Choices(float(self.data_ranks))
         self.state = State.SHARDED
         self.gathered = False  # ops may read the parameters now
         self.pending: weakref.WeakSet[Function] = weakref.WeakSet()  # its nodes that are not complete yet
@@ -77,6 +78,15 @@ class Unit:
         self.reshard_after_forward: bool
         self.reshard_after_backward: bool
         self.ancestors: frozenset[Unit]  # the units whose modules contain this one's
+
+    def clone(self) -> "Unit":
+        """A unit of the same modules with the same choices. It takes over the parameters; it is not built."""
+        keyed = [(parameter, group.key) for group in self.groups for parameter in group.parameters]
+        other = Unit(self.modules, keyed, self.settings, self._build, self.choices)
+        other.observers = self.observers
+        for own, new in zip(self.groups, other.groups, strict=True):
+            new.sharded_gradient = own.sharded_gradient.like_new()
+        return other
 
     @property
     def parameters(self) -> list[Parameter]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardrt import autograd, random, recompute
+from shardrt import autograd, random
 from shardrt.comm.digits import Digits
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
@@ -25,7 +25,7 @@ TIME = -2
 
 def recorded() -> bool:
     """Whether what runs has a backward. The first run of what is recomputed has one, though unrecorded."""
-    runs_twice = recompute.current() is not None or recompute.recomputing()
+    runs_twice = autograd.in_first_run() is not None or autograd.in_second_run() is not None
     return runs_twice or autograd.is_grad_enabled()
 
 
