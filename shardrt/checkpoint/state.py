@@ -68,7 +68,10 @@ def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
 def _together(model: Module) -> list[tuple[list[ParameterGroup], list[Parameter]]]:
     """The parameters of `model` that this rank has, in the order in which they are gathered, unit by unit."""
     wanted = {id(parameter) for parameter in model.parameters()}
-    together = {group: unit.groups for unit in units_below(model) for group in unit.groups}
+    units = units_below(model)
+    for unit in units:
+        unit.built()
+    together = {group: unit.groups for unit in units for group in unit.groups}
     done: set[ParameterGroup] = set()
     found = []
     for parameter in model.parameters():

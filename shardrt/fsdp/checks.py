@@ -113,7 +113,7 @@ def check_same_values(control: Communicator, units: list[Unit], cut: bool) -> No
     cut: also of parameters whose modules are cut; then over ranks that have the same part of them.
     """
     groups = [group for u in units for group in u.groups if cut or not group.key.cut]
-    initial = [pair for group in groups for pair in group.initial()]
+    initial = [pair for group in groups for pair in zip(group.parameters, group.initial, strict=True)]
     made = bytes(storage.materialised for _, storage in initial)
     if talk.agree(control, made):  # they differ: now each rank needs all the others'
         made = bytes(map(max, *control.talk(made)))

@@ -13,25 +13,29 @@ import numpy as np
 
 from shardrt import dtypes
 from shardrt.device import Device, host
-from shardrt.device.arena import Slot
+from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.sharded_gradient import Streams
 
 Array = Any
 
 
-def transfer_of(group: ParameterGroup) -> Callable[[ParameterGroup, Slot, Streams], None]:
-    """What gathers the group: chosen once, when it has its memory, and the same in every step.
+def transfer_of(
+    param: str, ranks: int, gathered: Array, shard_in_slot: bool, arenas: dict[str, Arena]
+) -> Callable[[ParameterGroup, Slot, Streams], None]:
+    """What gathers a group: chosen once, when it has its memory, and the same in every step.
+
+    param: the type that it is gathered in. ranks: how many hold a shard each. gathered: one of its slots.
 
     It fills a slot with the whole parameters; `slot.ready` is recorded when they are there.
     """
-    if group.shard_in_slot and group.ranks.size == 1:
+    if shard_in_slot and ranks == 1:
         return _nothing
-    if group.key.param in dtypes.LOW and group.arenas["gathered"].slots[0].array.itemsize == 2:
+    if param in dtypes.LOW and gathered.itemsize == 2:
         return _native
-    if "wire" in group.arenas:
+    if "wire" in arenas:
         return _packed
-    return _rounded if group.key.param in dtypes.LOW and group.ranks.size == 1 else _plain
+    return _rounded if param in dtypes.LOW and ranks == 1 else _plain
 
 
 def _nothing(group: ParameterGroup, slot: Slot, streams: Streams) -> None:

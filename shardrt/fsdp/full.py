@@ -54,6 +54,7 @@ def full_parameters(module: Module, *, writeback: bool = False) -> Iterator[Modu
     units = units_below(module)
     with ExitStack() as stack:
         for unit in units:
+            unit.built()
             for group in unit.groups:
                 stack.enter_context(full_group(group))
         yield module
@@ -123,7 +124,6 @@ def full_group(group: ParameterGroup) -> Iterator[None]:
     if group.full_views is not None:
         yield
         return
-    group.built()
     try:
         group.full_views = group.views_of(_gathered(group, group.shard))
         yield

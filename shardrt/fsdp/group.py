@@ -4,9 +4,11 @@ They have one element type, and when they were sharded they were all trained or 
 parameters costs no gradient memory and is never reduced. What is frozen or unfrozen later stays in its group
 (trained.py). A group holds arrays and knows where things are. The schedule decides when anything happens
 to it, and collectives.py moves it. A group knows of them only what `Runtime` says.
+
+Until the outermost unit is known and the model is built (setup.py), an UnbuiltGroup is in its place.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +17,7 @@ import numpy as np
 from shardrt import autograd, dtypes
 from shardrt.autograd import WRITTEN, Edge, Fill, Function
 from shardrt.comm.protocol import Communicator
-from shardrt.device import Device, host
+from shardrt.device import Device, Event, host
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp.gradient_path import GradientPath
 from shardrt.fsdp.layout import Layout
@@ -78,91 +80,43 @@ class Runtime(Protocol):
     def awaits_backward(self, group: "ParameterGroup") -> bool: ...
 
 
-class _NoValues:
-    """In place of the storage that a parameter had before it was sharded."""
+class _Group(Storage):
+    """What is known of a group before it is built.
 
-    materialised = False
-
-    def give(self, part: Part, out: Array) -> None:
-        """There are none."""
-
-
-_NO_VALUES = _NoValues()
-
-
-class ParameterGroup(Storage):
-    """One flat buffer of a unit.
-
-    build: builds the model, collectively, where something needs a shard and nothing has built it yet.
+    unit: the Unit that it belongs to. position: of each parameter among them, by id.
+    trained: positions of those that have gradients. finds_unused: as choices.find_unused, since the last
+    forward began.
     """
 
-    def __init__(
-        self,
-        key: GroupKey,
-        parameters: list[Parameter],
-        settings: Settings,
-        choices: Choices,
-        build: Callable[[], Any],
-    ) -> None:
+    def __init__(self, unit: Any, key: GroupKey, parameters: list[Parameter]) -> None:
+        self.unit = unit
         self.key = key
         self.parameters = parameters
-        self.settings = settings
-        self.choices = choices
-        self.placement: HostPlacement = settings.placement
-        self.runtime: Runtime | None = None  # until the model is built
-        self._build = build
         self.position = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self._initial = [parameter.storage for parameter in parameters]  # until `take_over`
-        self.take_parameters()
-        # Positions of the parameters that have gradients:
         self.trained = frozenset(range(len(parameters)) if key.trainable else ())
-        self.finds_unused = False  # as choices.find_unused, since the last forward began
+        self.finds_unused = False
+        self.sharded_gradient = unit.settings.offload.sharded_gradient()
+        self.label = ""  # for messages and traces: the unit, and what distinguishes this group in it
         self.called = ""  # its name in collectives: the label, and what is trained if that has changed
-        self.sharded_gradient = settings.offload.sharded_gradient()
-        self.gradient_path: GradientPath | None = None  # of its full gradients, once there is memory for them
-        self.slot: Slot | None = None
-        self.views: tuple[Array, ...] = ()
-        self.full_views: tuple[Array, ...] | None = None  # full float32 values, lent by full_parameters
-        self.arenas: dict[str, Arena] = {}  # by role, see buffers.py
-        # In the gathered slot, where that is this group's alone and holds nothing else of this rank's part:
-        self.rounded: Rounded | None = None
-        self.rounded_is_new = False  # what is in there is the shard as it is
-        # Set by setup.py, once the outermost unit is known:
-        self.label: str  # for messages and traces: the unit, and what distinguishes this group in it
-        self.layout: Layout
-        self.ranks: ProcessGroups
-        self.shard_in_slot: bool  # the shard is this rank's part of the gathered slot: nothing to copy in
-        self.slot_shared: bool  # the gathered slot is memory that other ranks read, too
-        self.transfer: Callable[[ParameterGroup, Slot, Streams], None]  # gathers it
+
+    @property
+    def settings(self) -> Settings:
+        """Of the unit."""
+        return self.unit.settings
+
+    @property
+    def choices(self) -> Choices:
+        """Of the unit."""
+        return self.unit.choices
+
+    @property
+    def placement(self) -> HostPlacement:
+        return self.unit.settings.placement
 
     def take_parameters(self) -> None:
         """Be the storage of its parameters."""
         for parameter in self.parameters:
             parameter.storage = self
-
-    def starts_without_values(self) -> None:
-        """Let `take_over` leave its shard as it is. Before that."""
-        self._initial = [_NO_VALUES] * len(self.parameters)
-
-    def take_over(self, device: Device, shard: Array) -> None:
-        """Take over the parameters: fill `shard` with this rank's piece of them."""
-        self._device = device
-        self.communicator, self.holders = self.ranks.holders, self.ranks.holding
-        self.gradient_ready = self.sharded_gradient.ready = device.new_event()
-        self.sharded_gradient.label = self.label
-        self.uploaded = device.new_event()  # the shard has come from the host
-        self._shard = shard
-        self._held = [self.layout.held(entry, self.ranks.rank) for entry in self.layout.entries]
-        for storage, (start, stop, part) in zip(self._initial, self._held, strict=True):
-            storage.give(part, shard[start:stop])
-        host.drop(shard)  # where it is a mapped file
-        self._initial = []
-
-    def built(self) -> Runtime:
-        """Who runs it; the model is built now if it is not yet. Collective then."""
-        if self.runtime is None:
-            self._build()
-        return self.runtime
 
     @property
     def trainable(self) -> bool:
@@ -184,6 +138,156 @@ class ParameterGroup(Storage):
     def train(self, positions: frozenset[int], finds_unused: bool) -> None:
         """Have gradients for the parameters at these positions from now on. Frees memory, but makes none."""
         self.trained, self.finds_unused = positions, finds_unused
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether full gradients are there that are not reduced yet."""
+        return False
+
+    @property
+    def has_partial_gradient(self) -> bool:
+        """Whether anything of a gradient is there since the last zero_grad."""
+        return self.accumulates or self.sharded_gradient.reductions > 0
+
+    @property
+    def exact_norm(self) -> bool:
+        return self.sharded_gradient.fixed_tree
+
+
+class _NoValues:
+    """In place of the storage that a parameter had before it was sharded."""
+
+    materialised = False
+
+    def give(self, part: Part, out: Array) -> None:
+        """There are none."""
+
+
+class UnbuiltGroup(_Group):
+    """A group of a model that is not built yet. What needs its shard builds the model, collectively.
+
+    initial: the storages that the parameters had before.
+    """
+
+    def __init__(self, unit: Any, key: GroupKey, parameters: list[Parameter]) -> None:
+        super().__init__(unit, key, parameters)
+        self.initial: list[LocalStorage | _NoValues] = [parameter.storage for parameter in parameters]
+        self.take_parameters()
+
+    def starts_without_values(self) -> None:
+        """Leave the shard as it is when the model is built."""
+        self.initial = [_NoValues()] * len(self.parameters)
+
+    def _built(self, parameter: Parameter) -> "ParameterGroup":
+        self.unit.built()
+        return parameter.storage
+
+    @property
+    def shard(self) -> Array:
+        name = self.parameters[0].name
+        raise RuntimeError(f"parameter {name!r} has no shard yet: shardrt.fsdp.units(model) makes them")
+
+    @property
+    def gradient(self) -> None:
+        return None
+
+    def zero_grad(self) -> None:
+        """There is no gradient."""
+
+    def range_of(self, parameter: Parameter) -> tuple[int, int]:
+        return self._built(parameter).range_of(parameter)
+
+    def part_of(self, parameter: Parameter) -> Part:
+        return self._built(parameter).part_of(parameter)
+
+    def full(self, parameter: Parameter) -> Array:
+        raise _not_gathered(parameter)
+
+    def assign(self, parameter: Parameter, values: Any) -> None:
+        raise _not_lent(parameter)
+
+    def edge(self, parameter: Parameter) -> Edge:
+        return self._built(parameter).edge(parameter)
+
+    def gradient_target(self, parameter: Parameter) -> tuple[Array, bool, Any]:
+        return self._built(parameter).gradient_target(parameter)
+
+
+class ParameterGroup(_Group):
+    """One flat buffer of a unit, built.
+
+    arenas: by role, see buffers.py.
+    shard: where this rank's piece of the parameters goes; it is filled here.
+    shard_in_slot: it is a part of the gathered slot, so that gathering copies nothing.
+    slot_shared: other ranks read the gathered slot, too.
+    rounded: what it keeps of the shard in 16 bits, in a gathered slot that is its own.
+    transfer: gathers the group.
+    """
+
+    def __init__(
+        self,
+        group: UnbuiltGroup,
+        layout: Layout,
+        ranks: ProcessGroups,
+        device: Device,
+        arenas: dict[str, Arena],
+        shard: Array,
+        *,
+        shard_in_slot: bool,
+        slot_shared: bool,
+        rounded: Rounded | None,
+        transfer: "Callable[[ParameterGroup, Slot, Streams], None]",
+    ) -> None:
+        super().__init__(group.unit, group.key, group.parameters)
+        self.trained, self.finds_unused = group.trained, group.finds_unused
+        self.label, self.called = group.label, group.called
+        self.sharded_gradient = group.sharded_gradient
+        self.sharded_gradient.label = self.label
+        self.sharded_gradient.ready = device.new_event()
+        self.layout = layout
+        self.ranks = ranks
+        self.arenas = arenas
+        self.shard_in_slot = shard_in_slot
+        self.slot_shared = slot_shared
+        self.rounded = rounded
+        self.rounded_is_new = False  # what is in there is the shard as it is
+        self.transfer = transfer
+        self.gradient_path: GradientPath | None = None  # of its full gradients, once there is memory for them
+        self.uploaded = device.new_event()  # the shard has come from the host
+        self.slot: Slot | None = None  # where the gathered parameters are, or will be
+        self.views: tuple[Array, ...] = ()
+        self.full_views: tuple[Array, ...] | None = None  # full float32 values, lent by full_parameters
+        self._device = device
+        self._shard = shard
+        self._held = [layout.held(entry, ranks.rank) for entry in layout.entries]
+        for storage, (start, stop, part) in zip(group.initial, self._held, strict=True):
+            storage.give(part, shard[start:stop])
+        host.drop(shard)  # where it is a mapped file
+        self.take_parameters()
+
+    @property
+    def runtime(self) -> Runtime:
+        """The schedule."""
+        return self.unit.schedule
+
+    @property
+    def communicator(self) -> Communicator | None:
+        return self.ranks.holders
+
+    @property
+    def holders(self) -> Any:
+        return self.ranks.holding
+
+    @property
+    def gradient_ready(self) -> Event:
+        return self.sharded_gradient.ready
+
+    @property
+    def everyone(self) -> Communicator:
+        return self.runtime.control
+
+    def train(self, positions: frozenset[int], finds_unused: bool) -> None:
+        super().train(positions, finds_unused)
         if not (finds_unused and positions):
             self.sharded_gradient.forget_uses()
         if not positions:
@@ -194,25 +298,11 @@ class ParameterGroup(Storage):
 
     @property
     def accumulates(self) -> bool:
-        """Whether full gradients are there that are not reduced yet."""
         return self.gradient_path is not None and self.gradient_path.is_open
-
-    @property
-    def has_partial_gradient(self) -> bool:
-        """Whether anything of a gradient is there since the last zero_grad."""
-        return self.accumulates or self.sharded_gradient.reductions > 0
 
     @property
     def reduced(self) -> bool:
         return self.choices.reduces and self.sharded_gradient.complete
-
-    @property
-    def everyone(self) -> Communicator | None:
-        return None if self.runtime is None else self.runtime.control
-
-    @property
-    def exact_norm(self) -> bool:
-        return self.sharded_gradient.fixed_tree
 
     # -- gathered parameters
 
@@ -240,9 +330,6 @@ class ParameterGroup(Storage):
 
     @property
     def shard(self) -> Array:
-        if self.runtime is None:
-            name = self.parameters[0].name
-            raise RuntimeError(f"parameter {name!r} has no shard yet: shardrt.fsdp.units(model) makes them")
         return self._shard
 
     @property
@@ -262,10 +349,6 @@ class ParameterGroup(Storage):
             return False
         return self.sharded_gradient.has(self.position[id(parameter)], self._device)
 
-    def initial(self) -> Iterator[tuple[Parameter, LocalStorage]]:
-        """Each parameter with the storage that it had before it was sharded, until `take_over`."""
-        return zip(self.parameters, self._initial, strict=True)
-
     def zero_grad(self) -> None:
         self.applied = False
         own = self.sharded_gradient
@@ -277,7 +360,6 @@ class ParameterGroup(Storage):
             self.gradient_path.discard()
 
     def new_state(self, name: str, dtype: Any = None) -> Array:
-        self.built()
         count, dtype = self.layout.shard_size, self._shard.dtype if dtype is None else dtype
         if self.placement.optimizer_state:
             array = host.buffer(self._device, count, dtype, self.placement.directory)
@@ -301,11 +383,9 @@ class ParameterGroup(Storage):
         return self.ranks.owner
 
     def range_of(self, parameter: Parameter) -> tuple[int, int]:
-        self.built()
         return self._held[self.position[id(parameter)]][:2]
 
     def part_of(self, parameter: Parameter) -> Part:
-        self.built()
         return self._held[self.position[id(parameter)]][2]
 
     def full(self, parameter: Parameter) -> Array:
@@ -326,14 +406,9 @@ class ParameterGroup(Storage):
         position = self.position[id(parameter)]
         if self.full_views is not None:
             return self.full_views[position]
-        if self.runtime is not None and self.runtime.readable(self):
+        if self.runtime.readable(self):
             return self.views[position]
-        raise RuntimeError(
-            f"parameter {parameter.name!r} is sharded: it can be neither read nor changed as a whole "
-            "outside the forward of its unit. This rank's piece is parameter.shard; "
-            "`with shardrt.fsdp.full_parameters(module)` lends all of it, and "
-            "shardrt.checkpoint.full_state_dict(model) gives rank 0 the weights of the model"
-        )
+        raise _not_gathered(parameter)
 
     def value_dtype(self, parameter: Parameter) -> np.dtype:
         there = self.full_views or self.views
@@ -344,20 +419,17 @@ class ParameterGroup(Storage):
     @property
     def gathers_bits(self) -> bool:
         kind = self.key.param
-        if kind not in dtypes.LOW or self.full_views is not None or self.runtime is None:
+        if kind not in dtypes.LOW or self.full_views is not None:
             return False
         return self._device.gathered_dtype(kind) == dtypes.storage(kind)
 
     def assign(self, parameter: Parameter, values: Any) -> None:
         if self.full_views is None:
-            raise RuntimeError(
-                f"parameter {parameter.name!r} is sharded: change it inside "
-                "`with shardrt.fsdp.full_parameters(module, writeback=True)`, or by load_state_dict"
-            )
+            raise _not_lent(parameter)
         self.full_views[self.position[id(parameter)]][...] = values
 
     def edge(self, parameter: Parameter) -> Edge:
-        return Edge(self.built().unshard_node(self), 0, parameter)
+        return Edge(self.runtime.unshard_node(self), 0, parameter)
 
     def gradient_target(self, parameter: Parameter) -> tuple[Array, bool, Any]:
         path, position = self._opened_for(parameter)
@@ -379,3 +451,19 @@ class ParameterGroup(Storage):
         if not self.accumulates:
             self.runtime.open_gradient(self)
         return self.gradient_path, position
+
+
+def _not_gathered(parameter: Parameter) -> RuntimeError:
+    return RuntimeError(
+        f"parameter {parameter.name!r} is sharded: it can be neither read nor changed as a whole "
+        "outside the forward of its unit. This rank's piece is parameter.shard; "
+        "`with shardrt.fsdp.full_parameters(module)` lends all of it, and "
+        "shardrt.checkpoint.full_state_dict(model) gives rank 0 the weights of the model"
+    )
+
+
+def _not_lent(parameter: Parameter) -> RuntimeError:
+    return RuntimeError(
+        f"parameter {parameter.name!r} is sharded: change it inside "
+        "`with shardrt.fsdp.full_parameters(module, writeback=True)`, or by load_state_dict"
+    )

@@ -59,7 +59,6 @@ class Schedule:
         self.forward = ForwardPass(self.plan, self.gathers, self.observers, self._new_tape)
         self._begun: list[autograd.Backward] = []  # whose present half has not ended; it may have raised
         self._resets = 0
-        self._unit_of = {group: unit for unit in units for group in unit.groups}
 
     def _new_tape(self) -> Tape:
         return Tape(self.before_backward, self.after_backward, self.complete)
@@ -223,10 +222,10 @@ class Schedule:
     # -- for groups
 
     def unshard_node(self, group: ParameterGroup) -> autograd.Function:
-        return self.forward.tape.unshard(self._unit_of[group])
+        return self.forward.tape.unshard(group.unit)
 
     def readable(self, group: ParameterGroup) -> bool:
-        unit = self._unit_of[group]
+        unit = group.unit
         if autograd.running() is not None:
             if not unit.gathered:
                 self.gathers.ensure(unit)  # an op of backward needs it although no Regather ran
@@ -239,10 +238,10 @@ class Schedule:
         self.gradients.open(group)
 
     def readers_done(self, group: ParameterGroup) -> None:
-        self.gathers.readers_done(self._unit_of[group])
+        self.gathers.readers_done(group.unit)
 
     def shards_written(self, group: ParameterGroup) -> None:
-        self.gathers.shards_written(self._unit_of[group])
+        self.gathers.shards_written(group.unit)
 
     def awaits_backward(self, group: ParameterGroup) -> bool:
-        return bool(self._unit_of[group].pending)
+        return bool(group.unit.pending)

@@ -27,7 +27,7 @@ from shardrt.fsdp.checks import (
     check_same_types,
     check_same_values,
 )
-from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup
+from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup, UnbuiltGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.process_groups import Axes, ProcessGroups, shape_of
 from shardrt.fsdp.schedule import Schedule
@@ -79,16 +79,14 @@ def build(unit: Unit) -> None:
     check_groups(units, ranks_of)
     facts = facts_of(units, ranks_of)
     specs = buffers.plan(units, layouts, facts)
+    _reserve(layouts, ranks_of, facts)
     # The arenas before the shards: where ranks share memory, a shard is a part of its arena's slot.
+    arenas = _make_arenas(specs, ranks_of, facts.device, _AT_ONCE)
     for u in units:
-        for group in u.groups:
-            group.layout, group.ranks = layouts[group], ranks_of[group]
-    _reserve(layouts, facts)
-    _make_arenas(specs, facts.device, _AT_ONCE)
-    for u in units:
-        for group in u.groups:
-            _make_shard(group, specs, facts)
-        u.runs_under(schedule)
+        built = [
+            _built(group, layouts[group], ranks_of[group], arenas[group], specs, facts) for group in u.groups
+        ]
+        u.runs_under(schedule, built)
     # A rank may read another's shard as soon as it gathers: all must be filled.
     schedule.control.barrier(stream=schedule.streams.compute)
 
@@ -206,15 +204,19 @@ def make_gradient_slots(units: list[Unit], accumulates: bool) -> None:
         for role in anew:
             group.arenas.pop(role, None)
         _make_sums(group, specs[group], facts)
-    _reserve(layouts, facts)
-    _make_arenas(specs, facts.device, anew)
+    ranks_of = {group: group.ranks for group in layouts}
+    _reserve(layouts, ranks_of, facts)
+    for group, arenas in _make_arenas(specs, ranks_of, facts.device, anew).items():
+        group.arenas |= arenas
 
 
-def _reserve(layouts: dict[ParameterGroup, Layout], facts: Facts) -> None:
+def _reserve(
+    layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], facts: Facts
+) -> None:
     """Have communicators take what they need for their own use."""
     if facts.device.alone:
         return
-    needed = buffers.scratch(layouts, {group: group.ranks for group in layouts}, facts)
+    needed = buffers.scratch(layouts, ranks_of, facts)
     for communicator, (on_device, on_host) in needed.items():
         communicator.reserve(on_device, on_host)
 
@@ -247,20 +249,24 @@ def _compile_once(schedule: Schedule) -> None:
         schedule.control.barrier(stream=schedule.streams.compute)
 
 
-def _make_arenas(specs: Specs, here: Device, roles: Iterable[str]) -> None:
-    """The arenas of these roles, one for each Spec. Collective."""
+def _make_arenas(
+    specs: Specs, ranks_of: dict[ParameterGroup, ProcessGroups], here: Device, roles: Iterable[str]
+) -> dict[ParameterGroup, dict[str, Arena]]:
+    """The arenas of these roles, one for each Spec, by group and role. Collective."""
     made: dict[Spec, Arena] = {}
+    found: dict[ParameterGroup, dict[str, Arena]] = {group: {} for group in specs}
     for group, by_role in specs.items():
         for role, spec in by_role.items():
             if role in roles:
                 if spec not in made:
-                    made[spec] = _arena(group, role, spec, here)
-                group.arenas[role] = made[spec]
+                    made[spec] = _arena(group, ranks_of[group], role, spec, here)
+                found[group][role] = made[spec]
+    return found
 
 
-def _arena(group: ParameterGroup, role: str, spec: Spec, here: Device) -> Arena:
+def _arena(group: ParameterGroup, ranks: ProcessGroups, role: str, spec: Spec, here: Device) -> Arena:
     """The arena of a Spec. Collective where ranks share memory."""
-    maker = buffers.maker_of(role, group.ranks)
+    maker = buffers.maker_of(role, ranks)
     if maker is None:
         allocate = partial(here.buffer, spec.count, spec.dtype)
     else:
@@ -278,36 +284,53 @@ def _allocated(maker: Communicator, spec: Spec, here: Device, *, shared: bool) -
     return maker.allocate(spec.count, spec.dtype, shared=shared)
 
 
-def _make_shard(group: ParameterGroup, specs: Specs, facts: Facts) -> None:
-    """This rank's part of the parameters: inside the gathered buffer where ranks share it, else apart."""
-    own = specs[group]
-    start, stop = group.layout.shard_range(group.ranks.rank)
-    in_slot = group.arenas["gathered"].slots[0].array[start:stop]
-    group.shard_in_slot, group.slot_shared = "shard" not in own, own["gathered"].sharers > 1
-    group.take_over(facts.device, in_slot if group.shard_in_slot else _buffer(group, own["shard"], facts))
-    if buffers.keeps_rounded(group, specs):
-        group.rounded = Rounded(in_slot, group.key.param)
-    group.transfer = collectives.transfer_of(group)
-    _make_sums(group, own, facts)
+def _built(
+    group: UnbuiltGroup,
+    layout: Layout,
+    ranks: ProcessGroups,
+    arenas: dict[str, Arena],
+    specs: Specs,
+    facts: Facts,
+) -> ParameterGroup:
+    """The group with its memory. Its shard is in the gathered buffer where ranks share that, else apart."""
+    own, gathered = specs[group], arenas["gathered"].slots[0].array
+    part = gathered[slice(*layout.shard_range(ranks.rank))]
+    shard_in_slot = "shard" not in own
+    built = ParameterGroup(
+        group,
+        layout,
+        ranks,
+        facts.device,
+        arenas,
+        part if shard_in_slot else _buffer(group, ranks, own["shard"], facts),
+        shard_in_slot=shard_in_slot,
+        slot_shared=own["gathered"].sharers > 1,
+        rounded=Rounded(part, group.key.param) if buffers.keeps_rounded(group, specs) else None,
+        transfer=collectives.transfer_of(group.key.param, ranks.size, gathered, shard_in_slot, arenas),
+    )
+    _make_sums(built, own, facts)
+    return built
 
 
 def _make_sums(group: ParameterGroup, specs: dict[str, Spec], facts: Facts) -> None:
     """Memory for the sharded gradient, where there is none yet, and what belongs to it."""
     own = group.sharded_gradient
     if group.trainable and not own.arrays:
-        own.arrays = [_buffer(group, specs["reduced"], facts)]
-        own.arrays += [_buffer(group, specs["partial"], facts) for _ in range(own.partial_sums)]
+        own.arrays = [_buffer(group, group.ranks, specs["reduced"], facts)]
+        own.arrays += [_buffer(group, group.ranks, specs["partial"], facts) for _ in range(own.partial_sums)]
         if buffers.summed_in_place(group, group.layout, facts):
             made = facts.device.new_event
             own.slots = [Slot(array, made(), made()) for array in own.arrays]
     if "used" in specs and own.uses is None:
-        own.uses = _buffer(group, specs["used"], facts)
+        own.uses = _buffer(group, group.ranks, specs["used"], facts)
     if group.trainable:
         group.gradient_path = path_of(group, group.layout, specs["gradients"].count)
 
 
-def _buffer(group: ParameterGroup, spec: Spec, facts: Facts) -> np.ndarray:
-    maker = buffers.maker_of(spec.role, group.ranks)
+def _buffer(
+    group: ParameterGroup | UnbuiltGroup, ranks: ProcessGroups, spec: Spec, facts: Facts
+) -> np.ndarray:
+    maker = buffers.maker_of(spec.role, ranks)
     if spec.host:
         array = host.buffer(facts.device, spec.count, spec.dtype, group.placement.directory)
     elif maker is None:

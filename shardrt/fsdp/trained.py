@@ -9,6 +9,7 @@ backward begins: by then gathers have shown that all ranks do that, or a barrier
 import zlib
 
 from shardrt.comm.protocol import Communicator
+from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.sharded_gradient import Streams
 from shardrt.fsdp.unit import Unit
 
@@ -18,11 +19,15 @@ class Trained:
 
     def __init__(self, units: list[Unit], control: Communicator) -> None:
         self._units = units
-        self.groups = [group for unit in units for group in unit.groups]
         self.changed = False  # memory does not fit yet
         self._control = control
         self._at_first = self._pattern()
         control.register_names([group.called for group in self.groups])
+
+    @property
+    def groups(self) -> list[ParameterGroup]:
+        """All of them."""
+        return [group for unit in self._units for group in unit.groups]
 
     def follow(self, streams: Streams) -> bool:
         """A forward begins: take over what the user has frozen or unfrozen, if anything; gives whether.

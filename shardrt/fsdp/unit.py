@@ -12,7 +12,7 @@ from typing import Any
 from shardrt.autograd import Function
 from shardrt.comm.digits import Digits, size_of, union, without
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.fsdp.group import GroupKey, ParameterGroup
+from shardrt.fsdp.group import GroupKey, ParameterGroup, UnbuiltGroup
 from shardrt.fsdp.policy import Choices, Settings
 from shardrt.nn.module import Module, label_of
 from shardrt.nn.parameter import Parameter
@@ -71,9 +71,7 @@ class Unit:
         by_key: dict[GroupKey, list[Parameter]] = {}  # in the order in which keys appear
         for parameter, key in parameters:
             by_key.setdefault(key, []).append(parameter)
-        self.groups = [
-            ParameterGroup(key, own, settings, self.choices, self.built) for key, own in by_key.items()
-        ]
+        self.groups: list[Any] = [UnbuiltGroup(self, key, own) for key, own in by_key.items()]
         # Set by setup.py:
         self.reshard_after_forward: bool
         self.reshard_after_backward: bool
@@ -120,11 +118,9 @@ class Unit:
             self._build(self)
         return self.schedule
 
-    def runs_under(self, schedule: Any) -> None:
-        """This schedule decides from now on."""
-        self.schedule = schedule
-        for group in self.groups:
-            group.runtime = schedule
+    def runs_under(self, schedule: Any, groups: list[ParameterGroup]) -> None:
+        """The unit is built: this schedule decides from now on; `groups` take the place of unbuilt ones."""
+        self.schedule, self.groups = schedule, groups
 
     @property
     def label(self) -> str:

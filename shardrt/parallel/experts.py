@@ -15,7 +15,6 @@ import numpy as np
 from shardrt import device
 from shardrt import functional as F
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.fsdp.group import ParameterGroup
 from shardrt.functional._arrays import empty
 from shardrt.functional.collective import all_to_all_rows, named
 from shardrt.functional.route import ExpertOrder
@@ -168,8 +167,7 @@ class ToExperts(Converting):
 
 def _by_micro_batch(module: Module) -> bool:
     """Whether gradients of micro-batches are added by a tree (set_world_invariant)."""
-    storage = module.up.storage
-    return isinstance(storage, ParameterGroup) and storage.sharded_gradient.fixed_tree
+    return module.up.storage.exact_norm
 
 
 def _by_expert(counts: np.ndarray, rows: int) -> tuple[ExpertOrder, ExpertOrder]:
