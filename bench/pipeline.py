@@ -32,9 +32,9 @@ from bench import workload as w
 from bench.command_line import Parser, check_known, words
 from bench.training import SCHEDULES, Training, batches_of, gathered, loss_from, named
 from shardrt import Tensor, autograd, random
-from shardrt.autograd import Late
 from shardrt.comm import DeviceMesh, init_device_mesh, world
 from shardrt.device import timeline
+from shardrt.late import Late
 from shardrt.parallel.stage import Stage
 from shardrt.parallel.table import Replay, Table
 from shardrt.train.errors import USAGE, one_line

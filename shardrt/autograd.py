@@ -2,20 +2,18 @@
 
 It runs the reachable nodes in strictly decreasing order of their numbers: every consumer of a node is newer
 than the node, so its gradients are complete when its turn comes, and the whole order is known before it
-starts. With a `Late` what nothing but gradients of parameters needs is put off (late.py).
+starts. With a `Deferral` what nothing but gradients of parameters needs is put off (late.py).
 """
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from shardrt import device
-from shardrt import late as lates
-from shardrt.late import Late, Work
 from shardrt.tape import (
     WRITTEN,
     Edge,
@@ -25,6 +23,8 @@ from shardrt.tape import (
     Segment,
     Variable,
     add_hook,
+    before_add,
+    before_read,
     contiguous,
     describe,
     enable_grad,
@@ -49,12 +49,13 @@ __all__ = [
     "Fill",
     "Function",
     "Keeper",
-    "Late",
     "Segment",
     "Variable",
     "add_hook",
     "backward",
     "backward_of_piece",
+    "before_add",
+    "before_read",
     "contiguous",
     "describe",
     "enable_grad",
@@ -88,6 +89,22 @@ class _State(threading.local):
 _state = _State()
 
 
+class Deferral(Protocol):
+    """Where one backward puts off what it can; `late.Late` is one."""
+
+    def take(self) -> None:
+        """A backward begins that has it."""
+
+    def put_off(self, backward: "Backward", function: Any, args: tuple, into: tuple) -> None:
+        """Have function(*args, *into) called later, by `backward.call`."""
+
+    def ready(self, backward: "Backward") -> None:
+        """That backward has ended, but for what was put off; `backward.run_late` does that."""
+
+    def forget(self) -> None:
+        """Hold nothing: the backward has raised."""
+
+
 class Backward:
     """One run of backward: the nodes in the order in which they run, and where it stands.
 
@@ -104,7 +121,7 @@ class Backward:
         retain_graph: bool,
         since: int = 0,
         outer: "Backward | None" = None,
-        late: Late | None = None,
+        late: Deferral | None = None,
     ) -> None:
         self.nodes = reachable(roots, since)
         self.position = 0
@@ -114,6 +131,7 @@ class Backward:
         self.late = late  # of the outermost run, until its second half
         self.second_half = False  # is to come, or runs, or has run
         self.busy = False  # one of its halves runs
+        self._calls = 0  # under way, of what was put off: they put nothing off themselves
         self.gradients: dict[Function, list] = {} if outer is None else outer.gradients
         self.passed: Function | None = None  # whose gradient the op before it has taken further than asked
         self._for_next: list = []  # calls that the node that runs has left to the next one, which waits
@@ -214,27 +232,34 @@ class Backward:
             self.second_half, self.late, late = True, None, self.late
             late.ready(self)
 
-    def run_late(self, works: Iterator[Work]) -> None:
-        """The second half. Each work is dropped, with its arrays, before the next one begins."""
+    def run_late(self, works: Iterator[Callable[[], None]]) -> None:
+        """The second half. Each of the works is dropped, with its arrays, before the next one begins."""
         with self._half():
             for work in works:
-                work.run()
+                work()
             self._end()
 
     def call(self, function: Any, args: tuple) -> None:
         """Call function(*args), which this run has put off, as a part of it."""
         before, _state.running = _state.running, self
+        self._calls += 1
         try:
             function(*args)
         finally:
+            self._calls -= 1
             _state.running = before
+
+    @property
+    def puts_off(self) -> Deferral | None:
+        """Where things are put off now, if they are."""
+        run = self.outermost
+        return None if run._calls else run.late
 
     @contextmanager
     def _half(self) -> Iterator[None]:
         before, _state.running, self.busy = _state.running, self, True
         try:
-            with lates.putting_off(self.outermost.late):
-                yield
+            yield
         except Exception:
             for function in self._in_any_case:
                 with suppress(Exception):  # what was raised first is told
@@ -281,7 +306,7 @@ def backward(
     gradients: Array | Iterable[Array | None] | None = None,
     retain_graph: bool = False,
     *,
-    late: Late | None = None,
+    late: Deferral | None = None,
 ) -> None:
     """Add the gradients of a variable, or of several in one run, to the `grad` of all leaves they depend on.
 
@@ -337,8 +362,8 @@ def later(function: Any, *args: Any, into: tuple = ()) -> tuple:
     next node waits for other ranks, the function is called meanwhile. args: for the function; arrays among
     them must stay as they are.
     """
-    handles, late = [handle for handle in into if handle is not None], lates.present()
-    run = _state.running
+    handles, run = [handle for handle in into if handle is not None], _state.running
+    late = None if run is None else run.puts_off
     if into and not handles:
         return into
     travels = any(handle.node is not None for handle in handles)  # on, to the op that made it

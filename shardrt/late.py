@@ -1,27 +1,21 @@
-"""Late: what a backward puts off, and its order. Knows no tape, only calls that add to gradients.
+"""Late: what a backward puts off until later, and in which order that is done.
 
-A gradient is a sum, whose bits depend on the order of its terms. So whoever is about to add a term asks first
-(`settle`): what was put off before it and adds to the same gradient runs then. Of any two terms that is added
-first to which backward came first, however the runs of several backwards are interleaved.
+A gradient is a sum, and its bits depend on the order of its terms. Terms are added in the order in which
+backward reached them, however the runs of several backwards are interleaved: before the tape adds a term
+(tape.before_add), `settle` does what was put off earlier and adds to the same gradient.
 """
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
+from shardrt import autograd
+from shardrt.autograd import Backward
+
 _numbers = count(1)
-
-
-class Runner(Protocol):
-    """What Late asks of the backward whose work it has."""
-
-    def call(self, function: Any, args: tuple) -> None: ...
-
-    def run_late(self, works: "Iterator[Work]") -> None: ...
 
 
 class Work:
@@ -29,7 +23,7 @@ class Work:
 
     __slots__ = ("number", "_backward", "_function", "_args")
 
-    def __init__(self, backward: Runner, function: Any, args: tuple) -> None:
+    def __init__(self, backward: Backward, function: Any, args: tuple) -> None:
         self.number = next(_numbers)
         self._backward, self._function, self._args = backward, function, args
 
@@ -63,7 +57,7 @@ class Late:
     def __init__(self) -> None:
         self.done = False
         self._number: int | None = None  # among all, from when a backward begins that has it
-        self._backward: Runner | None = None  # once it has put off all that it will, until `run`
+        self._backward: Backward | None = None  # once it has put off all that it will, until `run`
         self._works: deque[Work] = deque()
         self._writers: dict[int, list[Work]] = {}  # by id of the variable to whose gradient they add
 
@@ -83,9 +77,9 @@ class Late:
         finally:
             self.forget()
 
-    def _in_order(self) -> Iterator[Work]:
+    def _in_order(self) -> Iterator[Callable[[], None]]:
         while self._works:
-            yield self._works.popleft()
+            yield self._works.popleft().run
 
     # For the backward that it is given to
 
@@ -96,7 +90,7 @@ class Late:
         self._number = next(_numbers)
         _state.lates[self._number] = self
 
-    def ready(self, backward: Runner) -> None:
+    def ready(self, backward: Backward) -> None:
         """That backward has ended, but for what was put off."""
         self._backward = backward
 
@@ -106,7 +100,7 @@ class Late:
         self._writers.clear()
         _state.lates.pop(self._number, None)
 
-    def put_off(self, backward: Runner, function: Any, args: tuple, into: tuple) -> None:
+    def put_off(self, backward: Backward, function: Any, args: tuple, into: tuple) -> None:
         """Have function(*args, *into) called by `run`."""
         work = Work(backward, function, (*args, *into))
         self._works.append(work)
@@ -124,33 +118,14 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.lates: WeakValueDictionary[int, Late] = WeakValueDictionary()  # not run yet, the oldest first
-        self.present: Late | None = None  # of the backward that runs, if it puts things off now
         self.work: Work | None = None  # that was put off, and runs now
 
 
 _state = _State()
 
 
-def present() -> Late | None:
-    """Where things are put off now, if they are."""
-    return _state.present if _state.work is None else None
-
-
-@contextmanager
-def putting_off(late: Late | None) -> Iterator[None]:
-    """Have things put off to `late` inside a with block (None: not at all)."""
-    before, _state.present = _state.present, late
-    try:
-        yield
-    finally:
-        _state.present = before
-
-
 def settle(variable: Any) -> None:
-    """A gradient is about to be added to: what was put off and should be there before runs now.
-
-    Whoever has a `gradient_target` of its own calls it.
-    """
+    """A gradient is about to be added to: what was put off and should be there before runs now."""
     if not _state.lates:
         return
     now = _state.work
@@ -160,10 +135,16 @@ def settle(variable: Any) -> None:
                 work.run()
 
 
-def awaited(variables: Iterable) -> Any:
-    """The first of these variables to whose gradient something is to be added that was put off, or None."""
+def refuse_incomplete(variables: Iterable) -> None:
+    """Raise RuntimeError if something is to be added to one of these gradients that was put off."""
     lates = list(_state.lates.values()) if _state.lates else []
     for variable in variables if lates else ():
         if any(work.waits for late in lates for work in late.writers(variable)):
-            return variable
-    return None
+            raise RuntimeError(
+                f"the gradient of {variable.name!r} is not complete: a backward with late= has put off what "
+                "adds to it; call late.run() first"
+            )
+
+
+autograd.before_add.append(settle)
+autograd.before_read.append(refuse_incomplete)

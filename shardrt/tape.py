@@ -14,12 +14,18 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, Protocol
 
-from shardrt import device, late
+from shardrt import device
 from shardrt.hooks import Hooks, RemovableHandle
 
 Array = Any
 # fill(first, stop, out, accumulate): writes, or adds, rows [first, stop) of a gradient to `out`.
 Fill = Callable[[int, int, Array, bool], None]
+
+
+# Called with a variable before something is added to its gradient, or before that is read outside backward.
+# What has put additions off (late.py) does them first, or refuses.
+before_add: "list[Callable[[Variable], None]]" = []
+before_read: "list[Callable[[Iterable[Variable]], None]]" = []
 
 
 class _Written:
@@ -155,11 +161,16 @@ class Variable:
 
         The op writes the array, or adds to it where `accumulate` is True, and returns the token from
         backward: WRITTEN for a leaf; for the result of another op the array itself, which travels on.
+        Subclasses say in `_gradient_target` where that is.
         """
+        for hook in before_add:
+            hook(self)
+        return self._gradient_target()
+
+    def _gradient_target(self) -> tuple[Array, bool, Any]:
         if self.node is not None:
             fresh = device.current().empty(self.data.shape, self.data.dtype)
             return fresh, False, fresh
-        late.settle(self)
         if self.grad is not None:
             return self.grad, True, WRITTEN
         self.grad = device.current().empty(self.data.shape, self.data.dtype)
@@ -171,7 +182,12 @@ class Variable:
         As gradient_target, for an op that can make rows of the gradient by themselves. They may be asked for
         later in this backward: what `fill` reads must stay as it is.
         """
-        target, accumulate, token = self.gradient_target()
+        for hook in before_add:
+            hook(self)
+        return self._put_rows(fill)
+
+    def _put_rows(self, fill: Fill) -> Any:
+        target, accumulate, token = self._gradient_target()
         fill(0, len(target), target, accumulate)
         return token
 

@@ -86,7 +86,7 @@ class Tensor(Variable):
         return Tensor(self.data)
 
     def backward(
-        self, gradient: Any = None, retain_graph: bool = False, late: autograd.Late | None = None
+        self, gradient: Any = None, retain_graph: bool = False, late: autograd.Deferral | None = None
     ) -> None:
         """Add the gradients of this tensor to the `grad` of all that it depends on; see autograd.backward."""
         if gradient is not None:

@@ -6,8 +6,8 @@ gradients: see reducing_last.
 
 from contextlib import nullcontext
 
-from shardrt.autograd import Late
 from shardrt.fsdp import no_sync
+from shardrt.late import Late
 
 MICRO_BATCHES = 3
 

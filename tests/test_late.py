@@ -12,13 +12,13 @@ import shardrt
 from shardrt import Tensor, autograd, device, functional, nn
 from shardrt import functional as F
 from shardrt.activation_offload import offload_activations
-from shardrt.autograd import Function, Late
+from shardrt.autograd import Function
 from shardrt.comm import single
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.functional import vocabulary
 from shardrt.functional.float8 import Float8Linear
 from shardrt.functional.vocabulary import VocabularyPart
-from shardrt.late import Work
+from shardrt.late import Late, Work
 from shardrt.nn.lora import add_lora
 from shardrt.parallel import ColwiseParallel, RowwiseParallel, VocabParallel, set_tensor_invariant
 from shardrt.recompute import checkpoint

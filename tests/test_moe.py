@@ -10,10 +10,10 @@ import shardrt
 from shardrt import Tensor, device, nn, optim
 from shardrt import functional as F
 from shardrt.activation_offload import offload_activations
-from shardrt.autograd import Late
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, set_world_invariant, units
+from shardrt.late import Late
 from shardrt.recompute import checkpoint
 from tests.gradcheck import check_direction, leaf, normal
 

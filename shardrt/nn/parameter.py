@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrt import autograd, device, dtypes, late, random
+from shardrt import autograd, device, dtypes, random
 from shardrt.autograd import Edge
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn.init import AsNamed, Initialiser, InitialiserOfRuns
@@ -321,19 +321,17 @@ class Parameter(Tensor):
     def edge(self) -> Edge:
         return self.storage.edge(self)
 
-    def gradient_target(self) -> tuple[Array, bool, Any]:
-        self._before_gradient()
+    def _gradient_target(self) -> tuple[Array, bool, Any]:
+        self._call_hooks_at_end()
         return self.storage.gradient_target(self)
 
-    def put_rows(self, fill: autograd.Fill) -> Any:
-        self._before_gradient()
+    def _put_rows(self, fill: autograd.Fill) -> Any:
+        self._call_hooks_at_end()
         return self.storage.put_rows(self, fill)
 
-    def _before_gradient(self) -> None:
-        """An op is about to add to it."""
+    def _call_hooks_at_end(self) -> None:
         if self._hooks and autograd.running() is not None:
             autograd.running().at_end(self._call_hooks, hook=True)
-        late.settle(self)
 
     def register_hook(self, hook: Any) -> RemovableHandle:
         """Raises RuntimeError: the whole gradient of a parameter is never there as one array of its own."""

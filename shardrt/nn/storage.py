@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from shardrt import autograd, device, late
+from shardrt import autograd, device
 from shardrt.autograd import WRITTEN, Edge
 from shardrt.comm.protocol import Communicator
 from shardrt.device.protocol import Event
@@ -141,12 +141,9 @@ class Storage(ABC):
 
     def refuse_incomplete(self, parameters: Iterable["Parameter"]) -> None:
         """Raise RuntimeError, outside of backward, if one has put off what adds to one of these gradients."""
-        waits = late.awaited(parameters) if autograd.running() is None else None
-        if waits is not None:
-            raise RuntimeError(
-                f"the gradient of {waits.name!r} is not complete: a backward with late= has put off what "
-                "adds to it; call late.run() first"
-            )
+        if autograd.running() is None:
+            for hook in autograd.before_read:
+                hook(parameters)
 
     def complete_gradient(self) -> Array | None:
         """`gradient`, for work that is issued from now on; if it is on the host, for the host to read now."""

@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from shardrt import autograd, device, dtypes, fsdp, random
-from shardrt.autograd import Function, Late
+from shardrt.autograd import Function
 from shardrt.comm import talk
 from shardrt.comm.links import Links
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import timeline
 from shardrt.fsdp.setup import units_below
+from shardrt.late import Late
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.parallel.carrier import Carrier, action_told, flat, key_of, nested

@@ -13,7 +13,6 @@ from models.attend import attend
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.activation_offload import offload_activations
-from shardrt.autograd import Late
 from shardrt.checkpoint import full_state_dict, load, save
 from shardrt.comm import init_device_mesh, talk
 from shardrt.fsdp import (
@@ -24,6 +23,7 @@ from shardrt.fsdp import (
     register_forward_method,
     set_world_invariant,
 )
+from shardrt.late import Late
 from shardrt.nn.utils import clip_grad_norm_, clip_grad_value_
 from shardrt.parallel import (
     ColwiseParallel,

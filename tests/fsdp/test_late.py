@@ -10,7 +10,6 @@ import shardrt
 from models.gpt import GPT, GPTConfig
 from shardrt import device, optim
 from shardrt.activation_offload import offload_activations
-from shardrt.autograd import Late
 from shardrt.comm import CountedCommunicator, init_device_mesh, thread
 from shardrt.fsdp import (
     CPUOffloadPolicy,
@@ -24,6 +23,7 @@ from shardrt.fsdp import (
     units,
     unshard,
 )
+from shardrt.late import Late
 from shardrt.recompute import checkpoint
 from tests.fsdp.nets import (
     Block,

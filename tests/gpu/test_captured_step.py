@@ -11,10 +11,10 @@ from models.gpt import GPT, GPTConfig
 from models.plans import plan_of
 from shardrt import device, nn, optim
 from shardrt import functional as F
-from shardrt.autograd import Late
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
+from shardrt.late import Late
 from shardrt.parallel import parallelize_module
 from shardrt.recompute import checkpoint
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shardrt
-from shardrt import Tensor, autograd, device, nn
+from shardrt import Tensor, device, nn
 from shardrt import functional as F
 from shardrt.autograd import Function
 from shardrt.comm import DelayedCommunicator, create, init_device_mesh
@@ -20,6 +20,7 @@ from shardrt.device import StreamError
 from shardrt.device.cpu import InlineStream
 from shardrt.fsdp import fully_shard, memory_plan
 from shardrt.functional import collective, vocabulary
+from shardrt.late import Late
 from shardrt.nn.lora import add_lora
 from shardrt.parallel import ColwiseParallel, parallelize_module
 from shardrt.recompute import checkpoint
@@ -62,7 +63,7 @@ def gradients(
         model = build(kind, mesh, sequence, sharded=sharded, **how)
     shardrt.manual_seed(3, step=1)
     for number in range(backwards):
-        loss, put_off = model(*batch_of(number, mesh)), autograd.Late() if late else None
+        loss, put_off = model(*batch_of(number, mesh)), Late() if late else None
         here.told.append("backward")
         loss.backward(late=put_off)
         if late:

@@ -10,13 +10,13 @@ import shardrt
 from models.gpt import GPT, GPTConfig
 from models.plans import plan_of
 from shardrt import device, nn, optim
-from shardrt.autograd import Late
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.device.cuda import CUDADevice
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.fsdp import MixedPrecisionPolicy, explain, fully_shard, memory_plan
 from shardrt.kernels.cuda import float8
+from shardrt.late import Late
 from shardrt.parallel import parallelize_module
 from shardrt.recompute import checkpoint
 from shardrt.tensor import Tensor
