@@ -80,7 +80,8 @@ class ShardedGradient:
     @property
     def slot(self) -> Slot | None:
         """Where the full gradient can be written as its own sum: if there is nothing to add it to."""
-        return self.slots[0] if self.slots and not self.reductions else None
+        index, accumulate = self._goes_to()
+        return self.slots[index] if self.slots and not accumulate else None
 
     def receive(
         self,
@@ -96,13 +97,22 @@ class ShardedGradient:
         part: (start, stop) of what the slot has of each shard; None for all. staging: slots through which the
         sum goes to the host, if it does.
         """
-        out = self.arrays[0] if part is None else self.arrays[0][slice(*part)]
-        if not self.reductions and (part is None or part[0] == 0):
+        index, accumulate = self._goes_to()
+        out = self.arrays[index] if part is None else self.arrays[index][slice(*part)]
+        if index == 0 and not accumulate and (part is None or part[0] == 0):
             # zero_grad has lent its pages. All return: at the ends of a part are pages of its neighbours.
             streams.device.take_pages(self.arrays[0])
-        send(out, self.reductions > 0)
+        send(out, accumulate)
         streams.reduce.record(slot.free)
+        self._carry(streams)
         streams.reduce.record(self.ready)
+
+    def _goes_to(self) -> tuple[int, bool]:
+        """(which of `arrays` the next reduction goes to, whether it is added to what is there)."""
+        return 0, self.reductions > 0
+
+    def _carry(self, streams: Streams) -> None:
+        """Add partial sums that are complete, in the reduce stream."""
 
     def issued(self, trained: Collection[int]) -> None:
         """One more reduction, of the parameters at these positions, will go into it."""

@@ -32,7 +32,6 @@ class WholeGradient(GradientPath):
             self.slot = self.acquire()
             return
         self.streams.compute.wait(self.group.gradient_ready)  # a pass that raised may still reduce into it
-        self.streams.compute.wait(self.slot.free)  # and the reduction before may still read it
 
     def _its_own_sum(self) -> Slot | None:
         """The slot of the sharded gradient, where the full one can be written there."""

@@ -17,7 +17,7 @@ from tests.ranks import ROOT
 
 SHARDRT = ROOT / "shardrt"
 FILES = [
-    *sorted((SHARDRT / "fsdp").glob("*.py")),
+    *sorted((SHARDRT / "fsdp").rglob("*.py")),
     *sorted((SHARDRT / "parallel").glob("*.py")),
     SHARDRT / "nn" / "storage.py",
     SHARDRT / "optim" / "offload.py",

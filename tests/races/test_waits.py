@@ -250,10 +250,10 @@ def leave_out(patch, name):
 
 RELEASES = {
     "fsdp/gathers.py Gathers._release": 0,
-    "fsdp/gradients.py Gradients.discard": 16,
+    "fsdp/whole_gradient.py WholeGradient.discard": 16,
     "fsdp/collectives.py _cast": 0,
-    "fsdp/collectives.py reduce": 4,
-    "fsdp/gradients.py Gradients._handing_over": 17,
+    "fsdp/options/offload.py HostGradient.receive": 4,
+    "fsdp/gradient_path.py GradientPath.handing_over": 17,
     "optim/offload.py Updates._issue_chunks": 3,
     "comm/links.py _Incoming.free": 9,
 }

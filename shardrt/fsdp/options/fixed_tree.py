@@ -13,13 +13,12 @@ import numpy as np
 
 from shardrt import autograd, dtypes, random
 from shardrt.comm.digits import size_of, without
-from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp.observers import ScheduleObserver
 from shardrt.fsdp.policy import Choices
 from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.setup import units_for
-from shardrt.fsdp.sharded_gradient import Send, ShardedGradient, Streams
+from shardrt.fsdp.sharded_gradient import ShardedGradient, Streams
 from shardrt.fsdp.unit import Unit
 from shardrt.kernels.determinism import use_deterministic_algorithms
 from shardrt.nn.module import Module
@@ -128,29 +127,16 @@ class FixedTree(ShardedGradient):
                 f"{self._choices.micro_batches} backwards; so far there were {self.reductions}"
             )
 
-    @property
-    def slot(self) -> Slot | None:
+    def _goes_to(self) -> tuple[int, bool]:
         goes = slot_of(self.reductions)
-        return self.slots[goes.index] if self.slots and not goes.accumulate else None
+        return goes.index, goes.accumulate
 
-    def receive(
-        self,
-        slot: Slot,
-        streams: Streams,
-        send: Send,
-        part: tuple[int, int] | None = None,
-        staging: Arena | None = None,
-    ) -> None:
+    def _carry(self, streams: Streams) -> None:
+        """The newest partial sum goes into the one before, as often as the binary counter carries."""
         goes = slot_of(self.reductions)
-        if goes.index == 0 and not goes.accumulate:
-            streams.device.take_pages(self.arrays[0])  # which zero_grad has lent
-        send(self.arrays[goes.index], goes.accumulate)
-        streams.reduce.record(slot.free)
-        # A carry: the newest partial sum goes into the one before, as often as `merges` says.
         for low in range(goes.index, goes.index - goes.merges, -1):
             add = streams.device.kernels.reduce.sum_into
             streams.reduce.submit(add, self.arrays[low - 1], [self.arrays[low]], 1.0, True)
-        streams.reduce.record(self.ready)
 
 
 class MicroBatchCount(ScheduleObserver):
