@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from itertools import takewhile
 
 import numpy as np
 import pytest
@@ -195,6 +196,16 @@ def test_wheels_are_for_the_cuda_of_cupy_or_else_of_the_driver(monkeypatch, whee
 LOST = "nvidia-cublas-cu12 nvidia-nccl-cu12"
 
 
+def test_packages_for_cuda_12_are_named_beside_the_figures(tmp_path, monkeypatch):
+    packages = ("cupy-cuda12x", "nvidia-nccl-cu12", "nvidia-cublas-cu12")
+    for name in packages:
+        folder = tmp_path / f"{name.replace('-', '_')}-12.5.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 12.5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {name: needs.machine().get(name) for name in packages} == dict.fromkeys(packages, "12.5")
+
+
 def test_libraries_are_looked_for_by_what_loads_them():
     """needs.py names functions of others."""
     pytest.importorskip("cupy_backends")
@@ -240,9 +251,19 @@ def test_nvidia_smi_is_asked_of_the_gpu_that_is_used(driver_played, monkeypatch,
     script.write_text('#!/bin/sh\necho "$*" > "$0.asked"; echo 40, 1980, 0, 0x0, 0\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert needs.gpus() == 8
     assert needs.health().startswith("40 C, 1980 MHz")
     assert (tmp_path / "nvidia-smi.asked").read_text().split()[-1] == "--id=0000:1B:00.0"
+    assert needs.gpus() == 8
+
+
+def test_headers_that_are_not_found_are_named_before_anything_runs(driver_played, monkeypatch, tmp_path):
+    pytest.importorskip("cuda.pathfinder")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import cuda.pathfinder\ncuda.pathfinder.find_nvidia_header_directory = lambda name: None\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (line,) = [line for line in needs.find().lines() if "headers" in line]
+    assert line.startswith("CUDA's headers not found: no kernel can be compiled (pip install nvidia-cuda-")
 
 
 def test_a_driver_too_old_for_cupy_is_named(driver_played, monkeypatch):
@@ -296,9 +317,9 @@ def test_the_folder_of_results_is_one_of_the_caller(monkeypatch, tmp_path):
 def test_our_training_row_comes_early_and_the_tests_leave_room_for_others():
     limits = {name: entry[2] for name, entry in command.SECTIONS.items() if name != "ranks"}
     names, budget = list(limits), command.arguments().parse_args([]).budget
-    assert names[:5] == ["ceilings", "caches", "step", "alone", "tests"]
     before = sum(limits[name] for name in names[: names.index("training")])
     assert before <= budget - 60, "no minute is left for training beside PyTorch"
+    assert names[:5] == ["ceilings", "caches", "step", "alone", "tests"]
     assert suite.GRACE < limits["tests"] / 2
 
 
@@ -379,10 +400,11 @@ def test_sections_that_fail_hang_or_say_nothing_become_rows(sections_played, tmp
 
 def test_sections_see_one_gpu_but_for_that_of_ranks(sections_played, tmp_path):
     sections_played(1)
-    command.run(["ceilings", "kernels", "ranks"], command.arguments().parse_args(["--out", str(tmp_path)]))
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    seen = {row["section"]: row["check"] for row in rows}
-    assert seen == {"ceilings": "5", "kernels": "5", "ranks": "5,3"}
+    for name, gpus in {"ceilings": "5", "kernels": "5", "ranks": "5,3"}.items():
+        command.run([name], command.arguments().parse_args(["--out", str(tmp_path)]))
+        rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+        seen = {row["section"]: row["check"] for row in rows}
+        assert seen[name] == gpus
 
 
 def test_what_a_section_lacks_is_its_row_and_the_others_run(sections_played, tmp_path, monkeypatch, capsys):
@@ -649,9 +671,9 @@ def test_contestants_that_the_gpu_has_no_room_for_run_one_after_the_other(monkey
     monkeypatch.setattr(contestant, "Contestant", Counted)
     courses = contestant.race(dict.fromkeys("abc", ("stub", settings)), warmup=1, rounds=2, steps=1)
     assert list(courses) == ["a", "b", "c"]
-    assert [course.heat for course in courses.values()] == heats
     assert all(course.seconds == [0.5] * 2 and not course.error for course in courses.values())
     assert max(most) == (1 if free == 24 else 3) and not running
+    assert [course.heat for course in courses.values()] == heats
 
 
 def test_without_a_gpu_there_is_one_clear_line():
@@ -708,11 +730,17 @@ def test_ceilings(played):
     fine(played)
 
 
-def test_caches(played, monkeypatch):
+def test_caches_are_warm_before_the_first_step(played, monkeypatch):
     warmed, tiny = [], Workload(layers=1, dim=8, heads=2, seq=4, batch=2, vocab=29)
-    monkeypatch.setattr(type(clock.devices.get("cpu")), "warm_up", lambda self: warmed.append(self))
-    caches.measure(played, tiny)
-    assert len(fine(played)) == 4 and len(warmed) == 1
+    for name in ("cpu", "cuda"):
+        kind = type(clock.devices.get(name))
+        monkeypatch.setattr(kind, "warm_up", lambda self, name=name: warmed.append(name))
+    how = {"ceilings": {"copied": 64, "linked": 64, "side": 8}, "caches": {"workload": tiny}}
+    for name in takewhile(lambda name: name != "step", command.SECTIONS):
+        module, function, _ = command.SECTIONS[name]
+        played.rows.clear()
+        getattr(importlib.import_module(module), function)(played, **how[name])
+    assert warmed == ["cuda", "cpu"] and len(fine(played)) == 4
 
 
 def test_without_numba_its_kernels_are_not_compiled(played, monkeypatch):

@@ -1,5 +1,6 @@
 """Memory of a GPU: when it is full, what is pinned and what is not, what kernels share."""
 
+import gc
 import subprocess
 import sys
 
@@ -45,7 +46,8 @@ print("end", flush=True)
 @pytest.fixture
 def full(gpu, software, monkeypatch):
     """Of 64 MB, CuPy's pool keeps 40, which no array has; 8 belong to an array in a cycle."""
-    gpu.empty_cache()
+    gc.collect()
+    gpu._cupy.get_default_memory_pool().free_all_blocks()
     monkeypatch.setattr(software, "capacity", software.used[0] + 64 * MB)
     gpu.empty(40 * MB, np.uint8)
     cycle = [gpu.buffer(8 * MB, np.uint8)]

@@ -1,9 +1,12 @@
 """NCCL's life: graphs before communicators, errors that no call reports, a library that is not there."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from shardrt import device
 from shardrt.comm import init_device_mesh, thread
 from shardrt.faults import failure
-from tests.ranks import mpirun
+from tests.ranks import BACKSTOP, ROOT, clean_environment, mpirun
 from tests.softgpu import nccl
 from tests.softgpu.available import missing
 
@@ -44,6 +47,22 @@ def ends():
     comm.fault = INVALID_USAGE
     time.sleep(1.5)
 """
+AT_EXIT = """
+import atexit, os
+@atexit.register
+def last():
+    print(bool(cuda.captured()), flush=True)
+    os._exit(0)
+from tests.softgpu.start import start
+cuda = start()
+from shardrt import device
+here = device.get("cuda")
+device.set_current(here)
+numbers = here.zeros(2, "f4")
+graph = here.capture(lambda: numbers.fill(1))
+print(bool(cuda.captured()), flush=True)
+"""
+MB = 1 << 20
 
 
 def captured(mesh):
@@ -112,6 +131,61 @@ def test_what_a_graph_refers_to_goes_after_it(software):
     assert found == [False]
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_graphs_go_when_the_program_ends():
+    """Then Python collects communicators in an order of its own, and NCCL destroys each that it collects."""
+    words, how = [sys.executable, "-c", AT_EXIT], {"capture_output": True, "text": True, "cwd": ROOT}
+    done = subprocess.run(words, env=clean_environment(), timeout=BACKSTOP, **how)
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+def test_nccl_finds_free_what_no_array_has_any_more(software, monkeypatch):
+    """It takes memory of its own, for which CuPy's pool gives nothing back."""
+    create, held = nccl.NcclCommunicator.__init__, {}
+
+    def created(self, *how):
+        held[software.device] = software.used[software.device]
+        create(self, *how)
+
+    monkeypatch.setattr(nccl.NcclCommunicator, "__init__", created)
+
+    def rank():
+        mesh = init_device_mesh("cuda", communicator="nccl")
+        before = software.used[mesh.device.index]
+        mesh.device.empty(40 * MB, np.uint8)
+        mesh.communicator("gather")
+        return held[mesh.device.index] - before
+
+    assert max(thread.run(2, rank)) < 40 * MB
+
+
+def test_threads_end_a_communicator_one_after_the_other(software, monkeypatch):
+    """CuPy forgets its handle when ncclCommAbort has returned: until then another call frees it again."""
+    both, met = threading.Barrier(2), []
+
+    def ends(comm):
+        try:
+            met.append(both.wait(0.5))
+        except threading.BrokenBarrierError:
+            both.reset()
+
+    def rank():
+        mesh = init_device_mesh("cuda", communicator="nccl")
+        transport = mesh.communicator("gather")._transport
+        if mesh.rank == 0:
+            with monkeypatch.context() as patch:
+                for name in ("abort", "destroy"):
+                    patch.setattr(nccl.NcclCommunicator, name, ends)
+                other = threading.Thread(target=transport.abort)
+                other.start()
+                transport.close()
+                other.join()
+        mesh.communicator("control").talk(b"")
+
+    thread.run(2, rank)
+    assert not met
+
+
 @pytest.mark.mpi
 @pytest.mark.timed
 @pytest.mark.skipif(bool(missing()), reason=missing())
@@ -176,6 +250,6 @@ def test_a_communicator_that_is_closed_has_no_errors(software):
 def test_without_nccl_there_is_one_line_that_says_what_to_install(software, monkeypatch):
     import cupy
 
-    monkeypatch.setattr(cupy.cuda.nccl, "available", False)
+    monkeypatch.setattr(cupy.cuda, "nccl", SimpleNamespace(available=False))  # what CuPy then has
     with pytest.raises(RuntimeError, match=r"CuPy finds no NCCL: pip install 'nvidia-nccl-cu13>=2.27.7'"):
         thread.run(2, lambda: init_device_mesh("cuda", communicator="nccl").communicator("gather"))

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import threading
 
 import numpy as np
@@ -136,6 +137,22 @@ def test_asking_for_a_gpu_leaves_the_current_one(software):
         return cupy.cuda.runtime.getDevice()
 
     assert thread.run(1, rank) == [0]
+
+
+def test_more_than_eight_streams_have_queues_of_their_own(software, monkeypatch):
+    """The driver reads how many when the first context is made."""
+    asked = []
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    runtime = cupy.cuda.runtime
+    choose = runtime.setDevice
+
+    def chosen(index):
+        asked.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        choose(index)
+
+    monkeypatch.setattr(runtime, "setDevice", chosen)
+    device.get("cuda")
+    assert asked[0] == "32"
 
 
 def test_a_thread_that_has_chosen_its_gpu_by_cupy_stays_there(software):
