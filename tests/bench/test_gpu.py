@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+from configparser import ConfigParser
 from contextlib import nullcontext
 from itertools import takewhile
 
@@ -153,6 +154,14 @@ def test_the_frontend_of_cudnn_is_one_that_shardrt_takes():
     assert f"'nvidia-cudnn-frontend{bound}'" in needs._WHEELS["cudnn"]
 
 
+def test_the_extra_for_cuda_brings_libraries_that_cupy_does_not():
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    brought = config["options.extras_require"]["cuda"]
+    wheels = {re.match(r"[\w-]+", line)[0] for line in brought.split("\n") if line}
+    assert wheels >= {"nvidia-nccl-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"}
+
+
 @pytest.mark.parametrize("name", ["ceilings", "launches", "products", "kernels", "convolution", "experts"])
 def test_a_section_imports_no_package_that_it_is_not_said_to_need(name):
     """In an order of imports of its own: NumPy before shardrt, for example."""
@@ -261,9 +270,9 @@ def test_headers_that_are_not_found_are_named_before_anything_runs(driver_played
     (tmp_path / "sitecustomize.py").write_text(
         "import cuda.pathfinder\ncuda.pathfinder.find_nvidia_header_directory = lambda name: None\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (line,) = [line for line in needs.find().lines() if "headers" in line]
-    assert line.startswith("CUDA's headers not found: no kernel can be compiled (pip install nvidia-cuda-")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    told = [line for line in needs.find().lines() if "headers" in line]
+    assert len(told) == 1 and "CUDA's headers not found: no kernel can be compiled (pip install " in told[0]
 
 
 def test_a_driver_too_old_for_cupy_is_named(driver_played, monkeypatch):
