@@ -116,7 +116,6 @@ class NCCLTransport(Transport):
 
     def error(self) -> str:
         """What NCCL's own threads have met (a lost peer or cable), which no other call reports; or ""."""
-        self._device.enter_thread()
         if not self._life.acquire(blocking=False):
             return ""  # it is being closed
         try:

@@ -3,6 +3,7 @@
 import gc
 import json
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -37,6 +38,33 @@ for axis in ("tp", "dp"):
 mesh.communicator("gather")
 for source in range(3):
     mesh.pair(source, source + 1)
+"""
+CHOSEN = """
+import threading
+import time
+from itertools import count
+import cupy
+from shardrt.comm import init_device_mesh
+from shardrt.device.cpu import ThreadStream
+from shardrt.faults.watchdog import Watch
+from shardrt.train.prefetch import Prefetched
+chosen, choose = {}, cupy.cuda.runtime.setDevice
+def seen(index):
+    chosen[threading.current_thread().name] = index
+    choose(index)
+cupy.cuda.runtime.setDevice = seen
+batches, stream = Prefetched(lambda step: time.sleep(0.1), 0, 1000), ThreadStream("stream")
+mesh = init_device_mesh("cuda")
+mesh.communicator("gather")
+with Watch(mesh):
+    for _ in range(20):
+        next(batches)
+    stream.synchronize()
+names = [name.removeprefix("shardrt-") for name, index in chosen.items() if index == mesh.device.index]
+told = " ".join([f"{mesh.rank}:", *sorted(set(names) - {"MainThread"})])
+for each in mesh.communicator("control").talk(told.encode()):
+    if mesh.rank == 0:
+        print(each.decode(), flush=True)
 """
 HIDDEN = """
 import os, runpy, sys
@@ -125,6 +153,44 @@ def test_a_thread_of_the_host_that_waits_for_a_gpu_makes_no_context_on_another(s
         return set(software.contexts)
 
     assert thread.run(1, rank) == [{1}]
+
+
+@pytest.mark.parametrize("how", ["last reference", "collector"])
+@pytest.mark.parametrize("what", ["stream", "event", "buffer"])
+def test_what_ends_in_a_thread_of_the_host_makes_no_context_on_another_gpu(software, what, how):
+    """A worker, begun before the GPU was chosen, drops the last reference, or the collector runs in it."""
+    gc.collect()
+    worker = ThreadStream("worker")
+    worker.synchronize()
+
+    def rank():
+        here = device.get("cuda:1")
+        device.set_current(here)
+        made = {"stream": partial(here.new_stream, "side"), "event": here.new_event}
+        held = [made.get(what, partial(here.buffer, 8, np.uint8))()]
+        software.contexts.clear()
+        if how == "collector":
+            held.append(held)
+            gc.disable()
+            del held
+            worker.submit(gc.collect)
+        else:
+            worker.submit(held.clear)
+        worker.synchronize()
+        gc.enable()
+        return set(software.contexts)
+
+    assert thread.run(1, rank) == [{1}]
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_all_threads_of_a_rank_choose_its_gpu():
+    """The guard's is begun before MPI, those of batches and of a stream before the mesh."""
+    done = mpirun(2, ["-m", "tests.softgpu.run", "-c", CHOSEN], SOFTGPU_DEVICES="2")
+    assert done.returncode == 0, done.stderr
+    names = "batches guard nccl watchdog stream watchdog"
+    assert done.stdout.splitlines() == [f"{rank}: {names}" for rank in range(2)]
 
 
 def test_asking_for_a_gpu_leaves_the_current_one(software):
