@@ -15,8 +15,8 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -151,6 +151,19 @@ class CUDADevice(Device):
         elif self._cupy.cuda.get_current_stream().ptr != self._here.stream.handle.ptr:
             self._here.stream.handle.use()
 
+    @contextmanager
+    def _chosen(self) -> Iterator[None]:
+        """Inside, this GPU is the thread's, whichever it was before."""
+        runtime = self._cupy.cuda.runtime
+        before = runtime.getDevice()
+        if before != self.index:
+            self.enter()
+        try:
+            yield
+        finally:
+            if before != self.index:
+                runtime.setDevice(before)
+
     def _free_what_others_left(self) -> None:
         """What CuPy's pool keeps for the streams of threads that have ended: it gives it to no other stream.
 
@@ -169,7 +182,8 @@ class CUDADevice(Device):
     def current_stream(self) -> CUDAStream:
         """This thread's compute stream."""
         if not hasattr(self._here, "stream"):
-            self.enter()
+            with self._chosen():
+                self.enter()
         return self._here.stream
 
     @property
@@ -216,9 +230,10 @@ class CUDADevice(Device):
     def buffer(self, count: int, dtype: Any) -> Array:
         self._refuse("a buffer can't be made")
         nbytes = count * np.dtype(dtype).itemsize
-        memory = self._raw(nbytes)
-        memory.memset_async(0, nbytes, self.current_stream.handle)
-        self.current_stream.synchronize()  # other streams may use it at once
+        with self._chosen():
+            memory = self._raw(nbytes)
+            memory.memset_async(0, nbytes, self.current_stream.handle)
+            self.current_stream.synchronize()  # other streams may use it at once
         return self._cupy.ndarray((count,), dtype, memory)
 
     def _raw(self, nbytes: int) -> Any:
@@ -377,12 +392,14 @@ class CUDADevice(Device):
 
     def new_stream(self, name: str) -> Stream:
         self._refuse(f"stream {name!r} can't be made")
-        stream = CUDAStream(name, self._cupy.cuda.Stream(non_blocking=True, priority=_HIGH_PRIORITY))
+        with self._chosen():
+            stream = CUDAStream(name, self._cupy.cuda.Stream(non_blocking=True, priority=_HIGH_PRIORITY))
         self._here.sides.add(stream)
         return stream
 
     def new_event(self) -> Event:
-        return CUDAEvent(self._cupy.cuda.Event(disable_timing=True))
+        with self._chosen():
+            return CUDAEvent(self._cupy.cuda.Event(disable_timing=True))
 
     def capture(self, function: Callable[[], Any]) -> Graph:
         """The work that `function()` launches, as a CUDA graph that can be replayed. Nothing runs now.

@@ -204,6 +204,29 @@ def test_asking_for_a_gpu_leaves_the_current_one(software):
     assert thread.run(1, rank) == [0]
 
 
+def test_a_device_that_is_not_current_acts_on_its_own_gpu_and_leaves_the_current_one(software):
+    """Its memory, its compute stream, and the streams and events that are made."""
+
+    def rank():
+        here, other = device.get("cuda:0"), device.get("cuda:1")
+        device.set_current(here)
+        used, stream = software.used[1], software.stream
+        array = other.buffer(8, np.float32)
+        made = other.new_stream("side")
+        compute, event = other.current_stream, other.new_event()
+        assert cupy.cuda.runtime.getDevice() == 0
+        assert cupy.cuda.get_current_stream().ptr == here.current_stream.handle.ptr
+        with device.use(other):
+            assert other.current_stream is compute
+            compute.record(event)
+            compute.synchronize()
+            assert other.to_numpy(array).tolist() == [0] * 8
+        devices = [stream(each.handle.ptr).device for each in (compute, made, here.current_stream)]
+        return software.used[1] - used, array.device.id, devices
+
+    assert thread.run(1, rank) == [(32, 1, [1, 1, 0])]
+
+
 def test_a_thread_that_has_chosen_its_gpu_by_cupy_stays_there(software):
     def rank():
         here = device.get("cuda:0")
