@@ -149,6 +149,17 @@ def test_what_is_missing_is_named_with_what_it_costs(monkeypatch):
     assert needs.Found((), gpus=0).lines() == ["no GPU: the driver, libcuda.so.1, is missing or sees none"]
 
 
+@pytest.mark.parametrize(("capability", "runs"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_a_gpu_without_bfloat16_is_named_and_no_section_runs(driver_played, monkeypatch, capability, runs):
+    monkeypatch.setattr(Driver, "capability", capability)
+    for name, given in {"libraries": list, "there": lambda name: True, "_cuda": lambda: 12}.items():
+        monkeypatch.setattr(needs, name, given)
+    found = needs.find()
+    told = "the GPU has compute capability 7.5, and bfloat16 needs 8.0: all sections are skipped"
+    assert found.lines() == ([] if runs else [told])
+    assert {found.lacks(name) for name in command.SECTIONS} == {"" if runs else f"not run: {told}"}
+
+
 def test_the_frontend_of_cudnn_is_one_that_shardrt_takes():
     bound = re.search(r"nvidia-cudnn-frontend.*(<[\d.]+)", (ROOT / "setup.cfg").read_text())[1]
     assert f"'nvidia-cudnn-frontend{bound}'" in needs._WHEELS["cudnn"]
@@ -229,6 +240,8 @@ def test_libraries_are_looked_for_by_what_loads_them():
 class Driver:
     """libcuda.so.1 of a machine."""
 
+    capability = 9, 0
+
     def cuInit(self, flags):
         return 0
 
@@ -238,6 +251,10 @@ class Driver:
 
     def cuDriverGetVersion(self, version):
         version._obj.value = 12080
+        return 0
+
+    def cuDeviceGetAttribute(self, value, attribute, device):
+        value._obj.value = self.capability[(75, 76).index(attribute)]
         return 0
 
     def cuDeviceGetPCIBusId(self, text, size, device):

@@ -35,6 +35,34 @@ if mesh.rank == 1:
 gather.all_reduce(numbers, stream=mesh.device.current_stream)
 mesh.device.current_stream.synchronize()
 """
+DROPS = """
+import gc
+import weakref
+from itertools import count
+from shardrt.comm import init_device_mesh, world
+from tests.softgpu.nccl import NcclCommunicator
+rank, numbers = world.launch().rank, count()
+make, destroy = NcclCommunicator.__init__, NcclCommunicator.destroy
+def made(self, *given):
+    self.number = next(numbers)
+    make(self, *given)
+def ends(self):
+    if self.alive:
+        print(f"{rank}: communicator {self.number}", flush=True)
+    destroy(self)
+NcclCommunicator.__init__, NcclCommunicator.destroy, NcclCommunicator.__del__ = made, ends, ends  # as CuPy's
+for _ in range(3):
+    mesh = init_device_mesh("cuda")
+    for role in ("gather", "reduce"):
+        mesh.communicator(role)
+    CLOSE
+    seen = weakref.ref(mesh)
+    del mesh
+    if rank == 0:
+        gc.collect()  # on the other rank at another time
+        assert seen() is None, "a mesh outlives its last reference"
+print(f"{rank}: end", flush=True)
+"""
 ENDS = """
 import time
 from shardrt.comm import init_device_mesh
@@ -231,6 +259,55 @@ def test_an_error_of_nccl_names_the_rank_of_the_job(software, monkeypatch):
 def test_peers_that_go_when_all_programs_have_ended_are_no_error():
     done = mpirun(2, ["-m", "tests.softgpu.run", "-c", ENDS])
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("close", ["", "mesh.close()"])
+def test_communicators_are_destroyed_in_one_order_and_not_by_the_collector(close):
+    """At `close`, or when all programs have ended: NCCL's destroy waits for other ranks."""
+    done = mpirun(2, ["-m", "tests.softgpu.run", "-c", DROPS.replace("CLOSE", close)])
+    assert done.returncode == 0, done.stderr
+    destroyed = [f"communicator {number}" for number in range(6)]
+    expected = [*destroyed, "end"] if close else ["end", *destroyed]
+    for rank in ("0", "1"):
+        told = [line.split(": ") for line in done.stdout.splitlines()]
+        assert [what for who, what in told if who == rank] == expected
+
+
+@pytest.mark.parametrize(
+    "takes, status, warned, expected",
+    [
+        ((1 << 40, 0), 1, "", "Failed to CUDA calloc 1099511627776 bytes, and"),
+        ((0, 1 << 40), 1, "", "Failed to CUDA calloc 1099511627776 bytes, and"),
+        (None, 1, "Cuda failure 2 'out of memory'", "Cuda failure 2 'out of memory', and"),
+        (None, 1, "Cuda failure 700 'an illegal memory access was encountered'", ""),
+        (None, 5, "Cuda failure 2 'out of memory'", ""),  # an old one: this error comes from no call of CUDA
+    ],
+)
+def test_a_gpu_without_room_for_nccl_is_a_memory_error(
+    software, monkeypatch, takes, status, warned, expected
+):
+    """When a communicator is made, or at its first call."""
+
+    def fails(*args):
+        nccl.warn(warned)
+        raise nccl.NcclError(status)
+
+    def rank():
+        mesh = init_device_mesh("cuda", communicator="nccl")
+        if takes is None:
+            monkeypatch.setattr(nccl.NcclCommunicator, "allReduce", fails)
+        else:
+            monkeypatch.setattr(nccl.NcclCommunicator, "takes", takes)
+        with pytest.raises(RuntimeError if not expected else MemoryError) as told:
+            here, gather = mesh.device, mesh.communicator("gather")
+            gather.all_reduce(here.zeros(2, np.float32), stream=here.current_stream)
+        if expected:
+            assert f"no room for NCCL on GPU {mesh.rank}: {expected} 1" in str(told.value)
+        return failure.code_of(told.value)
+
+    assert thread.run(2, rank) == [failure.OUT_OF_MEMORY if expected else 1] * 2
 
 
 def test_a_communicator_that_is_closed_has_no_errors(software):
