@@ -36,7 +36,7 @@ from bench.command_line import Parser
 from bench.curves import COPY
 from bench.environment import facts
 from bench.kernels.case import Maker, Sizes
-from bench.kernels.options import OPS
+from bench.kernels.ops import OPS
 from bench.quiet import DISTURBED, busy_seconds
 from bench.step import mesh_shape
 from bench.training import UNSHARDED, Training

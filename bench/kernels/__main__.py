@@ -23,7 +23,8 @@ from bench import environment
 from bench.kernels import report
 from bench.kernels.case import Maker
 from bench.kernels.measure import Ceilings, Judge, Line, keep_freed_memory
-from bench.kernels.options import OPS, parse
+from bench.kernels.ops import OPS
+from bench.kernels.options import parse
 from shardrt import device as devices
 from shardrt.kernels import cpu
 from shardrt.train.errors import USAGE, one_line

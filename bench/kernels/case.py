@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ import numpy as np
 from bench.gpu.clock import blank, element, filled
 from shardrt import device as devices
 from shardrt import dtypes
-from shardrt.kernels.shape import Cost
+from shardrt.kernels import shape as costs
 
 Array = Any
 Peer = Callable[..., Callable[[], Sequence]]  # (torch, *tensors) -> a call that gives the results
+Call = Any  # ("module.kernel", *arguments), the last of which may be a dict of named ones; or Moved
+Calls = Sequence[Call]
 
 # batch, channels, outputs, window, stride, padding, groups, height and width
 CONVOLUTIONS = {
@@ -73,8 +76,16 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class Moved:
+    """A call of no kernel, and the bytes that it moves."""
+
+    work: Callable[[], Any]
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Case:
-    """One pass. nbytes, flops: that it can't do without (needs).
+    """One pass. nbytes, flops: that it can't do without.
 
     ours leaves its results in `results`, or gives them where that is empty. plain: the same in NumPy, from
     `inputs` to a tuple of results; of CuPy's arrays it makes CuPy's. peer: the same in PyTorch. judge, where
@@ -88,8 +99,8 @@ class Case:
     nbytes: float
     flops: float
     ours: Callable[[], Any]
-    results: tuple[Array, ...]
-    inputs: tuple[Array, ...]
+    results: Sequence[Array]
+    inputs: Sequence[Array]
     plain: Callable[..., tuple]
     peer: Peer | None = None
     judge: Callable[[tuple, tuple], float] | None = None
@@ -129,6 +140,44 @@ class Maker:
         """Random, int64."""
         return devices.current().asarray(np.random.default_rng(0).integers(0, size, count))
 
+    def case(
+        self,
+        op: str,
+        which: str,
+        shape: str,
+        calls: Calls,
+        results: Sequence[Array],
+        inputs: Sequence[Array],
+        plain: Callable[..., tuple],
+        peer: Peer | None,
+        **more: Any,
+    ) -> Case:
+        """A pass that is these calls."""
+        works = [self.call(call) for call in calls]
+
+        def ours() -> None:
+            for work in works:
+                work()
+
+        given = ours if len(works) > 1 else works[0], results, inputs, plain, peer
+        return Case(op, which, shape, *self.needs(*calls), *given, **more)
+
+    def call(self, call: Call) -> Callable[[], Any]:
+        """It, on the kernels of the current device."""
+        return call.work if isinstance(call, Moved) else _bound(self.kernels, *call)
+
+    def needs(self, *calls: Call) -> tuple[int, int]:
+        """(bytes, operations) that the calls can't do without: kernels' own scratch is not among them."""
+        others = sum(call.nbytes for call in calls if isinstance(call, Moved))
+        found = [_bound(costs, *call)() for call in calls if not isinstance(call, Moved)]
+        return others + sum(cost.nbytes - cost.scratch for cost in found), sum(cost.flops for cost in found)
+
+
+def _bound(kernels: Any, name: str, *arguments: Any) -> Callable[[], Any]:
+    module, function = name.split(".")
+    named = arguments[-1] if isinstance(arguments[-1], dict) else {}
+    return partial(getattr(getattr(kernels, module), function), *arguments[: -1 if named else None], **named)
+
 
 def placed(array: Array) -> Array:
     """A copy where the device keeps what ops make: on the CPU in whole cache lines, unlike NumPy's own."""
@@ -136,11 +185,6 @@ def placed(array: Array) -> Array:
     target = device.empty(array.shape, array.dtype)
     device.copy(target, array)
     return target
-
-
-def needs(*costs: Cost) -> tuple[int, int]:
-    """(bytes, operations) of these calls; what a kernel keeps for itself, another might not."""
-    return sum(cost.nbytes - cost.scratch for cost in costs), sum(cost.flops for cost in costs)
 
 
 def value(function: Callable) -> Peer:

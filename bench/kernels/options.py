@@ -4,12 +4,11 @@ import argparse
 import sys
 
 from bench.command_line import Parser, add_forms, check_known, nbytes, words
-from bench.kernels import flat, images, products, rows
 from bench.kernels.case import Sizes
+from bench.kernels.ops import OPS
 from shardrt.comm import world as worlds
 from shardrt.device import cuda
 
-OPS = products.OPS | rows.OPS | images.OPS | flat.OPS
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 

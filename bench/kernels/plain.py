@@ -143,7 +143,7 @@ def linear_cross_entropy(x: Array, weight: Array, targets: Array) -> tuple:
     """Loss, mean over the rows, and both gradients."""
     logits = x @ weight.T
     (dlogits,) = cross_entropy_backward(logits, targets)
-    return cross_entropy(logits, targets)[0].mean(), dlogits @ weight, dlogits.T @ x
+    return cross_entropy(logits, targets)[0].mean().reshape(1), dlogits @ weight, dlogits.T @ x
 
 
 def embedding(indices: Array, table: Array) -> tuple:
@@ -317,6 +317,21 @@ def _images(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 # -- flat
+
+
+def pack(x: Array, kind: str) -> tuple:
+    """The bits of a 16-bit type."""
+    x = x.astype(np.float32)
+    if kind == "float16":
+        return (x.astype(np.float16).view(np.uint16),)
+    bits = x.view(np.uint32)
+    return (((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16),)
+
+
+def unpack(bits: Array, kind: str) -> tuple:
+    if kind == "float16":
+        return (bits.view(np.float16).astype(np.float32),)
+    return ((bits.astype(np.uint32) << 16).view(np.float32),)
 
 
 def adamw(
