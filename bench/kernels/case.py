@@ -1,4 +1,4 @@
-"""One pass of an op: our call on arrays of the current device, what it must move, and the others' way."""
+"""One pass of an op: our call on arrays of the current device, what it must move, and PyTorch's way."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -87,10 +87,9 @@ class Moved:
 class Case:
     """One pass. nbytes, flops: that it can't do without.
 
-    ours leaves its results in `results`, or gives them where that is empty. plain: the same in NumPy, from
-    `inputs` to a tuple of results; of CuPy's arrays it makes CuPy's. peer: the same in PyTorch. judge, where
-    results are random: how wrong they are, from (inputs, results), both float64 on the host; else they are
-    compared with plain in float64. dtype: where it is not the one that was asked for.
+    ours leaves its results in `results`, or gives them where that is empty. peer: the same in PyTorch, from
+    `inputs`. judge, where results are random: how wrong they are, from (inputs, results), both float64 on the
+    host; else they are compared with the peer's in float64. dtype: where it is not the one asked for.
     """
 
     op: str
@@ -101,8 +100,7 @@ class Case:
     ours: Callable[[], Any]
     results: Sequence[Array]
     inputs: Sequence[Array]
-    plain: Callable[..., tuple]
-    peer: Peer | None = None
+    peer: Peer
     judge: Callable[[tuple, tuple], float] | None = None
     dtype: str = ""
 
@@ -148,8 +146,7 @@ class Maker:
         calls: Calls,
         results: Sequence[Array],
         inputs: Sequence[Array],
-        plain: Callable[..., tuple],
-        peer: Peer | None,
+        peer: Peer,
         **more: Any,
     ) -> Case:
         """A pass that is these calls."""
@@ -159,7 +156,7 @@ class Maker:
             for work in works:
                 work()
 
-        given = ours if len(works) > 1 else works[0], results, inputs, plain, peer
+        given = ours if len(works) > 1 else works[0], results, inputs, peer
         return Case(op, which, shape, *self.needs(*calls), *given, **more)
 
     def call(self, call: Call) -> Callable[[], Any]:

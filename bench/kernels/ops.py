@@ -1,4 +1,4 @@
-"""The table of passes: by op, what is called, on which arrays, and the same in NumPy and in PyTorch.
+"""The table of passes: by op, what is called, on which arrays, and the same in PyTorch.
 
 An op is a function from a Maker to its Cases. Bytes and operations are those that the calls' twins in
 kernels/shape declare.
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from bench.gpu.clock import blank, filled
-from bench.kernels import plain
 from bench.kernels.case import Array, Calls, Case, Maker, Moved, Peer, gradient, placed, shape_of, value
 from shardrt import Tensor
 from shardrt import device as devices
@@ -20,6 +19,7 @@ from shardrt import functional as F
 
 Pass = tuple[Calls, Sequence[Array], Sequence[Array]]  # calls, their results, and inputs of the others
 GELU = {"approximate": "tanh"}
+EPS = 1e-5
 
 
 def both(
@@ -30,17 +30,11 @@ def both(
     backward: Pass,
     function: Callable,
     slope: Peer | None = None,
-    **how: Any,
 ) -> Iterator[Case]:
-    """The two passes of `function(torch, *inputs)`, which are `op` and `op`_backward in plain.py.
-
-    how: arguments by name of both in plain.py. slope: PyTorch's backward, where it is not `gradient` of the
-    same function.
-    """
+    """The two passes of `function(torch, *inputs)`. slope: its backward, where not `gradient` of it."""
     peers = value(function), slope or gradient(function)
     for which, given, peer in zip(("forward", "backward"), (forward, backward), peers, strict=True):
-        name = op if which == "forward" else f"{op}_backward"
-        made = make.case(op, which, shape, *given, partial(getattr(plain, name), **how), peer)
+        made = make.case(op, which, shape, *given, peer)
         yield made
         made.ours()  # backward reads what forward has made
 
@@ -99,7 +93,7 @@ def _linear(make: Maker, op: str, function: Callable) -> Iterator[Case]:
 
 
 def linear_cross_entropy(make: Maker) -> Iterator[Case]:
-    """Forward and backward together, in chunks of 128 rows; PyTorch and NumPy hold all logits."""
+    """Forward and backward together, in chunks of 128 rows; PyTorch holds all logits."""
     sizes = make.sizes
     rows, vocab, width = sizes.classified, sizes.vocab, sizes.width
     x, weight = make.numbers(rows, width), make.numbers(vocab, width, seed=1, scale=0.02)
@@ -130,7 +124,7 @@ def linear_cross_entropy(make: Maker) -> Iterator[Case]:
     )
     _, more = make.needs(("cross_entropy.forward_in_place", logits, targets, numbers, numbers, -100))
     text, inputs = f"{shape_of(rows, width)} -> {vocab}", (x, weight, targets)
-    how = results, inputs, plain.linear_cross_entropy, peer
+    how = results, inputs, peer
     yield Case("linear_cross_entropy", "both", text, needed[0], needed[1] + more, ours, *how)
 
 
@@ -146,7 +140,7 @@ def attention(make: Maker) -> Iterator[Case]:
         options = {"is_causal": causal} | ({"enable_gqa": True} if heads != kv_heads else {})
         function = partial(functional, "scaled_dot_product_attention", **options)
         backward = back, (dq, dk, dv), (dy, q, k, v)
-        yield from both(make, "attention", name, forward, backward, function, causal=causal)
+        yield from both(make, "attention", name, forward, backward, function)
 
 
 def conv2d(make: Maker) -> Iterator[Case]:
@@ -158,18 +152,16 @@ def conv2d(make: Maker) -> Iterator[Case]:
         weight = make.numbers(outputs, channels // groups, window, window, seed=2, scale=0.1)
         y, dx, dweight = make.blank(*dy.shape), make.blank(*x.shape), make.exact(*weight.shape)
         how = (stride, stride), (padding, padding), (1, 1), groups
-        simple = {"stride": stride, "padding": padding, "groups": groups}
-        for which, call, result, inputs, function, peer in (
-            ("forward", (x, weight, None, y), y, (x, weight), plain.conv2d, None),
-            ("input", (dy, weight, dx), dx, (dy, x, weight), plain.conv2d_input, 0),
-            ("weight", (x, dy, dweight, False), dweight, (dy, x, weight), plain.conv2d_weight, 1),
+        convolve = value(partial(functional, "conv2d", stride=stride, padding=padding, groups=groups))
+        slopes = [partial(_conv2d_gradient, wanted, how) for wanted in range(2)]
+        for which, kernel, call, result, inputs, peer in (
+            ("forward", "forward", (x, weight, None, y), y, (x, weight), convolve),
+            ("input", "backward_input", (dy, weight, dx), dx, (dy, x, weight), slopes[0]),
+            ("weight", "backward_weight", (x, dy, dweight, False), dweight, (dy, x, weight), slopes[1]),
         ):
-            kernel = f"conv2d.{which}" if peer is None else f"conv2d.backward_{which}"
-            theirs = value(partial(functional, "conv2d", **simple))
-            theirs = theirs if peer is None else partial(_conv2d_gradient, peer, how)
-            calls = [(kernel, *call, *how)]
-            given = calls, (result,), inputs, partial(function, **simple), theirs
-            yield make.case("conv2d", which, name, *given)
+            yield make.case(
+                "conv2d", which, name, [(f"conv2d.{kernel}", *call, *how)], (result,), inputs, peer
+            )
 
 
 def _conv2d_gradient(wanted: int, how: tuple, torch: Any, dy: Any, x: Any, weight: Any) -> Callable:
@@ -220,7 +212,7 @@ def gelu_bias(make: Maker) -> Iterator[Case]:
         return call
 
     calls = [("linear.backward_gelu", dy, x, dx, dbias, False)]
-    given = calls, (dx, dbias), (dy, x), plain.gelu_bias_backward, peer
+    given = calls, (dx, dbias), (dy, x), peer
     yield make.case("gelu_bias", "backward", shape_of(*shape), *given)
 
 
@@ -242,20 +234,16 @@ def add(make: Maker) -> Iterator[Case]:
     shape = make.sizes.tokens, make.sizes.width
     x, other, y = make.numbers(*shape), make.numbers(*shape, seed=1), make.blank(*shape)
     calls, peer = [("elementwise.add", x, other, y)], value(lambda torch, x, other: x + other)
-    given = calls, (y,), (x, other), lambda x, other: (x + other,), peer
+    given = calls, (y,), (x, other), peer
     yield make.case("add", "forward", shape_of(*shape), *given)
 
 
 def dropout(make: Maker, p: float = 0.1) -> Iterator[Case]:
     """The mask is made from a counter, in both directions; PyTorch's backward reads one that it kept."""
     shape = make.sizes.tokens, make.sizes.width
-    x, y, random = make.numbers(*shape), make.blank(*shape), np.random.default_rng(0)
-
-    def simple(x: Array) -> tuple:
-        return (np.where(random.random(x.shape, np.float32) >= p, x / (1 - p), 0).astype(x.dtype),)
-
+    x, y = make.numbers(*shape), make.blank(*shape)
     calls = [("dropout.forward", x.reshape(-1), y.reshape(-1), p, 7, 3, 0)]
-    given = calls, (y,), (x,), simple, value(partial(functional, "dropout", p=p))
+    given = calls, (y,), (x,), value(partial(functional, "dropout", p=p))
     yield make.case("dropout", "forward", shape_of(*shape), *given, judge=partial(_dropped, p))
 
 
@@ -285,11 +273,11 @@ def add_rms_norm(make: Maker) -> Iterator[Case]:
 
 
 def _layer_norm(torch: Any, x: Any, weight: Any, bias: Any) -> Any:
-    return functional("layer_norm", torch, x, weight.shape, weight, bias, plain.EPS)
+    return functional("layer_norm", torch, x, weight.shape, weight, bias, EPS)
 
 
 def _rms_norm(torch: Any, x: Any, weight: Any) -> Any:
-    return functional("rms_norm", torch, x, weight.shape, weight, plain.EPS)
+    return functional("rms_norm", torch, x, weight.shape, weight, EPS)
 
 
 def _norm(make: Maker, kernel: str, function: Callable, added: bool = False) -> Iterator[Case]:
@@ -300,7 +288,7 @@ def _norm(make: Maker, kernel: str, function: Callable, added: bool = False) -> 
     parameters = [make.numbers(width, seed=4 + number) for number in range(count)]
     statistics, slopes = ([make.exact(size) for _ in range(count)] for size in (rows, width))
     y, total, dx = (make.blank(*shape) for _ in range(3))
-    call = (f"{kernel}.forward", x, *parameters, y, *statistics, plain.EPS)
+    call = (f"{kernel}.forward", x, *parameters, y, *statistics, EPS)
     back = (f"{kernel}.backward", dy, total if added else x, parameters[0], *statistics, dx, *slopes, False)
     text, results = shape_of(*shape), (dx, *slopes)
     if not added:
@@ -345,9 +333,9 @@ def rotary(make: Maker) -> Iterator[Case]:
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
     inputs = (x.reshape(split), cos[:, None], sin[:, None])
-    for which, simple, sign in (("forward", plain.rotary, 1), ("backward", plain.rotary_backward, -1)):
+    for which, sign in (("forward", 1), ("backward", -1)):
         calls, peer = [(f"rotary.{which}", x, cos, sin, y, sizes.heads)], value(partial(function, sign))
-        yield make.case("rotary", which, shape_of(*split), calls, (y.reshape(split),), inputs, simple, peer)
+        yield make.case("rotary", which, shape_of(*split), calls, (y.reshape(split),), inputs, peer)
 
 
 def cross_entropy(make: Maker) -> Iterator[Case]:
@@ -392,13 +380,13 @@ def batch_norm(make: Maker) -> Iterator[Case]:
     planes, upper, out = (array.reshape(*shape[:2], -1) for array in (x, dy, y))
     count, first = x.size // shape[1], ("batch_norm.statistics", planes, mean, squares)
     make.call(first)()
-    rstd[...] = 1 / np.sqrt(squares / count + plain.EPS)
+    rstd[...] = 1 / np.sqrt(squares / count + EPS)
     second = ("batch_norm.backward_sums", upper, planes, mean, rstd, *sums)
     make.call(second)()
     means = [array / count for array in sums]
 
     def function(torch: Any, x: Any, weight: Any, bias: Any) -> Any:
-        return functional("batch_norm", torch, x, None, None, weight, bias, training=True, eps=plain.EPS)
+        return functional("batch_norm", torch, x, None, None, weight, bias, training=True, eps=EPS)
 
     inputs = x, weight, bias
     forward = [first, ("batch_norm.forward", planes, mean, rstd, weight, bias, out)], (y,), inputs
@@ -434,7 +422,7 @@ def _pool(make: Maker, kind: str, peer: str) -> Iterator[Case]:
         return functional(peer, torch, x, *how.values())
 
     text = f"{shape_of(*shape)}, 3 x 3, stride 2"
-    return both(make, f"{kind}_pool", text, forward, backward, function, **how)
+    return both(make, f"{kind}_pool", text, forward, backward, function)
 
 
 # -- flat shards
@@ -448,19 +436,19 @@ def copy(make: Maker) -> Iterator[Case]:
         return lambda: (target.copy_(x),)
 
     calls = [Moved(partial(devices.current().copy, y, x), 2 * x.nbytes)]
-    yield make.case("copy", "forward", str(x.size), calls, (y,), (x,), lambda x: (x.copy(),), peer)
+    yield make.case("copy", "forward", str(x.size), calls, (y,), (x,), peer)
 
 
 def cast(make: Maker) -> Iterator[Case]:
-    """Between float32 and the bits of the 16-bit types; NumPy has no bfloat16."""
+    """Between float32 and the bits of the 16-bit types."""
     count = make.sizes.elements
     exact, bits, found = _exact(count), blank(count, dtype=np.uint16), blank(count, dtype=np.float32)
     for kind in ("bfloat16", "float16"):
-        for which, call, result, source, simple, peer in (
-            ("to", ("cast.pack", exact, bits, kind), bits, exact, plain.pack, _pack),
-            ("from", ("cast.unpack", bits, found, kind), found, bits, plain.unpack, _unpack),
+        for which, call, result, source, peer in (
+            ("to", ("cast.pack", exact, bits, kind), bits, exact, _pack),
+            ("from", ("cast.unpack", bits, found, kind), found, bits, _unpack),
         ):
-            given = [call], (result,), (source,), partial(simple, kind=kind), value(partial(peer, kind))
+            given = [call], (result,), (source,), value(partial(peer, kind))
             made = make.case("cast", f"{which} {kind}", str(count), *given, dtype="float32")
             yield made
             made.ours()
@@ -476,7 +464,7 @@ def _unpack(kind: str, torch: Any, x: Any) -> Any:
 
 def normal(make: Maker) -> Iterator[Case]:
     """From a counter: each element by itself; the others' depend on those before."""
-    count, random = make.sizes.elements // 4, np.random.default_rng(0)
+    count = make.sizes.elements // 4
     numbers = blank(count, dtype=np.float32)
 
     def peer(torch: Any) -> Callable[[], Sequence]:
@@ -484,7 +472,7 @@ def normal(make: Maker) -> Iterator[Case]:
         return lambda: (target.normal_(),)
 
     calls = [("philox.normal", numbers, 7, 3, 0, 0.0, 1.0)]
-    given = calls, (numbers,), (), lambda: (random.standard_normal(count, np.float32),), peer
+    given = calls, (numbers,), (), peer
     yield make.case("normal", "forward", str(count), *given, judge=_not_normal, dtype="float32")
 
 
@@ -499,24 +487,19 @@ def sum_ranks(make: Maker) -> Iterator[Case]:
     count, scale, low = make.sizes.elements, 0.25, "bfloat16"
     out = blank(count, dtype=np.float32)
 
-    def simple(widen: Callable, *parts: Array) -> tuple:
-        return (_sum([widen(part) for part in parts]) * scale,)
-
     def peer(widen: Callable, torch: Any, *parts: Any) -> Any:
         return _sum([widen(torch, part) for part in parts]).mul_(scale)
 
-    plainly = "", lambda part: part, lambda torch, part: part
-    in_bits = f", {low}", lambda part: plain.unpack(part, low)[0], partial(_unpack, low)
     for ranks in (2, 4):
         parts = [_exact(count, seed) for seed in range(ranks)]
         bits = [blank(count, dtype=np.uint16) for _ in parts]
         for part, packed in zip(parts, bits, strict=True):
             make.kernels.cast.pack(part, packed, low)
-        for call, inputs, (which, numpy, torch) in (
-            (("reduce.sum_into", out, parts, scale, False), parts, plainly),
-            (("reduce.sum_packed", out, bits, scale, False, low), bits, in_bits),
+        for which, call, inputs, widen in (
+            ("", ("reduce.sum_into", out, parts, scale, False), parts, lambda torch, part: part),
+            (f", {low}", ("reduce.sum_packed", out, bits, scale, False, low), bits, partial(_unpack, low)),
         ):
-            given = [call], (out,), inputs, partial(simple, numpy), value(partial(peer, torch))
+            given = [call], (out,), inputs, value(partial(peer, widen))
             yield make.case("sum_ranks", f"of {ranks}{which}", str(count), *given, dtype="float32")
 
 
@@ -531,7 +514,7 @@ def column_sum(make: Maker) -> Iterator[Case]:
     """A bias' gradient."""
     x, out = make.numbers(make.sizes.tokens, make.sizes.wide), make.exact(make.sizes.wide)
     calls, peer = [("reduce.column_sum", x, out, False)], value(lambda torch, x: x.sum(0))
-    given = calls, (out,), (x,), lambda x: (x.sum(axis=0),), peer
+    given = calls, (out,), (x,), peer
     yield make.case("column_sum", "forward", shape_of(*x.shape), *given)
 
 
@@ -540,14 +523,11 @@ def power_sums(make: Maker) -> Iterator[Case]:
     x = make.numbers(make.sizes.elements)
     sums = make.kernels.reduce.power_sums
 
-    def simple(x: Array) -> tuple:
-        return (np.square(x, dtype=np.float64).sum().reshape(1),)
-
     def peer(torch: Any, x: Any) -> Any:
         return torch.linalg.vector_norm(x, dtype=torch.float64).square().reshape(1)
 
     needed = make.needs(("reduce.power_sums", x, 2.0))
-    given = lambda: (sums(x, 2.0).sum().reshape(1),), (), (x,), simple, value(peer)  # noqa: E731
+    given = lambda: (sums(x, 2.0).sum().reshape(1),), (), (x,), value(peer)  # noqa: E731
     yield Case("power_sums", "forward", str(x.size), *needed, *given)
 
 
@@ -560,7 +540,7 @@ def adamw(make: Maker) -> Iterator[Case]:
         optimizer = torch.optim.AdamW([param], lr, betas, eps, decay, fused=True)
         return _stepped(optimizer, param, grad, "exp_avg", "exp_avg_sq")
 
-    return _optimizer(make, "adamw", 2, row, (), (lr, decay, *betas, eps), peer)
+    return _optimizer(make, "adamw", 2, row, (), peer)
 
 
 def lion(make: Maker) -> Iterator[Case]:
@@ -577,7 +557,7 @@ def lion(make: Maker) -> Iterator[Case]:
 
         return call
 
-    return _optimizer(make, "lion", 1, [1 - lr * decay, lr, *betas], (), (lr, decay, *betas), peer)
+    return _optimizer(make, "lion", 1, [1 - lr * decay, lr, *betas], (), peer)
 
 
 def sgd(make: Maker) -> Iterator[Case]:
@@ -589,7 +569,7 @@ def sgd(make: Maker) -> Iterator[Case]:
         return _stepped(optimizer, param, grad, "momentum_buffer")
 
     row = [lr, decay, momentum, 1.0]
-    return _optimizer(make, "sgd", 1, row, (momentum, False), (lr, decay), peer)
+    return _optimizer(make, "sgd", 1, row, (momentum, False), peer)
 
 
 def _stepped(optimizer: Any, param: Any, grad: Any, *names: str) -> Callable[[], Sequence]:
@@ -603,9 +583,9 @@ def _stepped(optimizer: Any, param: Any, grad: Any, *names: str) -> Callable[[],
 
 
 def _optimizer(
-    make: Maker, name: str, states: int, row: list[float], tail: tuple, how: tuple, peer: Callable
+    make: Maker, name: str, states: int, row: list[float], tail: tuple, peer: Peer
 ) -> Iterator[Case]:
-    """The first step. row: what the kernel takes for a range of elements; how: what plain.py takes."""
+    """The first step. row: what the kernel takes for a range of elements."""
     count = make.sizes.elements
     param, grad, *state = _exact(count), _exact(count, 1), *(_exact(count) for _ in range(states))
     for array in state:
@@ -613,10 +593,7 @@ def _optimizer(
     ranges, inputs = devices.current().asarray(np.array([[0, count, *row]])), (placed(param), grad)
     calls = [(f"{name}.step", param, grad, *state, ranges, *tail)]
 
-    def simple(*arrays: Array) -> tuple:
-        return getattr(plain, name)(*arrays, *how)
-
-    given = calls, (param, *state), inputs, simple, peer
+    given = calls, (param, *state), inputs, peer
     yield make.case(name, "step", str(count), *given, dtype="float32")
 
 
