@@ -16,8 +16,7 @@ from shardrt import Tensor, device, nn, optim
 from shardrt import functional as F
 from shardrt.comm import DeviceMesh
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
-from shardrt.parallel import parallelize_module
-from shardrt.parallel.pipeline import Pipeline
+from shardrt.parallel import Pipeline, parallelize_module
 from shardrt.recompute import checkpoint_blocks
 
 UNSHARDED = "NONE"

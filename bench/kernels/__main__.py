@@ -8,7 +8,7 @@ Exit code 1 where a result of ours was wrong, 2 for options that make no sense. 
 columns.
 """
 
-import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS
+import shardrt  # isort: skip  before NumPy: it sets the threads of BLAS
 
 import argparse
 import json
@@ -25,7 +25,6 @@ from bench.kernels.measure import Ceilings, Judge, Line, keep_freed_memory
 from bench.kernels.ops import OPS
 from bench.kernels.options import parse
 from shardrt import device as devices
-from shardrt.kernels import cpu
 from shardrt.train.errors import USAGE, one_line
 
 SIDE = 2048  # of the product that is the ceiling; less where rows of products are fewer
@@ -40,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     devices.set_current(devices.get(options.device))
     if options.device == "cpu":
         keep_freed_memory()
-        cpu.set_threads(1)
+        shardrt.set_threads(1)
     with threadpool_limits(1):
         return _run(options)
 

@@ -100,7 +100,7 @@ class Case:
     ours: Callable[[], Any]
     results: Sequence[Array]
     inputs: Sequence[Array]
-    peer: Peer
+    peer: Peer | None
     judge: Callable[[tuple, tuple], float] | None = None
     dtype: str = ""
 
