@@ -54,10 +54,9 @@ TINY = Job(layers=1, dim=8, heads=2, seq=4, batch=2, vocab=29, compiled="", devi
 
 def test_flops_are_those_of_llm_c():
     """6 N + 6 L C T: of GPT-2 at 1,024 tokens 6 * 124e6 + 6 * 12 * 768 * 1024."""
-    assert report.flops_per_token(124_475_904, 12, 768, 1024) == 6 * 124_475_904 + 56_623_104
-    assert 615e3 * report.flops_per_token(124_475_904, 12, 768, 1024) / 989.4e12 == pytest.approx(
-        0.5, abs=5e-3
-    )
+    flops = Job().flops(124_475_904)
+    assert flops == 6 * 124_475_904 + 56_623_104
+    assert report.of_peak(615e3 * flops) == "49.9 % of the data sheet's peak"
 
 
 @pytest.mark.parametrize(
