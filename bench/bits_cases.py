@@ -219,29 +219,12 @@ def loss_of(model: nn.Module, case: Case, step: int, number: int) -> Tensor:
 
 def optimizer_state(model: nn.Module, optimizer: optim.Optimizer) -> list[tuple]:
     """As `train`."""
-    if not hasattr(shardrt.checkpoint, "get_optimizer_state_dict"):
-        return _pieces_of_state(model, optimizer)
     whole = shardrt.checkpoint.get_optimizer_state_dict(model, optimizer)
     return [
         (kind, name, 0, np.asarray(values))
         for name, entry in whole.get("state", {}).items()
         for kind, values in entry.items()
     ]
-
-
-def _pieces_of_state(model: nn.Module, optimizer: optim.Optimizer) -> list[tuple]:
-    """For commits that have no get_optimizer_state_dict."""
-    from shardrt.checkpoint.pieces import counted, pieces_of
-
-    theirs = {"m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
-    found = [
-        (theirs[piece.kind], piece.parameter, piece.first, np.array(piece.array))
-        for piece in pieces_of(model, optimizer, saving=True)
-        if piece.kind in theirs
-    ]
-    if world.current().rank == 0:
-        found += [("step", name, 0, np.asarray(s.steps)) for name, s in counted(model, optimizer).items()]
-    return found
 
 
 def digest(known: list[list[tuple]]) -> str:

@@ -32,7 +32,7 @@ from bench.quiet import DISTURBED, announce, watched
 
 TOLERANCE = 1e-5  # of the losses, relative, over all steps
 # In bfloat16, where PyTorch's few steps happen to be near to its float32: the error of a loss, one number, is
-# small by chance as often as not (docs/measurements.md, "How near bfloat16 is").
+# small by chance as often as not (bench/results/measurements.md, "How near bfloat16 is").
 ROUNDING = 1e-4
 HOPELESS = 20  # steps of ours: PyTorch's in bfloat16 takes 100 where a processor has no instructions for it
 SET_UP = 5000.0  # ms that any first step may take, in which PyTorch sets up what it needs

@@ -10,7 +10,7 @@ What is measured, on every rank at the same time:
   bfloat16, where the processor multiplies its bits;
 - collectives through the communicators of this node, alone and beside a product.
 
-No model or strategy that bench.predicted simulates is among them.
+None of the models is sharded, so nothing that is simulated with the file was measured for it.
 """
 
 import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS
@@ -36,7 +36,7 @@ from bench.command_line import Parser
 from bench.curves import COPY
 from bench.environment import facts
 from bench.kernels.case import Maker, Sizes
-from bench.kernels.options import OPS
+from bench.kernels.ops import OPS
 from bench.quiet import DISTURBED, busy_seconds
 from bench.step import mesh_shape
 from bench.training import UNSHARDED, Training

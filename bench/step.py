@@ -1,8 +1,7 @@
 """Times shardrt's training step, forward, loss, backward and AdamW, and says where the time went.
 
 The last line is one JSON object. Strategies that are measured together have processes of their own, for
-their memory is theirs. `--inject 0.5` slows each collective down and says how much of that a step shows
-(bench/hidden.py).
+their memory is theirs.
 
     mpirun -n 2 python -m bench.step --size gpt2
     python -m bench.step --ranks 2 --size gpt2 --strategy all
@@ -22,7 +21,7 @@ from threadpoolctl import threadpool_info
 
 import shardrt.checkpoint
 from bench import figures as f
-from bench import hidden, ranks
+from bench import ranks
 from bench import workload as w
 from bench.command_line import Parser
 from bench.parts import COMPUTE, EXPOSED, PARTS, STREAMS, busy, parts
@@ -35,7 +34,6 @@ from shardrt.fsdp import ShardingStrategy
 from shardrt.kernels import onednn
 from shardrt.train.errors import DATA, USAGE, one_line
 
-_ALONE = ("clip", "loss_chunk", "recompute")  # what an unsharded training has of the options
 STRATEGIES = tuple(strategy.name for strategy in ShardingStrategy)
 SIDE = w.SIDE
 
@@ -62,12 +60,6 @@ def arguments() -> argparse.ArgumentParser:
         "--loss-chunk", type=w.natural, default=0, metavar="ROWS", help="of logits at a time (all)"
     )
     parser.add_argument("--recompute", action="store_true", help="each block's activations, in backward")
-    parser.add_argument(
-        "--inject",
-        type=float,
-        metavar="F",
-        help="make each collective longer by F of a unit's forward, and say what of it a step shows",
-    )
     parser.add_argument("--save", metavar="DIR", help="write the initial weights to DIR and do not train")
     return parser
 
@@ -85,16 +77,10 @@ def main() -> None:
     with one_line(USAGE):
         counter = Counter()
         shape = mesh_shape(options.strategy, world.current().size)
-        delays = hidden.Delays()
-        wrap = counter if options.inject is None else delays
-        mesh = init_device_mesh("cpu", shape, communicator=options.communicator, wrap=wrap)
+        mesh = init_device_mesh("cpu", shape, communicator=options.communicator, wrap=counter)
         names = ("prefetch", "clip", "loss_chunk", "micro_batches", "costs", "recompute")
         how = {name: getattr(options, name) for name in names}
         training = Training(workload, mesh, options.strategy, **how)
-    if options.inject is not None:
-        alone = Training(workload, mesh, UNSHARDED, **{name: how[name] for name in _ALONE})
-        hide(options, alone, training, delays)
-        return
     with one_line(DATA, mesh):
         if options.weights:
             shardrt.checkpoint.load(options.weights, training.model)
@@ -117,12 +103,6 @@ def check(options: argparse.Namespace, launched: int | None) -> None:
         raise ValueError(f"--output: {options.output} exists")
     if options.strategy == "all" and (options.save or options.weights):
         raise ValueError("--strategy all begins with the seed's weights: no --save, no --weights")
-    if options.inject is not None and not (options.inject > 0 and options.strategy in STRATEGIES):
-        raise ValueError("--inject must be positive, and needs one strategy that shards")
-    if options.inject is not None and (launched or options.ranks or 1) < 2:
-        raise ValueError("--inject needs 2 ranks or more: one rank communicates with nobody")
-    if options.inject is not None and (options.save or options.weights):
-        raise ValueError("--inject begins with the seed's weights: no --save, no --weights")
 
 
 def mesh_shape(strategy: str, size: int) -> tuple[int, ...]:
@@ -145,17 +125,6 @@ def start(options: argparse.Namespace) -> None:
     own = ["--output", os.devnull]  # the file is for all of them together
     results = [ranks.step([*given, "--strategy", name, *own], count) for name in (*chosen, UNSHARDED)]
     f.show({"strategies": results}, table(results), options)
-
-
-def hide(options: argparse.Namespace, alone: Training, sharded: Training, delays: hidden.Delays) -> None:
-    """How much shows of communication that takes longer. Collective; rank 0 prints the figures."""
-    mesh, workload = sharded.mesh, sharded.workload
-    how = options.inject, options.warmup, options.steps
-    figures = hidden.race(alone, sharded, delays, lambda n: workload.batch_of(n, mesh.rank), *how)
-    about = {"strategy": options.strategy, "prefetch": options.prefetch, "workload": workload.facts()}
-    result = {**about, "world_size": mesh.size, **figures}
-    if mesh.rank == 0:
-        f.show(result, [f"{workload}; {mesh.size} ranks", *hidden.lines(result)], options)
 
 
 def run(options: argparse.Namespace, training: Training, counter: Counter) -> None:

@@ -16,8 +16,7 @@ from shardrt import Tensor, device, nn, optim
 from shardrt import functional as F
 from shardrt.comm import DeviceMesh
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
-from shardrt.parallel import parallelize_module
-from shardrt.parallel.pipeline import Pipeline
+from shardrt.parallel import Pipeline, parallelize_module
 from shardrt.recompute import checkpoint_blocks
 
 UNSHARDED = "NONE"
@@ -185,13 +184,8 @@ def model_of(workload: w.Job, loss_chunk: int = 0) -> nn.Module:
 def loss_of(model: nn.Module, inputs: np.ndarray, targets: np.ndarray) -> Tensor:
     """The mean cross-entropy."""
     if isinstance(getattr(model, "config", None), ViTConfig):  # a stage's model says its config, too
-        return loss_from(model, model(inputs), targets)
+        return F.cross_entropy(model(inputs), targets, inplace=True)
     return model(inputs, targets)
-
-
-def loss_from(model: nn.Module, output: Tensor, targets: np.ndarray) -> Tensor:
-    """The mean cross-entropy of what a model gives that has been called with targets where it takes them."""
-    return F.cross_entropy(output, targets, inplace=True) if isinstance(model.config, ViTConfig) else output
 
 
 def gathered(values: Iterable[float], mesh: DeviceMesh) -> np.ndarray:

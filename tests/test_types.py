@@ -27,11 +27,10 @@ HOW = [
 
 def _callables():
     """(name, function) for every public function and method."""
-    reference, other = maker(), "models" in sys.modules  # the models have one name in a process
+    reference = maker()
     for package in reference.PACKAGES:
-        module = importlib.import_module(
-            package.removeprefix("shardrt.") if other and "models" in package else package
-        )
+        # The models have one name in a process, and all other tests import them as `models`.
+        module = importlib.import_module(package.replace("shardrt.models", "models"))
         for name in reference.public(module):
             value = getattr(module, name)
             if inspect.isfunction(value):

@@ -68,27 +68,6 @@ class Contestant(ABC):
         """This rank's slice of what all ranks give or get."""
         return slice(self.rank * case.count, (self.rank + 1) * case.count)
 
-    @abstractmethod
-    def all_gather(self, source: Array, target: Array, case: Case) -> None: ...
-
-    @abstractmethod
-    def reduce_scatter(self, source: Array, target: Array, case: Case) -> None: ...
-
-    @abstractmethod
-    def all_reduce(self, source: Array, target: Array, case: Case) -> None: ...
-
-    @abstractmethod
-    def broadcast(self, source: Array, target: Array, case: Case) -> None: ...
-
-    @abstractmethod
-    def gather(self, source: Array, target: Array, case: Case) -> None: ...
-
-    @abstractmethod
-    def scatter(self, source: Array, target: Array, case: Case) -> None: ...
-
-    @abstractmethod
-    def sendrecv(self, source: Array, target: Array, case: Case) -> None: ...
-
 
 class Ours(Contestant):
     """A communicator of shardrt. What it offers in place only is out of place with a copy before it.

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.environment import write_result
+from bench.environment import facts, write_result
 from bench.gpu import needs, report
 from bench.gpu.contestant import ROOT
 from bench.gpu.state import Run, note, read, sources
@@ -211,8 +211,7 @@ def write(
     """gpu.json and gpu.txt, of all that was measured so far; the rows."""
     rows = [row for name, file in files.items() for row in rows_of(name, file, troubles)]
     result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": " ".join(["python -m bench.gpu", *sys.argv[1:]]),
+        **facts(" ".join(["python -m bench.gpu", *sys.argv[1:]])),
         "machine": machine,
         "ceilings": read(files["ceilings"]).ceilings,
         "rows": [row.as_json() for row in rows],

@@ -1,6 +1,7 @@
 """Times on the GPU, by events; and arrays to time with."""
 
 import statistics
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -76,6 +77,16 @@ class Clock:
         medians = [statistics.median(each) for each in zip(*times, strict=True)]
         return medians, statistics.median(each[-1] / each[0] for each in times)
 
+    def on_host(self, work: Callable[[], Any], calls: int, wait: bool = True) -> float:
+        """Seconds of one of so many calls by the host's clock, from an idle GPU; wait: to an idle GPU."""
+        self.finish()
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        if wait:
+            self.finish()
+        return (time.perf_counter() - start) / calls
+
     def free(self) -> int:
         """Bytes of the GPU that nobody has taken."""
         return self._cupy.cuda.runtime.memGetInfo()[0]
@@ -144,5 +155,5 @@ def element(dtype: Any) -> np.dtype:
 
 def difference(found: Any, expected: Any) -> float:
     """Relative difference of two tensors in the norm."""
-    found, expected = found.float(), expected.float()
+    found, expected = found.detach().float(), expected.detach().float()
     return float((found - expected).norm() / expected.norm())

@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,30 @@ class Trainer(Protocol):
 
         On a GPU also the bytes of it that are "taken" by this one, and "free" for others.
         """
+
+
+class Timed:
+    """Steps of a Trainer by the host's clock, from an idle GPU to an idle GPU.
+
+    A subclass has `batch`, `train`, `_finish`, which waits for the GPU, and `_free_now`, its bytes that are
+    free; `_free`: those before anything was made.
+    """
+
+    _step = 0
+    _free: int
+
+    def steps(self, count: int) -> dict:
+        """See Trainer."""
+        batches = [self.batch(self._step + i) for i in range(count)]
+        self._finish()
+        start = time.perf_counter()
+        for tokens, targets in batches:
+            loss = self.train(tokens, targets)
+        self._finish()
+        seconds = (time.perf_counter() - start) / count
+        self._step += count
+        free = self._free_now()
+        return {"seconds": seconds, "loss": loss.item(), "taken": self._free - free, "free": free}
 
 
 def serve(make: Callable[[dict], Trainer]) -> None:

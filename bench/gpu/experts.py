@@ -6,16 +6,16 @@ a layer's forward and both gradients. The gradients of weights are float32, whic
 factors of 16 bits, so they are made as without it. What is chosen is beside PyTorch's forward.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import shardrt
 from bench.gpu.clock import Clock, Torch, blank, difference, filled
 from bench.gpu.products import CLOSE
+from bench.gpu.report import agreement
 from bench.gpu.state import Run
-from shardrt.kernels import determinism
 from shardrt.kernels.cuda import grouped
 
 
@@ -55,8 +55,7 @@ def compare(run: Run, clock: Clock, torch: Torch, name: str, shape: Shape, rows:
         work()
         results.append([array.astype("float32") for array in layer.results])
     off = max(float(abs(a - b).max() / abs(b).max()) for *both, b in zip(*results, strict=True) for a in both)
-    check = f"differ by {off:.0e}{'' if off < CLOSE else ' WRONG'}"
-    beside = {"beside": "cublasLt, one by one", "check": check}
+    beside = {"beside": "cublasLt, one by one", "check": agreement(off, CLOSE)}
     for how, times in (("GPU", clock.by_turns(works)[0]), ("with the host", with_host(clock, works))):
         chosen, together, apart = (1e6 * seconds for seconds in times)
         run.add(f"{name}, {how}", together, "us", theirs=apart, **beside)
@@ -65,8 +64,7 @@ def compare(run: Run, clock: Clock, torch: Torch, name: str, shape: Shape, rows:
         theirs, result = layer.of_torch(torch)
         ours, theirs = with_host(clock, [layer.forward, theirs])
         off = difference(torch.of(layer.y), result())
-        check = f"differ by {off:.0e}{'' if off < CLOSE else ' WRONG'}"
-        more = {"beside": "torch grouped_mm", "theirs": 1e6 * theirs, "check": check}
+        more = {"beside": "torch grouped_mm", "theirs": 1e6 * theirs, "check": agreement(off, CLOSE)}
         run.add(f"{name}, forward as chosen", 1e6 * ours, "us", **more)
 
 
@@ -115,12 +113,12 @@ class Layer:
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Algorithms that leave cuBLAS's grouped products out."""
-    before = determinism.are_deterministic_algorithms_enabled()
-    determinism.use_deterministic_algorithms(True)
+    before = shardrt.are_deterministic_algorithms_enabled()
+    shardrt.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        determinism.use_deterministic_algorithms(before)
+        shardrt.use_deterministic_algorithms(before)
 
 
 @contextmanager
@@ -137,14 +135,7 @@ def with_host(
     clock: Clock, works: list[Callable[[], Any]], calls: int = 20, rounds: int = 5
 ) -> tuple[float, ...]:
     """Seconds of a call of each where nothing is queued before: the least of rounds by turns."""
-    found: list[list[float]] = [[] for _ in works]
-    for _ in range(rounds):
-        for work, seconds in zip(works, found, strict=True):
-            work()
-            clock.finish()
-            start = time.perf_counter()
-            for _ in range(calls):
-                work()
-            clock.finish()
-            seconds.append((time.perf_counter() - start) / calls)
-    return tuple(min(seconds) for seconds in found)
+    for work in works:
+        work()
+    times = [[clock.on_host(work, calls) for work in works] for _ in range(rounds)]
+    return tuple(map(min, zip(*times, strict=True)))

@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 
 import shardrt
+from bench.gpu.report import agreement
 from bench.gpu.state import Run
 from bench.training import model_of
 from bench.workload import Workload
@@ -26,13 +27,12 @@ def measure(run: Run, workload: Workload = SMALL) -> None:
             on_cpu, expected = thread.run(1, partial(step, "cpu", dtype, workload))[0]
             off = max(_difference(weights[name], expected[name]) for name in expected)
             off = max(off, abs(loss - on_cpu) / abs(on_cpu))
-            wrong = "" if off <= close else " WRONG"
             run.add(
                 f"FULL_SHARD, {dtype}: loss after a step",
                 loss,
                 beside="CPU",
                 theirs=on_cpu,
-                check=f"loss and parameters differ by {off:.0e}{wrong}",
+                check=agreement(off, close, "loss and parameters "),
             )
 
 

@@ -1,7 +1,6 @@
 """What a launch costs the host, in microseconds: tiny kernels, queued and not waited for."""
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -53,12 +52,6 @@ def _handover(clock: Clock) -> Callable[[], None]:
 
 def _microseconds(clock: Clock, work: Callable[[], Any], calls: int) -> float:
     """Of the host, per call; the least disturbed rounds count."""
-    times = []
-    for _ in range(ROUNDS):
-        clock.finish()
-        start = time.perf_counter()
-        for _ in range(calls):
-            work()
-        times.append(1e6 * (time.perf_counter() - start) / calls)
+    times = [1e6 * clock.on_host(work, calls, wait=False) for _ in range(ROUNDS)]
     clock.finish()
     return statistics.median(sorted(times)[: ROUNDS // 2 + 1])

@@ -42,6 +42,10 @@ class Job:
         """Of a step."""
         return self.batch * self.seq
 
+    def flops(self, parameters: int) -> float:
+        """A training step's operations for each token, attention causal: 6 N + 6 L C T (as in llm.c)."""
+        return 6.0 * parameters + 6.0 * self.layers * self.dim * self.seq
+
     def settings(self, **changes: object) -> dict:
         """As a contestant takes them."""
         return asdict(self) | changes

@@ -2,8 +2,8 @@
 
 from bench.gpu.clock import Clock
 from bench.gpu.state import Run
-from bench.kernels import flat, rows
 from bench.kernels.case import Case, Maker, Sizes
+from bench.kernels.ops import OPS
 
 FORWARD, REDUCING = 0.85, 0.75  # of the copy rate: single passes; those with sums across rows
 LOWER = {FORWARD: 0.80, REDUCING: 0.65}  # what must hold
@@ -25,7 +25,7 @@ def measure(run: Run, sizes: Sizes = LARGE) -> None:
     clock.device.warm_up()
     for op in _OPS:
         with run.guarded(op):
-            for case in (rows.OPS | flat.OPS)[op](make):
+            for case in OPS[op](make):
                 with run.guarded(case.name):
                     _measure(run, clock, case)
 

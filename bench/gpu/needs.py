@@ -54,6 +54,7 @@ _LIBRARIES = {
         "nvidia-nccl-cu12",
     ),
 }
+_COMPUTE_CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, ..._MINOR
 _NO_SUFFIX = ("runtime", "cccl", "nvrtc", "cublas")  # of the name of the wheel, from CUDA 13 on
 _PACKAGES = (
     "numpy",
@@ -85,20 +86,27 @@ _QUERY = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,clocks.max.s
 
 @dataclass(frozen=True)
 class Found:
-    """missing: modules. gpus: how many the driver shows. troubles: lines on NVIDIA's libraries and driver."""
+    """missing: modules. gpus: how many the driver shows. troubles: lines on NVIDIA's libraries and driver.
+
+    too_old: why the first GPU can run no section; "" where it can.
+    """
 
     missing: tuple[str, ...]
     gpus: int
     troubles: tuple[str, ...] = ()
+    too_old: str = ""
 
     def lacks(self, section: str) -> str:
         """Why a section of the benchmarks can't run, and what installs that; "" where it can."""
+        if self.too_old:
+            return f"not run: {self.too_old}"
         missing = [name for name in SECTIONS.get(section, BENCHMARKS) if name in self.missing]
         return not_run(*missing) if missing else ""
 
     def lines(self) -> list[str]:
         """For a reader: what is missing, what that costs, and what installs it."""
         told = [] if self.gpus else ["no GPU: the driver, libcuda.so.1, is missing or sees none"]
+        told += [self.too_old] if self.too_old else []
         costs = dict.fromkeys(TESTS, "the tests can't run") | WITHOUT
         costs |= dict.fromkeys(STEP, "neither the tests nor a step on the CPU can run")
         costs |= dict.fromkeys(BENCHMARKS, "nothing can run")
@@ -118,7 +126,8 @@ def find() -> Found:
     missing = [name for name in dict.fromkeys((*TESTS, *WITHOUT)) if not there(name)]
     count = gpus()
     ready = count and not set(BENCHMARKS) & set(missing)
-    return Found(tuple(missing), count, (*_old_driver(), *libraries()) if ready else ())
+    troubles = (*_old_driver(), *libraries()) if ready else ()
+    return Found(tuple(missing), count, troubles, _without_bfloat16() if count else "")
 
 
 def libraries() -> list[str]:
@@ -217,6 +226,19 @@ def _driver_cuda() -> int:
     """The major version of CUDA that the driver is for; 0 where it is not known."""
     driver, version = _driver(), ctypes.c_int()
     return 0 if driver is None or driver.cuDriverGetVersion(ctypes.byref(version)) else version.value // 1000
+
+
+def _without_bfloat16() -> str:
+    """What to say of a first GPU that can't compute in bfloat16, as every section does; else ""."""
+    driver, found = _driver(), (ctypes.c_int(), ctypes.c_int())
+    asked = zip(found, _COMPUTE_CAPABILITY, strict=True)
+    if driver is None or any(
+        driver.cuDeviceGetAttribute(ctypes.byref(value), key, 0) for value, key in asked
+    ):
+        return ""
+    major, minor = (value.value for value in found)
+    told = f"the GPU has compute capability {major}.{minor}, and bfloat16 needs 8.0: all sections are skipped"
+    return told if major < 8 else ""
 
 
 def _old_driver() -> list[str]:

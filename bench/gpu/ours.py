@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from bench import workload as w
-from bench.gpu.contestant import serve
+from bench.gpu.contestant import Timed, serve
 from bench.gpu.job import Job
 from bench.training import model_of
 from shardrt import optim
@@ -22,7 +22,7 @@ from shardrt.comm import init_device_mesh
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, no_sync
 
 
-class Trainer:
+class Trainer(Timed):
     """One model and its optimizer. strategy "NONE": not sharded at all, and then all float32."""
 
     def __init__(self, settings: dict) -> None:
@@ -42,24 +42,10 @@ class Trainer:
             values = {name: np.asarray(value) for name, value in full_state_dict(self.model).items()}
             np.savez(Path(self.job.save), **values)
         self.optimizer = optim.AdamW(self.model.parameters(), lr=w.LEARNING_RATE, weight_decay=w.WEIGHT_DECAY)
-        self._step = 0
 
     def about(self) -> dict:
         """Its first line."""
         return {"parameters": sum(parameter.size for parameter in self.model.parameters())}
-
-    def steps(self, count: int) -> dict:
-        """Seconds of a step, by the host's clock from an idle GPU to an idle GPU."""
-        batches = [self.batch(self._step + i) for i in range(count)]
-        self._finish()
-        start = time.perf_counter()
-        for tokens, targets in batches:
-            loss = self.train(tokens, targets)
-        self._finish()
-        seconds = (time.perf_counter() - start) / count
-        self._step += count
-        free = self._free_now()
-        return {"seconds": seconds, "loss": loss.item(), "taken": self._free - free, "free": free}
 
     def update(self, rounds: int = 5) -> dict:
         """{"update": seconds of the optimizer's step alone, the least of a few}, after a micro-batch each."""

@@ -1,15 +1,17 @@
-"""The matrix products and the attention of GPT-2 beside PyTorch's on the same arrays, by turns."""
+"""The products and the attention of GPT-2 beside PyTorch's on the same arrays, by turns."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from bench.gpu.clock import Clock, Torch, blank, difference, filled
+from bench.gpu.report import agreement
 from bench.gpu.state import Run
-from shardrt.kernels import shape as costs
+from bench.kernels import case as cases
+from bench.kernels.case import Case, Maker, value
 
 LEAST, GOAL = 0.97, 1.02  # of PyTorch's rate
 CLOSE = 1e-2  # relative difference in bfloat16
@@ -36,201 +38,145 @@ def layers(width: int) -> dict[str, tuple[int, int]]:
     }
 
 
-@dataclass(frozen=True)
-class Product:
-    """The same product by us and by PyTorch, into arrays of their own."""
-
-    name: str
-    flops: float
-    ours: Callable[[], Any]
-    theirs: Callable[[], Any] | None
-    results: Callable[[], tuple[Any, Any]] | None
-
-
 def measure(run: Run, sizes: Sizes | None = None) -> None:
     """A row for each product, for the twelve of the layers together, and for attention."""
     sizes, clock = sizes or Sizes(), Clock()
     torch, seconds = Torch(clock), []
+    make, rows = Maker(cases.Sizes(), "bfloat16"), sizes.batch * sizes.time
     with torch.stream():
         for name, (inputs, outputs) in layers(sizes.width).items():
             with run.guarded(name):
-                for product in products(clock, torch, name, sizes.batch * sizes.time, inputs, outputs):
-                    seconds.append((product.flops, *compare(run, clock, product)))
+                for case in products(make, name, rows, inputs, outputs):
+                    seconds.append((case.flops, *compare(run, clock, torch, case)))
         if len(seconds) == 12:
-            flops, ours, theirs = map(sum, zip(*seconds, strict=True))
-            _row(run, "the twelve together", flops, ours, theirs, "")
+            row(run, "the twelve together", *map(sum, zip(*seconds, strict=True)))
         with run.guarded("up with GELU"):
-            compare(run, clock, with_gelu(torch, sizes))
+            compare(run, clock, torch, with_gelu(make, rows, sizes.width, 4 * sizes.width))
         with run.guarded("head"):
-            for product in products(clock, torch, "head", sizes.batch * sizes.time, sizes.width, sizes.vocab):
-                compare(run, clock, product)
+            for case in products(make, "head", rows, sizes.width, sizes.vocab):
+                compare(run, clock, torch, case)
         with run.guarded("attention"):
-            attention(run, clock, torch, sizes)
+            attention(run, clock, torch, make, sizes)
 
 
-def products(
-    clock: Clock, torch: Torch, name: str, rows: int, inputs: int, outputs: int
-) -> Iterator[Product]:
-    """Forward, the gradient of the input and that of the weight, all bfloat16."""
-    linear = clock.device.kernels.linear
-    x, dy = filled(rows, inputs), filled(rows, outputs, seed=1)
-    weight = filled(outputs, inputs, seed=2, scale=0.02)
-    y, dx, dweight = (blank(*like.shape) for like in (dy, x, weight))
-    flops = costs.linear.forward(x, weight, None, y).flops
-    works = {
-        "forward": (y, lambda: linear.forward(x, weight, None, y)),
-        "input gradient": (dx, lambda: linear.backward_input(dy, weight, dx)),
-        "weight gradient": (dweight, lambda: linear.backward_weight(x, dy, dweight, False)),
-    }
-    if torch.there:
-        tx, tdy, tw = map(torch.of, (x, dy, weight))
-        factors = {
-            "forward": (tx, tw.t()),
-            "input gradient": (tdy, tw),
-            "weight gradient": (tdy.t(), tx),
-        }
-    for which, (out, ours) in works.items():
-        theirs = results = None
-        if torch.there:
-            left, right = factors[which]
-            other = torch.torch.empty(out.shape, dtype=tx.dtype, device=tx.device)
-            theirs = _product(torch, left, right, other)
-            results = _both(torch, out, other)
-        yield Product(f"{name} {inputs} -> {outputs}, {which}", flops, ours, theirs, results)
+def compare(
+    run: Run,
+    clock: Clock,
+    torch: Torch,
+    case: Case,
+    name: str = "",
+    *,
+    theirs: Callable[[], Sequence] | None = None,
+    close: float = CLOSE,
+    told: str = "",
+    **how: int,
+) -> tuple[float, float]:
+    """A row; (our seconds, PyTorch's; 0 without it).
 
-
-def with_gelu(torch: Torch, sizes: Sizes) -> Product:
-    """The MLP's first layer with bias and GELU, what goes into the GELU kept; PyTorch: addmm and gelu."""
-    linear = Clock().device.kernels.linear
-    rows, inputs, outputs = sizes.batch * sizes.time, sizes.width, 4 * sizes.width
-    x, weight, bias = filled(rows, inputs), filled(outputs, inputs, scale=0.02), filled(outputs)
-    inner, y = blank(rows, outputs), blank(rows, outputs)
-    theirs = results = None
-    if torch.there:
-        tx, tw, tb = map(torch.of, (x, weight, bias))
-        gelu, addmm, out = torch.torch.nn.functional.gelu, torch.torch.addmm, [None]
-
-        def theirs() -> None:
-            out[0] = gelu(addmm(tb, tx, tw.t()), approximate="tanh")
-
-        results = lambda: (torch.of(y), out[0])  # noqa: E731
-    flops = costs.linear.forward(x, weight, bias, y).flops
-    ours = lambda: linear.forward_gelu(x, weight, bias, inner, y)  # noqa: E731
-    return Product(f"up {inputs} -> {outputs} with bias and GELU", flops, ours, theirs, results)
-
-
-def _product(torch: Torch, left: Any, right: Any, out: Any) -> Callable[[], Any]:
-    return lambda: torch.torch.mm(left, right, out=out)
-
-
-def _both(torch: Torch, ours: Any, theirs: Any) -> Callable[[], tuple[Any, Any]]:
-    return lambda: (torch.of(ours), theirs)
-
-
-def compare(run: Run, clock: Clock, product: Product) -> tuple[float, float]:
-    """A row; (our seconds, theirs; 0 without PyTorch)."""
-    works = [product.ours] if product.theirs is None else [product.ours, product.theirs]
-    seconds, _ = clock.by_turns(works)
+    theirs: PyTorch's call, where that is not the case's own peer. told: what the check says besides. how: see
+    Clock.by_turns.
+    """
+    if torch.there and theirs is None and case.peer is not None:
+        theirs = case.peer(torch.torch, *map(torch.of, case.inputs))
+    seconds, _ = clock.by_turns([case.ours] if theirs is None else [case.ours, theirs], **how)
     check = ""
-    if product.results is not None:
-        off = difference(*product.results())
-        check = f"differ by {off:.0e}{'' if off < CLOSE else ' WRONG'}"
-    theirs = seconds[1] if product.theirs is not None else 0.0
-    _row(run, product.name, product.flops, seconds[0], theirs, check)
-    return seconds[0], theirs
+    if theirs is not None:
+        off = max(map(difference, map(torch.of, case.results), theirs()))
+        check = agreement(off, close) + told
+    found = seconds[0], seconds[1] if theirs is not None else 0.0
+    row(run, name or case.name, case.flops, *found, check)
+    return found
 
 
-def _row(run: Run, name: str, flops: float, ours: float, theirs: float, check: str) -> None:
+def row(run: Run, name: str, flops: float, ours: float, theirs: float, check: str = "") -> None:
+    """Beside PyTorch; without it beside the ceiling."""
     more = {}
     if theirs:
-        more = {
-            "beside": "torch",
-            "theirs": flops / theirs / 1e12,
-            "at_least": LEAST,
-            "goal": GOAL,
-            "check": check,
-        }
+        rate = flops / theirs / 1e12
+        more = {"beside": "torch", "theirs": rate, "at_least": LEAST, "goal": GOAL, "check": check}
     elif "matmul" in run.ceilings:
         more = {"beside": "matmul 8192^3", "theirs": run.ceilings["matmul"]}
     run.add(name, flops / ours / 1e12, "TFLOP/s", **more)
 
 
-def attention(run: Run, clock: Clock, torch: Torch, sizes: Sizes) -> None:
+def products(make: Maker, name: str, rows: int, inputs: int, outputs: int) -> Iterator[Case]:
+    """Forward, the gradient of the input and that of the weight, all bfloat16."""
+    x, dy = filled(rows, inputs), filled(rows, outputs, seed=1)
+    weight = filled(outputs, inputs, seed=2, scale=0.02)
+    y, dx, dweight = (blank(*like.shape) for like in (dy, x, weight))
+    for which, call, result, factors in (
+        ("forward", ("linear.forward", x, weight, None, y), y, (x, weight.T)),
+        ("input gradient", ("linear.backward_input", dy, weight, dx), dx, (dy, weight)),
+        ("weight gradient", ("linear.backward_weight", x, dy, dweight, False), dweight, (dy.T, x)),
+    ):
+        yield make.case(f"{name} {inputs} -> {outputs},", which, "", [call], (result,), factors, _into)
+
+
+def _into(torch: Any, left: Any, right: Any) -> Callable[[], tuple]:
+    """Their product, into an array that is there."""
+    out = torch.empty((len(left), right.shape[1]), dtype=left.dtype, device=left.device)
+    return lambda: (torch.mm(left, right, out=out),)
+
+
+def with_gelu(make: Maker, rows: int, inputs: int, outputs: int) -> Case:
+    """The MLP's first layer with bias and GELU, what goes into the GELU kept; PyTorch: addmm and gelu."""
+    x, weight, bias = filled(rows, inputs), filled(outputs, inputs, scale=0.02), filled(outputs)
+    inner, y = blank(rows, outputs), blank(rows, outputs)
+
+    def function(torch: Any, x: Any, weight: Any, bias: Any) -> Any:
+        return torch.nn.functional.gelu(torch.addmm(bias, x, weight.t()), approximate="tanh")
+
+    call = ("linear.forward_gelu", x, weight, bias, inner, y)
+    name = f"up {inputs} -> {outputs}", "with bias and GELU"
+    _, flops = make.needs(("linear.forward", x, weight, bias, y))
+    return Case(*name, "", 0, flops, make.call(call), (y,), (x, weight, bias), value(function))
+
+
+def attention(run: Run, clock: Clock, torch: Torch, make: Maker, sizes: Sizes) -> None:
     """Causal attention over queries, keys and values packed in one array, beside PyTorch's fastest."""
-    kernel = clock.device.kernels.attention
     batch, time, heads = sizes.batch, sizes.time, sizes.heads
     dim = sizes.width // heads
     qkv, dy = filled(batch, time, 3 * sizes.width), filled(batch, time, sizes.width, seed=1)
-    y, dqkv = blank(*dy.shape), blank(*qkv.shape)
-    lse = blank(batch, heads, time, dtype=np.float32)
-    q, k, v = _heads(qkv, 3, heads)
-    (y_heads,), (dy_heads,) = _heads(y, 1, heads), _heads(dy, 1, heads)
-    how = {"causal": True, "scale": 1 / sqrt(dim)}
-    flops = costs.attention.forward(q, k, v, y_heads, lse, **how).flops
-
-    def forward() -> None:
-        kernel.forward(q, k, v, y_heads, lse, **how)
-
-    def backward() -> None:
-        kernel.backward(dy_heads, q, k, v, y_heads, lse, *_heads(dqkv, 3, heads), **how)
-
-    works = {"forward": (forward, flops), "backward": (backward, 2.5 * flops)}
-    peers = _torch_attention(torch, (qkv, dy), heads) if torch.there else {}
-    for which, (ours, operations) in works.items():
+    inputs, slopes = (_heads(array, 3, heads) for array in (qkv, blank(*qkv.shape)))
+    (y,), (upper,) = (_heads(array, 1, heads) for array in (blank(*dy.shape), dy))
+    lse, how = blank(batch, heads, time, dtype=np.float32), {"causal": True, "scale": dim**-0.5}
+    forward = ("attention.forward", *inputs, y, lse, how)
+    backward = ("attention.backward", upper, *inputs, y, lse, *slopes, how)
+    _, flops = make.needs(forward)
+    peers, backend = _torch_attention(torch, inputs, upper) if torch.there else ((None, None), "")
+    works = ("forward", forward, flops, (y,)), ("backward", backward, 2.5 * flops, slopes)
+    for (which, call, operations, results), theirs in zip(works, peers, strict=True):
         with run.guarded(f"attention {which}"):
-            theirs, result, backend = peers.get(which, (None, None, ""))
-            seconds, _ = clock.by_turns([ours] if theirs is None else [ours, theirs], calls=3)
-            check = ""
-            if theirs is not None:
-                off = difference(torch.of(y if which == "forward" else dqkv), result())
-                check = f"differ by {off:.0e}{'' if off < 2 * CLOSE else ' WRONG'}; torch: {backend}"
-            name = f"attention {which}, ({batch}, {heads}, {time}, {dim}) causal"
-            _row(run, name, operations, seconds[0], seconds[1] if theirs else 0.0, check)
+            name = f"{which}, ({batch}, {heads}, {time}, {dim}) causal"
+            case = Case("attention", name, "", 0, operations, make.call(call), results, (), None)
+            told = f"; torch: {backend}"
+            compare(run, clock, torch, case, theirs=theirs, calls=3, close=2 * CLOSE, told=told)
 
 
-def _torch_attention(torch: Torch, arrays: tuple[Any, Any], heads: int) -> dict[str, tuple]:
-    """which -> (call, its result, backend's name), of the backend whose forward and backward is fastest."""
+def _torch_attention(torch: Torch, arrays: Sequence, upper: Any) -> tuple[Sequence[Callable | None], str]:
+    """(calls of forward and backward, backend's name), of the backend whose calls together are fastest."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    t = torch.torch
-    qkv, dy = map(torch.of, arrays)
-    batch, time, width = dy.shape
-    split = (batch, time, 3, heads, width // heads)
-    inputs = (
-        qkv.requires_grad_().view(split).permute(2, 0, 3, 1, 4).unbind(0)
-    )  # (batch, heads, time, head_dim)
-    dy_heads = dy.view(batch, time, heads, width // heads).transpose(1, 2)
+    t, found = torch.torch, []
+    inputs, dy = [torch.of(array).requires_grad_() for array in arrays], torch.of(upper)
 
-    def forward(backend: Any) -> Any:
+    def forward(backend: Any) -> tuple:
         with sdpa_kernel(backend):
-            return t.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+            return (t.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True),)
 
-    def packed_gradient(backward: Callable[[], Any]) -> Any:
-        return t.stack([g.transpose(1, 2) for g in backward()], dim=2).reshape(batch, time, 3 * width)
-
-    best = None
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
-        if best is not None and backend == SDPBackend.MATH:
+        if found and backend == SDPBackend.MATH:
             break
         try:
-            y = forward(backend)
-            backward = _gradient(t, y, inputs, dy_heads)
-            seconds = torch.seconds(lambda b=backend, g=backward: (forward(b), g()))
+            calls = partial(forward, backend), _gradient(t, forward(backend), inputs, dy)
+            found.append((torch.seconds(lambda calls=calls: [call() for call in calls]), calls, backend.name))
         except RuntimeError:  # not for these shapes, or not built in
             continue
-        if best is None or seconds < best[0]:
-            best = seconds, backend, y, backward
-    if best is None:
-        return {}
-    _, backend, y, backward = best
-    packed = y.detach().transpose(1, 2).reshape(batch, time, width)
-    return {
-        "forward": (lambda: forward(backend), lambda: packed, backend.name),
-        "backward": (backward, lambda: packed_gradient(backward), backend.name),
-    }
+    _, calls, name = min(found, key=lambda each: each[0]) if found else (0.0, (None, None), "")
+    return calls, name
 
 
-def _gradient(t: Any, y: Any, inputs: Any, dy: Any) -> Callable[[], Any]:
+def _gradient(t: Any, y: Any, inputs: Any, dy: Any) -> Callable[[], Sequence]:
     return lambda: t.autograd.grad(y, inputs, dy, retain_graph=True)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from bench.gpu import needs
 from bench.gpu.contestant import ROOT
 from bench.gpu.job import SIZES, Job
-from bench.gpu.report import PEAK_TFLOPS, flops_per_token
+from bench.gpu.report import of_peak
 from bench.gpu.state import Run
 from bench.gpu.training import CLOSE
 
@@ -97,8 +97,7 @@ def started(command: list[str]) -> dict:
 def add(run: Run, name: str, job: Job, count: int, found: dict, one: dict) -> None:
     """The rows of a job. one: what a single GPU has found, or nothing."""
     rate = count * job.tokens / found["seconds"]
-    flops = flops_per_token(found["parameters"], job.layers, job.dim, job.seq)
-    check = f"{rate * flops / count / 1e10 / PEAK_TFLOPS:.1f} % of the data sheet's peak"
+    check = of_peak(rate * job.flops(found["parameters"]) / count)
     check += f", {found['taken'] / 1e6:,.0f} MB taken, loss {found['loss']:.4f}"
     more: dict[str, Any] = {}
     if count > 1 and one:

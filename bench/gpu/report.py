@@ -57,9 +57,14 @@ class Row:
         return asdict(self) | {"ratio": self.ratio, "met": self.met}
 
 
-def flops_per_token(parameters: int, layers: int, width: int, time: int) -> float:
-    """6 N + 6 L C T: a training step's operations for each token, attention causal (as in llm.c)."""
-    return 6.0 * parameters + 6.0 * layers * width * time
+def agreement(off: float, close: float, what: str = "") -> str:
+    """A check in words: how far results are apart, loud where that is more than `close`."""
+    return f"{what}differ by {off:.0e}{'' if off <= close else ' WRONG'}"
+
+
+def of_peak(flops: float) -> str:
+    """Operations a second of one GPU, for a check."""
+    return f"{flops / 1e10 / PEAK_TFLOPS:.1f} % of the data sheet's peak"
 
 
 def table(rows: list[Row]) -> str:

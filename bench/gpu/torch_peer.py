@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from bench import workload as w
-from bench.gpu.contestant import serve
+from bench.gpu.contestant import Timed, serve
 from bench.gpu.job import Job
 from bench.peers.torch_gpt import GPT
 
 
-class Trainer:
+class Trainer(Timed):
     """One model and its optimizer."""
 
     def __init__(self, settings: dict) -> None:
@@ -55,7 +55,6 @@ class Trainer:
         )
         self._attention = self._fastest_attention() if self._cuda else "default"
         self._loss = torch.compile(self._forward) if self._compiled == "model" else self._forward
-        self._step = 0
 
     def about(self) -> dict:
         """Its first line."""
@@ -63,26 +62,16 @@ class Trainer:
         return {"parameters": parameters, "attention": self._attention}
 
     def steps(self, count: int) -> dict:
-        """Seconds of a step, by the host's clock from an idle GPU to an idle GPU."""
-        batches = [self._batch(self._step + i) for i in range(count)]
-        self._finish()
-        start = time.perf_counter()
-        for tokens, targets in batches:
-            loss = self._backward(tokens, targets)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self._finish()
-        seconds = (time.perf_counter() - start) / count
-        self._step += count
-        free = self._free_now()
-        return {
-            "seconds": seconds,
-            "loss": loss.item(),
-            "taken": self._free - free,
-            "free": free,
-            "held": torch.cuda.max_memory_allocated() if self._cuda else 0,
-            "compiled": self._compiled,
-        }
+        """Also the bytes of tensors at their most, "held", and what is "compiled"."""
+        held = torch.cuda.max_memory_allocated if self._cuda else int
+        found = super().steps(count)
+        return found | {"held": held(), "compiled": self._compiled}
+
+    def train(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = self._backward(tokens, targets)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
 
     def _backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         parts = self.job.micro_batches
@@ -125,7 +114,7 @@ class Trainer:
             logits = self.model(x).float() if self.job.fsdp else self.model(x)
             return F.cross_entropy(logits.flatten(0, 1), y.flatten()) / self.job.micro_batches
 
-    def _batch(self, step: int) -> tuple[torch.Tensor, ...]:
+    def batch(self, step: int) -> tuple[torch.Tensor, ...]:
         batch = map(torch.from_numpy, self.job.workload.batch_of(step, 0))
         return tuple(part.pin_memory() if self._cuda else part for part in batch)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from bench.gpu import needs
 from bench.gpu.contestant import Course, race
 from bench.gpu.job import SIZES, Job
-from bench.gpu.report import PEAK_TFLOPS, flops_per_token
+from bench.gpu.report import PEAK_TFLOPS, agreement, of_peak
 from bench.gpu.state import Run
 
 OURS, PEER = "bench.gpu.ours", "bench.gpu.torch_peer"
@@ -60,10 +60,9 @@ def ours_alone(run: Run, job: Job | None = None) -> None:
 def alone(run: Run, job: Job, name: str, course: Course) -> None:
     """A row for each as soon as it can be: compiling the next may take all the time that is left."""
     rate = job.tokens / course.alone["seconds"]
-    flops = flops_per_token(course.about["parameters"], job.layers, job.dim, job.seq)
-    mfu = f"{rate * flops / 1e10 / PEAK_TFLOPS:.1f} % of the data sheet's peak"
+    told = of_peak(rate * job.flops(course.about["parameters"]))
     taken = f"{course.about['warmup']['taken'] / 1e6:,.0f} MB taken"
-    run.add(f"{name}, alone", rate, "tokens/s", check=f"{mfu}, {taken}, loss {course.alone['loss']:.4f}")
+    run.add(f"{name}, alone", rate, "tokens/s", check=f"{told}, {taken}, loss {course.alone['loss']:.4f}")
 
 
 def compare(run: Run, job: Job, courses: dict[str, Course], aims: tuple[float, ...]) -> None:
@@ -100,8 +99,7 @@ def compare(run: Run, job: Job, courses: dict[str, Course], aims: tuple[float, .
             check=f"{peer}'s tensors alone {held:,.0f} MB at their peak",
         )
     for name, course in done.items():
-        flops = flops_per_token(course.about["parameters"], job.layers, job.dim, job.seq)
-        mfu(run, name, rates[name] * flops / 1e12, least_mfu, goal_mfu)
+        mfu(run, name, rates[name] * job.flops(course.about["parameters"]) / 1e12, least_mfu, goal_mfu)
 
 
 def mfu(run: Run, name: str, rate: float, least: float, goal: float) -> None:
@@ -205,4 +203,4 @@ def failed(run: Run, name: str, courses: dict[str, Course]) -> bool:
 def losses_agree(losses: list[float], others: list[float], tolerance: float) -> str:
     """The largest relative difference in words, loud where it is more than the tolerance."""
     off = max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=False))
-    return f"losses differ by {off:.0e}{'' if off <= tolerance else ' WRONG'}"
+    return agreement(off, tolerance, "losses ")

@@ -1,21 +1,20 @@
-"""Times kernels, each pass beside plain NumPy, PyTorch and the roofline of this machine, one thread each.
+"""Times kernels, each pass beside PyTorch and the roofline of this machine, one thread each.
 
     python -m bench.kernels
     python -m bench.kernels --op attention,conv2d -o kernels.json
-    python -m bench.kernels --device cuda --dtype bfloat16       # CuPy in NumPy's place
+    python -m bench.kernels --device cuda --dtype bfloat16
 
 Exit code 1 where a result of ours was wrong, 2 for options that make no sense. docs/measuring.md has the
 columns.
 """
 
-import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS
+import shardrt  # isort: skip  before NumPy: it sets the threads of BLAS
 
 import argparse
 import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from threadpoolctl import threadpool_limits
 
@@ -23,9 +22,9 @@ from bench import environment
 from bench.kernels import report
 from bench.kernels.case import Maker
 from bench.kernels.measure import Ceilings, Judge, Line, keep_freed_memory
-from bench.kernels.options import OPS, parse
+from bench.kernels.ops import OPS
+from bench.kernels.options import parse
 from shardrt import device as devices
-from shardrt.kernels import cpu
 from shardrt.train.errors import USAGE, one_line
 
 SIDE = 2048  # of the product that is the ceiling; less where rows of products are fewer
@@ -38,19 +37,21 @@ def main(arguments: list[str] | None = None) -> int:
         if options.output is not None:
             options.output.touch()  # now, not after the measurement
     devices.set_current(devices.get(options.device))
-    torch = None if "torch" in options.without else _torch()
     if options.device == "cpu":
         keep_freed_memory()
-        cpu.set_threads(1)
+        shardrt.set_threads(1)
     with threadpool_limits(1):
-        return _run(options, torch)
+        return _run(options)
 
 
-def _run(options: argparse.Namespace, torch: Any) -> int:
-    judge = Judge(options.dtype, options.rounds, torch, "numpy" not in options.without)
+def _run(options: argparse.Namespace) -> int:
+    import torch
+
+    torch.set_num_threads(1)
+    judge = Judge(options.dtype, options.rounds, torch)
     ceilings = judge.ceilings(options.elements, min(SIDE, options.multiplied))
     facts = environment.facts(options.given) | {
-        "torch": "none" if torch is None else torch.__version__,
+        "torch": torch.__version__,
         "load average": " ".join(f"{load:.1f}" for load in os.getloadavg()),
         "copy": f"{ceilings.copied / 1e9:.2f} GB/s, read and written",
         "product": f"{ceilings.multiplied / 1e9:.1f} GFLOP/s, {options.dtype}",
@@ -80,16 +81,6 @@ def _measured(options: argparse.Namespace, judge: Judge, ceilings: Ceilings) -> 
     for name in options.op:
         for case in OPS[name](make):
             yield judge.line(case, ceilings)
-
-
-def _torch() -> Any:
-    """PyTorch with one thread, None where it is not installed."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    torch.set_num_threads(1)
-    return torch
 
 
 if __name__ == "__main__":

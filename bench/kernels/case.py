@@ -1,7 +1,8 @@
-"""One pass of an op: our call on arrays of the current device, what it must move, and the others' way."""
+"""One pass of an op: our call on arrays of the current device, what it must move, and PyTorch's way."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ import numpy as np
 from bench.gpu.clock import blank, element, filled
 from shardrt import device as devices
 from shardrt import dtypes
-from shardrt.kernels.shape import Cost
+from shardrt.kernels import shape as costs
 
 Array = Any
 Peer = Callable[..., Callable[[], Sequence]]  # (torch, *tensors) -> a call that gives the results
+Call = Any  # ("module.kernel", *arguments), the last of which may be a dict of named ones; or Moved
+Calls = Sequence[Call]
 
 # batch, channels, outputs, window, stride, padding, groups, height and width
 CONVOLUTIONS = {
@@ -73,13 +76,20 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One pass. nbytes, flops: that it can't do without (needs).
+class Moved:
+    """A call of no kernel, and the bytes that it moves."""
 
-    ours leaves its results in `results`, or gives them where that is empty. plain: the same in NumPy, from
-    `inputs` to a tuple of results; of CuPy's arrays it makes CuPy's. peer: the same in PyTorch. judge, where
-    results are random: how wrong they are, from (inputs, results), both float64 on the host; else they are
-    compared with plain in float64. dtype: where it is not the one that was asked for.
+    work: Callable[[], Any]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pass. nbytes, flops: that it can't do without.
+
+    ours leaves its results in `results`, or gives them where that is empty. peer: the same in PyTorch, from
+    `inputs`. judge, where results are random: how wrong they are, from (inputs, results), both float64 on the
+    host; else they are compared with the peer's in float64. dtype: where it is not the one asked for.
     """
 
     op: str
@@ -88,10 +98,9 @@ class Case:
     nbytes: float
     flops: float
     ours: Callable[[], Any]
-    results: tuple[Array, ...]
-    inputs: tuple[Array, ...]
-    plain: Callable[..., tuple]
-    peer: Peer | None = None
+    results: Sequence[Array]
+    inputs: Sequence[Array]
+    peer: Peer | None
     judge: Callable[[tuple, tuple], float] | None = None
     dtype: str = ""
 
@@ -129,6 +138,43 @@ class Maker:
         """Random, int64."""
         return devices.current().asarray(np.random.default_rng(0).integers(0, size, count))
 
+    def case(
+        self,
+        op: str,
+        which: str,
+        shape: str,
+        calls: Calls,
+        results: Sequence[Array],
+        inputs: Sequence[Array],
+        peer: Peer,
+        **more: Any,
+    ) -> Case:
+        """A pass that is these calls."""
+        works = [self.call(call) for call in calls]
+
+        def ours() -> None:
+            for work in works:
+                work()
+
+        given = ours if len(works) > 1 else works[0], results, inputs, peer
+        return Case(op, which, shape, *self.needs(*calls), *given, **more)
+
+    def call(self, call: Call) -> Callable[[], Any]:
+        """It, on the kernels of the current device."""
+        return call.work if isinstance(call, Moved) else _bound(self.kernels, *call)
+
+    def needs(self, *calls: Call) -> tuple[int, int]:
+        """(bytes, operations) that the calls can't do without: kernels' own scratch is not among them."""
+        others = sum(call.nbytes for call in calls if isinstance(call, Moved))
+        found = [_bound(costs, *call)() for call in calls if not isinstance(call, Moved)]
+        return others + sum(cost.nbytes - cost.scratch for cost in found), sum(cost.flops for cost in found)
+
+
+def _bound(kernels: Any, name: str, *arguments: Any) -> Callable[[], Any]:
+    module, function = name.split(".")
+    named = arguments[-1] if isinstance(arguments[-1], dict) else {}
+    return partial(getattr(getattr(kernels, module), function), *arguments[: -1 if named else None], **named)
+
 
 def placed(array: Array) -> Array:
     """A copy where the device keeps what ops make: on the CPU in whole cache lines, unlike NumPy's own."""
@@ -136,11 +182,6 @@ def placed(array: Array) -> Array:
     target = device.empty(array.shape, array.dtype)
     device.copy(target, array)
     return target
-
-
-def needs(*costs: Cost) -> tuple[int, int]:
-    """(bytes, operations) of these calls; what a kernel keeps for itself, another might not."""
-    return sum(cost.nbytes - cost.scratch for cost in costs), sum(cost.flops for cost in costs)
 
 
 def value(function: Callable) -> Peer:

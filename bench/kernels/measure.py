@@ -1,4 +1,4 @@
-"""One line: every contestant checked against NumPy in float64, then those that are right timed by turns."""
+"""One line: both contestants checked against PyTorch in float64, then those that are right timed by turns."""
 
 import ctypes
 import statistics
@@ -12,7 +12,6 @@ import numpy as np
 from bench.gpu.clock import Clock, Torch, blank, filled
 from bench.kernels.case import Case
 from shardrt import device as devices
-from shardrt.kernels.shape.matmul import matmul
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-5, "float16": 5e-3, "bfloat16": 2e-2}  # of the largest number
 LEAST = 5e-3  # seconds of a round, of calls in a row
@@ -88,14 +87,14 @@ class HostClock:
 
 
 class Judge:
-    """Measures cases on the current device, beside `torch`, a module or None."""
+    """Measures cases on the current device, beside the module `torch`."""
 
-    def __init__(self, dtype: str, rounds: int, torch: Any, with_plain: bool = True) -> None:
-        self._dtype, self._rounds, self._plain = dtype, rounds, with_plain
+    def __init__(self, dtype: str, rounds: int, torch: Any) -> None:
+        self._dtype, self._rounds = dtype, rounds
         self._device = devices.current()
         self.clock = HostClock() if self._device.name == "cpu" else Clock()
         self._torch = torch
-        self._tensor = torch.from_numpy if self._device.name == "cpu" and torch else Torch(self.clock).of
+        self._tensor = torch.from_numpy if self._device.name == "cpu" else Torch(self.clock).of
 
     def ceilings(self, elements: int, side: int) -> Ceilings:
         """By a copy of so many elements and a square product; the best of all rounds counts."""
@@ -107,7 +106,7 @@ class Judge:
             work()
         rounds = [[self.clock.round(work, 1) for work in works] for _ in range(2 * self._rounds)]
         copied, multiplied = map(min, zip(*rounds, strict=True))
-        return Ceilings(2 * source.nbytes / copied, matmul(a, b, out).flops / multiplied)
+        return Ceilings(2 * source.nbytes / copied, 2.0 * side**3 / multiplied)
 
     def line(self, case: Case, ceilings: Ceilings) -> Line:
         """Check and time one case."""
@@ -115,7 +114,7 @@ class Judge:
         found = Line(case, dtype, ceilings.bound(case), ceilings.seconds(case), TOLERANCE[dtype], errors={})
         right = {}
         host = tuple(map(self._exact, case.inputs))
-        truth = None if case.judge else case.plain(*host)
+        truth = None if case.judge else self._truth(case, host)
         for who, call in self._contestants(case).items():
             results = tuple(map(self._exact, call()))
             found.errors[who] = case.judge(host, results) if case.judge else apart(results, truth)
@@ -132,24 +131,23 @@ class Judge:
         return found
 
     def _contestants(self, case: Case) -> dict[str, Callable[[], Sequence]]:
-        """Calls that give their results. NumPy's and PyTorch's inputs are copies: ours may be written to."""
+        """Calls that give their results. PyTorch's inputs are copies: ours may be written to."""
 
         def ours() -> Sequence:
             made = case.ours()
             return case.results or made
 
-        works: dict[str, Callable] = {"ours": ours}
-        if self._plain:
-            inputs = tuple(array.copy() for array in case.inputs)
-            works["numpy"] = lambda: case.plain(*inputs)
-        if self._torch is not None and case.peer is not None:
-            tensors = [self._tensor(array).clone() for array in case.inputs]
-            works["torch"] = case.peer(self._torch, *tensors)
-        return works
+        tensors = [self._tensor(array).clone() for array in case.inputs]
+        return {"ours": ours, "torch": case.peer(self._torch, *tensors)}
+
+    def _truth(self, case: Case, host: tuple) -> tuple:
+        """What PyTorch makes of these arrays on the host, in float64."""
+        call = case.peer(self._torch, *(self._torch.from_numpy(array.copy()) for array in host))
+        return tuple(map(self._exact, call()))
 
     def _exact(self, array: Any) -> np.ndarray:
         """Any contestant's array on the host: floats as float64, integers as they are."""
-        if self._torch is not None and isinstance(array, self._torch.Tensor):
+        if isinstance(array, self._torch.Tensor):
             floats = array.is_floating_point()
             return (array.detach().double() if floats else array.detach()).cpu().numpy()
         array = self._device.to_numpy(array)
@@ -177,7 +175,7 @@ def quartiles(values: list[float]) -> tuple[float, float, float] | None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed: else PyTorch and NumPy fault in every page of every result again, and
+    """Let glibc keep what is freed: else PyTorch faults in every page of every result again, and
     that is what would be measured. Elsewhere nothing happens."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -2,14 +2,14 @@
 
 import argparse
 import sys
+from importlib.util import find_spec
 
 from bench.command_line import Parser, add_forms, check_known, nbytes, words
-from bench.kernels import flat, images, products, rows
 from bench.kernels.case import Sizes
+from bench.kernels.ops import OPS
 from shardrt.comm import world as worlds
 from shardrt.device import cuda
 
-OPS = products.OPS | rows.OPS | images.OPS | flat.OPS
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -21,7 +21,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cpu", help="cpu or cuda (cpu)")
     add("--dtype", default="float32", help=f"{', '.join(DTYPES)}; the CPU computes in the first two")
     add("--rounds", type=int, default=9, metavar="N", help="timed turns of each contestant (9)")
-    add("--without", type=words, default=[], metavar="A,B", help="contestants left out: numpy, torch")
     for name, told in _SIZES.items():
         add(f"--{name}", type=nbytes, default=getattr(default, name), metavar="N", help=told)
     add_forms(parser)
@@ -52,7 +51,6 @@ def _check(options: argparse.Namespace) -> None:
     check_known("--op", options.op, (*OPS, "all"))
     check_known("--dtype", [options.dtype], DTYPES)
     check_known("--device", [options.device], ("cpu", "cuda"))
-    check_known("--without", options.without, ("numpy", "torch"))
     for name in ("rounds", *_SIZES):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name}: must be at least 1, got {getattr(options, name)}")
@@ -64,6 +62,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--elements: must be at least 4, got {options.elements}")
     if options.device == "cpu" and options.dtype not in DTYPES[:2]:
         raise ValueError(f"--dtype: the CPU computes {options.dtype} in float32; take that, or --op cast")
+    if find_spec("torch") is None:
+        raise ValueError(
+            "PyTorch is not installed, beside which kernels are checked and timed: pip install torch"
+        )
     if options.device == "cuda" and not cuda.count():
         raise ValueError("--device: 'cuda' needs a GPU, and there is none here")
     launched = worlds.launch()

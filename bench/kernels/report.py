@@ -7,14 +7,14 @@ from bench.kernels.measure import Line
 from bench.table import number
 
 HEAD = (
-    f"# {'':20} {'':16} {'':28} {'ours':>10} {'of roofline, %':>22} {'NumPy':>10} {'/ ours':>6} "
-    f"{'PyTorch':>10} {'/ ours':>20} {'error':>8}\n"
-    f"# {'op':20} {'pass':16} {'shape':28} {'ms':>10} {'':>22} {'ms':>10} {'':>6} {'ms':>10}"
+    f"# {'':20} {'':16} {'':28} {'ours':>10} {'of roofline, %':>22} {'PyTorch':>10} {'/ ours':>20} "
+    f"{'error':>8}\n"
+    f"# {'op':20} {'pass':16} {'shape':28} {'ms':>10} {'':>22} {'ms':>10}"
 )
 _COLUMNS = (
     "op which shape dtype bytes flops bound roofline_ms ours_ms ours_fastest_ms of_roofline of_roofline_low "
-    "of_roofline_high numpy_ms numpy_ratio torch_ms torch_fastest_ms torch_ratio torch_ratio_low "
-    "torch_ratio_high error numpy_error torch_error allowed wrong"
+    "of_roofline_high torch_ms torch_fastest_ms torch_ratio torch_ratio_low torch_ratio_high error "
+    "torch_error allowed wrong"
 ).split()
 
 
@@ -30,9 +30,8 @@ def record(line: Line) -> dict:
                 *(case.op, case.which, case.shape, line.dtype, case.nbytes, case.flops, line.bound),
                 *map(_ms, [line.least, *times]),
                 *map(_short, line.of_roofline() or nothing),
-                *(_ms(line.time("numpy")), _short((line.over_ours("numpy") or nothing)[0])),
                 *(_ms(line.time("torch")), _ms(line.fastest("torch")), *map(_short, torch)),
-                *(line.errors.get(who) for who in ("ours", "numpy", "torch")),
+                *(line.errors.get(who) for who in ("ours", "torch")),
                 *(line.allowed, " ".join(who for who in line.errors if not line.right(who))),
             ),
             strict=True,
@@ -49,8 +48,7 @@ def text(line: Line) -> str:
     wrong = f"  WRONG: {r['wrong']}" if r["wrong"] else ""
     return (
         f"  {r['op']:20} {r['which']:16} {r['shape']:28} {number(r['ours_ms'], 10)} {roofline} "
-        f"{number(r['numpy_ms'], 10)} {number(r['numpy_ratio'], 6)} {number(r['torch_ms'], 10)} "
-        f"{theirs:>20} {r['error']:8.0e}{wrong}"
+        f"{number(r['torch_ms'], 10)} {theirs:>20} {r['error']:8.0e}{wrong}"
     )
 
 

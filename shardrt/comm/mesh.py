@@ -441,6 +441,20 @@ class DeviceMesh:
             streams[role] = place.new_stream(role)
         return streams[role]
 
+    def close(self) -> None:
+        """Close the communicators of this family of meshes, which no model may use from now on. Collective.
+
+        A program that makes many meshes on GPUs calls it: a communicator of NCCL that is not closed keeps its
+        memory on the GPU until the program ends.
+        """
+        family = self._family
+        for stream in (self.device.current_stream, *family.streams.values()):
+            stream.synchronize()
+        for made in family.made.values():
+            made.close()
+        family.made.clear()
+        family.communicators.clear()
+
     def size_of(self, dim: int | str) -> int:
         """The number of ranks along one axis."""
         return self.shape[self._number(dim)]

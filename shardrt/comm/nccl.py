@@ -9,9 +9,11 @@ calls and its memory grow with the ranks (docs/gpu.md).
 Never run on a GPU yet (docs/status.md); tests/softgpu runs it on the real CuPy over a GPU in software.
 """
 
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache, wraps
 from typing import Any
 
 import numpy as np
@@ -23,14 +25,65 @@ from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
 from shardrt.comm.transport import Transport
 from shardrt.device import Device
+from shardrt.faults import failure
+from shardrt.faults.deadline import within
 
 Array = Any
 
 # NCCL's numbers (nccl.h)
 _TYPES = {"uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 _TYPES["uint16"] = 6  # bits that nobody adds travel as float16
-_IN_PROGRESS = 7
+_UNHANDLED_CUDA_ERROR, _IN_PROGRESS = 1, 7
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}
+
+# In the last warning, where a GPU is full: CUDA's text, or the later one of NCCL's src/include/alloc.h.
+_FULL = "out of memory", "Failed to CUDA"
+_PATIENCE = 60.0  # seconds for the end of all communicators
+# Of processes, in the order in which all ranks make them. To destroy one is collective, so it must not depend
+# on when a rank's garbage is collected.
+_open: "dict[NCCLTransport, None]" = {}
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """NCCL, which CuPy has loaded."""
+    library = ctypes.CDLL("libnccl.so.2")
+    library.ncclGetLastError.restype = ctypes.c_char_p
+    return library
+
+
+def _lack(error: Exception, gpu: int) -> str:
+    """What to say where NCCL has failed because the GPU is full; else "".
+
+    NCCL has one status for all calls of CUDA that fail. Which one failed is in the text of its last warning.
+    """
+    from cupy.cuda import runtime
+
+    if error.status != _UNHANDLED_CUDA_ERROR:
+        return ""
+    try:
+        warning = _library().ncclGetLastError(None).decode(errors="replace")
+        free, _ = runtime.memGetInfo()
+    except (OSError, RuntimeError):  # another NCCL; a GPU on which a kernel has failed
+        return ""
+    full = any(words in warning for words in _FULL)
+    return f"no room for NCCL on GPU {gpu}: {warning}, and {free} bytes are free" if full else ""
+
+
+def _takes_memory(call: Callable) -> Callable:
+    """`call` raises MemoryError where the GPU has no room for what NCCL takes: at first calls, too."""
+
+    @wraps(call)
+    def checked(self: "NCCLTransport", *args: Any) -> Any:
+        try:
+            return call(self, *args)
+        except self.nccl.NcclError as error:
+            lack = _lack(error, self._device.index)
+            if not lack:
+                raise
+            raise MemoryError(lack) from error
+
+    return checked
 
 
 class NCCLTransport(Transport):
@@ -57,9 +110,15 @@ class NCCLTransport(Transport):
             key[:] = np.frombuffer(nccl.get_unique_id(), np.uint8)
         host._broadcast(key, 0, "")
         device.empty_cache()  # NCCL takes memory of its own, now and at its first calls
-        self.comm = nccl.NcclCommunicator(host.size, key.tobytes(), host.rank)
+        self.comm = self._create(key.tobytes())
         self._closed = False
+        if worlds.current().kind == "mpi":  # threads share the collector, and NCCL waits for none of them
+            _open[self] = None
         nccl_watchdog.watch(self)
+
+    @_takes_memory
+    def _create(self, key: bytes) -> Any:
+        return self.nccl.NcclCommunicator(self._size, key, self.rank)
 
     @property
     def _stream(self) -> int:
@@ -68,29 +127,36 @@ class NCCLTransport(Transport):
             self._graphs.add(graph)
         return self._device.stream_here()
 
+    @_takes_memory
     def gather(self, buffer: Array) -> None:
         n, place = buffer.size // self._size, buffer.data.ptr
         own = place + self.rank * n * buffer.itemsize
         self.comm.allGather(own, place, n, _TYPES[buffer.dtype.name], self._stream)
 
+    @_takes_memory
     def reduce_scatter(self, output: Array, buffer: Array, op: str, kind: str) -> None:
         places = buffer.data.ptr, output.data.ptr
         self.comm.reduceScatter(*places, output.size, _TYPES[kind], _OPS[op], self._stream)
 
+    @_takes_memory
     def all_reduce(self, buffer: Array, op: str) -> None:
         place = buffer.data.ptr
         self.comm.allReduce(place, place, buffer.size, _TYPES[buffer.dtype.name], _OPS[op], self._stream)
 
+    @_takes_memory
     def broadcast(self, buffer: Array, root: int) -> None:
         place = buffer.data.ptr
         self.comm.broadcast(place, place, buffer.size, _TYPES[buffer.dtype.name], root, self._stream)
 
+    @_takes_memory
     def send(self, buffer: Array, peer: int) -> None:
         self.comm.send(buffer.data.ptr, buffer.size, _TYPES[buffer.dtype.name], peer, self._stream)
 
+    @_takes_memory
     def recv(self, buffer: Array, peer: int) -> None:
         self.comm.recv(buffer.data.ptr, buffer.size, _TYPES[buffer.dtype.name], peer, self._stream)
 
+    @_takes_memory
     def exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
         self.nccl.groupStart()  # neither waits for the other
         try:
@@ -99,6 +165,7 @@ class NCCLTransport(Transport):
         finally:
             self.nccl.groupEnd()
 
+    @_takes_memory
     def swap(self, output: Array, buffer: Array, received: Sequence[slice], sent: Sequence[slice]) -> None:
         """In one group; nothing goes for 0."""
         kind, calls = _TYPES[buffer.dtype.name], []
@@ -116,7 +183,6 @@ class NCCLTransport(Transport):
 
     def error(self) -> str:
         """What NCCL's own threads have met (a lost peer or cable), which no other call reports; or ""."""
-        self._device.enter_thread()
         if not self._life.acquire(blocking=False):
             return ""  # it is being closed
         try:
@@ -141,6 +207,16 @@ class NCCLTransport(Transport):
         with self._life:
             self._closed = True
             how()
+        _open.pop(self, None)
+
+
+@failure.after_all_programs
+def _close_all() -> None:
+    """Before MPI ends, and Python, which would destroy them in an order of its own."""
+    words = f"NCCL has not destroyed its communicators in {_PATIENCE:g} s, though all programs have ended"
+    with within(_PATIENCE if _open else 0, failure.HANG, words):
+        for transport in list(_open):
+            transport.close()
 
 
 class NCCLCommunicator(Communicator):

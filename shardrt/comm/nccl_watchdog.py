@@ -9,6 +9,7 @@ import threading
 import weakref
 from typing import Any
 
+from shardrt.device import threads
 from shardrt.faults import failure
 
 _PERIOD = 0.5  # seconds
@@ -31,6 +32,7 @@ def watch(transport: Any) -> None:
 
 def _run() -> None:
     while not _over.wait(_PERIOD):
+        threads.enter()
         with _lock:
             watched = list(_watched)
         for transport in watched:

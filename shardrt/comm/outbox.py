@@ -13,6 +13,7 @@ from typing import Any
 from mpi4py import MPI
 
 from shardrt.comm.patience import Patience
+from shardrt.device import threads
 from shardrt.faults import failure
 from shardrt.faults.failure import PeerFailed
 
@@ -64,6 +65,7 @@ class Outbox:
         return str(self._error or "")
 
     def _run(self) -> None:
+        threads.enter()
         while True:
             with self._lock:
                 if not self._waiting:

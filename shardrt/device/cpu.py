@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardrt import dtypes
-from shardrt.device import pages, timeline
+from shardrt.device import pages, threads, timeline
 from shardrt.device.memory import SMALL, Pool, rounded
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
 from shardrt.kernels import onednn
@@ -143,6 +143,7 @@ def _work(work: queue.SimpleQueue, name: str) -> None:
     """The loop of a stream's thread. It knows the queue, not the stream, so that the stream can be freed."""
     error: BaseException | None = None
     while (item := work.get()) is not None:
+        threads.enter()
         function, args, label = item
         if function is None:
             args.reach(name, error)

@@ -15,8 +15,8 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from shardrt import dtypes
+from shardrt.device import threads
 from shardrt.device.capture import WHY, Graph
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
 from shardrt.device.upload import Uploads
@@ -49,34 +50,13 @@ def count() -> int:
         return 0
 
 
-class _Threads(threading.local):
-    """Whether this thread has chosen a GPU.
-
-    A new thread is at GPU 0, and most calls of CUDA make a context there, which takes hundreds of MB. So a
-    thread of the host that is about to make its first call chooses the GPU that the call is about. A thread
-    that is at another GPU has chosen that one by CuPy, and stays there.
-    """
-
-    entered = False
-
-    def enter(self, runtime: Any, index: int) -> None:
-        if not self.entered:
-            if runtime.getDevice() == 0:
-                runtime.setDevice(index)
-            self.entered = True
-
-
-_threads = _Threads()
-
-
 class CUDAEvent(Event):
     """A point in a stream; the same CUDA event again and again."""
 
-    __slots__ = ("handle", "_device", "_recorded", "_graph")
+    __slots__ = ("handle", "_recorded", "_graph")
 
-    def __init__(self, handle: Any, device: "CUDADevice") -> None:
+    def __init__(self, handle: Any) -> None:
         self.handle = handle
-        self._device = device
         self._recorded = False
         self._graph: Graph | None = None  # in which it was last recorded
 
@@ -98,14 +78,14 @@ class CUDAEvent(Event):
     def done(self) -> bool:
         if self._graph is not None:
             return self._graph.ended(by_host=True).done()
-        self._device.enter_thread()
+        threads.enter()
         return not self._recorded or bool(self.handle.done)
 
     def synchronize(self) -> None:
         if self._graph is not None:
             self._graph.ended(by_host=True).synchronize()
         elif self._recorded:
-            self._device.enter_thread()
+            threads.enter()
             self.handle.synchronize()
 
 
@@ -155,13 +135,9 @@ class CUDADevice(Device):
         self._ended: list[int] = []  # compute streams, by handle, of threads that are no more
         self.enter()
 
-    def enter_thread(self) -> None:
-        """Choose this GPU in a thread that has chosen none."""
-        _threads.enter(self._cupy.cuda.runtime, self.index)
-
     def enter(self) -> None:
         self._cupy.cuda.runtime.setDevice(self.index)
-        _threads.entered = True
+        threads.has_gpu(self._cupy.cuda.runtime, self.index)
         if not hasattr(self._here, "stream"):
             # Not the null stream, which can't be captured and waits for others unasked.
             handle = self._cupy.cuda.Stream(non_blocking=True)
@@ -174,6 +150,19 @@ class CUDADevice(Device):
             self._here.sides = weakref.WeakSet()
         elif self._cupy.cuda.get_current_stream().ptr != self._here.stream.handle.ptr:
             self._here.stream.handle.use()
+
+    @contextmanager
+    def _chosen(self) -> Iterator[None]:
+        """Inside, this GPU is the thread's, whichever it was before."""
+        runtime = self._cupy.cuda.runtime
+        before = runtime.getDevice()
+        if before != self.index:
+            self.enter()
+        try:
+            yield
+        finally:
+            if before != self.index:
+                runtime.setDevice(before)
 
     def _free_what_others_left(self) -> None:
         """What CuPy's pool keeps for the streams of threads that have ended: it gives it to no other stream.
@@ -193,7 +182,8 @@ class CUDADevice(Device):
     def current_stream(self) -> CUDAStream:
         """This thread's compute stream."""
         if not hasattr(self._here, "stream"):
-            self.enter()
+            with self._chosen():
+                self.enter()
         return self._here.stream
 
     @property
@@ -240,9 +230,10 @@ class CUDADevice(Device):
     def buffer(self, count: int, dtype: Any) -> Array:
         self._refuse("a buffer can't be made")
         nbytes = count * np.dtype(dtype).itemsize
-        memory = self._raw(nbytes)
-        memory.memset_async(0, nbytes, self.current_stream.handle)
-        self.current_stream.synchronize()  # other streams may use it at once
+        with self._chosen():
+            memory = self._raw(nbytes)
+            memory.memset_async(0, nbytes, self.current_stream.handle)
+            self.current_stream.synchronize()  # other streams may use it at once
         return self._cupy.ndarray((count,), dtype, memory)
 
     def _raw(self, nbytes: int) -> Any:
@@ -294,7 +285,7 @@ class CUDADevice(Device):
         """Not when the process ends: streams of the host may still write it, and the system takes it back."""
         if sys.is_finalizing():
             return
-        self.enter_thread()
+        threads.enter()
         self._cupy.cuda.runtime.freeHost(address)
 
     def asarray(self, values: Any, dtype: Any = None) -> Array:
@@ -401,12 +392,14 @@ class CUDADevice(Device):
 
     def new_stream(self, name: str) -> Stream:
         self._refuse(f"stream {name!r} can't be made")
-        stream = CUDAStream(name, self._cupy.cuda.Stream(non_blocking=True, priority=_HIGH_PRIORITY))
+        with self._chosen():
+            stream = CUDAStream(name, self._cupy.cuda.Stream(non_blocking=True, priority=_HIGH_PRIORITY))
         self._here.sides.add(stream)
         return stream
 
     def new_event(self) -> Event:
-        return CUDAEvent(self._cupy.cuda.Event(disable_timing=True), self)
+        with self._chosen():
+            return CUDAEvent(self._cupy.cuda.Event(disable_timing=True))
 
     def capture(self, function: Callable[[], Any]) -> Graph:
         """The work that `function()` launches, as a CUDA graph that can be replayed. Nothing runs now.

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from shardrt.device import threads
 from shardrt.faults import failure, launcher
 from shardrt.faults.deadline import Deadline
 
@@ -87,6 +88,7 @@ class _Guard:
         before = time.monotonic()
         while True:
             time.sleep(_LOOK)
+            threads.enter()
             now = time.monotonic()
             passed, before = min(now - before, 2 * _LOOK), now  # this process may have been stopped itself
             self._look_at_launcher(passed)

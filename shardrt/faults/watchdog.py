@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from shardrt.device import threads
 from shardrt.faults import failure, guard, reach, reports
 from shardrt.faults.deadline import Deadline, within
 from shardrt.faults.flight import Flight, Recorder, read_all
@@ -219,6 +220,7 @@ class Watch:
         seen, idle, before = -1, 0.0, time.monotonic()
         tick = min([_BEAT, *(limit / 8 for limit in self._all_limits() if limit)])
         while not self._stop.wait(tick):
+            threads.enter()
             now = time.monotonic()
             idle += min(now - before, 4 * tick)  # time in which this process was stopped itself is not idle
             before = now
@@ -232,6 +234,7 @@ class Watch:
 
     def _look_around(self) -> None:
         """Find the other hosts that answer, so that it is seen when one does not any more."""
+        threads.enter()
         own = self._hosts[self.recorder.rank]
         known = reach.addresses(dict.fromkeys(host for host in self._hosts if host != own))
         heard = reach.answering(known, reports.LISTENING)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from queue import Queue
 from typing import Any
 
+from shardrt.device import threads
+
 
 class Prefetched:
     """`make(step)` for steps from `first` on, made by a daemon thread up to `depth` steps ahead. An iterator.
@@ -44,6 +46,7 @@ class Prefetched:
 
     def _run(self, make: Callable[[int], Any], first: int, stop: int) -> None:
         for step in range(first, stop):
+            threads.enter()
             try:
                 entry = make(step), None
             except BaseException as error:  # told to whoever waits for the batch

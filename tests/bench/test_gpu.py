@@ -11,7 +11,9 @@ import re
 import subprocess
 import sys
 import time
+from configparser import ConfigParser
 from contextlib import nullcontext
+from itertools import takewhile
 
 import numpy as np
 import pytest
@@ -52,10 +54,9 @@ TINY = Job(layers=1, dim=8, heads=2, seq=4, batch=2, vocab=29, compiled="", devi
 
 def test_flops_are_those_of_llm_c():
     """6 N + 6 L C T: of GPT-2 at 1,024 tokens 6 * 124e6 + 6 * 12 * 768 * 1024."""
-    assert report.flops_per_token(124_475_904, 12, 768, 1024) == 6 * 124_475_904 + 56_623_104
-    assert 615e3 * report.flops_per_token(124_475_904, 12, 768, 1024) / 989.4e12 == pytest.approx(
-        0.5, abs=5e-3
-    )
+    flops = Job().flops(124_475_904)
+    assert flops == 6 * 124_475_904 + 56_623_104
+    assert report.of_peak(615e3 * flops) == "49.9 % of the data sheet's peak"
 
 
 @pytest.mark.parametrize(
@@ -147,9 +148,28 @@ def test_what_is_missing_is_named_with_what_it_costs(monkeypatch):
     assert needs.Found((), gpus=0).lines() == ["no GPU: the driver, libcuda.so.1, is missing or sees none"]
 
 
+@pytest.mark.parametrize(("capability", "runs"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_a_gpu_without_bfloat16_is_named_and_no_section_runs(driver_played, monkeypatch, capability, runs):
+    monkeypatch.setattr(Driver, "capability", capability)
+    for name, given in {"libraries": list, "there": lambda name: True, "_cuda": lambda: 12}.items():
+        monkeypatch.setattr(needs, name, given)
+    found = needs.find()
+    told = "the GPU has compute capability 7.5, and bfloat16 needs 8.0: all sections are skipped"
+    assert found.lines() == ([] if runs else [told])
+    assert {found.lacks(name) for name in command.SECTIONS} == {"" if runs else f"not run: {told}"}
+
+
 def test_the_frontend_of_cudnn_is_one_that_shardrt_takes():
     bound = re.search(r"nvidia-cudnn-frontend.*(<[\d.]+)", (ROOT / "setup.cfg").read_text())[1]
     assert f"'nvidia-cudnn-frontend{bound}'" in needs._WHEELS["cudnn"]
+
+
+def test_the_extra_for_cuda_brings_libraries_that_cupy_does_not():
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    brought = config["options.extras_require"]["cuda"]
+    wheels = {re.match(r"[\w-]+", line)[0] for line in brought.split("\n") if line}
+    assert wheels >= {"nvidia-nccl-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"}
 
 
 @pytest.mark.parametrize("name", ["ceilings", "launches", "products", "kernels", "convolution", "experts"])
@@ -195,6 +215,16 @@ def test_wheels_are_for_the_cuda_of_cupy_or_else_of_the_driver(monkeypatch, whee
 LOST = "nvidia-cublas-cu12 nvidia-nccl-cu12"
 
 
+def test_packages_for_cuda_12_are_named_beside_the_figures(tmp_path, monkeypatch):
+    packages = ("cupy-cuda12x", "nvidia-nccl-cu12", "nvidia-cublas-cu12")
+    for name in packages:
+        folder = tmp_path / f"{name.replace('-', '_')}-12.5.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 12.5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {name: needs.machine().get(name) for name in packages} == dict.fromkeys(packages, "12.5")
+
+
 def test_libraries_are_looked_for_by_what_loads_them():
     """needs.py names functions of others."""
     pytest.importorskip("cupy_backends")
@@ -209,6 +239,8 @@ def test_libraries_are_looked_for_by_what_loads_them():
 class Driver:
     """libcuda.so.1 of a machine."""
 
+    capability = 9, 0
+
     def cuInit(self, flags):
         return 0
 
@@ -218,6 +250,10 @@ class Driver:
 
     def cuDriverGetVersion(self, version):
         version._obj.value = 12080
+        return 0
+
+    def cuDeviceGetAttribute(self, value, attribute, device):
+        value._obj.value = self.capability[(75, 76).index(attribute)]
         return 0
 
     def cuDeviceGetPCIBusId(self, text, size, device):
@@ -240,9 +276,19 @@ def test_nvidia_smi_is_asked_of_the_gpu_that_is_used(driver_played, monkeypatch,
     script.write_text('#!/bin/sh\necho "$*" > "$0.asked"; echo 40, 1980, 0, 0x0, 0\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert needs.gpus() == 8
     assert needs.health().startswith("40 C, 1980 MHz")
     assert (tmp_path / "nvidia-smi.asked").read_text().split()[-1] == "--id=0000:1B:00.0"
+    assert needs.gpus() == 8
+
+
+def test_headers_that_are_not_found_are_named_before_anything_runs(driver_played, monkeypatch, tmp_path):
+    pytest.importorskip("cuda.pathfinder")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import cuda.pathfinder\ncuda.pathfinder.find_nvidia_header_directory = lambda name: None\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    told = [line for line in needs.find().lines() if "headers" in line]
+    assert len(told) == 1 and "CUDA's headers not found: no kernel can be compiled (pip install " in told[0]
 
 
 def test_a_driver_too_old_for_cupy_is_named(driver_played, monkeypatch):
@@ -296,9 +342,9 @@ def test_the_folder_of_results_is_one_of_the_caller(monkeypatch, tmp_path):
 def test_our_training_row_comes_early_and_the_tests_leave_room_for_others():
     limits = {name: entry[2] for name, entry in command.SECTIONS.items() if name != "ranks"}
     names, budget = list(limits), command.arguments().parse_args([]).budget
-    assert names[:5] == ["ceilings", "caches", "step", "alone", "tests"]
     before = sum(limits[name] for name in names[: names.index("training")])
     assert before <= budget - 60, "no minute is left for training beside PyTorch"
+    assert names[:5] == ["ceilings", "caches", "step", "alone", "tests"]
     assert suite.GRACE < limits["tests"] / 2
 
 
@@ -379,10 +425,11 @@ def test_sections_that_fail_hang_or_say_nothing_become_rows(sections_played, tmp
 
 def test_sections_see_one_gpu_but_for_that_of_ranks(sections_played, tmp_path):
     sections_played(1)
-    command.run(["ceilings", "kernels", "ranks"], command.arguments().parse_args(["--out", str(tmp_path)]))
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    seen = {row["section"]: row["check"] for row in rows}
-    assert seen == {"ceilings": "5", "kernels": "5", "ranks": "5,3"}
+    for name, gpus in {"ceilings": "5", "kernels": "5", "ranks": "5,3"}.items():
+        command.run([name], command.arguments().parse_args(["--out", str(tmp_path)]))
+        rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+        seen = {row["section"]: row["check"] for row in rows}
+        assert seen[name] == gpus
 
 
 def test_what_a_section_lacks_is_its_row_and_the_others_run(sections_played, tmp_path, monkeypatch, capsys):
@@ -649,9 +696,9 @@ def test_contestants_that_the_gpu_has_no_room_for_run_one_after_the_other(monkey
     monkeypatch.setattr(contestant, "Contestant", Counted)
     courses = contestant.race(dict.fromkeys("abc", ("stub", settings)), warmup=1, rounds=2, steps=1)
     assert list(courses) == ["a", "b", "c"]
-    assert [course.heat for course in courses.values()] == heats
     assert all(course.seconds == [0.5] * 2 and not course.error for course in courses.values())
     assert max(most) == (1 if free == 24 else 3) and not running
+    assert [course.heat for course in courses.values()] == heats
 
 
 def test_without_a_gpu_there_is_one_clear_line():
@@ -708,11 +755,17 @@ def test_ceilings(played):
     fine(played)
 
 
-def test_caches(played, monkeypatch):
+def test_caches_are_warm_before_the_first_step(played, monkeypatch):
     warmed, tiny = [], Workload(layers=1, dim=8, heads=2, seq=4, batch=2, vocab=29)
-    monkeypatch.setattr(type(clock.devices.get("cpu")), "warm_up", lambda self: warmed.append(self))
-    caches.measure(played, tiny)
-    assert len(fine(played)) == 4 and len(warmed) == 1
+    for name in ("cpu", "cuda"):
+        kind = type(clock.devices.get(name))
+        monkeypatch.setattr(kind, "warm_up", lambda self, name=name: warmed.append(name))
+    how = {"ceilings": {"copied": 64, "linked": 64, "side": 8}, "caches": {"workload": tiny}}
+    for name in takewhile(lambda name: name != "step", command.SECTIONS):
+        module, function, _ = command.SECTIONS[name]
+        played.rows.clear()
+        getattr(importlib.import_module(module), function)(played, **how[name])
+    assert warmed == ["cuda", "cpu"] and len(fine(played)) == 4
 
 
 def test_without_numba_its_kernels_are_not_compiled(played, monkeypatch):

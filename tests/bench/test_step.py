@@ -1,4 +1,4 @@
-"""bench.step: its figures agree with one another and with what was done; injected costs; how it refuses."""
+"""bench.step: its figures agree with one another and with what was done; how it refuses."""
 
 import json
 import re
@@ -8,17 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import shardrt
-from bench import figures, hidden, step, workload
+from bench import figures, step, workload
 from bench.command_line import Parser
 from bench.environment import facts, write_result
 from bench.parts import PARTS, busy, parts
-from bench.training import UNSHARDED, Stamps, Training, model_of
+from bench.training import Stamps, model_of
 from models import llama, vit
-from shardrt.comm import init_device_mesh, thread
 from shardrt.device.timeline import Passed, Recording, Span
 from tests.bench.test_compare import LLAMA, STEPS, TINY, VIT, python
-from tests.fsdp.slow import SlowNet
 from tests.ranks import ROOT, mpirun, mpirun_path
 
 REQUIRED = {"step_ms_median", "tokens_per_s", "peak_rss_mb", "world_size", "parameters", "loss", "settings"}
@@ -208,10 +205,6 @@ def test_nonsense_is_refused_once_for_two_ranks(two_ranks):
     [
         (["--strategy", "all"], 2, "python -m bench.step --ranks 2 --strategy all"),
         (["--strategy", "all", "--save", "there"], None, "no --save"),
-        (["--inject", "0"], 2, "must be positive"),
-        (["--inject", "1", "--strategy", "NONE"], 2, "one strategy that shards"),
-        (["--inject", "1"], None, "2 ranks or more"),
-        (["--inject", "1", "--weights", "there"], 2, "no --weights"),
         (["--device", "cuda"], None, "python -m bench.gpu"),
         (["--warmup", "-1"], None, "at least 0"),
         (["--size", "vit-s16", "--kv_heads", "2"], None, "is a ViT and has none"),
@@ -243,31 +236,3 @@ def test_the_highest_sample_of_memory_is_kept():
         time.sleep(0.3)
         del held
     assert max(sampled) - sampled[0] > 100 and len(sampled) > 2
-
-
-class Mean(SlowNet):
-    def forward(self, x, targets):
-        return super().forward(x).mean()
-
-
-def seen(prefetch):
-    """The part of a step that shows of collectives half as long as a unit's forward."""
-    delays = hidden.Delays()
-    mesh = init_device_mesh("auto", wrap=delays)
-    alone = Training(TINY, mesh, UNSHARDED, model=Mean(8))
-    sharded = Training(TINY, mesh, "FULL_SHARD", prefetch=prefetch, model=Mean(8))
-    x = shardrt.Tensor(np.ones((4, 7), np.float32))
-    return hidden.race(alone, sharded, delays, lambda number: (x, None), 0.5, warmup=2, rounds=2)
-
-
-def test_longer_collectives_are_hidden_unless_nothing_is_gathered_ahead():
-    ahead, behind = (thread.run(2, seen, prefetch)[0] for prefetch in (1, 0))
-    # Three for each of 8 units, and one message of the hosts, for which nobody waits.
-    assert ahead["collectives"] == behind["collectives"] == 25 and ahead["units"] == 8
-    assert ahead["injected_ms"] == pytest.approx(25 * ahead["delay_ms"], rel=0.01)
-    # Of 16 times COMPUTE, and half as much for each of 16 gathers, a third is seen if none is ahead, else a
-    # twentieth; on cores that others use, more.
-    assert (
-        min(ahead["seen_by_round"]) + 0.1 < max(behind["seen_by_round"])
-        and max(behind["seen_by_round"]) > 0.2
-    )

@@ -1,11 +1,10 @@
 // The part of cuBLAS that kernels/cuda/_cublas_grouped.py calls, on the CPU. It refuses what cuBLAS refuses by its
 // documentation and cublas_api.h of 13.10: 7 is an invalid value, 15 not supported, 1 no handle of this GPU.
 // Arrays of sizes are read in the call, as they are the host's; arrays of addresses later, in the stream.
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
-enum { F32 = 0, F64 = 1, F16 = 2, BF16 = 14 };
+#include "fake_numbers.h"
+
 enum { OK = 0, NOT_INITIALIZED = 1, INVALID = 7, MAPPING = 11, NOT_SUPPORTED = 15 };
 typedef struct { int64_t calls, groups, stream, workspace, faults; } Record;
 typedef struct { int64_t stream, workspace, workspace_size; int math; } Handle;
@@ -39,24 +38,6 @@ int cublasSetMathMode(Handle* handle, int mode) {
     return mode & ~(1 | 2 | 3 | 16) ? INVALID : OK;
 }
 
-static double get(const void* from, int64_t i, int type) {
-    if (type == F64) return ((const double*)from)[i];
-    if (type == F32) return ((const float*)from)[i];
-    uint16_t bits = ((const uint16_t*)from)[i];
-    if (type == BF16) { uint32_t wide = (uint32_t)bits << 16; float x; memcpy(&x, &wide, 4); return x; }
-    _Float16 x;
-    memcpy(&x, &bits, 2);
-    return x;
-}
-static void put(void* to, int64_t i, int type, double x) {
-    if (type == F64) { ((double*)to)[i] = x; return; }
-    if (type == F32) { ((float*)to)[i] = x; return; }
-    if (type == F16) { _Float16 y = x; memcpy((uint16_t*)to + i, &y, 2); return; }
-    float y = x;
-    uint32_t wide;
-    memcpy(&wide, &y, 4);
-    ((uint16_t*)to)[i] = x != x ? 0x7fff : (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
-}
 static int size_of(int type) { return type == F64 ? 8 : type == F32 ? 4 : 2; }
 
 // A group of one product or more, and a call with all that was on the host.

@@ -1,12 +1,10 @@
 // The part of cublasLt that kernels/cuda/_cublaslt_plan.py calls, on the CPU: every argument is checked as the real
 // library would, then the product is made by three loops. A status other than 0 tells what was wrong: 7 is an invalid
 // value, 15 not supported. What is refused is what cublasLt.h of cuBLAS 13 demands.
-#include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
-enum { F32 = 0, F64 = 1, F16 = 2, BF16 = 14, E4M3 = 28, E5M2 = 29 };
+#include "fake_numbers.h"
+
 enum { PLAIN = 1, BIAS = 4, GELU_AUX = 160, GELU_AUX_BIAS = 164, DGELU = 192, BGRADB = 512 };
 // bias: a bias, or where sums go. inner: "aux", what goes into GELU.
 typedef struct { int32_t compute, scale, transpose[2]; uint32_t epilogue; void* bias; int32_t bias_type; void* inner; int64_t leading; const float* scales[2]; int8_t fast; } Product;
@@ -132,31 +130,6 @@ int cublasLtMatmulAlgoCheck(void* h, Product* p, Layout* a, Layout* b, Layout* c
     if (algorithm[2] != fingerprint(p, a, b, d)) return 7;
     result->workspace = 32 << 20;
     return result->state = 0;
-}
-static double get(const void* from, int64_t i, int type) {
-    if (type == F64) return ((const double*)from)[i];
-    if (type == F32) return ((const float*)from)[i];
-    if (type == E5M2) { uint16_t half = ((const uint8_t*)from)[i] << 8; _Float16 y; memcpy(&y, &half, 2); return y; }
-    if (type == E4M3) {
-        int byte = ((const uint8_t*)from)[i], exponent = byte >> 3 & 15, fraction = byte & 7;
-        double y = exponent ? ldexp(8 + fraction, exponent - 10) : ldexp(fraction, -9);
-        if ((byte & 127) == 127) y = NAN;
-        return byte >> 7 ? -y : y;
-    }
-    uint16_t bits = ((const uint16_t*)from)[i];
-    if (type == BF16) { uint32_t wide = (uint32_t)bits << 16; float x; memcpy(&x, &wide, 4); return x; }
-    _Float16 x;
-    memcpy(&x, &bits, 2);
-    return x;
-}
-static void put(void* to, int64_t i, int type, double x) {
-    if (type == F64) { ((double*)to)[i] = x; return; }
-    if (type == F32) { ((float*)to)[i] = x; return; }
-    if (type == F16) { _Float16 y = x; memcpy((uint16_t*)to + i, &y, 2); return; }
-    float y = x;
-    uint32_t wide;
-    memcpy(&wide, &y, 4);
-    ((uint16_t*)to)[i] = (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
 }
 static int aligned(const void* pointer, uint64_t to) { return (uintptr_t)pointer % to == 0; }
 // A product that was asked for, with all that is read on the host; a graph may make it again and again, so it stays.

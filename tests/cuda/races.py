@@ -21,7 +21,7 @@ _WHATS = ("race", "read before it was written", "not of an array of the launch")
 
 
 class Extent(ctypes.Structure):
-    _fields_ = [("begin", ctypes.c_uint64), ("end", ctypes.c_uint64), ("shared", ctypes.c_uint64)]
+    _fields_ = [(name, ctypes.c_uint64) for name in ("begin", "end", "shared", "bytes_read")]
 
 
 class Side(ctypes.Structure):
@@ -69,7 +69,9 @@ class Watched(Library):
 
 
 class Checker(Emulator):
-    """The emulator, whose launches raise Race."""
+    """The emulator, whose launches raise Race. `bytes_read`: of each array in the last launch."""
+
+    bytes_read: dict[str, int]
 
     def _library(self, file, defines):
         return Watched.of(self.sources / f"{file}.cu", defines)
@@ -79,15 +81,17 @@ class Checker(Emulator):
         for (_, name), arg in zip(library.parameters(function), args, strict=True):
             if isinstance(arg, np.ndarray):
                 names.append(name)
-                extents.append(Extent(*np.lib.array_utils.byte_bounds(arg), 0))
+                extents.append(Extent(*np.lib.array_utils.byte_bounds(arg), 0, 0))
         for name, start, size in library.shared:
             names.append(f"shared {name}")
-            extents.append(Extent(start, start + size, 1))
+            extents.append(Extent(start, start + size, 1, 0))
         names.append("dynamic shared memory")
         machine = runtime()
         machine.shim_watch((Extent * len(extents))(*extents), len(extents), ctypes.c_void_p(library.base))
         try:
             super()._run(library, function, args, values, grid, threads, shared)
+            machine.shim_bytes_read.restype = ctypes.c_uint64
+            self.bytes_read = {name: machine.shim_bytes_read(index) for index, name in enumerate(names)}
         finally:
             found = (Finding * 64)()
             count = machine.shim_findings(found, len(found))

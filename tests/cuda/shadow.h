@@ -18,7 +18,7 @@ enum Kind : uint32_t { READ, WRITE, ATOMIC };
 enum What : uint32_t { RACE, NOT_WRITTEN, OUTSIDE };
 struct Extent {  // of memory that a launch may touch
     const char *begin, *end;
-    uint64_t shared;
+    uint64_t shared, bytes_read;
 };
 struct Access {
     uint32_t block = 0, tick = 0;  // blocks count from 1, over all launches
@@ -93,7 +93,7 @@ class Shadow {
     void launch_begins(unsigned count, const unsigned char* dynamic, size_t size) {
         if (!on) return;
         const char* at = reinterpret_cast<const char*>(dynamic);
-        extents.push_back({at, at + size, 1});
+        extents.push_back({at, at + size, 1, 0});
         threads = count, first_block = block + 1, fences = false;
         handed.clear();
         for (auto& each : fenced) each = {};
@@ -157,6 +157,7 @@ class Shadow {
             tell(OUTSIDE, {kind, own.where, thread, block - first_block}, {}, 0, 0);
             return false;
         }
+        if (kind == READ) extents[extent].bytes_read += size;
         Place place = {extent, extents[extent].shared != 0, 0};
         for (auto next = begin; begin < end; begin = next) {
             auto word = reinterpret_cast<uintptr_t>(begin) / WORD * WORD;
@@ -179,6 +180,7 @@ class Shadow {
         return true;
     }
     bool watching() const { return on; }
+    uint64_t bytes_read(unsigned extent) const { return extents[extent].bytes_read; }  // of the last launch
 
     unsigned take(Finding* to, unsigned most) {
         unsigned count = std::min<size_t>(found.size(), most);

@@ -231,6 +231,8 @@ extern "C" void shim_watch(const shadow::Extent* extents, unsigned count, const 
 }
 // What was found since: at most `most`; how many.
 extern "C" unsigned shim_findings(shadow::Finding* to, unsigned most) { return shim::memory.take(to, most); }
+// The bytes that its threads have read of one of its extents, each as often as it was read.
+extern "C" uint64_t shim_bytes_read(unsigned extent) { return shim::memory.bytes_read(extent); }
 
 // Runs the kernel; 0, or 1 with `message` (200 bytes) set.
 extern "C" int shim_launch(void (*kernel)(void**), void** arguments, const unsigned* grid, unsigned threads,

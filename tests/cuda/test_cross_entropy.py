@@ -178,6 +178,23 @@ def test_in_place_forward_leaves_the_gradient_but_for_the_scale(
         assert np.isnan(whole[:, shape[1] :].astype(np.float64)).all()
 
 
+@pytest.mark.parametrize("element", ["float32", "bfloat16"])
+@pytest.mark.parametrize("room", [None, 0, 1000])
+def test_in_place_reads_the_part_of_a_row_that_shared_memory_holds_once(emulated, monkeypatch, element, room):
+    if room is not None:
+        monkeypatch.setattr(emulated, "shared", STATIC_SHARED + room)
+    with guarded(element) as array:
+        logits = array(normal(3, 2051))
+        targets = np.full(3, 2051)  # no word: each thread reads the logit of a word
+        losses, lse = (array(np.zeros(3), dtype=np.float32) for _ in range(2))
+        cuda.forward_in_place(logits, targets, losses, lse, IGNORE)
+        held = (2 * logits.nbytes - emulated.bytes_read["logits"]) / 3
+        if room == 1000:
+            assert 1000 - 48 <= held <= 1000  # a row begins and ends anywhere in 16 bytes
+        else:
+            assert held == (0 if room == 0 else logits[0].nbytes)
+
+
 def test_in_place_a_wrong_target_and_nan_are_as_otherwise(emulated):
     targets = np.array([3, 40, IGNORE, 1])
     with guarded("float32") as array:

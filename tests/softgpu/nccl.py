@@ -10,16 +10,16 @@ import os
 import sys
 import threading
 from collections import Counter
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
 from tests.softgpu import ring, rooms
 from tests.softgpu.cuda import CUDA, Work
 
-INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 5, 6, 7
+UNHANDLED_CUDA_ERROR, INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 1, 5, 6, 7
 _STATUS = {  # CuPy's table
-    1: "NCCL_ERROR_UNHANDLED_CUDA_ERROR",
+    UNHANDLED_CUDA_ERROR: "NCCL_ERROR_UNHANDLED_CUDA_ERROR",
     2: "NCCL_ERROR_SYSTEM_ERROR",
     3: "NCCL_ERROR_INTERNAL_ERROR",
     4: "NCCL_ERROR_INVALID_ARGUMENT",
@@ -27,6 +27,12 @@ _STATUS = {  # CuPy's table
 }
 _SIZES = [kind.itemsize for kind in ring.TYPES]
 _here = threading.local()
+_library = SimpleNamespace(ncclGetLastError=lambda comm: b"")
+
+
+def warn(text: str) -> None:
+    """What NCCL's library says was its last warning."""
+    _library.ncclGetLastError = lambda comm: text.encode()
 
 
 class Group:
@@ -109,9 +115,11 @@ class NcclCommunicator:
     """The calls that shardrt makes, with CuPy's arguments.
 
     fault: a status of NCCL that its own threads have met, as where a cable or a peer is lost.
+    takes: bytes of the device that it takes when it is made, and at its first call.
     """
 
     cuda: CUDA
+    takes = 0, 0
 
     def __init__(self, size, key, rank):
         assert isinstance(key, bytes) and len(key) == 128
@@ -124,6 +132,16 @@ class NcclCommunicator:
         self._size, self._rank, self.alive = size, rank, True
         self.device, self.fault = self.cuda.device, 0
         self._last: tuple | None = None  # (stream, how much was issued there) of the last call
+        self._taken = 0
+        self._take(self.takes[0])
+
+    def _take(self, nbytes):
+        """What the last warning says is all that tells a GPU that is full from other failures of CUDA."""
+        if self.cuda.used[self.device] + nbytes > self.cuda.capacity:
+            warn(f"Failed to CUDA calloc {nbytes} bytes")
+            raise NcclError(UNHANDLED_CUDA_ERROR)
+        self.cuda.used[self.device] += nbytes
+        self._taken += nbytes
 
     def allGather(self, send, recv, count, kind, stream):
         nbytes = count * _SIZES[kind]
@@ -201,6 +219,8 @@ class NcclCommunicator:
         assert self.alive, "NCCL: a communicator that is destroyed"
         if self.cuda.stream(stream).device != self.device:
             raise NcclError(INVALID_USAGE)
+        if self._last is None:
+            self._take(self.takes[1])
         grouped = getattr(_here, "parts", None)
         assert grouped is not None or not to_itself, "NCCL: a rank sends to itself in a group only"
         if grouped is None:
@@ -243,6 +263,7 @@ class NcclCommunicator:
         for stream in streams:
             self.cuda.streamSynchronize(stream.handle)
         self.alive = False
+        self.cuda.used[self.device] -= self._taken
         self.room.leave(self._rank)
 
 
@@ -279,6 +300,8 @@ def put(cuda: CUDA) -> None:
     """In the place of CuPy's module, which needs NVIDIA's library."""
     import cupy
 
+    from shardrt.comm import nccl as ours
+
     NcclCommunicator.cuda = cuda
     nccl = ModuleType("cupy.cuda.nccl")
     nccl.available = True
@@ -290,3 +313,4 @@ def put(cuda: CUDA) -> None:
     nccl.get_unique_id = lambda: rooms.new_key(cuda.processes)
     nccl.groupStart, nccl.groupEnd = group_start, group_end
     sys.modules["cupy.cuda.nccl"] = cupy.cuda.nccl = nccl
+    ours._library = lambda: _library

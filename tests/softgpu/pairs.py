@@ -170,11 +170,12 @@ def main():
     else:
         import torch  # noqa: F401  for `allowed`
 
-        gc.freeze()  # modules: collections look at them again and again
         warnings.simplefilter("ignore")
         mine = list(jobs(options.all))[options.process or 0 :: options.jobs]
         found = {}
         for number, (name, work, how) in enumerate(mine, start=1):
+            gc.collect()
+            gc.freeze()  # what modules hold: each communicator that is made collects garbage
             found[name] = work(*how)
             print(f"{number} of {len(mine)}: {name}: {found[name] or 'right'}", file=sys.stderr, flush=True)
         code = any(found.values())

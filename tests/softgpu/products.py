@@ -4,10 +4,9 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.cuda.libraries import built
+from tests.cuda.libraries import stand_in
 from tests.softgpu.cuda import CUDA, Work
 
-HERE = Path(__file__).parent.parent / "cuda"
 _RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _FAILED = 13  # CUBLAS_STATUS_EXECUTION_FAILED
 _ENQUEUE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
@@ -21,8 +20,7 @@ def library(folder: Path, cuda: CUDA, name: str = "cublasLt") -> ctypes.CDLL:
     calls = {"fake_enqueue": enqueue(cuda), "fake_device": _DEVICE(cuda.getDevice)}
     if name == "cublas":
         calls["fake_in_gpu"] = _IN_GPU(in_gpu(cuda))
-    command, source = ["cc", "-O3", "-w", "-shared", "-fPIC"], HERE / f"fake_{name.lower()}.c"
-    found = ctypes.CDLL(str(built(folder, source.stem, source.read_text(), ".c", command, libraries=["-lm"])))
+    found = ctypes.CDLL(str(stand_in(folder, name.lower())))
     for variable, function in calls.items():
         _kept.append(function)
         ctypes.c_void_p.in_dll(found, variable).value = ctypes.cast(function, ctypes.c_void_p).value

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 _PATIENCE = 60.0  # seconds until all ranks have come in
@@ -94,7 +95,8 @@ class Folder(Room):
 
     def leave(self, rank: int) -> None:
         """The last one clears up."""
-        self.post(("left",), rank, 0, None)
+        with suppress(FileNotFoundError):  # at the end of a program: the rank that has made it has gone
+            self.post(("left",), rank, 0, None)
         if self.count(("left",)) == self._size:
             shutil.rmtree(self._path, ignore_errors=True)
 

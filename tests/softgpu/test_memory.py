@@ -1,5 +1,6 @@
 """Memory of a GPU: when it is full, what is pinned and what is not, what kernels share."""
 
+import gc
 import subprocess
 import sys
 
@@ -24,7 +25,7 @@ from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
 from shardrt.faults import failure
 from tests.softgpu.nccl import NcclCommunicator
-NcclCommunicator.cuda.capacity = 1 << 18
+NcclCommunicator.{fills}
 mesh = init_device_mesh("cuda")
 failure.describe_memory(lambda: "the plan")
 model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=128, vocab_size=2000, block_size=16))
@@ -45,7 +46,8 @@ print("end", flush=True)
 @pytest.fixture
 def full(gpu, software, monkeypatch):
     """Of 64 MB, CuPy's pool keeps 40, which no array has; 8 belong to an array in a cycle."""
-    gpu.empty_cache()
+    gc.collect()
+    gpu._cupy.get_default_memory_pool().free_all_blocks()
     monkeypatch.setattr(software, "capacity", software.used[0] + 64 * MB)
     gpu.empty(40 * MB, np.uint8)
     cycle = [gpu.buffer(8 * MB, np.uint8)]
@@ -140,8 +142,17 @@ def test_a_row_of_logits_is_held_where_static_shared_memory_leaves_room(
 
 @pytest.mark.mpi
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_a_job_that_fills_its_gpus_ends_with_its_code_and_the_plan():
-    done = mpirun(2, ["-m", "tests.softgpu.run", "-c", TRAINS])
+@pytest.mark.parametrize(
+    "fills, told",
+    [
+        ("cuda.capacity = 1 << 18", "no room for"),
+        ("takes = 1 << 40, 0", "no room for NCCL on GPU"),
+        ("takes = 0, 1 << 40", "no room for NCCL on GPU"),
+    ],
+)
+def test_a_job_that_fills_its_gpus_ends_with_its_code_and_the_plan(fills, told):
+    """By arrays, by NCCL when a communicator is made, or at its first call."""
+    done = mpirun(2, ["-m", "tests.softgpu.run", "-c", TRAINS.format(fills=fills)])
     assert done.returncode == failure.OUT_OF_MEMORY, done.stderr
     assert "is out of memory in its main thread:" in done.stderr and "the plan" in done.stderr
-    assert "no room for" in done.stderr
+    assert told in done.stderr

@@ -1,9 +1,12 @@
 """NCCL's life: graphs before communicators, errors that no call reports, a library that is not there."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from shardrt import device
 from shardrt.comm import init_device_mesh, thread
 from shardrt.faults import failure
-from tests.ranks import mpirun
+from tests.ranks import BACKSTOP, ROOT, clean_environment, mpirun
 from tests.softgpu import nccl
 from tests.softgpu.available import missing
 
@@ -32,6 +35,34 @@ if mesh.rank == 1:
 gather.all_reduce(numbers, stream=mesh.device.current_stream)
 mesh.device.current_stream.synchronize()
 """
+DROPS = """
+import gc
+import weakref
+from itertools import count
+from shardrt.comm import init_device_mesh, world
+from tests.softgpu.nccl import NcclCommunicator
+rank, numbers = world.launch().rank, count()
+make, destroy = NcclCommunicator.__init__, NcclCommunicator.destroy
+def made(self, *given):
+    self.number = next(numbers)
+    make(self, *given)
+def ends(self):
+    if self.alive:
+        print(f"{rank}: communicator {self.number}", flush=True)
+    destroy(self)
+NcclCommunicator.__init__, NcclCommunicator.destroy, NcclCommunicator.__del__ = made, ends, ends  # as CuPy's
+for _ in range(3):
+    mesh = init_device_mesh("cuda")
+    for role in ("gather", "reduce"):
+        mesh.communicator(role)
+    CLOSE
+    seen = weakref.ref(mesh)
+    del mesh
+    if rank == 0:
+        gc.collect()  # on the other rank at another time
+        assert seen() is None, "a mesh outlives its last reference"
+print(f"{rank}: end", flush=True)
+"""
 ENDS = """
 import time
 from shardrt.comm import init_device_mesh
@@ -44,6 +75,22 @@ def ends():
     comm.fault = INVALID_USAGE
     time.sleep(1.5)
 """
+AT_EXIT = """
+import atexit, os
+@atexit.register
+def last():
+    print(bool(cuda.captured()), flush=True)
+    os._exit(0)
+from tests.softgpu.start import start
+cuda = start()
+from shardrt import device
+here = device.get("cuda")
+device.set_current(here)
+numbers = here.zeros(2, "f4")
+graph = here.capture(lambda: numbers.fill(1))
+print(bool(cuda.captured()), flush=True)
+"""
+MB = 1 << 20
 
 
 def captured(mesh):
@@ -112,6 +159,61 @@ def test_what_a_graph_refers_to_goes_after_it(software):
     assert found == [False]
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_graphs_go_when_the_program_ends():
+    """Then Python collects communicators in an order of its own, and NCCL destroys each that it collects."""
+    words, how = [sys.executable, "-c", AT_EXIT], {"capture_output": True, "text": True, "cwd": ROOT}
+    done = subprocess.run(words, env=clean_environment(), timeout=BACKSTOP, **how)
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+def test_nccl_finds_free_what_no_array_has_any_more(software, monkeypatch):
+    """It takes memory of its own, for which CuPy's pool gives nothing back."""
+    create, held = nccl.NcclCommunicator.__init__, {}
+
+    def created(self, *how):
+        held[software.device] = software.used[software.device]
+        create(self, *how)
+
+    monkeypatch.setattr(nccl.NcclCommunicator, "__init__", created)
+
+    def rank():
+        mesh = init_device_mesh("cuda", communicator="nccl")
+        before = software.used[mesh.device.index]
+        mesh.device.empty(40 * MB, np.uint8)
+        mesh.communicator("gather")
+        return held[mesh.device.index] - before
+
+    assert max(thread.run(2, rank)) < 40 * MB
+
+
+def test_threads_end_a_communicator_one_after_the_other(software, monkeypatch):
+    """CuPy forgets its handle when ncclCommAbort has returned: until then another call frees it again."""
+    both, met = threading.Barrier(2), []
+
+    def ends(comm):
+        try:
+            met.append(both.wait(0.5))
+        except threading.BrokenBarrierError:
+            both.reset()
+
+    def rank():
+        mesh = init_device_mesh("cuda", communicator="nccl")
+        transport = mesh.communicator("gather")._transport
+        if mesh.rank == 0:
+            with monkeypatch.context() as patch:
+                for name in ("abort", "destroy"):
+                    patch.setattr(nccl.NcclCommunicator, name, ends)
+                other = threading.Thread(target=transport.abort)
+                other.start()
+                transport.close()
+                other.join()
+        mesh.communicator("control").talk(b"")
+
+    thread.run(2, rank)
+    assert not met
+
+
 @pytest.mark.mpi
 @pytest.mark.timed
 @pytest.mark.skipif(bool(missing()), reason=missing())
@@ -159,6 +261,55 @@ def test_peers_that_go_when_all_programs_have_ended_are_no_error():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("close", ["", "mesh.close()"])
+def test_communicators_are_destroyed_in_one_order_and_not_by_the_collector(close):
+    """At `close`, or when all programs have ended: NCCL's destroy waits for other ranks."""
+    done = mpirun(2, ["-m", "tests.softgpu.run", "-c", DROPS.replace("CLOSE", close)])
+    assert done.returncode == 0, done.stderr
+    destroyed = [f"communicator {number}" for number in range(6)]
+    expected = [*destroyed, "end"] if close else ["end", *destroyed]
+    for rank in ("0", "1"):
+        told = [line.split(": ") for line in done.stdout.splitlines()]
+        assert [what for who, what in told if who == rank] == expected
+
+
+@pytest.mark.parametrize(
+    "takes, status, warned, expected",
+    [
+        ((1 << 40, 0), 1, "", "Failed to CUDA calloc 1099511627776 bytes, and"),
+        ((0, 1 << 40), 1, "", "Failed to CUDA calloc 1099511627776 bytes, and"),
+        (None, 1, "Cuda failure 2 'out of memory'", "Cuda failure 2 'out of memory', and"),
+        (None, 1, "Cuda failure 700 'an illegal memory access was encountered'", ""),
+        (None, 5, "Cuda failure 2 'out of memory'", ""),  # an old one: this error comes from no call of CUDA
+    ],
+)
+def test_a_gpu_without_room_for_nccl_is_a_memory_error(
+    software, monkeypatch, takes, status, warned, expected
+):
+    """When a communicator is made, or at its first call."""
+
+    def fails(*args):
+        nccl.warn(warned)
+        raise nccl.NcclError(status)
+
+    def rank():
+        mesh = init_device_mesh("cuda", communicator="nccl")
+        if takes is None:
+            monkeypatch.setattr(nccl.NcclCommunicator, "allReduce", fails)
+        else:
+            monkeypatch.setattr(nccl.NcclCommunicator, "takes", takes)
+        with pytest.raises(RuntimeError if not expected else MemoryError) as told:
+            here, gather = mesh.device, mesh.communicator("gather")
+            gather.all_reduce(here.zeros(2, np.float32), stream=here.current_stream)
+        if expected:
+            assert f"no room for NCCL on GPU {mesh.rank}: {expected} 1" in str(told.value)
+        return failure.code_of(told.value)
+
+    assert thread.run(2, rank) == [failure.OUT_OF_MEMORY if expected else 1] * 2
+
+
 def test_a_communicator_that_is_closed_has_no_errors(software):
     def rank():
         mesh = init_device_mesh("cuda", communicator="nccl")
@@ -176,6 +327,6 @@ def test_a_communicator_that_is_closed_has_no_errors(software):
 def test_without_nccl_there_is_one_line_that_says_what_to_install(software, monkeypatch):
     import cupy
 
-    monkeypatch.setattr(cupy.cuda.nccl, "available", False)
+    monkeypatch.setattr(cupy.cuda, "nccl", SimpleNamespace(available=False))  # what CuPy then has
     with pytest.raises(RuntimeError, match=r"CuPy finds no NCCL: pip install 'nvidia-nccl-cu13>=2.27.7'"):
         thread.run(2, lambda: init_device_mesh("cuda", communicator="nccl").communicator("gather"))

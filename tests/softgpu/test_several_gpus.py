@@ -2,7 +2,9 @@
 
 import gc
 import json
+import os
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -37,6 +39,33 @@ for axis in ("tp", "dp"):
 mesh.communicator("gather")
 for source in range(3):
     mesh.pair(source, source + 1)
+"""
+CHOSEN = """
+import threading
+import time
+from itertools import count
+import cupy
+from shardrt.comm import init_device_mesh
+from shardrt.device.cpu import ThreadStream
+from shardrt.faults.watchdog import Watch
+from shardrt.train.prefetch import Prefetched
+chosen, choose = {}, cupy.cuda.runtime.setDevice
+def seen(index):
+    chosen[threading.current_thread().name] = index
+    choose(index)
+cupy.cuda.runtime.setDevice = seen
+batches, stream = Prefetched(lambda step: time.sleep(0.1), 0, 1000), ThreadStream("stream")
+mesh = init_device_mesh("cuda")
+mesh.communicator("gather")
+with Watch(mesh):
+    for _ in range(20):
+        next(batches)
+    stream.synchronize()
+names = [name.removeprefix("shardrt-") for name, index in chosen.items() if index == mesh.device.index]
+told = " ".join([f"{mesh.rank}:", *sorted(set(names) - {"MainThread"})])
+for each in mesh.communicator("control").talk(told.encode()):
+    if mesh.rank == 0:
+        print(each.decode(), flush=True)
 """
 HIDDEN = """
 import os, runpy, sys
@@ -127,6 +156,44 @@ def test_a_thread_of_the_host_that_waits_for_a_gpu_makes_no_context_on_another(s
     assert thread.run(1, rank) == [{1}]
 
 
+@pytest.mark.parametrize("how", ["last reference", "collector"])
+@pytest.mark.parametrize("what", ["stream", "event", "buffer"])
+def test_what_ends_in_a_thread_of_the_host_makes_no_context_on_another_gpu(software, what, how):
+    """A worker, begun before the GPU was chosen, drops the last reference, or the collector runs in it."""
+    gc.collect()
+    worker = ThreadStream("worker")
+    worker.synchronize()
+
+    def rank():
+        here = device.get("cuda:1")
+        device.set_current(here)
+        made = {"stream": partial(here.new_stream, "side"), "event": here.new_event}
+        held = [made.get(what, partial(here.buffer, 8, np.uint8))()]
+        software.contexts.clear()
+        if how == "collector":
+            held.append(held)
+            gc.disable()
+            del held
+            worker.submit(gc.collect)
+        else:
+            worker.submit(held.clear)
+        worker.synchronize()
+        gc.enable()
+        return set(software.contexts)
+
+    assert thread.run(1, rank) == [{1}]
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_all_threads_of_a_rank_choose_its_gpu():
+    """The guard's is begun before MPI, those of batches and of a stream before the mesh."""
+    done = mpirun(2, ["-m", "tests.softgpu.run", "-c", CHOSEN], SOFTGPU_DEVICES="2")
+    assert done.returncode == 0, done.stderr
+    names = "batches guard nccl watchdog stream watchdog"
+    assert done.stdout.splitlines() == [f"{rank}: {names}" for rank in range(2)]
+
+
 def test_asking_for_a_gpu_leaves_the_current_one(software):
     """The first `get` of a process makes the device, which chooses its GPU."""
 
@@ -136,6 +203,45 @@ def test_asking_for_a_gpu_leaves_the_current_one(software):
         return cupy.cuda.runtime.getDevice()
 
     assert thread.run(1, rank) == [0]
+
+
+def test_more_than_eight_streams_have_queues_of_their_own(software, monkeypatch):
+    """The driver reads how many when the first context is made."""
+    asked = []
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    runtime = cupy.cuda.runtime
+    choose = runtime.setDevice
+
+    def chosen(index):
+        asked.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        choose(index)
+
+    monkeypatch.setattr(runtime, "setDevice", chosen)
+    device.get("cuda")
+    assert asked[0] == "32"
+
+
+def test_a_device_that_is_not_current_acts_on_its_own_gpu_and_leaves_the_current_one(software):
+    """Its memory, its compute stream, and the streams and events that are made."""
+
+    def rank():
+        here, other = device.get("cuda:0"), device.get("cuda:1")
+        device.set_current(here)
+        used, stream = software.used[1], software.stream
+        array = other.buffer(8, np.float32)
+        made = other.new_stream("side")
+        compute, event = other.current_stream, other.new_event()
+        assert cupy.cuda.runtime.getDevice() == 0
+        assert cupy.cuda.get_current_stream().ptr == here.current_stream.handle.ptr
+        with device.use(other):
+            assert other.current_stream is compute
+            compute.record(event)
+            compute.synchronize()
+            assert other.to_numpy(array).tolist() == [0] * 8
+        devices = [stream(each.handle.ptr).device for each in (compute, made, here.current_stream)]
+        return software.used[1] - used, array.device.id, devices
+
+    assert thread.run(1, rank) == [(32, 1, [1, 1, 0])]
 
 
 def test_a_thread_that_has_chosen_its_gpu_by_cupy_stays_there(software):
