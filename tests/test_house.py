@@ -21,9 +21,9 @@ ROOMS = [
     ["shardrt.comm"],
     ["shardrt.random"],
     ["shardrt.hooks"],
-    ["shardrt.late"],
     ["shardrt.tape"],
     ["shardrt.autograd"],
+    ["shardrt.late"],
     ["shardrt.pytree"],
     ["shardrt.functional"],
     ["shardrt.tensor"],
@@ -110,6 +110,14 @@ def test_imports_go_down(name):
         if room is None or room == own or imported.partition(".")[0] not in ("shardrt", "models", "bench"):
             continue
         assert LEVEL[room] < LEVEL[own], f"{name} ({own}) imports {imported} ({room}), which is above it"
+
+
+def test_the_runtime_of_fsdp_knows_no_option():
+    """Not even lazily or for types: options enter at seams (docs/fsdp.md)."""
+    for name, path in MODULES.items():
+        if name.startswith("shardrt.fsdp.") and not name.startswith("shardrt.fsdp.options"):
+            found = [other for other in imports_of(name, path) if other.startswith("shardrt.fsdp.options")]
+            assert not found, f"{name} imports {found}"
 
 
 def test_no_circle_when_modules_are_imported():

@@ -1,8 +1,7 @@
-"""Fully sharded data parallelism.
+"""Fully sharded data parallelism: the runtime. Options enter at its seams and are in `options`.
 
-Read in this order, in which no file knows a later one: strategy, policy, layout, rows, pieces,
-process_groups, tree, group, unit, nodes, collectives, plan, gathers, forward, trained, gradients, watching,
-schedule, buffers, boundary, tree_checks, checks, setup, dry_run, memory, full, replicas, options, api, wrap.
+To read it: api (fully_shard), unit and group (what a unit is), setup (how a model is built), then one step:
+boundary, schedule, forward, gathers, collectives, nodes, whole_gradient, sharded_gradient.
 """
 
 from shardrt.fsdp.api import (
