@@ -63,7 +63,7 @@ ROLES = {
 
 
 @dataclass(frozen=True)
-class Facts:
+class PlanInputs:
     """What the plan depends on beside the units."""
 
     device: Device
@@ -76,20 +76,20 @@ class Facts:
 Specs = dict[ParameterGroup, dict[str, Spec]]
 
 
-def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], facts: Facts) -> Specs:
+def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], inputs: PlanInputs) -> Specs:
     """ParameterGroup -> role -> Spec; groups that share slots have the same Spec."""
     groups = [group for unit in units for group in unit.groups]
     specs: Specs = {group: {} for group in groups}
     for group in groups:
-        _own(group, layouts[group], specs[group], facts)
+        _own(group, layouts[group], specs[group], inputs)
     # Only units that come and go one after the other can share: never one that others run inside of.
     inner = [unit for unit in units if not contains_units(unit, units)]
     passing = [group for unit in inner if unit.reshard_after_forward for group in unit.groups]
     for members in _alike(g for g in passing if "gathered" not in specs[g]):
         # The one that computes and those ahead of it; a recomputed module needs all of its units at once.
-        slots = min(max(facts.prefetch + 1, facts.together), len(members))
-        sharers = sharers_of(members[0], layouts[members[0]], facts)
-        _share(specs, layouts, members, "gathered", _gathered(members[0], facts), slots, sharers)
+        slots = min(max(inputs.prefetch + 1, inputs.together), len(members))
+        sharers = sharers_of(members[0], layouts[members[0]], inputs)
+        _share(specs, layouts, members, "gathered", _gathered(members[0], inputs), slots, sharers)
     filling = [group for unit in inner for group in unit.groups if group.trainable]
     for members in _alike(g for g in filling if "gradients" not in specs[g]):
         _share(
@@ -97,22 +97,22 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], facts: Facts)
             layouts,
             members,
             "gradients",
-            _gradient(members[0], facts),
+            _gradient(members[0], inputs),
             min(GRADIENT_SLOTS, len(members)),
         )
     inside = {(g.key, g.settings.cut): specs[g]["gradients"] for g in filling}
     for group in (g for g in groups if g.trainable and "gradients" not in specs[g]):
         slot = inside.get((group.key, group.settings.cut))
-        if slot is not None and _fits_in(group, layouts[group], slot.count, facts):
+        if slot is not None and _fits_in(group, layouts[group], slot.count, inputs):
             specs[group]["gradients"] = slot
     for group in groups:
-        total, sharers = layouts[group].total, sharers_of(group, layouts[group], facts)
-        own = Spec("gathered", total, _gathered(group, facts), sharers=sharers)
+        total, sharers = layouts[group].total, sharers_of(group, layouts[group], inputs)
+        own = Spec("gathered", total, _gathered(group, inputs), sharers=sharers)
         specs[group].setdefault("gathered", own)
         if group.trainable:
             total = _length("gradients", group, layouts[group])
-            specs[group].setdefault("gradients", Spec("gradients", total, _gradient(group, facts)))
-    _transit(specs, layouts, groups, facts)
+            specs[group].setdefault("gradients", Spec("gradients", total, _gradient(group, inputs)))
+    _transit(specs, layouts, groups, inputs)
     return specs
 
 
@@ -147,13 +147,15 @@ class Call:
     own: bool = True
 
 
-def calls_of(group: ParameterGroup, layout: Layout, ranks: ProcessGroups, facts: Facts) -> Iterator[Call]:
+def calls_of(
+    group: ParameterGroup, layout: Layout, ranks: ProcessGroups, inputs: PlanInputs
+) -> Iterator[Call]:
     """What collectives.py calls for the group in a step."""
     if ranks.size > 1:
         yield Call(ranks.gather, "all_gather", layout.total * dtypes.storage(group.key.param).itemsize)
     if not group.trainable:
         return
-    path, exact = path_of(group, layout), _gradient(group, facts).itemsize
+    path, exact = path_of(group, layout), _gradient(group, inputs).itemsize
     low = group.key.reduce in dtypes.LOW
     sent = path.sent * (dtypes.storage(group.key.reduce).itemsize if low else exact)
     own = path.kept * exact
@@ -167,25 +169,25 @@ def calls_of(group: ParameterGroup, layout: Layout, ranks: ProcessGroups, facts:
 
 
 def scratch(
-    layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], facts: Facts
+    layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], inputs: PlanInputs
 ) -> dict[Communicator, tuple[int, int]]:
     """Bytes on the device and on the host that each communicator keeps for its own use."""
     most: dict[Communicator, tuple[int, int]] = {}
     for group, layout in layouts.items():
-        for call in calls_of(group, layout, ranks_of[group], facts):
+        for call in calls_of(group, layout, ranks_of[group], inputs):
             needed = call.by.scratch(call.name, call.nbytes, call.output, own=call.own)
             most[call.by] = tuple(map(max, needed, most.get(call.by, (0, 0))))
     return most
 
 
-def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], facts: Facts) -> None:
+def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], inputs: PlanInputs) -> None:
     """The buffers that a group does not share with others."""
     place, dtype = group.placement, group.key.dtype
-    if in_slot(group, layout, facts):
-        roles["gathered"] = Spec("shard", layout.total, dtype, sharers=sharers_of(group, layout, facts))
+    if in_slot(group, layout, inputs):
+        roles["gathered"] = Spec("shard", layout.total, dtype, sharers=sharers_of(group, layout, inputs))
     else:
         roles["shard"] = Spec("shard", layout.shard_size, dtype, host=place.parameters)
-    computed = _gathered(group, facts)
+    computed = _gathered(group, inputs)
     if layout.shards == 1 and not place.parameters and computed.itemsize < np.dtype(dtype).itemsize:
         # Nothing is gathered: the copy in 16 bits stays, and the optimizer writes it.
         roles["gathered"] = Spec("gathered", layout.total, computed)
@@ -195,18 +197,18 @@ def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], facts: F
         if partial:
             roles["partial"] = Spec("partial", layout.shard_size, dtype, partial)
         # Gradients that wait for a later backward can't share a slot with others.
-        if facts.no_sync or group.settings.strategy.rules.keep_gradient:
+        if inputs.no_sync or group.settings.strategy.rules.keep_gradient:
             total = _length("gradients", group, layout)
-            roles["gradients"] = Spec("gradients", total, _gradient(group, facts))
+            roles["gradients"] = Spec("gradients", total, _gradient(group, inputs))
         if group.finds_unused:
-            roles["used"] = Spec("used", len(group.parameters), _gradient(group, facts))
+            roles["used"] = Spec("used", len(group.parameters), _gradient(group, inputs))
 
 
-def _fits_in(group: ParameterGroup, layout: Layout, slot: int, facts: Facts) -> bool:
+def _fits_in(group: ParameterGroup, layout: Layout, slot: int, inputs: PlanInputs) -> bool:
     """Whether a slot of so many elements, which other groups have, is enough for its full gradients."""
     if path_of(group, layout).packs:
         return False
-    return any(path.fits_in(group, layout, slot, facts.device, facts.no_sync) for path in PATHS)
+    return any(path.fits_in(group, layout, slot, inputs.device, inputs.no_sync) for path in PATHS)
 
 
 def _length(role: str, group: ParameterGroup, layout: Layout) -> int:
@@ -220,18 +222,18 @@ def _length(role: str, group: ParameterGroup, layout: Layout) -> int:
 
 
 def _transit(
-    specs: Specs, layouts: dict[ParameterGroup, Layout], groups: list[ParameterGroup], facts: Facts
+    specs: Specs, layouts: dict[ParameterGroup, Layout], groups: list[ParameterGroup], inputs: PlanInputs
 ) -> None:
     """The buffers through which data passes: one, or two slots, for all groups of a kind and cut."""
     low = [g for g in groups if g.key.param in dtypes.LOW and layouts[g].shards > 1]
-    for members in _alike(g for g in low if _gathered(g, facts).itemsize > 2):
+    for members in _alike(g for g in low if _gathered(g, inputs).itemsize > 2):
         _share(specs, layouts, members, "wire", dtypes.storage(members[0].key.param), 1)
     low = [g for g in groups if g.trainable and g.key.reduce in dtypes.LOW]
     for members in _alike(low):
         _share(specs, layouts, members, "reduce_wire", dtypes.storage(members[0].key.reduce), 1)
     packed = [g for g in groups if g.trainable and path_of(g, layouts[g]).packs and g not in low]
     for members in _alike(packed):
-        _share(specs, layouts, members, "packed", _gradient(members[0], facts), 1)
+        _share(specs, layouts, members, "packed", _gradient(members[0], inputs), 1)
     for members in _alike(g for g in groups if g.placement.parameters and g.key.param in dtypes.LOW):
         _share(specs, layouts, members, "upload", members[0].key.dtype, STAGING_SLOTS)
     for members in _alike(g for g in groups if g.placement.gradients and g.trainable):
@@ -264,20 +266,20 @@ def _alike(groups: Iterable[ParameterGroup]) -> list[list[ParameterGroup]]:
     return list(sorted_.values())
 
 
-def in_slot(group: ParameterGroup, layout: Layout, facts: Facts) -> bool:
+def in_slot(group: ParameterGroup, layout: Layout, inputs: PlanInputs) -> bool:
     """Whether the shard is a part of the gathered buffer itself, so that gathering copies nothing."""
-    computed = np.dtype(group.key.dtype) == _compute(group, facts) and group.key.param not in dtypes.LOW
-    return computed and not group.placement.parameters and (facts.sharers > 0 or layout.shards == 1)
+    computed = np.dtype(group.key.dtype) == _compute(group, inputs) and group.key.param not in dtypes.LOW
+    return computed and not group.placement.parameters and (inputs.sharers > 0 or layout.shards == 1)
 
 
-def sharers_of(group: ParameterGroup, layout: Layout, facts: Facts) -> int:
+def sharers_of(group: ParameterGroup, layout: Layout, inputs: PlanInputs) -> int:
     """Ranks that have the gathered slot together: those of a node, where each writes nothing but its part."""
-    bits = group.key.param in dtypes.LOW and _gathered(group, facts).itemsize == 2
-    own_part = bits or in_slot(group, layout, facts)
-    return min(layout.shards, max(1, facts.sharers)) if own_part else 1
+    bits = group.key.param in dtypes.LOW and _gathered(group, inputs).itemsize == 2
+    own_part = bits or in_slot(group, layout, inputs)
+    return min(layout.shards, max(1, inputs.sharers)) if own_part else 1
 
 
-def keeps_rounded(group: ParameterGroup, specs: Specs) -> bool:
+def keeps_copy(group: ParameterGroup, specs: Specs) -> bool:
     """Whether this rank's part of the gathered slot stays, and is nothing but the shard in 16 bits."""
     gathered = specs[group]["gathered"]
     alone = sum(gathered is roles["gathered"] for roles in specs.values()) == 1
@@ -285,23 +287,23 @@ def keeps_rounded(group: ParameterGroup, specs: Specs) -> bool:
     return alone and rounds and "wire" not in specs[group]
 
 
-def summed_in_place(group: ParameterGroup, layout: Layout, facts: Facts) -> bool:
+def summed_in_place(group: ParameterGroup, layout: Layout, inputs: PlanInputs) -> bool:
     """Whether backward may write full gradients where their sum goes: it is as long, and of their type."""
-    exact = group.key.reduce not in dtypes.LOW and np.dtype(group.key.dtype) == _gradient(group, facts)
+    exact = group.key.reduce not in dtypes.LOW and np.dtype(group.key.dtype) == _gradient(group, inputs)
     return layout.shards == 1 and exact and not group.placement.gradients
 
 
-def _gathered(group: ParameterGroup, facts: Facts) -> np.dtype:
-    return facts.device.gathered_dtype(group.key.param)
+def _gathered(group: ParameterGroup, inputs: PlanInputs) -> np.dtype:
+    return inputs.device.gathered_dtype(group.key.param)
 
 
-def _compute(group: ParameterGroup, facts: Facts) -> np.dtype:
-    return facts.device.compute_dtype(group.key.param)
+def _compute(group: ParameterGroup, inputs: PlanInputs) -> np.dtype:
+    return inputs.device.compute_dtype(group.key.param)
 
 
-def _gradient(group: ParameterGroup, facts: Facts) -> np.dtype:
+def _gradient(group: ParameterGroup, inputs: PlanInputs) -> np.dtype:
     """Gradients are added up in float32 even where they are computed in 16 bits."""
-    return dtypes.exact(_compute(group, facts))
+    return dtypes.exact(_compute(group, inputs))
 
 
 def contains_units(unit: Unit, units: list[Unit]) -> bool:

@@ -48,13 +48,13 @@ def _plain(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
     own = full[slice(*group.layout.shard_range(group.ranks.rank))]
     if group.placement.parameters:
         streams.upload.wait(slot.free)  # compute has finished with the unit that had the slot
-        streams.upload.submit(_upload, streams.device, own, group._shard, label=f"upload {group.label}")
+        streams.upload.submit(_upload, streams.device, own, group.shard, label=f"upload {group.label}")
         streams.upload.record(group.uploaded)
         stream.wait(group.uploaded)  # this rank's part has come from the host
     else:
         stream.wait(slot.free)  # compute has finished with the unit that had the slot
         if not group.shard_in_slot:
-            stream.submit(streams.device.copy, own, group._shard)
+            stream.submit(streams.device.copy, own, group.shard)
     if group.ranks.size > 1:
         group.ranks.gather.all_gather(as_sent(full), stream=stream, what=group.called)
     stream.record(slot.ready)
@@ -111,34 +111,36 @@ def _is_new(group: ParameterGroup, streams: Streams) -> bool:
 
     Or an earlier gather. From now on it is, where the group keeps it.
     """
-    if group.rounded is None:
+    if group.low_precision_copy is None:
         return False
-    new, group.rounded_is_new = group.rounded_is_new, True
+    new, group.copy_is_fresh = group.copy_is_fresh, True
     graph = streams.device.capturing
     if graph is not None and new:
         graph.before_replay(partial(_renew, group, streams))
     elif graph is not None:
-        graph.after_capture(partial(setattr, group, "rounded_is_new", False))  # nothing has run
+        graph.after_capture(partial(setattr, group, "copy_is_fresh", False))  # nothing has run
     return new
 
 
 def _renew(group: ParameterGroup, streams: Streams) -> None:
     """Before a replay that counts on the copy: a load may have been since. (Graphs have it in 16 bits.)"""
-    if not group.rounded_is_new:
-        group.rounded_is_new = True
-        bits = group.rounded.array.view(dtypes.storage(group.rounded.kind))
-        streams.compute.submit(streams.device.kernels.cast.pack, group._shard, bits, group.rounded.kind)
+    if not group.copy_is_fresh:
+        group.copy_is_fresh = True
+        bits = group.low_precision_copy.array.view(dtypes.storage(group.low_precision_copy.kind))
+        streams.compute.submit(
+            streams.device.kernels.cast.pack, group.shard, bits, group.low_precision_copy.kind
+        )
 
 
 def _cast(kernel: Callable, group: ParameterGroup, target: Array, streams: Streams) -> None:
     """`target` becomes the shard in 16 bits; one on the host comes through a staging slot."""
     if not group.placement.parameters:
-        streams.gather.submit(kernel, group._shard, target, group.key.param)
+        streams.gather.submit(kernel, group.shard, target, group.key.param)
         return
     staged = group.arenas["upload"].acquire()
     array = staged.array[: group.layout.shard_size]
     streams.upload.wait(staged.free)  # the gather that used the slot before has read it
-    streams.upload.submit(_upload, streams.device, array, group._shard, label=f"upload {group.label}")
+    streams.upload.submit(_upload, streams.device, array, group.shard, label=f"upload {group.label}")
     streams.upload.record(staged.ready)
     streams.gather.wait(staged.ready)  # the shard has come from the host
     streams.gather.submit(kernel, array, target, group.key.param)

@@ -73,7 +73,7 @@ class ForwardPass:
         """The forward of `unit` begins: have its parameters gathered, and the next units' on the way."""
         route = self._present_route()
         self._skip(route.skip_to(unit))
-        route.advance(called=True)
+        route.advance(visited=True)
         self._gathers.ensure(unit)
         self._gathers.prefetch(route.upcoming())
         self._entered.append((unit, self.tape.unshard(unit) if autograd.is_grad_enabled() else None))
@@ -132,7 +132,7 @@ class ForwardPass:
             unit = self._plan.order[self._plan.place]
             while around and around[-1][0] not in unit.ancestors:
                 self._finish(*around.pop())
-            place = self._plan.advance(called=False)
+            place = self._plan.advance(visited=False)
             self._gathers.ensure(unit)
             self._gathers.prefetch(self._plan.upcoming())
             needed = autograd.is_grad_enabled() and self._is_needed(unit)

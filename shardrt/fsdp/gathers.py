@@ -140,7 +140,7 @@ class Gathers:
         for group in unit.groups:
             slot = group.detach()
             if slot.arena.poison:
-                group.rounded_is_new = False
+                group.copy_is_fresh = False
                 slot.array.fill(float("nan") if slot.array.dtype.kind == "f" else -1)
             self.streams.compute.record(slot.free)
             slot.arena.release(slot)

@@ -26,7 +26,7 @@ from shardrt.fsdp.process_groups import Axes, ProcessGroups
 from shardrt.fsdp.sharded_gradient import Streams
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import Part
-from shardrt.nn.storage import HostPlacement, LocalStorage, Rounded, Storage, read_only
+from shardrt.nn.storage import HostPlacement, LocalStorage, LowPrecisionCopy, Storage, read_only
 
 Array = Any
 
@@ -220,7 +220,7 @@ class ParameterGroup(_Group):
     shard: where this rank's piece of the parameters goes; it is filled here.
     shard_in_slot: it is a part of the gathered slot, so that gathering copies nothing.
     slot_shared: other ranks read the gathered slot, too.
-    rounded: what it keeps of the shard in 16 bits, in a gathered slot that is its own.
+    low_precision_copy: what it keeps of the shard in 16 bits, in a gathered slot that is its own.
     transfer: gathers the group.
     """
 
@@ -235,7 +235,7 @@ class ParameterGroup(_Group):
         *,
         shard_in_slot: bool,
         slot_shared: bool,
-        rounded: Rounded | None,
+        low_precision_copy: LowPrecisionCopy | None,
         transfer: "Callable[[ParameterGroup, Slot, Streams], None]",
     ) -> None:
         super().__init__(group.unit, group.key, group.parameters)
@@ -249,8 +249,8 @@ class ParameterGroup(_Group):
         self.arenas = arenas
         self.shard_in_slot = shard_in_slot
         self.slot_shared = slot_shared
-        self.rounded = rounded
-        self.rounded_is_new = False  # what is in there is the shard as it is
+        self.low_precision_copy = low_precision_copy
+        self.copy_is_fresh = False  # what is in there is the shard as it is
         self.transfer = transfer
         self.gradient_path: GradientPath | None = None  # of its full gradients, once there is memory for them
         self.uploaded = device.new_event()  # the shard has come from the host
@@ -368,16 +368,16 @@ class ParameterGroup(_Group):
         return self._device.called(array, "optimizer state", self.label)
 
     def before_write(self) -> None:
-        if self.slot_shared and (self.shard_in_slot or self.rounded is not None):
+        if self.slot_shared and (self.shard_in_slot or self.low_precision_copy is not None):
             self.runtime.readers_done(self)
 
-    def modified(self, rounded: bool = False) -> None:
-        super().modified(rounded)
-        self.rounded_is_new = self.rounded_is_new and rounded
+    def modified(self, copy_too: bool = False) -> None:
+        super().modified(copy_too)
+        self.copy_is_fresh = self.copy_is_fresh and copy_too
         self.runtime.shards_written(self)
 
-    def may_write_rounded(self) -> bool:
-        return self.rounded is not None and not self.runtime.awaits_backward(self)
+    def may_write_copy(self) -> bool:
+        return self.low_precision_copy is not None and not self.runtime.awaits_backward(self)
 
     def owner(self, first: bool) -> bool:
         return self.ranks.owner

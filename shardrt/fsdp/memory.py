@@ -12,7 +12,7 @@ from shardrt.fsdp import buffers
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.process_groups import ProcessGroups
-from shardrt.fsdp.setup import arranged, connect, facts_of, lay_out, prefetch_of, units_for
+from shardrt.fsdp.setup import arranged, connect, lay_out, plan_inputs, prefetch_of, units_for
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module, stages_of
 from shardrt.nn.storage import LocalStorage
@@ -81,13 +81,13 @@ def memory_plan(
     with _trained_as_asked(units):
         for whole in wholes:
             waits = taken is not None and not taken.accumulates.isdisjoint(whole)
-            facts = facts_of(whole, ranks_of, no_sync=no_sync or waits)
+            inputs = plan_inputs(whole, ranks_of, no_sync=no_sync or waits)
             own = {group: layouts[group] for unit in whole for group in unit.groups}
-            specs = buffers.plan(whole, own, facts)
+            specs = buffers.plan(whole, own, inputs)
             if taken is not None:
                 buffers.have_slots(specs, taken.slots)
             _add_buffers(device, host, specs, ranks_of)
-            for communicator, needed in buffers.scratch(own, ranks_of, facts).items():
+            for communicator, needed in buffers.scratch(own, ranks_of, inputs).items():
                 scratch[communicator] = tuple(map(max, needed, scratch.get(communicator, (0, 0))))
         for on_device, on_host in scratch.values():
             _add(device, "scratch of communicators", on_device)

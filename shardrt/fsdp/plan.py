@@ -36,7 +36,7 @@ class Route:
         """How many units this rank skips by leaving `inside` now: those that lie in it."""
         return 0
 
-    def advance(self, called: bool) -> int | None:
+    def advance(self, visited: bool) -> int | None:
         """Advance by one unit, which this rank calls or not; gives its place in the plan."""
 
     def upcoming(self) -> list[Unit]:
@@ -68,7 +68,7 @@ class Plan(Route):
         super().__init__()
         self.units = units
         self.order = list(units)
-        self.called = [False] * len(units)  # at each place, by this rank in this forward
+        self.visited = [False] * len(units)  # at each place, by this rank in this forward
         self.place = 0
         self.agreed = False  # the ranks have compared this order
         self.deviations = 0  # forwards that did not follow the order
@@ -78,7 +78,7 @@ class Plan(Route):
     def begin(self) -> None:
         """A forward of the outermost unit starts."""
         self.place, self.nodes, self.gives_gradients = 0, [], False
-        self.called = [False] * len(self.order)
+        self.visited = [False] * len(self.order)
         self._deviates = False
 
     def skip_to(self, unit: Unit) -> int:
@@ -93,9 +93,9 @@ class Plan(Route):
                     self._leave_out(place - self.place, f"{unit.label} was used")
                 return place - self.place
         self._deviate(f"{unit.label} was used", " If only some ranks use it: fully_shard(..., by_rank=True).")
-        del self.order[self.place :], self.called[self.place :]
+        del self.order[self.place :], self.visited[self.place :]
         self.order.append(unit)
-        self.called.append(False)
+        self.visited.append(False)
         self.agreed = False
         return 0
 
@@ -107,8 +107,8 @@ class Plan(Route):
             self._leave_out(count, f"{inside.label} ended")
         return count
 
-    def advance(self, called: bool) -> int:
-        self.called[self.place] |= called
+    def advance(self, visited: bool) -> int:
+        self.visited[self.place] |= visited
         self.place += 1
         return self.place - 1
 
@@ -125,10 +125,10 @@ class Plan(Route):
         if self.agreed:
             return set()
         _compare([self.units.index(unit) for unit in self.order], self.units, control)
-        told = [self.called, *map(list, control.talk(bytes(self.called)))]
+        told = [self.visited, *map(list, control.talk(bytes(self.visited)))]
         used = [unit.settings.by_rank or any(own) for unit, *own in zip(self.order, *told, strict=True)]
         self.order = [unit for unit, anybody in zip(self.order, used, strict=True) if anybody]
-        self.called = [True] * len(self.order)
+        self.visited = [True] * len(self.order)
         self.place = len(self.order)
         self.agreed = True
         return {place for place, anybody in enumerate(used) if not anybody}

@@ -17,7 +17,7 @@ from shardrt.device import Device, host
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp import buffers, collectives
 from shardrt.fsdp.boundary import unit_of
-from shardrt.fsdp.buffers import Facts, Spec, Specs
+from shardrt.fsdp.buffers import PlanInputs, Spec, Specs
 from shardrt.fsdp.checks import (
     check_groups,
     check_mesh,
@@ -35,7 +35,6 @@ from shardrt.fsdp.sharded_gradient import Streams
 from shardrt.fsdp.unit import Unit
 from shardrt.fsdp.whole_gradient import path_of
 from shardrt.nn.module import Module, caller_of, stages_of
-from shardrt.nn.storage import Rounded
 from shardrt.recompute import Recomputation
 
 Array = Any
@@ -77,14 +76,14 @@ def build(unit: Unit) -> None:
     _compile_once(schedule)
     ranks_of = process_groups_of(units)
     check_groups(units, ranks_of)
-    facts = facts_of(units, ranks_of)
-    specs = buffers.plan(units, layouts, facts)
-    _reserve(layouts, ranks_of, facts)
+    inputs = plan_inputs(units, ranks_of)
+    specs = buffers.plan(units, layouts, inputs)
+    _reserve(layouts, ranks_of, inputs)
     # The arenas before the shards: where ranks share memory, a shard is a part of its arena's slot.
-    arenas = _make_arenas(specs, ranks_of, facts.device, _AT_ONCE)
+    arenas = _make_arenas(specs, ranks_of, inputs.device, _AT_ONCE)
     for u in units:
         built = [
-            _built(group, layouts[group], ranks_of[group], arenas[group], specs, facts) for group in u.groups
+            _built(group, layouts[group], ranks_of[group], arenas[group], specs, inputs) for group in u.groups
         ]
         u.runs_under(schedule, built)
     # A rank may read another's shard as soon as it gathers: all must be filled.
@@ -169,17 +168,17 @@ def process_groups_of(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
     return found
 
 
-def facts_of(
+def plan_inputs(
     units: list[Unit],
     ranks_of: dict[ParameterGroup, ProcessGroups],
     no_sync: bool = False,
-) -> Facts:
+) -> PlanInputs:
     """What the plan of the buffers depends on."""
     gathers = [ranks.gather for group, ranks in ranks_of.items() if group.settings.cut[1] != "none"]
     shared = all(gather.shares_memory for gather in gathers)
     tops = units[0].modules
     recomputed = [module for top in tops for module in top.modules() if module.around(Recomputation)]
-    return Facts(
+    return PlanInputs(
         device=units[0].settings.mesh.device,
         prefetch=prefetch_of(units),
         sharers=units[0].settings.mesh.world.local_size if shared else 0,
@@ -197,26 +196,26 @@ def make_gradient_slots(units: list[Unit], accumulates: bool) -> None:
     """
     check_options(units)
     layouts = {group: group.layout for unit in units for group in unit.groups}
-    facts = facts_of(units, process_groups_of(units), no_sync=accumulates)
-    specs = buffers.plan(units, layouts, facts)
+    inputs = plan_inputs(units, process_groups_of(units), no_sync=accumulates)
+    specs = buffers.plan(units, layouts, inputs)
     anew = [role for role in GRADIENT_ROLES if role == "gradients" or not _fits(role, specs)]
     for group in layouts:
         for role in anew:
             group.arenas.pop(role, None)
-        _make_sums(group, specs[group], facts)
+        _make_sums(group, specs[group], inputs)
     ranks_of = {group: group.ranks for group in layouts}
-    _reserve(layouts, ranks_of, facts)
-    for group, arenas in _make_arenas(specs, ranks_of, facts.device, anew).items():
+    _reserve(layouts, ranks_of, inputs)
+    for group, arenas in _make_arenas(specs, ranks_of, inputs.device, anew).items():
         group.arenas |= arenas
 
 
 def _reserve(
-    layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], facts: Facts
+    layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], inputs: PlanInputs
 ) -> None:
     """Have communicators take what they need for their own use."""
-    if facts.device.alone:
+    if inputs.device.alone:
         return
-    needed = buffers.scratch(layouts, ranks_of, facts)
+    needed = buffers.scratch(layouts, ranks_of, inputs)
     for communicator, (on_device, on_host) in needed.items():
         communicator.reserve(on_device, on_host)
 
@@ -290,7 +289,7 @@ def _built(
     ranks: ProcessGroups,
     arenas: dict[str, Arena],
     specs: Specs,
-    facts: Facts,
+    inputs: PlanInputs,
 ) -> ParameterGroup:
     """The group with its memory. Its shard is in the gathered buffer where ranks share that, else apart."""
     own, gathered = specs[group], arenas["gathered"].slots[0].array
@@ -300,44 +299,46 @@ def _built(
         group,
         layout,
         ranks,
-        facts.device,
+        inputs.device,
         arenas,
-        part if shard_in_slot else _buffer(group, ranks, own["shard"], facts),
+        part if shard_in_slot else _buffer(group, ranks, own["shard"], inputs),
         shard_in_slot=shard_in_slot,
         slot_shared=own["gathered"].sharers > 1,
-        rounded=Rounded(part, group.key.param) if buffers.keeps_rounded(group, specs) else None,
+        low_precision_copy=LowPrecisionCopy(part, group.key.param)
+        if buffers.keeps_copy(group, specs)
+        else None,
         transfer=collectives.transfer_of(group.key.param, ranks.size, gathered, shard_in_slot, arenas),
     )
-    _make_sums(built, own, facts)
+    _make_sums(built, own, inputs)
     return built
 
 
-def _make_sums(group: ParameterGroup, specs: dict[str, Spec], facts: Facts) -> None:
+def _make_sums(group: ParameterGroup, specs: dict[str, Spec], inputs: PlanInputs) -> None:
     """Memory for the sharded gradient, where there is none yet, and what belongs to it."""
     own = group.sharded_gradient
     if group.trainable and not own.arrays:
-        own.arrays = [_buffer(group, group.ranks, specs["reduced"], facts)]
-        own.arrays += [_buffer(group, group.ranks, specs["partial"], facts) for _ in range(own.partial_sums)]
-        if buffers.summed_in_place(group, group.layout, facts):
-            made = facts.device.new_event
+        own.arrays = [_buffer(group, group.ranks, specs["reduced"], inputs)]
+        own.arrays += [_buffer(group, group.ranks, specs["partial"], inputs) for _ in range(own.partial_sums)]
+        if buffers.summed_in_place(group, group.layout, inputs):
+            made = inputs.device.new_event
             own.slots = [Slot(array, made(), made()) for array in own.arrays]
     if "used" in specs and own.uses is None:
-        own.uses = _buffer(group, group.ranks, specs["used"], facts)
+        own.uses = _buffer(group, group.ranks, specs["used"], inputs)
     if group.trainable:
         group.gradient_path = path_of(group, group.layout, specs["gradients"].count)
 
 
 def _buffer(
-    group: ParameterGroup | UnbuiltGroup, ranks: ProcessGroups, spec: Spec, facts: Facts
+    group: ParameterGroup | UnbuiltGroup, ranks: ProcessGroups, spec: Spec, inputs: PlanInputs
 ) -> np.ndarray:
     maker = buffers.maker_of(spec.role, ranks)
     if spec.host:
-        array = host.buffer(facts.device, spec.count, spec.dtype, group.placement.directory)
+        array = host.buffer(inputs.device, spec.count, spec.dtype, group.placement.directory)
     elif maker is None:
-        array = facts.device.buffer(spec.count, spec.dtype)
+        array = inputs.device.buffer(spec.count, spec.dtype)
     else:
-        array = _allocated(maker, spec, facts.device, shared=False)
-    return facts.device.called(array, buffers.ROLES[spec.role], group.label)
+        array = _allocated(maker, spec, inputs.device, shared=False)
+    return inputs.device.called(array, buffers.ROLES[spec.role], group.label)
 
 
 def _check(units: list[Unit]) -> None:

@@ -69,7 +69,7 @@ class Storage(ABC):
 
     communicator: Communicator | None = None
     holders: "DeviceMesh | None" = None
-    rounded: Rounded | None = None  # what it keeps of the shard in 16 bits, if it does
+    low_precision_copy: LowPrecisionCopy | None = None  # what it keeps of the shard in 16 bits, if it does
     gathers_bits = False  # what `lent_bits` gives
     everyone: Communicator | None = None  # joins all ranks that train with this one, once there is a shard
     placement = HostPlacement()
@@ -113,16 +113,16 @@ class Storage(ABC):
     def before_write(self) -> None:  # noqa: B027 (most storages are read by this rank alone)
         """The shard is about to be written, on every rank: wait until no other rank reads it. Collective."""
 
-    def modified(self, rounded: bool = False) -> None:
+    def modified(self, copy_too: bool = False) -> None:
         """The shard has been written, on every rank: by an optimizer or a load. Copies of it are stale.
 
-        rounded: the same elements of `rounded`, if there is one, have been written as well.
+        copy_too: the same elements of `low_precision_copy`, if there is one, have been written as well.
         """
         self.writes += 1
 
-    def may_write_rounded(self) -> bool:
-        """Whether an update may write `rounded`: it is there, and no backward is to come that reads it."""
-        return self.rounded is not None
+    def may_write_copy(self) -> bool:
+        """Whether an update may write `low_precision_copy`: it is there, and no backward is to come that reads it."""
+        return self.low_precision_copy is not None
 
     @property
     def reduced(self) -> bool:

@@ -243,7 +243,7 @@ class Optimizer:
             piece.storage.modified(rounded)
 
     def _rounds(self, piece: Slice) -> bool:
-        return self.rounds and piece.storage.may_write_rounded()
+        return self.rounds and piece.storage.may_write_copy()
 
     def _table(self, cuts: list[tuple[Slice, Cut]]) -> Array:
         """The ranges of all, with their numbers: float64 (ranges, 2 + numbers)."""

@@ -107,7 +107,7 @@ class Slice:
         arrays = {"shard": self.storage.shard, "gradient": self.storage.gradient, **self.state}
         if not rounds:
             return Update(arrays, ranges)
-        rounded = self.storage.rounded
+        rounded = self.storage.low_precision_copy
         return Update(arrays | {"rounded": rounded.array}, ranges, rounded.kind)
 
     def rows(self, cut: Cut, numbers: Callable[[int, int], tuple[float, ...]]) -> list[tuple[float, ...]]:

@@ -60,7 +60,7 @@ class HostStorage(Storage):
     def new_state(self, name, dtype=None):
         return self._array(name, self.placement.optimizer_state, dtype)
 
-    def modified(self, rounded=False):
+    def modified(self, copy_too=False):
         self.modifications += 1
 
     @property
