@@ -126,10 +126,9 @@ def _renew(group: ParameterGroup, streams: Streams) -> None:
     """Before a replay that counts on the copy: a load may have been since. (Graphs have it in 16 bits.)"""
     if not group.copy_is_fresh:
         group.copy_is_fresh = True
-        bits = group.low_precision_copy.array.view(dtypes.storage(group.low_precision_copy.kind))
-        streams.compute.submit(
-            streams.device.kernels.cast.pack, group.shard, bits, group.low_precision_copy.kind
-        )
+        copy = group.low_precision_copy
+        bits = copy.array.view(dtypes.storage(copy.kind))
+        streams.compute.submit(streams.device.kernels.cast.pack, group.shard, bits, copy.kind)
 
 
 def _cast(kernel: Callable, group: ParameterGroup, target: Array, streams: Streams) -> None:

@@ -35,6 +35,7 @@ from shardrt.fsdp.sharded_gradient import Streams
 from shardrt.fsdp.unit import Unit
 from shardrt.fsdp.whole_gradient import path_of
 from shardrt.nn.module import Module, caller_of, stages_of
+from shardrt.nn.storage import LowPrecisionCopy
 from shardrt.recompute import Recomputation
 
 Array = Any
@@ -295,6 +296,7 @@ def _built(
     own, gathered = specs[group], arenas["gathered"].slots[0].array
     part = gathered[slice(*layout.shard_range(ranks.rank))]
     shard_in_slot = "shard" not in own
+    copy = LowPrecisionCopy(part, group.key.param) if buffers.keeps_copy(group, specs) else None
     built = ParameterGroup(
         group,
         layout,
@@ -304,9 +306,7 @@ def _built(
         part if shard_in_slot else _buffer(group, ranks, own["shard"], inputs),
         shard_in_slot=shard_in_slot,
         slot_shared=own["gathered"].sharers > 1,
-        low_precision_copy=LowPrecisionCopy(part, group.key.param)
-        if buffers.keeps_copy(group, specs)
-        else None,
+        low_precision_copy=copy,
         transfer=collectives.transfer_of(group.key.param, ranks.size, gathered, shard_in_slot, arenas),
     )
     _make_sums(built, own, inputs)

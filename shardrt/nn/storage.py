@@ -51,7 +51,7 @@ class HostPlacement:
 
 
 @dataclass(frozen=True, eq=False)
-class Rounded:
+class LowPrecisionCopy:
     """A copy of a storage's shard, as long, each number rounded to `kind`, a 16-bit type."""
 
     array: Array
@@ -121,7 +121,7 @@ class Storage(ABC):
         self.writes += 1
 
     def may_write_copy(self) -> bool:
-        """Whether an update may write `low_precision_copy`: it is there, and no backward is to come that reads it."""
+        """Whether an update may write `low_precision_copy`: it exists, and no backward will read it."""
         return self.low_precision_copy is not None
 
     @property
