@@ -31,7 +31,6 @@ from shardrt.comm import init_device_mesh, world
 from shardrt.device import cpu
 from shardrt.fsdp import buffers, memory_plan
 from shardrt.kernels.cpu import linear
-from shardrt.kernels.shape import ON_CPU
 from shardrt.train.errors import USAGE, one_line
 
 # Name -> (rows of logits at a time, whole gradients of long units, inputs kept that could be made again,
@@ -97,13 +96,12 @@ def set_to(way: str) -> Iterator[None]:
     before = buffers.IN_PIECES, linear.INPUT_AGAIN, cpu.LENDS
     _, whole, kept, pages_kept = WAYS[way]
     buffers.IN_PIECES = sys.maxsize if whole else before[0]
-    linear.INPUT_AGAIN = ON_CPU["linear.INPUT_AGAIN"] = before[1] and not kept  # the second is for the plan
+    linear.INPUT_AGAIN = before[1] and not kept
     cpu.LENDS = before[2] and not pages_kept
     try:
         yield
     finally:
         buffers.IN_PIECES, linear.INPUT_AGAIN, cpu.LENDS = before
-        ON_CPU["linear.INPUT_AGAIN"] = before[1]
 
 
 def measure(options: argparse.Namespace, workload: w.Job) -> None:

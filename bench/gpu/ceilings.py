@@ -10,7 +10,7 @@ from bench.gpu import needs
 from bench.gpu.clock import Clock, Torch, blank, difference, filled
 from bench.gpu.report import PEAK_TFLOPS
 from bench.gpu.state import Run
-from shardrt.kernels.shape.matmul import matmul
+from shardrt.kernels.costs import ON_GPU as costs
 
 COPIED = 1 << 30  # bytes of a copy on the device
 LINKED = 256 << 20  # bytes of a copy to or from the host
@@ -44,7 +44,7 @@ def products(run: Run, clock: Clock, side: int) -> None:
     kernels, torch = clock.device.kernels, Torch(clock)
     a, b, out = filled(side, side), filled(side, side, seed=1), blank(side, side)
     works: list[Callable] = [lambda: kernels.matmul.matmul(a, b, out)]
-    flops = matmul(a, b, out).flops
+    flops = costs.matmul.matmul(a, b, out).flops
     peak = {"beside": "data sheet", "theirs": PEAK_TFLOPS}
     check = ""
     with torch.stream():

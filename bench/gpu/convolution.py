@@ -6,7 +6,7 @@ from typing import Any
 from bench.gpu.clock import Clock, Torch, blank, filled
 from bench.gpu.products import Product, compare
 from bench.gpu.state import Run
-from shardrt.kernels import shape as costs
+from shardrt.kernels.costs import ON_GPU as costs
 
 # batch, channels, outputs, window, stride, padding, groups, height and width
 SHAPES = {

@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.gpu.clock import Clock, Torch, blank, difference, filled
 from bench.gpu.state import Run
-from shardrt.kernels import shape as costs
+from shardrt.kernels.costs import ON_GPU as costs
 
 LEAST, GOAL = 0.97, 1.02  # of PyTorch's rate
 CLOSE = 1e-2  # relative difference in bfloat16

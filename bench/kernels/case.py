@@ -9,7 +9,7 @@ import numpy as np
 from bench.gpu.clock import blank, element, filled
 from shardrt import device as devices
 from shardrt import dtypes
-from shardrt.kernels.shape import Cost
+from shardrt.kernels.cost import Cost
 
 Array = Any
 Peer = Callable[..., Callable[[], Sequence]]  # (torch, *tensors) -> a call that gives the results

@@ -10,7 +10,7 @@ from bench.gpu.clock import blank, filled
 from bench.kernels import plain
 from bench.kernels.case import Array, Case, Maker, needs, placed, shape_of, value
 from shardrt import device as devices
-from shardrt.kernels import shape as costs
+from shardrt.kernels.costs import ON_GPU as costs
 
 PARTS = (2, 4)  # ranks whose slices are added up
 

@@ -8,7 +8,7 @@ import numpy as np
 from bench.kernels import plain
 from bench.kernels.case import Case, Maker, gradient, needs, shape_of, value
 from shardrt import device as devices
-from shardrt.kernels import shape as costs
+from shardrt.kernels.costs import ON_GPU as costs
 
 
 def batch_norm(make: Maker) -> Iterator[Case]:

@@ -12,7 +12,7 @@ import numpy as np
 from bench.gpu.clock import Clock, Torch, blank, filled
 from bench.kernels.case import Case
 from shardrt import device as devices
-from shardrt.kernels.shape.matmul import matmul
+from shardrt.kernels.costs import ON_GPU as costs
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-5, "float16": 5e-3, "bfloat16": 2e-2}  # of the largest number
 LEAST = 5e-3  # seconds of a round, of calls in a row
@@ -107,7 +107,7 @@ class Judge:
             work()
         rounds = [[self.clock.round(work, 1) for work in works] for _ in range(2 * self._rounds)]
         copied, multiplied = map(min, zip(*rounds, strict=True))
-        return Ceilings(2 * source.nbytes / copied, matmul(a, b, out).flops / multiplied)
+        return Ceilings(2 * source.nbytes / copied, costs.matmul.matmul(a, b, out).flops / multiplied)
 
     def line(self, case: Case, ceilings: Ceilings) -> Line:
         """Check and time one case."""

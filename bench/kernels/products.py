@@ -9,7 +9,7 @@ from bench.kernels import plain
 from bench.kernels.case import Case, Maker, gradient, needs, shape_of, value
 from shardrt import Tensor
 from shardrt import functional as F
-from shardrt.kernels import shape as costs
+from shardrt.kernels.costs import ON_GPU as costs
 
 
 def matmul(make: Maker) -> Iterator[Case]:

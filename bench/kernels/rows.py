@@ -9,7 +9,7 @@ import numpy as np
 from bench.kernels import plain
 from bench.kernels.case import Case, Maker, gradient, needs, placed, shape_of, value
 from shardrt import device as devices
-from shardrt.kernels import shape as costs
+from shardrt.kernels.costs import ON_GPU as costs
 
 
 def gelu(make: Maker) -> Iterator[Case]:
