@@ -465,7 +465,10 @@ CASES = {
         *(_sum(parts) for parts in (1, 2, 3, 5, 9)),
         *(_sum(2, accumulate=True), _sum(9, accumulate=True), _sum(70)),
     ],
-    "reduce.sum_packed": [_sum(parts, kind="bfloat16") for parts in (1, 3, 9)],
+    "reduce.sum_packed": [
+        *(_sum(parts, kind="bfloat16") for parts in (1, 3, 9)),
+        _sum(3, accumulate=True, kind="bfloat16"),
+    ],
     "reduce.column_sum": [_column_sum(200), _column_sum(200, True), _column_sum(0)],
     "reduce.power_sums": [
         *(_sums(100_000, 2.0, True, (2, 2)), _sums(100_000, 2.0, True), _sums(0, 2.0, True)),

@@ -123,6 +123,7 @@ def assert_what_is_not_read_changes_no_result(arguments, cost, function):
 
 
 def assert_what_is_read_changes_a_result(arguments, cost, function):
+    assert cost.writes or cost.value is not None or not cost.reads
     if not all(x.size for x in cost.reads) or not any(x.size for x in cost.writes) and cost.value is None:
         return
     given, after = called(function, arguments)
