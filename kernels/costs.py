@@ -14,6 +14,7 @@ from typing import Any
 from shardrt.kernels import cpu, cuda, determinism
 from shardrt.kernels.cost import NOTHING, Cost, Declaration
 from shardrt.kernels.cuda._counted import Layout, count
+from shardrt.kernels.cuda._launch import NotOnGPU
 
 
 class Costs:
@@ -39,7 +40,9 @@ class _Module:
             return own
         on_cpu, on_gpu = (getattr(twin, name, None) for twin in self._twins)
         declared = getattr(own, "cost", None) or getattr(on_cpu, "cost", None)
-        found = partial(_question, own) if declared is None else partial(_cost, declared, on_gpu)
+        found = (
+            partial(_question, own) if declared is None else partial(_cost, declared, on_gpu, own is on_cpu)
+        )
         self.__dict__[name] = found
         return found
 
@@ -47,10 +50,16 @@ class _Module:
 ON_CPU, ON_GPU = Costs(cpu), Costs(cuda)
 
 
-def _cost(declared: Declaration, twin: Callable, *args: Any, **kwargs: Any) -> Cost:
+def _cost(declared: Declaration, twin: Callable, for_cpu: bool, *args: Any, **kwargs: Any) -> Cost:
     given = declared.arguments(args, kwargs)
     layouts = tuple([(name, _layout(value)) for name, value in given.items()])
-    launches, scratch, answer = _counted(twin, layouts, determinism.are_deterministic_algorithms_enabled())
+    try:
+        counted = _counted(twin, layouts, determinism.are_deterministic_algorithms_enabled())
+    except NotOnGPU:
+        if not for_cpu:
+            raise
+        counted = 1, 0, None
+    launches, scratch, answer = counted
     if answer is False:  # there is no such kernel
         return NOTHING._replace(value=False)
     found = declared.cost(given, launches, scratch)

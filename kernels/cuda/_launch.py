@@ -23,6 +23,10 @@ STATIC_SHARED = 512  # bytes: kernels with dynamic shared memory have no more be
 _RANGE_TILE = 4096  # elements that a block takes at a time, as in ranges.cuh
 
 
+class NotOnGPU(ValueError):
+    """Kernels of the GPU can't compute what those of the CPU can."""
+
+
 class Backend(Protocol):
     """What runs a kernel."""
 
