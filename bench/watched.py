@@ -4,7 +4,7 @@
         training.step(inputs, targets)
     watch.samples, watch.spent
 
-What a kernel does is told by its twin of kernels/shape. On the CPU it is timed by the clock, on a GPU by
+What a kernel does is what kernels/costs.py says. On the CPU it is timed by the clock, on a GPU by
 events in the stream that it runs in.
 """
 
@@ -19,12 +19,12 @@ from typing import Any
 from bench.gpu.clock import Events
 from shardrt import dtypes
 from shardrt.device import Device
-from shardrt.kernels import shape
+from shardrt.kernels import costs
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of a kernel. flops, nbytes, sizes: of kernels/shape's Cost; dtype: that it computes in."""
+    """One call of a kernel. flops, nbytes, sizes: of a Cost; dtype: that it computes in."""
 
     name: str
     flops: int
@@ -38,8 +38,8 @@ class Sample:
 class Watch:
     """Of the thread that watches; other threads' kernels are called and not kept.
 
-    launches: of all samples, as kernels/shape counts them. spent: seconds that watching took, besides what is
-    in the samples. Filled when the block ends.
+    launches: of all samples, as kernels/costs.py counts them. spent: seconds that watching took, besides
+    what is in the samples. Filled when the block ends.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -71,7 +71,7 @@ class _Package:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.package, name)
-        if isinstance(found, ModuleType) and hasattr(shape, name):
+        if isinstance(found, ModuleType) and name in self.package.__all__:
             found = self.__dict__[name] = _Module(self, found, name)
         return found
 
@@ -82,20 +82,19 @@ class _Module:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._module, name)
-        twin = getattr(getattr(shape, self._name), name, None)
-        if self._package.package.__name__.endswith(".cpu"):
-            twin = shape.ON_CPU.get(f"{self._name}.{name}", twin)
-        if callable(found) and callable(twin):
-            found = self.__dict__[name] = _timed(self._package, found, twin, f"{self._name}.{name}")
+        if callable(found):
+            on_cpu = self._package.package.__name__.endswith(".cpu")
+            cost_of = getattr(getattr(costs.ON_CPU if on_cpu else costs.ON_GPU, self._name), name)
+            found = self.__dict__[name] = _timed(self._package, found, cost_of, f"{self._name}.{name}")
         return found
 
 
-def _timed(package: _Package, kernel: Callable, twin: Callable, name: str) -> Callable:
+def _timed(package: _Package, kernel: Callable, cost_of: Callable, name: str) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         if threading.current_thread() is not package.thread:
             return kernel(*args, **kwargs)
         begin = time.perf_counter()
-        cost = twin(*args, **kwargs)
+        cost = cost_of(*args, **kwargs)
         start, began = package.now(), time.perf_counter()
         result = kernel(*args, **kwargs)
         ended, stop = time.perf_counter(), package.now()

@@ -227,7 +227,7 @@ def test_import_loads_neither_numba_nor_mpi():
 def test_import_loads_nothing_that_simulates():
     loaded = _python("import shardrt, sys; print(*sorted(m for m in sys.modules if 'shardrt' in m))").split()
     rooms = "shardrt.simulate", "shardrt.tools", "shardrt.device.simulated", "shardrt.comm.simulated"
-    assert not [name for name in loaded if name.startswith((*rooms, "shardrt.kernels.shape"))]
+    assert not [name for name in loaded if name.startswith((*rooms, "shardrt.kernels.cost"))]
 
 
 @pytest.mark.serial

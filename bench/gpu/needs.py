@@ -14,7 +14,9 @@ from pathlib import Path
 BENCHMARKS = ("numpy", "cupy", "ml_dtypes", "cuda.pathfinder", "threadpoolctl")
 TESTS = (*BENCHMARKS, "pytest", "numba")
 STEP = (*BENCHMARKS, "numba")
-SECTIONS = {"tests": TESTS, "step": STEP}  # what others need is BENCHMARKS
+# Bytes and operations of kernels are declared at the CPU's kernels, which import Numba.
+SECTIONS = {"tests": TESTS} | dict.fromkeys(("step", "products", "kernels", "convolution", "experts"), STEP)
+# What other sections need is BENCHMARKS.
 WITHOUT = {
     "torch": "no figures of PyTorch beside ours, and no test against its bfloat16",
     "cudnn": "attention and convolution run in kernels of our own, which are several times slower",
@@ -108,7 +110,9 @@ class Found:
         told = [] if self.gpus else ["no GPU: the driver, libcuda.so.1, is missing or sees none"]
         told += [self.too_old] if self.too_old else []
         costs = dict.fromkeys(TESTS, "the tests can't run") | WITHOUT
-        costs |= dict.fromkeys(STEP, "neither the tests nor a step on the CPU can run")
+        costs |= dict.fromkeys(
+            STEP, "neither the tests, nor a step on the CPU, nor kernels one by one can run"
+        )
         costs |= dict.fromkeys(BENCHMARKS, "nothing can run")
         told += [f"{name} is missing: {costs[name]} ({_pip(_wheel(name))})" for name in self.missing]
         if len(self.missing) > 1:

@@ -1,7 +1,7 @@
 """The table of passes: by op, what is called, on which arrays, and the same in PyTorch.
 
-An op is a function from a Maker to its Cases. Bytes and operations are those that the calls' twins in
-kernels/shape declare.
+An op is a function from a Maker to its Cases. Bytes and operations are those that kernels declare
+(kernels/cost.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu._jit import erf, exp, fused
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.cast import narrowed, widened
@@ -19,6 +20,7 @@ _HALF_ROOT = 0.7071067811865476  # sqrt(1 / 2)
 _DENSITY = 0.3989422804014327  # 1 / sqrt(2 pi)
 
 
+@cost("x -> y", flops=18)
 def gelu_tanh_forward(x: Array, y: Array) -> None:
     """y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
 
@@ -29,41 +31,49 @@ def gelu_tanh_forward(x: Array, y: Array) -> None:
     run_rows(kernel, x.size, x.size, x, y)
 
 
+@cost("dy x -> dx", flops=28)
 def gelu_tanh_backward(dy: Array, x: Array, dx: Array) -> None:
     """dx from dy and x."""
     run_rows(_gelu_tanh_backward, x.size, x.size, dy, x, dx)
 
 
+@cost("x -> y", flops=18)
 def gelu_erf_forward(x: Array, y: Array) -> None:
     """y = x / 2 * (1 + erf(x / sqrt(2)))."""
     run_rows(_gelu_erf_forward, x.size, x.size, x, y)
 
 
+@cost("dy x -> dx", flops=28)
 def gelu_erf_backward(dy: Array, x: Array, dx: Array) -> None:
     """dx from dy and x."""
     run_rows(_gelu_erf_backward, x.size, x.size, dy, x, dx)
 
 
+@cost("x -> y", flops=12)
 def silu_forward(x: Array, y: Array) -> None:
     """y = x * sigmoid(x)."""
     run_rows(_silu_forward, x.size, x.size, x, y)
 
 
+@cost("dy x -> dx", flops=16)
 def silu_backward(dy: Array, x: Array, dx: Array) -> None:
     """dx from dy and x."""
     run_rows(_silu_backward, x.size, x.size, dy, x, dx)
 
 
+@cost("x -> y", flops=1)
 def relu_forward(x: Array, y: Array) -> None:
     """y = max(x, 0)."""
     run_rows(_relu_forward, x.size, x.size, x, y)
 
 
+@cost("dy x -> dx", flops=1)
 def relu_backward(dy: Array, x: Array, dx: Array) -> None:
     """dx from dy and x; 0 where x is 0."""
     run_rows(_relu_backward, x.size, x.size, dy, x, dx)
 
 
+@cost("x -> y", flops=14)
 def erf_forward(x: Array, y: Array) -> None:
     """y = erf(x): in float32 with an absolute error of 4e-7 at the most, in float64 libm's."""
     run_rows(_erf_forward, x.size, x.size, x, y)

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu import cast
 from shardrt.kernels.cpu._jit import fused, fused_part
 from shardrt.kernels.cpu._threads import run_rows
@@ -11,6 +12,7 @@ from shardrt.kernels.cpu._threads import run_rows
 Array = Any
 
 
+@cost("param grad m v ranges -> param m v rounded", flops=14)
 def step(
     param: Array,
     grad: Array,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.kernels import onednn
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu import _attention_bits, _attention_pairs, _attention_rows
 from shardrt.kernels.cpu._attention_bits import TILE, tiles
 from shardrt.kernels.cpu._jit import exp, larger, reordered
@@ -22,6 +23,11 @@ from shardrt.kernels.cpu.matmul import matmul, set_blas_threads, widened
 Array = Any
 
 
+@cost(
+    "q k v starts -> y lse",
+    flops=lambda q, k, causal, offsets: 4 * _pairs(q, k, causal, offsets) * q.shape[3],
+    sizes=lambda q, k: (*q.shape[:3], k.shape[2], q.shape[3]),
+)
 def forward(
     q: Array,
     k: Array,
@@ -51,6 +57,11 @@ def forward(
     _over_heads(kernel, q, k, (q, k, v, y, lse), causal, lse.dtype.type(scale), starts, offsets)
 
 
+@cost(
+    "dy q k v y lse starts -> dq dk dv",
+    flops=lambda q, k, causal, offsets: 10 * _pairs(q, k, causal, offsets) * q.shape[3],
+    sizes=lambda q, k: (*q.shape[:3], k.shape[2], q.shape[3]),
+)
 def backward(
     dy: Array,
     q: Array,
@@ -233,3 +244,16 @@ def _softmax_backward(scores, dscores, dy, y, lse, scale, first):
             dnear[j] = probability * (dnear[j] - dot) * scale
         line[seen:] = 0
         dline[seen:] = 0
+
+
+def _pairs(q: Array, k: Array, causal: bool, offsets: tuple[int, ...]) -> int:
+    """Pairs of a query and a key that it sees, of all heads; documents are taken to be one."""
+    batch, heads, time, _ = q.shape
+    keys = k.shape[2]
+    if not causal:
+        return batch * heads * time * keys
+    found, each = 0, time // len(offsets)
+    for offset in offsets:
+        part = min(each, max(0, keys - offset))  # queries that see keys up to their own place; others see all
+        found += part * offset + part * (part + 1) // 2 + (each - part) * keys
+    return batch * heads * found

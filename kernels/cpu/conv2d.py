@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.kernels import onednn
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu import _choice, _conv2d_bits, _conv2d_planes
 from shardrt.kernels.cpu._conv2d_bits import Convolution
 from shardrt.kernels.cpu._conv2d_plan import (
@@ -40,6 +41,11 @@ Array = Any
 Pair = tuple[int, int]
 
 
+@cost(
+    "x weight bias -> y",
+    flops=lambda y, weight: 2 * y.size * prod(weight.shape[1:]),
+    sizes=lambda y, weight, groups: _product(y, weight, groups),
+)
 def forward(
     x: Array,
     weight: Array,
@@ -61,6 +67,11 @@ def forward(
         y += bias[:, None, None]
 
 
+@cost(
+    "dy weight -> dx",
+    flops=lambda dy, weight: 2 * dy.size * prod(weight.shape[1:]),
+    sizes=lambda dy, weight, groups: _product(dy, weight, groups),
+)
 def backward_input(
     dy: Array, weight: Array, dx: Array, stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> None:
@@ -72,6 +83,11 @@ def backward_input(
     _convolve(dy, weight, dx, True, how)
 
 
+@cost(
+    "x dy dweight?accumulate -> dweight",
+    flops=lambda dy, dweight: 2 * dy.size * prod(dweight.shape[1:]),
+    sizes=lambda dy, dweight, groups: _product(dy, dweight, groups),
+)
 def backward_weight(
     x: Array,
     dy: Array,
@@ -127,6 +143,7 @@ def backward_weight(
     run_rows(_unpack_lanes if plan.turns else _unpack, len(dweight), dweight.size, *args)
 
 
+@cost("dy dbias?accumulate -> dbias", flops=1)
 def backward_bias(dy: Array, dbias: Array, accumulate: bool) -> None:
     """dy -> dbias (outputs,), written or added to."""
     sums = dy.sum(axis=(0, 2, 3))
@@ -427,3 +444,8 @@ def _turn_back(start, stop, turned, y, image, where, order):
 @exact
 def _lanes_of(array):
     return BYTES // array.itemsize
+
+
+def _product(y: Array, weight: Array, groups: int) -> tuple[int, int, int, int]:
+    """Sizes of the product with patches, of one group, and how many groups."""
+    return len(weight) // groups, len(y) * prod(y.shape[2:]), prod(weight.shape[1:]), groups

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu import cast
 from shardrt.kernels.cpu._jit import exact, exp, larger, reordered
 from shardrt.kernels.cpu._threads import run_rows
@@ -16,6 +17,7 @@ Array = Any
 LEAVES_SCALE = True
 
 
+@cost("logits targets -> losses lse", flops=13)
 def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
     """losses = lse - logits[target], 0 where ignored; lse = log of the sum of exponentials.
 
@@ -25,6 +27,7 @@ def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_ind
     run_rows(_forward, logits.shape[0], logits.size, *args)
 
 
+@cost("logits targets -> chosen lse", flops=13)
 def forward_part(
     logits: Array, targets: Array, chosen: Array, lse: Array, ignore_index: int, first: int, vocab: int
 ) -> None:
@@ -36,11 +39,13 @@ def forward_part(
     run_rows(_forward, logits.shape[0], logits.size, *args)
 
 
+@cost("parts targets -> losses lse", flops=6)
 def join(parts: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
     """losses and lse, as of forward, of all parts. parts (parts, 2, rows): lse and chosen of each."""
     _join(parts, targets, losses, lse, ignore_index)
 
 
+@cost("logits targets lse scale -> dlogits", flops=12)
 def backward(
     logits: Array,
     targets: Array,
@@ -63,6 +68,7 @@ def backward(
         run_rows(_backward, logits.shape[0], logits.size, logits, targets, lse, dlogits, *how)
 
 
+@cost("logits targets -> losses lse logits", flops=25, more=lambda logits: _read_again(logits))
 def forward_in_place(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
     """As forward, of logits that only backward_in_place will read: softmax - one-hot takes their place.
 
@@ -72,6 +78,7 @@ def forward_in_place(logits: Array, targets: Array, losses: Array, lse: Array, i
     run_rows(_forward_in_place, logits.shape[0], logits.size, *args)
 
 
+@cost("->")
 def backward_in_place(
     logits: Array, targets: Array, lse: Array, scale: Array | None, ignore_index: int
 ) -> None:
@@ -81,6 +88,7 @@ def backward_in_place(
     """
 
 
+@cost("x factor -> out", flops=1)
 def scale_rows(x: Array, factor: Array, out: Array) -> None:
     """out = x * factor, (rows, width), of float64: one number, or one for each row. out may be x.
 
@@ -183,3 +191,9 @@ def _backward_over(start, stop, logits, targets, lse, scale, ignore_index, first
         column = target - first
         if 0 <= column < line.size:
             line[column] -= scale
+
+
+def _read_again(logits: Array) -> int:
+    """Bytes: all, if a row is too long for a block of the smallest GPUs to hold; others read less."""
+    held = logits.shape[1] * logits.dtype.itemsize + 16 <= 99 << 10
+    return 0 if held else logits.nbytes

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.philox import MANY, make_blocks
@@ -11,6 +12,7 @@ from shardrt.kernels.cpu.philox import MANY, make_blocks
 Array = Any
 
 
+@cost("x place -> y", flops=25)
 def forward(
     x: Array, y: Array, p: float, seed: int, call: int, offset: int, place: Array | None = None
 ) -> None:
@@ -27,6 +29,7 @@ def forward(
     run_rows(_apply, x.size, x.size, x, y, threshold, scale, *keys)
 
 
+@cost("dy place -> dx", flops=25)
 def backward(
     dy: Array, dx: Array, p: float, seed: int, call: int, offset: int, place: Array | None = None
 ) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.cast import widened
@@ -11,6 +12,7 @@ from shardrt.kernels.cpu.cast import widened
 Array = Any
 
 
+@cost("indices weight -> y", more=lambda indices, weight: -_left(indices, weight))
 def forward(indices: Array, weight: Array, y: Array, first: int = 0, vocab: int | None = None) -> None:
     """y[i] = weight[indices[i]]. indices int64 (rows,), weight (vocab, width), y (rows, width).
 
@@ -23,6 +25,11 @@ def forward(indices: Array, weight: Array, y: Array, first: int = 0, vocab: int 
     run_rows(kernel, indices.size, y.size, indices, weight, y, int(first))
 
 
+@cost(
+    "indices dy dweight -> dweight",
+    flops=lambda dy: dy.size,
+    more=lambda indices, dweight: -2 * _left(indices, dweight),
+)
 def backward(indices: Array, dy: Array, dweight: Array, first: int = 0) -> None:
     """dweight[indices[i] - first] += dy[i], one row after the other: the same bits every time.
 
@@ -64,3 +71,8 @@ def _backward(indices, dy, dweight, first):
         line, out = dy[row], dweight[index]
         for j in range(out.size):
             out[j] += line[j]
+
+
+def _left(indices: Array, table: Array) -> int:
+    """Bytes of a table that do not move: as many rows move as there are indices, at most all."""
+    return max(0, len(table) - indices.size) * table.shape[1] * table.dtype.itemsize

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu._jit import reordered
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.reduce import ROWS, combine_blocks
@@ -11,6 +12,7 @@ from shardrt.kernels.cpu.reduce import ROWS, combine_blocks
 Array = Any
 
 
+@cost("x added weight bias -> total y mean rstd", flops=8)
 def forward(
     x: Array,
     weight: Array,
@@ -32,6 +34,7 @@ def forward(
     run_rows(_forward, x.shape[0], x.size, x, other, summed, result, weight, shift, y, *statistics)
 
 
+@cost("dy x weight mean rstd dtotal dweight?accumulate dbias?accumulate -> dx dweight dbias", flops=16)
 def backward(
     dy: Array,
     x: Array,

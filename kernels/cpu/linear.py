@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu._jit import exp, fused
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.activation import CUBE, ROOT
@@ -24,6 +25,11 @@ BLOCK = 4096  # outputs above which rows of a weight's gradient can be computed 
 TILE = 256  # of these rows go into one matmul, which makes a whole gradient 3 to 8 % slower (OpenBLAS, Zen 4)
 
 
+@cost(
+    "x weight bias -> y",
+    flops=lambda x, weight: 2 * x.size * len(weight),
+    sizes=lambda x, weight: (len(x), *weight.shape),
+)
 def forward(x: Array, weight: Array, bias: Array | None, y: Array) -> None:
     """x (rows, inputs), weight (outputs, inputs), bias (outputs,) or None -> y (rows, outputs)."""
     if bias is None:
@@ -32,6 +38,12 @@ def forward(x: Array, weight: Array, bias: Array | None, y: Array) -> None:
         affine(x, weight.T, bias, y)
 
 
+@cost(
+    "x weight bias -> inner y",
+    flops=lambda x, weight, y: 2 * x.size * len(weight) + 18 * y.size,
+    sizes=lambda x, weight: (len(x), *weight.shape),
+    more=lambda inner, launches: inner.nbytes * (launches > 1),  # GELU reads it, in a launch of its own
+)
 def forward_gelu(x: Array, weight: Array, bias: Array | None, inner: Array, y: Array) -> None:
     """As forward, to inner (rows, outputs), and y = GELU of it in the tanh form (activation.py).
 
@@ -43,6 +55,7 @@ def forward_gelu(x: Array, weight: Array, bias: Array | None, inner: Array, y: A
     run_rows(_shift_and_gelu_low if low else _shift_and_gelu, inner.shape[0], inner.size, inner, shift, y)
 
 
+@cost("dy inner dbias?accumulate -> dinner dbias", flops=28)
 def backward_gelu(dy: Array, inner: Array, dinner: Array, dbias: Array | None, accumulate: bool) -> None:
     """dinner (rows, outputs) of dy, inner; dbias (outputs,) or None: its sum over rows, or that added.
 
@@ -56,11 +69,17 @@ def backward_gelu(dy: Array, inner: Array, dinner: Array, dbias: Array | None, a
         combine_blocks(partials, dbias, accumulate)
 
 
+@cost(
+    "dy weight -> dx",
+    flops=lambda dy, dx: 2 * dy.size * dx.shape[1],
+    sizes=lambda dy, dx: (*dx.shape, dy.shape[1]),
+)
 def backward_input(dy: Array, weight: Array, dx: Array) -> None:
     """dy (rows, outputs), weight (outputs, inputs) -> dx (rows, inputs)."""
     matmul(dy, weight, dx)
 
 
+@cost("->", value=False)
 def backward_input_gelu(dy: Array, weight: Array, inner: Array, dinner: Array) -> bool:
     """backward_input where x is GELU of `inner`, and on through that: dinner (rows, inputs) in one product.
 
@@ -69,6 +88,12 @@ def backward_input_gelu(dy: Array, weight: Array, inner: Array, dinner: Array) -
     return False
 
 
+@cost(
+    "dy x dweight?accumulate -> dweight",
+    flops=lambda x, dweight: 2 * x.size * len(dweight),
+    sizes=lambda x, dweight: (*dweight.shape, len(x)),
+    part={"dy": lambda dy, dweight, first: dy[:, first : first + len(dweight)]},
+)
 def backward_weight(x: Array, dy: Array, dweight: Array, accumulate: bool, first: int = 0) -> None:
     """x (rows, inputs), dy (rows, outputs) -> dweight (outputs, inputs), written or added to.
 
@@ -95,11 +120,17 @@ def backward_weight(x: Array, dy: Array, dweight: Array, accumulate: bool, first
         wanted[...] = tile[low - start : high - start]
 
 
+@cost("dy dbias?accumulate -> dbias", flops=1)
 def backward_bias(dy: Array, dbias: Array, accumulate: bool) -> None:
     """dy (rows, outputs) -> dbias (outputs,), written or added to."""
     column_sum(dy, dbias, accumulate)
 
 
+@cost(
+    "dy x dweight?accumulate dbias?accumulate_bias -> dweight dbias",
+    flops=lambda x, dy: 2 * x.size * dy.shape[1] + dy.size,
+    sizes=lambda x, dweight: (*dweight.shape, len(x)),
+)
 def backward_parameters(
     x: Array, dy: Array, dweight: Array, accumulate: bool, dbias: Array, accumulate_bias: bool
 ) -> None:

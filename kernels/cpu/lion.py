@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu._jit import fused
 from shardrt.kernels.cpu._threads import run_rows
 
 Array = Any
 
 
+@cost("param grad m ranges -> param m", flops=9)
 def step(param: Array, grad: Array, m: Array, ranges: Array) -> None:
     """Update param and m, 1-D and equally long, in ranges of them.
 

@@ -16,6 +16,7 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from shardrt.kernels import onednn
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu import _choice
 from shardrt.kernels.cpu._threads import threads
 from shardrt.kernels.cpu.cast import unpack
@@ -25,6 +26,11 @@ Array = Any
 _ROW_MAJOR, _PLAIN, _TRANSPOSED = 101, 111, 112
 
 
+@cost(
+    "a b out?accumulate -> out",
+    flops=lambda a, b: 2 * a.size * b.shape[-1],
+    sizes=lambda a, b: (*a.shape[-2:-1], b.shape[-1], a.shape[-1], *a.shape[:-2]),
+)
 def matmul(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> None:
     """out = a @ b, plus out itself if `accumulate`: 2-D, transposed or strided as it comes; 3-D, batched.
 

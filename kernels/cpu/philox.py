@@ -9,18 +9,21 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu._jit import exact, exact_part
 from shardrt.kernels.cpu._threads import run_rows
 
 Array = Any
 
 
+@cost("-> out", flops=25)
 def uniform(out: Array, seed: int, stream: int, offset: int) -> None:
     """Fill a flat array with elements [offset, offset + size) of the stream, uniform in [0, 1)."""
     words = np.uint64(seed), np.uint64(stream), np.uint64(offset)
     run_rows(_uniform, out.size, out.size, out, *words)
 
 
+@cost("-> out", flops=25)
 def normal(out: Array, seed: int, stream: int, offset: int, mean: float, std: float) -> None:
     """As `uniform`, normally distributed (Box and Muller, 1958)."""
     words = np.uint64(seed), np.uint64(stream), np.uint64(offset)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu._jit import exact, fused, fused_part
 from shardrt.kernels.cpu._threads import run_rows
 
@@ -14,6 +15,7 @@ Array = Any
 Pair = tuple[int, int]
 
 
+@cost("x -> y index", flops=lambda y, window: y.size * window[0] * window[1])
 def max_forward(x: Array, y: Array, index: Array, window: Pair, stride: Pair, padding: Pair) -> None:
     """y (planes, rows, columns): the largest of each window, nan if one is.
 
@@ -22,16 +24,19 @@ def max_forward(x: Array, y: Array, index: Array, window: Pair, stride: Pair, pa
     run_rows(_max_forward, len(x), y.size * window[0] * window[1], x, y, index, window, stride, padding)
 
 
+@cost("dy index -> dx", flops=lambda dy, window: dy.size * window[0] * window[1])
 def max_backward(dy: Array, index: Array, dx: Array, window: Pair, stride: Pair, padding: Pair) -> None:
     """dx from dy and what forward found."""
     run_rows(_max_backward, len(dx), dy.size, dy, index, dx)
 
 
+@cost("x -> y", flops=lambda y, window: y.size * window[0] * window[1])
 def mean_forward(x: Array, y: Array, window: Pair, stride: Pair, padding: Pair) -> None:
     """y: the mean of each window, in which pixels of the padding count as zeros."""
     run_rows(_mean_forward, len(x), y.size * window[0] * window[1], x, y, window, stride, padding)
 
 
+@cost("dy -> dx", flops=lambda dy, window: dy.size * window[0] * window[1])
 def mean_backward(dy: Array, dx: Array, window: Pair, stride: Pair, padding: Pair) -> None:
     """dx from dy."""
     run_rows(_mean_backward, len(dx), dy.size * window[0] * window[1], dy, dx, window, stride, padding)

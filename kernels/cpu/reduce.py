@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cost import Answer, New, cost
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.cast import check_kind, unpack_bfloat16, unpack_float16
@@ -21,6 +22,7 @@ _BLOCK = 1024  # elements that stay in the first cache between two loops
 _CHUNK = 131072  # elements that stay in the second cache while groups of parts are summed
 
 
+@cost("parts out?accumulate -> out", flops=lambda out, parts: len(parts) * out.size)
 def sum_into(out: Array, parts: list[Array], scale: float, accumulate: bool) -> None:
     """out = (out if accumulate) + scale * sum of `parts`, added as a tree of neighbours: (0+1) + (2+3), ...
 
@@ -40,6 +42,7 @@ def sum_into(out: Array, parts: list[Array], scale: float, accumulate: bool) -> 
         run_rows(_sum_range, out.size, elements, out, parts, scale, accumulate, None)
 
 
+@cost("parts out?accumulate -> out", flops=lambda out, parts: len(parts) * out.size)
 def sum_packed(out: Array, parts: list[Array], scale: float, accumulate: bool, kind: str) -> None:
     """As sum_into of parts that are uint16, the bits of `kind` ("bfloat16" or "float16"); `out` is float32.
 
@@ -162,6 +165,7 @@ def _finish(out, total, scale, accumulate):
             out[i] = scale * total[i]
 
 
+@cost("x out?accumulate -> out", flops=1)
 def column_sum(x: Array, out: Array, accumulate: bool) -> None:
     """out (columns,) = sum over the rows of x (rows, columns), or plus it; by blocks of ROWS rows."""
     blocks = -(-x.shape[0] // ROWS)
@@ -197,6 +201,7 @@ def power_rows(count: int) -> int:
     return -(-count // _PIECE)
 
 
+@cost("x -> out", flops=8, value=lambda x, out: _pairs_of(x) if out is None else out, scratch=False)
 def power_sums(x: Array, p: float, out: Array | None = None) -> Array:
     """Float64 pairs (high, low), (n, 2), whose exact sum is that of |x| ** p to about 100 bits; 1-D, p > 0.
 
@@ -211,6 +216,7 @@ def power_sums(x: Array, p: float, out: Array | None = None) -> Array:
     return out
 
 
+@cost("pairs -> out", flops=4)
 def add_pairs(pairs: Array, out: Array) -> None:
     """out (2,) = the sum of `pairs` (n, 2) of power_sums as one, to about 100 bits."""
     highs, lows = (column.tolist() for column in pairs.T)
@@ -221,6 +227,7 @@ def add_pairs(pairs: Array, out: Array) -> None:
     out[:] = high, fsum([*highs, *lows, -high]) if isfinite(high) else 0.0
 
 
+@cost("pairs -> out", flops=4)
 def clip_factor(pairs: Array, limit: float, leave_nonfinite: bool, out: Array) -> None:
     """out (2,): the norm, the root of the sum of `pairs` (n, 2), and the factor that makes it `limit`.
 
@@ -285,6 +292,7 @@ def _add_exactly(high, low, terms):
         high[j] = total
 
 
+@cost("x ->", flops=8, value=New((256, 2), np.int64), scratch=False)
 def exact_power_sums(x: Array, p: int) -> Array:
     """The exact sum of |x| ** p, p 1 or 2, in integers: int64 (256, 2). x: float32, 1-D, below 2**39 long.
 
@@ -333,6 +341,7 @@ def _add_table(line, sums, table):
             table[255, 1] += size == np.uint32(0x7F800000)
 
 
+@cost("x -> out", flops=2, value=lambda x, out: _largest(x, out), scratch=False)
 def abs_max(x: Array, out: Array | None = None) -> float | None:
     """The largest absolute value of a 1-D array, 0 for an empty one; nan if one is nan.
 
@@ -343,3 +352,15 @@ def abs_max(x: Array, out: Array | None = None) -> float | None:
         return largest
     out[0] = largest
     return None
+
+
+def _largest(x: Array, out: Array | None) -> Any:
+    """What abs_max gives."""
+    if out is not None:
+        return None
+    return Answer("largest", 1.0) if x.size else 0.0
+
+
+def _pairs_of(x: Array) -> New:
+    """What power_sums makes."""
+    return New((power_rows(x.size), 2), np.float64)

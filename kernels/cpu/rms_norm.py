@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu._jit import reordered
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.reduce import ROWS, combine_blocks
@@ -11,6 +12,7 @@ from shardrt.kernels.cpu.reduce import ROWS, combine_blocks
 Array = Any
 
 
+@cost("x added weight -> total y rstd", flops=4)
 def forward(
     x: Array,
     weight: Array,
@@ -29,6 +31,7 @@ def forward(
     run_rows(_forward, x.shape[0], x.size, x, *how)
 
 
+@cost("dy x weight rstd dtotal dweight?accumulate -> dx dweight", flops=10)
 def backward(
     dy: Array,
     x: Array,

@@ -6,12 +6,14 @@ rows, so that queries and keys are turned and values passed on in one sweep.
 
 from typing import Any
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu._jit import fused
 from shardrt.kernels.cpu._threads import run_rows
 
 Array = Any
 
 
+@cost("x cos sin -> y", flops=lambda x, cos, heads: 6 * len(x) * heads * cos.shape[1])
 def forward(x: Array, cos: Array, sin: Array, y: Array, heads: int) -> None:
     """y = x with the first `heads` heads of every row turned, the rest as it is; y may be x.
 
@@ -20,6 +22,7 @@ def forward(x: Array, cos: Array, sin: Array, y: Array, heads: int) -> None:
     run_rows(_rotate, x.shape[0], x.size, x, cos, sin, y, heads, x.dtype.type(1))
 
 
+@cost("dy cos sin -> dx", flops=lambda dy, cos, heads: 6 * len(dy) * heads * cos.shape[1])
 def backward(dy: Array, cos: Array, sin: Array, dx: Array, heads: int) -> None:
     """dx from dy: turned back; dx may be dy."""
     run_rows(_rotate, dy.shape[0], dy.size, dy, cos, sin, dx, heads, dy.dtype.type(-1))

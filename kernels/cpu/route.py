@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu._jit import exact, fused, reordered
 from shardrt.kernels.cpu._threads import run_rows
 
 Array = Any
 
 
+@cost("scores -> experts", flops=lambda scores, experts: scores.size * experts.shape[1])
 def top_k(scores: Array, experts: Array) -> None:
     """The k largest of each row, ties to the lowest: scores (tokens, count) -> experts int64 (tokens, k).
 
@@ -22,16 +24,19 @@ def top_k(scores: Array, experts: Array) -> None:
     run_rows(_top_k, experts.shape[0], scores.size * experts.shape[1], scores, experts)
 
 
+@cost("scores experts -> y", flops=lambda y: y.size)
 def take(scores: Array, experts: Array, y: Array) -> None:
     """y[t, j] = scores[t, experts[t, j]]; y (tokens, k)."""
     run_rows(_take, experts.shape[0], experts.size, scores, experts, y)
 
 
+@cost("dy experts -> dscores", flops=lambda dscores: dscores.size)
 def put(dy: Array, experts: Array, dscores: Array) -> None:
     """Backward of take: dscores is 0 where nothing was taken."""
     run_rows(_put, experts.shape[0], dscores.size, dy, experts, dscores)
 
 
+@cost("experts priority -> places copies counts")
 def order(
     experts: Array, priority: Array | None, capacity: int, places: Array, copies: Array, counts: Array
 ) -> None:
@@ -54,6 +59,7 @@ def order(
     _order(kept, np.cumsum(counts[1]) - counts[1], places.reshape(-1), copies)
 
 
+@cost("x weights copies -> y", flops=lambda y: y.size, more=lambda x, copies: _moved(x, copies))
 def spread(x: Array, weights: Array | None, copies: Array, k: int, y: Array) -> None:
     """y[r] = x[copies[r] // k], times that copy's weight: tokens to rows; 0 behind the last row.
 
@@ -63,6 +69,11 @@ def spread(x: Array, weights: Array | None, copies: Array, k: int, y: Array) -> 
     run_rows(_spread, copies.size, y.size, x, factors, weights is not None, copies, k, y)
 
 
+@cost(
+    "x weights places -> y",
+    flops=lambda x, places: 2 * places.size * x.shape[1],
+    more=lambda x, places: _moved(x, places),
+)
 def collect(x: Array, weights: Array | None, places: Array, y: Array) -> None:
     """y[t] = the sum of x[places[t, j]] over j, each times weights[t, j]: rows to tokens.
 
@@ -72,6 +83,11 @@ def collect(x: Array, weights: Array | None, places: Array, y: Array) -> None:
     run_rows(_collect, places.shape[0], x.size, x, factors, weights is not None, places, y)
 
 
+@cost(
+    "x dy places -> dweights",
+    flops=lambda x, places: 2 * places.size * x.shape[1],
+    more=lambda x, places: _moved(x, places),
+)
 def weights_backward(dy: Array, x: Array, places: Array, dweights: Array) -> None:
     """Of the weights in collect: dweights[t, j] = dy[t] . x[places[t, j]], 0 where the copy was dropped."""
     run_rows(_weights_backward, places.shape[0], x.size, dy, x, places, dweights)
@@ -170,3 +186,8 @@ def _weights_backward(start, stop, dy, x, places, dweights):
                 for i in range(upper.size):
                     total += upper[i] * source[i]
             dweights[row, j] = total
+
+
+def _moved(x: Array, places: Array) -> int:
+    """Bytes that move besides all of x: a row of x moves for each of `places`."""
+    return (places.size - len(x)) * x.shape[1] * x.dtype.itemsize

@@ -2,12 +2,17 @@
 
 from typing import Any
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu._jit import fused
 from shardrt.kernels.cpu._threads import run_rows
 
 Array = Any
 
 
+@cost(
+    "param grad momentum_buffer ranges -> param momentum_buffer",
+    flops=lambda param, momentum_buffer: (4 if momentum_buffer is None else 8) * param.size,
+)
 def step(
     param: Array,
     grad: Array,

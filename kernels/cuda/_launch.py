@@ -4,7 +4,9 @@ What really launches is a backend: CuPy's (the default, imported when first need
 runs the same sources on the CPU. Nothing else in this folder knows CuPy.
 """
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -19,6 +21,10 @@ TYPES = {"float32": "float", "float64": "double", "float16": "__half", "bfloat16
 THREADS = 256
 STATIC_SHARED = 512  # bytes: kernels with dynamic shared memory have no more beside it (test_compile.py)
 _RANGE_TILE = 4096  # elements that a block takes at a time, as in ranges.cuh
+
+
+class NotOnGPU(ValueError):
+    """Kernels of the GPU can't compute what those of the CPU can."""
 
 
 class Backend(Protocol):
@@ -114,6 +120,11 @@ class Backend(Protocol):
         """Have these files ready, each with its macros."""
 
 
+class _Here(threading.local):
+    backend: Backend | None = None
+
+
+_here = _Here()
 _chosen: Backend | None = None
 _of_gpus: dict[int, Backend] = {}  # what a backend loads (modules, library handles) belongs to one GPU
 _current_gpu: Callable[[], int] | None = None  # CuPy's, when it is needed
@@ -121,6 +132,8 @@ _current_gpu: Callable[[], int] | None = None  # CuPy's, when it is needed
 
 def backend() -> Backend:
     """The backend in use: that of this thread's GPU, unless another is chosen. Asked at each launch."""
+    if _here.backend is not None:
+        return _here.backend
     if _chosen is not None:
         return _chosen
     try:
@@ -143,6 +156,16 @@ def use(chosen: Backend | None) -> Backend | None:
     global _chosen
     before, _chosen = _chosen, chosen
     return before
+
+
+@contextmanager
+def used_here(chosen: Backend) -> Iterator[None]:
+    """Use this backend inside a with block, in this thread alone."""
+    before, _here.backend = _here.backend, chosen
+    try:
+        yield
+    finally:
+        _here.backend = before
 
 
 def launch(

@@ -6,7 +6,7 @@ type and width.
 from typing import Any
 
 from shardrt.kernels.cuda import _cudnn_chunks, _cudnn_documents
-from shardrt.kernels.cuda._launch import THREADS, accumulator, backend, empty, launch
+from shardrt.kernels.cuda._launch import THREADS, NotOnGPU, accumulator, backend, empty, launch
 
 Array = Any
 
@@ -113,9 +113,9 @@ def _run(function: str, q: Array, rows: Array, args: tuple, *, tiles: int, own: 
 
 
 def _dim(width: int) -> str:
-    """The width that the kernels are compiled for. Raises ValueError for one that is too large."""
+    """The width that the kernels are compiled for. Raises NotOnGPU for one that is too large."""
     if width > WIDEST:
-        raise ValueError(f"attention: head_dim is at most {WIDEST} on CUDA, got {width}")
+        raise NotOnGPU(f"attention: head_dim is at most {WIDEST} on CUDA, got {width}")
     return str(-(-width // 32) * 32)
 
 

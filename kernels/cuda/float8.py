@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cuda._launch import backend, blocks_for, empty, launch, vectors
 
 Array = Any
@@ -19,6 +20,11 @@ _KERNELS = {E4M3: "cast_e4m3", E5M2: "cast_e5m2"}
 _TILE = 64  # as in float8.cu
 
 
+@cost(
+    "x scale?known -> rowwise columnwise scale?!known",
+    flops=lambda x, known: (2 if known else 3) * x.size,
+    more=lambda x, known: 0 if known else x.nbytes,
+)
 def cast(
     x: Array, kind: str, rowwise: Array | None, columnwise: Array | None, scale: Array, *, known: bool = False
 ) -> None:
@@ -45,6 +51,11 @@ def cast(
     launch("float8", _KERNELS[kind], x.dtype, min(tiles, 8 * backend().multiprocessors), args)
 
 
+@cost(
+    "a b scales bias out?accumulate -> out",
+    flops=lambda a, b: 2 * a.size * len(b),
+    sizes=lambda a, b: (len(a), len(b), a.shape[1]),
+)
 def matmul(
     a: Array,
     b: Array,

@@ -6,6 +6,7 @@ a product and it takes less time.
 
 from typing import Any
 
+from shardrt.kernels.cost import cost
 from shardrt.kernels.cuda import _launch
 from shardrt.kernels.cuda.activation import gelu_tanh_forward
 from shardrt.kernels.cuda.matmul import matmul
@@ -61,6 +62,11 @@ def backward_input(dy: Array, weight: Array, dx: Array) -> None:
     matmul(dy, weight, dx)
 
 
+@cost(
+    "dy weight inner -> dinner",
+    flops=lambda dy, dinner: 2 * dy.size * dinner.shape[1] + 28 * dinner.size,
+    sizes=lambda dy, dinner: (*dinner.shape, dy.shape[1]),
+)
 def backward_input_gelu(dy: Array, weight: Array, inner: Array, dinner: Array) -> bool:
     """backward_input where x is GELU of `inner`, and on through that: dinner (rows, inputs) in one product.
 

@@ -1,7 +1,7 @@
 """A device that computes nothing and records what it would have: any model, any size, on any machine.
 
 Its arrays have no elements (shapes.py); its kernels say what they would read, write and compute
-(shardrt.kernels.shape); its streams mean what CUDA's do. All of it goes to `program`. What the host reads has
+(shardrt.kernels.costs); its streams mean what CUDA's do. All of it goes to `program`. What the host reads has
 the value that `values` says. Which real device it stands for decides types, padding and how its pool rounds.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import count
 from math import prod
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,7 @@ class SimulatedDevice(Device):
 
     like: the device that it stands for, or its class. values: says what the host reads: (site,
     dtype, what a kernel calls it, its usual value) -> (the value of each element, what it is called).
-    kernels: in place of shardrt.kernels.shape. alone: ranks tell each other nothing, all say the same.
+    kernels: in place of shardrt.kernels.costs. alone: ranks tell each other nothing, all say the same.
     """
 
     name = "simulated"
@@ -194,7 +194,8 @@ class SimulatedDevice(Device):
     @property
     def kernels(self) -> Any:
         if self._kernels is None:
-            self._kernels = Kernels(self, importlib.import_module("shardrt.kernels.shape"))
+            costs = importlib.import_module("shardrt.kernels.costs")
+            self._kernels = Kernels(self, costs.ON_CPU if self.like.in_host_memory else costs.ON_GPU)
         return self._kernels
 
     def compute_dtype(self, name: str) -> np.dtype:
@@ -415,28 +416,24 @@ class Kernels:
 
     def __init__(self, device: SimulatedDevice, package: Any) -> None:
         self._device, self._package = device, package
-        self._own = getattr(package, "ON_CPU", {}) if device.like.in_host_memory else {}
 
     def __getattr__(self, module: str) -> "_Module":
         if module.startswith("_"):
             raise AttributeError(module)
-        found = self.__dict__[module] = _Module(self, getattr(self._package, module), module)
+        found = self.__dict__[module] = _Module(self._device, getattr(self._package, module), module)
         return found
-
-    def kernel(self, name: str, common: Any) -> Any:
-        """What is called `name` in the package, a constant or a function; the CPU has some of its own."""
-        value = self._own.get(name, common)
-        return _Kernel(self._device, value, name) if callable(value) else value
 
 
 class _Module:
-    def __init__(self, package: Kernels, module: ModuleType, name: str) -> None:
-        self._package, self._module, self._name = package, module, name
+    def __init__(self, device: SimulatedDevice, module: Any, name: str) -> None:
+        self._device, self._module, self._name = device, module, name
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        value = self._package.kernel(f"{self._name}.{name}", getattr(self._module, name))
+        value = getattr(self._module, name)
+        if callable(value):
+            value = _Kernel(self._device, value, f"{self._name}.{name}")
         self.__dict__[name] = value
         return value
 

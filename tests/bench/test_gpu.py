@@ -133,7 +133,8 @@ def test_what_is_missing_is_named_with_what_it_costs(monkeypatch):
     found = needs.Found(("cupy", "numba", "torch", "cudnn"), gpus=1, troubles=("NCCL not found",))
     assert found.lines() == [
         "cupy is missing: nothing can run (pip install cupy-cuda12x)",
-        "numba is missing: neither the tests nor a step on the CPU can run (pip install numba)",
+        "numba is missing: neither the tests, nor a step on the CPU, nor kernels one by one can run "
+        "(pip install numba)",
         "torch is missing: no figures of PyTorch beside ours, and no test against its bfloat16 "
         "(pip install torch)",
         "cudnn is missing: attention and convolution run in kernels of our own, "
@@ -143,7 +144,7 @@ def test_what_is_missing_is_named_with_what_it_costs(monkeypatch):
         "NCCL not found",
     ]
     assert found.lacks("step") == "not run: cupy, numba missing (pip install cupy-cuda12x numba)"
-    assert needs.Found(("numba",), gpus=1).lacks("kernels") == ""
+    assert needs.Found(("numba",), gpus=1).lacks("launches") == ""
     assert needs.Found(("pytest",), gpus=1).lacks("tests") == "not run: pytest missing (pip install pytest)"
     assert needs.Found((), gpus=0).lines() == ["no GPU: the driver, libcuda.so.1, is missing or sees none"]
 
@@ -175,7 +176,8 @@ def test_the_extra_for_cuda_brings_libraries_that_cupy_does_not():
 @pytest.mark.parametrize("name", ["ceilings", "launches", "products", "kernels", "convolution", "experts"])
 def test_a_section_imports_no_package_that_it_is_not_said_to_need(name):
     """In an order of imports of its own: NumPy before shardrt, for example."""
-    optional = {"numba", "threadpoolctl", *needs.TESTS, *needs.WITHOUT} - {*needs.BENCHMARKS}
+    optional = {"numba", "threadpoolctl", *needs.TESTS, *needs.WITHOUT}
+    optional -= {*needs.SECTIONS.get(name, needs.BENCHMARKS)}
     module = command.SECTIONS[name][0]
     program = f"import sys\nsys.modules.update(dict.fromkeys({optional}))\nimport {module}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
@@ -439,10 +441,11 @@ def test_what_a_section_lacks_is_its_row_and_the_others_run(sections_played, tmp
     monkeypatch.setattr(sys, "argv", ["bench.gpu", *words])
     with pytest.raises(SystemExit, match="1"):
         command.main()
-    assert started == ["ceilings", "launches", "kernels"]
-    assert [row for row in told(tmp_path) if row[0] in ("step", "tests")] == [
+    assert started == ["ceilings", "launches"]
+    assert [row for row in told(tmp_path) if row[0] in ("step", "kernels", "tests")] == [
         ("step", None, "not run: numba missing (pip install numba)"),
         ("tests", None, "not run: pytest, numba missing (pip install pytest numba)"),
+        ("kernels", None, "not run: numba missing (pip install numba)"),
     ]
     assert "numba is missing" in capsys.readouterr().out
     monkeypatch.setattr(needs, "find", lambda: needs.Found(("ml_dtypes",), gpus=1))

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shardrt.kernels import shape
+from shardrt.kernels.costs import ON_GPU
 from shardrt.kernels.cuda import float8
 from shardrt.kernels.cuda.float8 import E4M3, E5M2
 from tests.cuda.numbers import guarded, normal
@@ -140,7 +140,7 @@ def test_what_a_cast_costs_is_told(emulated, monkeypatch, call):
         out = [array(np.zeros(shape), dtype=np.uint8) for shape in (x.shape, x.shape[::-1])]
         out[1] = out[1] if chosen.pop("columnwise", True) else None
         float8.cast(x, E4M3, *out, scale, **chosen)
-        cost = shape.float8.cast(x, E4M3, *out, scale, **chosen)
+        cost = ON_GPU.float8.cast(x, E4M3, *out, scale, **chosen)
     once = sum(each.nbytes for each in (x, *out, scale) if each is not None)
     again = 0 if chosen["known"] else x.nbytes + 2 * sum(each.nbytes for each in scratch)
     assert (cost.launches, cost.nbytes) == (len(emulated.launches), once + again)

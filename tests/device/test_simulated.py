@@ -32,7 +32,7 @@ class Cost:
 
 
 def kernels():
-    """A package with one module, as shardrt.kernels.shape is one."""
+    """A package with one module, as those of shardrt.kernels.costs are."""
     answer, new = SimpleNamespace(what="finite", usual=True), SimpleNamespace(shape=(2, 3), dtype=np.int64)
     return SimpleNamespace(
         sums=SimpleNamespace(

@@ -1,13 +1,15 @@
-"""kernels/shape tells the truth about kernels of the GPU as well: what they read and write, seen on the CPU.
+"""Kernels of the GPU read and write what those of the CPU declare, seen on the CPU.
 
-The calls and what is asked of them are those of tests/kernels/test_shape.py.
+The calls and what is asked of them are those of tests/kernels/test_cost.py.
 """
 
 import pytest
 
+from shardrt.kernels import cuda
+from shardrt.kernels.costs import ON_GPU
 from shardrt.kernels.cuda._cublaslt import _takes
-from tests.kernels.shape_cases import CASES, Arrays
-from tests.kernels.test_shape import (
+from tests.kernels.calls import CASES, Arrays
+from tests.kernels.test_cost import (
     assert_only_writes_change,
     assert_what_is_not_read_changes_no_result,
     of,
@@ -36,6 +38,6 @@ def with_epilogue(emulated, monkeypatch):
 @pytest.mark.parametrize("name, case", SAME)
 def test_reads_and_writes_are_those_of_the_gpu(name, case, with_epilogue):
     arguments = case(Arrays())
-    call = arguments, of("shape", name)(**arguments), of("cuda", name)
+    call = arguments, of(ON_GPU, name)(**arguments), of(cuda, name)
     assert_only_writes_change(*call)
     assert_what_is_not_read_changes_no_result(*call)
