@@ -22,6 +22,7 @@ from shardrt.late import Work
 from shardrt.nn.lora import add_lora
 from shardrt.parallel import ColwiseParallel, RowwiseParallel, VocabParallel, set_tensor_invariant
 from shardrt.recompute import checkpoint
+from tests import lab
 from tests.gradcheck import normal
 from tests.late import all_inputs_first, as_a_pipeline, each_at_its_end, usual
 
@@ -200,8 +201,7 @@ def gradients_of(make, way, prepare=None):
 
 def assert_same_bits(found, expected):
     assert found.keys() == expected.keys() and expected
-    for name, gradient in expected.items():
-        np.testing.assert_array_equal(found[name], gradient, err_msg=name)
+    lab.assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES)
@@ -393,8 +393,7 @@ def test_several_roots_are_one_run():
         return {name: p.grad for name, p in model.named_parameters()}
 
     expected, found = of(True), of(False)
-    for name, gradient in expected.items():
-        np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-5)
+    lab.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_several_roots_need_a_gradient_each():

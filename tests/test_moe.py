@@ -15,6 +15,7 @@ from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, set_world_invariant, units
 from shardrt.recompute import checkpoint
+from tests import lab
 from tests.gradcheck import check_direction, leaf, normal
 
 WIDTH, HIDDEN, COUNT, K = 6, 5, 4, 2
@@ -83,8 +84,7 @@ def gradients(model):
 
 def assert_same_bits(found, expected):
     assert found.keys() == expected.keys() and expected
-    for name, gradient in expected.items():
-        np.testing.assert_array_equal(found[name], gradient, err_msg=name)
+    lab.assert_equal(found, expected)
 
 
 # -- what it computes
@@ -206,8 +206,7 @@ def test_recomputed_and_offloaded_it_is_the_same_bits_and_counts_once(router, sa
         loss_of(model).backward()
     assert_same_bits(gradients(again), gradients(plain))
     assert all(load.sum() for load in nn.expert_load(plain).values())
-    for name, load in nn.expert_load(plain).items():
-        np.testing.assert_array_equal(nn.expert_load(again)[name], load)
+    lab.assert_equal(nn.expert_load(again), nn.expert_load(plain))
 
 
 def trained(strategy, precision=None, apart=False):
