@@ -6,6 +6,7 @@ That its numbers are right is held by tests/mpi/memory.py, where every rank is a
 import gc
 import sys
 import weakref
+from contextlib import nullcontext
 
 import ml_dtypes
 import numpy as np
@@ -39,20 +40,33 @@ def backward_of(model):
     return lambda: F.cross_entropy(model(TOKENS), TOKENS).backward()
 
 
-def trained(model):
+def trained(model, steps=2):
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(2):
+    for _ in range(steps):
         backward_of(model)()
         lab.update(optimizer)
     return full_state_dict(model)
 
 
-def test_a_dry_run_leaves_the_model_and_the_random_numbers_as_they_were():
-    plain = gpt(dropout=0.3)
-    expected = trained(plain)
-    planned = gpt(dropout=0.3)
-    memory_plan(planned, step=backward_of(planned))
-    lab.assert_equal(trained(planned), expected)
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_plan_leaves_the_model_and_the_random_numbers_as_they_were(raises, steps):
+    """Before the first step and later, whether the step that is planned ends or raises."""
+
+    def step():
+        backward_of(model)()
+        if raises:
+            raise KeyError("mine")
+
+    model = gpt(dropout=0.3)
+    trained(model, steps)
+    expected = trained(model)
+    fresh = memory_plan(model := gpt(dropout=0.3), step=backward_of(model))
+    model = gpt(dropout=0.3)
+    trained(model, steps)
+    with pytest.raises(KeyError, match="mine") if raises else nullcontext():
+        assert memory_plan(model, step=step) == fresh
+    lab.assert_equal(trained(model), expected)
 
 
 def test_a_step_is_planned_under_the_schedule_that_runs_it(monkeypatch):
@@ -64,29 +78,6 @@ def test_a_step_is_planned_under_the_schedule_that_runs_it(monkeypatch):
     told.clear()
     backward_of(model)()
     assert planned == told and ("reduce", units(model)[2]) in told
-
-
-def test_a_model_that_has_been_trained_can_be_planned_and_goes_on():
-    planned, plain = gpt(), gpt()
-    trained(plain), trained(planned)
-    fresh = gpt()
-    expected = memory_plan(fresh, step=backward_of(fresh))
-    assert memory_plan(planned, step=backward_of(planned)) == expected
-    expected = trained(plain)
-    lab.assert_equal(trained(planned), expected)
-
-
-def test_a_step_that_raises_leaves_the_model_usable():
-    model, plain = gpt(), gpt()
-
-    def fails():
-        backward_of(model)()
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        memory_plan(model, step=fails)
-    expected = trained(plain)
-    lab.assert_equal(trained(model), expected)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="how resident memory is counted")

@@ -8,6 +8,7 @@ import numpy as np
 
 def assert_equal(found: Any, expected: Any, case: object = "") -> None:
     """The same structure, keys, shapes, types and bits. A failure names `case` and the place."""
+    assert not isinstance(expected, Mapping) or expected, f"{case}: there is nothing to compare"
     for place, ours, theirs in _leaves(found, expected, str(case)):
         if isinstance(theirs, np.ndarray):
             np.testing.assert_array_equal(ours, theirs, err_msg=place, strict=True)

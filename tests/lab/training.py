@@ -129,8 +129,8 @@ def backward_raises(module: nn.Module) -> Iterator[None]:
     """What is inside runs a forward, and a backward in which that of `module` raises ZeroDivisionError."""
     forward = module.forward
 
-    def failing(*args: Any) -> Tensor:
-        y = forward(*args)
+    def failing(*args: Any, **kwargs: Any) -> Tensor:
+        y = forward(*args, **kwargs)
         y.register_hook(lambda gradient: 1 / 0)
         return y
 
