@@ -13,9 +13,8 @@ from shardrt.comm.single import SingleCommunicator
 from shardrt.comm.staged import StagedCommunicator
 from shardrt.device import StreamError, host, timeline
 from shardrt.fsdp import CPUOffloadPolicy, units
+from tests import lab
 from tests.beside import Beside, OverHost
-from tests.fsdp import nets
-from tests.ranks import run_ranks
 
 
 def test_an_array_is_of_the_device_that_its_kind_names_and_else_of_the_cpu():
@@ -63,16 +62,13 @@ def test_a_device_of_any_kind_trains_as_the_cpu_does(offload):
         before = device.current()
         try:
             options = {"device": here()}
-            result = nets.train(nets.Net, mesh_options=options, offload_policy=OFFLOADS[offload])
-            return result, options["device"]
+            model, mesh = lab.build(of_mesh=options, offload_policy=OFFLOADS[offload])
+            return lab.train(model, mesh), options["device"]
         finally:
             device.set_current(before)
 
-    (history, weights), there = run_ranks(2, body, Beside)[0]
-    expected_history, expected = run_ranks(2, body, lambda: "cpu")[0][0]
-    assert [loss for loss, _ in history] == [loss for loss, _ in expected_history]
-    for name, array in expected.items():
-        np.testing.assert_array_equal(weights[name], array)
+    found, there = lab.first(2, body, Beside)
+    lab.assert_equal(found[::2], lab.first(2, body, lambda: "cpu")[0][::2])
     assert {(there.host.kind, there.kind), (there.kind, there.host.kind)} <= there.copied
 
 
@@ -81,7 +77,7 @@ def test_what_is_offloaded_lies_in_what_the_device_has_pinned():
     try:
         mesh = init_device_mesh(here)
         assert mesh.device is device.current() is here
-        model = nets.shard(nets.Net(), mesh, offload_policy=CPUOffloadPolicy())
+        model = lab.shard(lab.Net(), mesh, offload_policy=CPUOffloadPolicy())
         units(model)
         storages = {parameter.storage for parameter in model.parameters()}
         arrays = [array for each in storages for array in (each.shard, each.new_state("first moment"))]
@@ -104,16 +100,15 @@ def test_a_world_may_have_a_device_and_a_transport_of_its_own(reduction):
         here, before, plain = Beside(), device.current(), worlds.current()
         with worlds.use(replace(plain, device=here, transport=transport)):
             try:
-                result = nets.train(nets.Net, mesh_options={"reduction": reduction})
+                result = lab.train(*lab.build(of_mesh={"reduction": reduction}))
             finally:
                 device.set_current(before)
         return result, {transport.device for transport in made} == {here}, {c for t in made for c in t.calls}
 
-    (_, weights), own, calls = run_ranks(3, body)[0]
+    found, own, calls = lab.first(3, body)
     assert own
     assert calls == {"gather", {"tree": "swap", "nccl": "reduce_scatter"}[reduction]}
-    for name, array in nets.plain(3)[1].items():
-        np.testing.assert_array_equal(weights[name], array)
+    lab.assert_equal(found.weights, lab.train_on(3).weights)
 
 
 def test_a_stream_that_has_failed_is_told_by_its_events_which_wait_for_nothing():

@@ -22,6 +22,7 @@ from shardrt.late import Late, Work
 from shardrt.nn.lora import add_lora
 from shardrt.parallel import ColwiseParallel, RowwiseParallel, VocabParallel, set_tensor_invariant
 from shardrt.recompute import checkpoint
+from tests import lab
 from tests.gradcheck import normal
 from tests.late import all_inputs_first, as_a_pipeline, each_at_its_end, usual
 
@@ -198,17 +199,11 @@ def gradients_of(make, way, prepare=None):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_bits(found, expected):
-    assert found.keys() == expected.keys() and expected
-    for name, gradient in expected.items():
-        np.testing.assert_array_equal(found[name], gradient, err_msg=name)
-
-
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES)
 def test_every_order_gives_the_bits_of_usual_backwards(make):
     expected = gradients_of(make, usual)
     for way in ORDERS:
-        assert_same_bits(gradients_of(make, way), expected)
+        lab.assert_equal(gradients_of(make, way), expected)
 
 
 def test_the_cases_have_every_op_that_takes_handles():
@@ -236,7 +231,7 @@ def recompute(policy):
 def test_recomputed_and_offloaded_modules_too(case, prepare):
     expected = gradients_of(CASES[case], usual)
     for way in ORDERS:
-        assert_same_bits(gradients_of(CASES[case], way, prepare), expected)
+        lab.assert_equal(gradients_of(CASES[case], way, prepare), expected)
 
 
 # -- what waits
@@ -341,7 +336,7 @@ def test_a_backward_that_raises_leaves_nothing_to_run():
     assert alive() is None
     model.zero_grad()
     usual(lambda number: loss_of(model, number))
-    assert_same_bits({name: p.grad for name, p in model.named_parameters()}, expected)
+    lab.assert_equal({name: p.grad for name, p in model.named_parameters()}, expected)
 
 
 def test_what_comes_at_the_end_comes_after_the_late_half_and_hooks_last():
@@ -393,8 +388,7 @@ def test_several_roots_are_one_run():
         return {name: p.grad for name, p in model.named_parameters()}
 
     expected, found = of(True), of(False)
-    for name, gradient in expected.items():
-        np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-5)
+    lab.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_several_roots_need_a_gradient_each():

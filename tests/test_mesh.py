@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 
-import shardrt
 from shardrt import nn, optim
-from shardrt.checkpoint import full_state_dict
 from shardrt.comm import digits as d
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import fully_shard, units
-from tests.fsdp.nets import Block, Net, batches, loss_of, shard, train
+from tests import lab
 from tests.parallel import nets
 from tests.ranks import run_ranks
 
@@ -252,29 +250,14 @@ def test_a_model_on_a_fold_is_that_of_a_mesh_with_these_axes(strategy, monkeypat
     monkeypatch.setattr(nets, "mesh_of", Folded)
     found = nets.trained("gpt", (1, 2, 2), True, 2, strategy=strategy)
     nets.same_bits(found, expected)
-    for name, values in expected["initial"].items():
-        np.testing.assert_array_equal(found["initial"][name], values, err_msg=name)
+    lab.assert_equal(found["initial"], expected["initial"])
 
 
 # fully_shard
 
 
-def trained(mesh, make_shards, part, parts):
-    """The weights after two steps on part `part` of `parts` of the data."""
-    shardrt.manual_seed(3)
-    model = Net()
-    make_shards(model, mesh)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    for tokens, targets in batches(2):
-        mine = slice(part * len(tokens) // parts, (part + 1) * len(tokens) // parts)
-        loss_of(model, tokens[mine], targets[mine]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_state_dict(model)
-
-
-def same(found, expected):
-    return found.keys() == expected.keys() and all(np.array_equal(found[n], expected[n]) for n in expected)
+def weights_after(model, mesh):
+    return lab.train(model, mesh, steps=2).weights
 
 
 def test_a_model_on_an_axis_is_that_of_as_many_ranks():
@@ -282,41 +265,31 @@ def test_a_model_on_an_axis_is_that_of_as_many_ranks():
 
     def body():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
-        return trained(mesh, shard, mesh.rank, mesh.size)
+        return weights_after(lab.shard(lab.seeded(), mesh), mesh)
 
-    expected = run_ranks(2, train, Net, steps=2)[0][1]
-    found = run_ranks(4, body)
-    assert same(found[0], expected) and same(found[2], expected)
-    assert found[1] == found[3] == {}
+    expected = lab.train_on(2, steps=2).weights
+    lab.assert_equal(run_ranks(4, body), [expected, {}, expected, {}])
 
 
 def test_units_may_have_other_axes_of_the_same_ranks():
     """Blocks in a hybrid, the rest over all ranks: the bits of four ranks with one strategy."""
 
-    def mixed(model, mesh):
+    def body():
+        mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), lab.seeded()
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh.flat())
+        return weights_after(fully_shard(model, mesh=mesh.flat()), mesh)
 
-    def body():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        model = trained(mesh, mixed, mesh.rank, mesh.size)
-        return model
-
-    expected = run_ranks(4, train, Net, steps=2)[0][1]
-    assert same(run_ranks(4, body)[0], expected)
+    lab.assert_equal(lab.first(4, body), lab.train_on(4, steps=2).weights)
 
 
+@lab.on_ranks(4)
 def test_a_unit_on_fewer_ranks_than_the_others_is_refused():
-    def body():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        model = Net()
-        fully_shard(model.blocks[0], mesh=mesh["shard"])
-        fully_shard(model, mesh=mesh)
-        with pytest.raises(ValueError, match="unit blocks.0 is on .*'shard'.*take axes"):
-            optim.SGD(model.parameters(), lr=0.1)
-
-    run_ranks(4, body)
+    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), lab.Net()
+    fully_shard(model.blocks[0], mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match="unit blocks.0 is on .*'shard'.*take axes"):
+        optim.SGD(model.parameters(), lr=0.1)
 
 
 # Axes whose names say what is done along them
@@ -335,19 +308,14 @@ def in_cube():
 
 def trained_with_losses(mesh, which):
     """The weights after two steps, and this rank's losses, for model and data number `which`."""
-    shardrt.manual_seed(5 + which)
-    model = shard(Net(), mesh)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    losses = []
-    for tokens, targets in batches(2):
-        mine = slice(mesh.rank * len(tokens) // mesh.size, (mesh.rank + 1) * len(tokens) // mesh.size)
-        loss = loss_of(model, (tokens[mine] + which) % 11, targets[mine])
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return full_state_dict(model), losses
+    model = lab.shard(lab.seeded(seed=5 + which), mesh)
+    found = lab.train(
+        model,
+        mesh,
+        [((tokens + which) % 11, targets) for tokens, targets in lab.batches(2)],
+        after=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5),
+    )
+    return found.weights, found.losses
 
 
 @pytest.fixture(scope="module")
@@ -365,7 +333,7 @@ def test_hybrid_on_two_axes_of_three_is_that_of_four_ranks(eight, tp):
     expected = run_ranks(4, alone)
     found = [each for each in eight if each[0][2] == tp]
     assert [losses for _, _, losses, _ in found] == [losses for _, losses in expected]
-    assert same(found[0][1], expected[0][0])
+    lab.assert_equal(found[0][1], expected[0][0])
 
 
 def test_no_communicator_joins_ranks_of_two_axes_that_were_not_asked_for(eight):
@@ -392,7 +360,7 @@ def test_no_communicator_joins_ranks_of_two_axes_that_were_not_asked_for(eight):
 def test_names_say_what_is_copied_and_what_is_cut():
     def strategy(*names):
         mesh = init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
-        return units(fully_shard(Block(), mesh=mesh))[0].settings.strategy.name
+        return units(fully_shard(lab.Block(), mesh=mesh))[0].settings.strategy.name
 
     assert strategy(*DATA) == "HYBRID_SHARD"
     assert strategy("dp_replicate") == "NO_SHARD"
@@ -412,4 +380,4 @@ def test_names_say_what_is_copied_and_what_is_cut():
 def test_axes_along_which_nothing_may_be_cut_are_refused(names, told):
     mesh = init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
     with pytest.raises(ValueError, match=told):
-        fully_shard(Block(), mesh=mesh)
+        fully_shard(lab.Block(), mesh=mesh)

@@ -17,6 +17,7 @@ from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
 from shardrt.nn import elsewhere
 from shardrt.recompute import checkpoint
+from tests import lab
 from tests.ranks import run_ranks
 
 
@@ -105,8 +106,7 @@ def test_a_deep_copy_has_equal_values_under_any_name_and_is_its_own(made):
     holder = nn.ModuleList([twin, copy.deepcopy(model.first), model])
     for part in (twin, holder[1]):
         assert all(parameter.grad is None for parameter in part.parameters())
-        for name, values in part.state_dict().items():
-            np.testing.assert_array_equal(values, (model if part is twin else model.first).state_dict()[name])
+        lab.assert_equal((model if part is twin else model.first).state_dict(), part.state_dict())
     assert twin.second.weight is twin.first.weight and twin.first.weight is not model.first.weight
     assert [p.name for p in twin.parameters()] == [f"0.{name}" for name in names(model)]
     assert [p.requires_grad for p in twin.parameters()] == [p.requires_grad for p in model.parameters()]

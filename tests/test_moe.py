@@ -15,6 +15,7 @@ from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, set_world_invariant, units
 from shardrt.late import Late
 from shardrt.recompute import checkpoint
+from tests import lab
 from tests.gradcheck import check_direction, leaf, normal
 
 WIDTH, HIDDEN, COUNT, K = 6, 5, 4, 2
@@ -79,12 +80,6 @@ def loss_of(model, number=0):
 
 def gradients(model):
     return {name: p.grad.copy() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_bits(found, expected):
-    assert found.keys() == expected.keys() and expected
-    for name, gradient in expected.items():
-        np.testing.assert_array_equal(found[name], gradient, err_msg=name)
 
 
 # -- what it computes
@@ -193,7 +188,7 @@ def test_late_gradients_are_the_same_bits(router):
         loss_of(late, number).backward(late=each)
     for each in lates:
         each.run()
-    assert_same_bits(gradients(late), gradients(plain))
+    lab.assert_equal(gradients(late), gradients(plain))
 
 
 @pytest.mark.parametrize("router", ROUTERS)
@@ -204,10 +199,9 @@ def test_recomputed_and_offloaded_it_is_the_same_bits_and_counts_once(router, sa
         saving(block)
     for model in (plain, again):
         loss_of(model).backward()
-    assert_same_bits(gradients(again), gradients(plain))
+    lab.assert_equal(gradients(again), gradients(plain))
     assert all(load.sum() for load in nn.expert_load(plain).values())
-    for name, load in nn.expert_load(plain).items():
-        np.testing.assert_array_equal(nn.expert_load(again)[name], load)
+    lab.assert_equal(nn.expert_load(again), nn.expert_load(plain))
 
 
 def trained(strategy, precision=None, apart=False):
@@ -269,7 +263,7 @@ def trained_in_micro_batches(router):
 @pytest.mark.parametrize("router", ["deepseek", "capacity", "top2gate"])
 def test_a_run_has_the_same_bits_on_one_rank_and_on_two(router):
     one, two = (thread.run(ranks, trained_in_micro_batches, router)[0] for ranks in (1, 2))
-    assert_same_bits(one, two)
+    lab.assert_equal(one, two)
 
 
 def test_mixed_precision_leaves_the_router_in_float32():
@@ -305,7 +299,7 @@ def test_what_is_attached_to_the_experts_sees_all_their_rows_and_nothing_else(ro
     found, expected = gradients(elsewhere), gradients(plain)
     for name in ("experts.up", "experts.down"):
         found[name] = found[name][::-1]
-    assert_same_bits(found, expected)
+    lab.assert_equal(found, expected)
 
 
 # -- load and bias

@@ -6,7 +6,6 @@ from math import inf, isnan, nan
 import numpy as np
 import pytest
 
-import shardrt
 from shardrt import nn
 from shardrt.comm import create, world
 from shardrt.nn.storage import Storage
@@ -17,7 +16,7 @@ from shardrt.nn.utils import (
     clip_grad_value_,
     grad_norm,
 )
-from tests.fsdp import nets
+from tests import lab
 from tests.ranks import run_ranks
 
 NORMS = [1, 2, 3, 2.5, inf]
@@ -225,14 +224,9 @@ def test_one_small_reduction_per_communicator():
 
 @pytest.mark.parametrize("norm_type", [1, 2, inf])
 def test_the_norm_of_a_sharded_model_is_that_of_the_plain_one(norm_type):
-    tokens, targets = nets.batches(1)[0]
-
     def body(sharded):
-        shardrt.manual_seed(3)
-        model = nets.Net()
-        if sharded:
-            nets.shard(model, shardrt.comm.init_device_mesh("auto"))
-        nets.loss_of(model, tokens, targets).backward()  # the mean over ranks of equal gradients
+        model = lab.build()[0] if sharded else lab.seeded()
+        lab.backward(model)  # the mean over ranks of equal gradients
         return grad_norm(model.parameters(), norm_type)
 
     expected = body(False)

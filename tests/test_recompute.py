@@ -17,6 +17,7 @@ from shardrt.functional.linear import Linear, LinearGELU
 from shardrt.functional.matmul import MatMul
 from shardrt.kernels.cpu import linear
 from shardrt.recompute import Recomputation, Recompute, checkpoint, checkpoint_blocks
+from tests import lab
 from tests.gradcheck import leaf, normal
 
 TOKENS = np.random.default_rng(0).integers(0, 31, (4, 16))
@@ -46,12 +47,6 @@ def gradients(model):
     return {name: p.grad.copy() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_bits(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name], err_msg=name, strict=True)
-
-
 class Layer(nn.Module):
     """A module from a function of (x, weight)."""
 
@@ -72,8 +67,7 @@ def assert_recomputed_alike(function, use):
         layer = Layer(function)
         results.append(use(layer if policy is None else checkpoint(layer, policy)))
     for found in results[1:]:
-        for expected, gradient in zip(results[0], found, strict=True):
-            np.testing.assert_array_equal(expected, gradient)
+        lab.assert_equal(found, results[0])
 
 
 # -- the same gradients
@@ -85,9 +79,7 @@ def test_gradients_of_a_gpt_with_dropout_are_the_same_to_the_bit(policy, every):
     plain, recomputed = gpt(), gpt()
     checkpoint_blocks(recomputed.blocks, every, policy)
     for _ in range(2):
-        (loss, expected), (loss_again, found) = step(plain), step(recomputed)
-        assert loss == loss_again
-        assert_same_bits(expected, found)
+        lab.assert_equal(step(recomputed), step(plain))
 
 
 def test_a_whole_model_may_be_recomputed_and_its_parts_again_inside():
@@ -97,9 +89,7 @@ def test_a_whole_model_may_be_recomputed_and_its_parts_again_inside():
             model = gpt()
             checkpoint_blocks(model.blocks, policy=inner)
             checkpoint(model.blocks[1].mlp, inner)
-            found = step(checkpoint(model, outer))
-            assert expected[0] == found[0]
-            assert_same_bits(expected[1], found[1])
+            lab.assert_equal(step(checkpoint(model, outer)), expected)
 
 
 def test_gradients_add_up_in_the_same_order_where_an_input_is_used_inside_and_outside():
@@ -352,7 +342,7 @@ def test_training_and_evaluation_are_as_they_were_in_forward():
         assert modes == [module.training for module in model.modules()]
         return gradients(model)
 
-    assert_same_bits(use(False), use(True))
+    lab.assert_equal(use(False), use(True))
 
 
 def test_random_numbers_after_backward_are_those_without_recomputation():
@@ -375,7 +365,7 @@ def test_a_seed_set_between_forward_and_backward_changes_nothing():
         loss.backward()
         return gradients(model)
 
-    assert_same_bits(use(1), use(2))
+    lab.assert_equal(use(1), use(2))
 
 
 def test_without_a_tape_forward_is_forward():
@@ -571,17 +561,18 @@ def test_an_error_in_forward_or_backward_leaves_nothing_behind():
 # -- errors
 
 
-def test_what_cannot_be_recomputed_is_refused():
-    with pytest.raises(TypeError, match="module must be a shardrt.nn.Module, got list"):
-        checkpoint([])
-    with pytest.raises(ValueError, match="policy must be 'full' or 'matmul', got 'half'"):
-        checkpoint(gpt(), "half")
+def twice():
     model = gpt()
     checkpoint_blocks(model.blocks)
-    with pytest.raises(ValueError, match="blocks.0 is recomputed already"):
-        checkpoint(model.blocks[0])
-    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
-        checkpoint_blocks(model.blocks, every=0)
+    checkpoint(model.blocks[0])
+
+
+test_what_cannot_be_recomputed_is_refused = lab.refusals(
+    (lambda: checkpoint([]), TypeError, "module must be a shardrt.nn.Module, got list"),
+    (lambda: checkpoint(gpt(), "half"), ValueError, "policy must be 'full' or 'matmul', got 'half'"),
+    (twice, ValueError, "blocks.0 is recomputed already"),
+    (lambda: checkpoint_blocks(gpt().blocks, every=0), ValueError, "every must be at least 1, got 0"),
+)
 
 
 def test_a_result_whose_gradients_would_be_lost_is_an_error():
@@ -599,19 +590,14 @@ def test_a_result_whose_gradients_would_be_lost_is_an_error():
 def test_every_kth_block_is_recomputed():
     model = gpt(layers=5)
     checkpoint_blocks(model.blocks, every=2)
-    assert [block.around(Recomputation) is not None for block in model.blocks] == [
-        True,
-        False,
-        True,
-        False,
-        True,
-    ]
+    recomputed = [block.around(Recomputation) is not None for block in model.blocks]
+    assert recomputed == [True, False, True, False, True]
     assert all(isinstance(block, Block) for block in model.blocks)
 
 
 def test_a_forward_that_does_something_else_the_second_time_is_an_error():
     def function(x, weight):
-        return x @ weight if autograd.in_second_run() is not None else x[:2] @ weight
+        return x @ weight if autograd.in_second_run() else x[:2] @ weight
 
     with pytest.raises(
         RuntimeError, match=r"Layer gave shapes \[\(2, 4\)\] and then, run again, \[\(4, 4\)\]"
@@ -619,7 +605,7 @@ def test_a_forward_that_does_something_else_the_second_time_is_an_error():
         checkpoint(Layer(function))(leaf(normal(4, 4))).sum().backward()
 
     def more(x, weight):
-        return x @ weight @ weight if autograd.in_second_run() is not None else x @ weight
+        return x @ weight @ weight if autograd.in_second_run() else x @ weight
 
     with pytest.raises(RuntimeError, match="runs again, but did not run the first time"):
         checkpoint(Layer(more), "matmul")(leaf(normal(4, 4))).sum().backward()

@@ -15,7 +15,7 @@ from shardrt.comm import init_device_mesh, world
 from shardrt.device.cpu import CPUDevice
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tests.checkpoint.test_checkpoints import everything, train
-from tests.fsdp.nets import Frozen, Net, shard
+from tests.lab import Frozen, Net, shard
 from tests.ranks import run_ranks
 
 PACKAGE = Path(shardrt.__file__).parent

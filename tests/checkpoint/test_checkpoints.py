@@ -11,7 +11,7 @@ from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.pieces import counted, pieces_of
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from tests.fsdp.nets import Net, batches, loss_of, shard
+from tests.lab import Net, batches, loss_of, shard
 
 STEPS = 6
 BATCHES = batches(STEPS, size=24)

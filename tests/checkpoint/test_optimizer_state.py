@@ -8,7 +8,7 @@ from shardrt import nn, optim
 from shardrt.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import CPUOffloadPolicy
-from tests.fsdp.nets import Frozen, Net, batches, loss_of, shard
+from tests.lab import Frozen, Net, batches, loss_of, shard
 
 BATCHES = batches(4, size=12)
 OPTIMIZERS = {

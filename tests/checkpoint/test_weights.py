@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 import shardrt
 from shardrt.checkpoint import CheckpointError, full_state_dict, load, save, weights
 from shardrt.comm import init_device_mesh, thread
-from tests.fsdp.nets import Block, Nested, Net, shard
+from tests.lab import Block, Nested, Net, shard
 
 
 def made(kind, seed):

@@ -11,10 +11,11 @@ import shardrt
 from models.llama import Llama, LlamaConfig
 from shardrt import device, nn, optim
 from shardrt.checkpoint import CheckpointManager, full_state_dict
-from shardrt.comm import init_device_mesh, thread
+from shardrt.comm import thread
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, units
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.step import simulated
+from tests import lab
 
 WORDS, LENGTH, ROWS, STEPS = 503, 32, 4, 4
 SHAPE = LlamaConfig(
@@ -25,10 +26,8 @@ BATCHES = np.random.default_rng(0).integers(0, WORDS, (STEPS, ROWS, LENGTH + 1))
 
 
 def made(apart, low, **settings):
-    mesh = init_device_mesh("auto")
+    mesh, model = lab.mesh_for(), lab.seeded(lambda: Llama(SHAPE), 1)
     settings["mp_policy"] = MixedPrecisionPolicy("bfloat16", full_precision=(nn.RMSNorm,)) if low else None
-    shardrt.manual_seed(1)
-    model = Llama(SHAPE)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **settings)
     ends = settings | {"mp_policy": settings["mp_policy"] and replace(settings["mp_policy"], **UNCAST)}
@@ -40,16 +39,15 @@ def made(apart, low, **settings):
 
 def run(model, optimizer, first, last):
     """Steps first, ..., last - 1, with an evaluation and logits before each; their bits."""
-    mesh, seen = init_device_mesh("auto"), []
+    mesh, seen = lab.mesh_for(), []
     for batch in BATCHES[first:last]:
-        tokens = batch[mesh.rank * ROWS // mesh.size : (mesh.rank + 1) * ROWS // mesh.size]
+        (tokens,) = lab.rows(mesh, batch)
         with shardrt.no_grad():
             seen += [model(tokens[:, :-1], tokens[:, 1:]), model(tokens[:, :-1])]
         seen.append(model(tokens[:, :-1], tokens[:, 1:]))
         seen[-1].backward()
         seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
     return b"".join(np.asarray(getattr(each, "data", each)).tobytes() for each in seen)
 
 
@@ -84,11 +82,11 @@ def test_a_checkpoint_of_one_goes_on_in_the_other(before, tmp_path):
     def saves():
         model, optimizer = made(before, low=False)
         run(model, optimizer, 0, 2)
-        CheckpointManager(tmp_path, model, optimizer, init_device_mesh("auto")).save(2)
+        CheckpointManager(tmp_path, model, optimizer, lab.mesh_for()).save(2)
 
     def goes_on():
         model, optimizer = made(not before, low=False)
-        CheckpointManager(tmp_path, model, optimizer, init_device_mesh("auto")).restore()
+        CheckpointManager(tmp_path, model, optimizer, lab.mesh_for()).restore()
         run(model, optimizer, 2, STEPS)
         return digest(model, b"")[1]
 
@@ -96,15 +94,12 @@ def test_a_checkpoint_of_one_goes_on_in_the_other(before, tmp_path):
     assert thread.run(2, goes_on)[0] == with_the_root(2, False)[0][1]
 
 
+@lab.on_ranks(2)
 def test_the_head_is_gathered_once_and_kept_for_backward():
-    def states():
-        model, _ = made(apart=True, low=False)
-        loss = model(BATCHES[0, :2, :-1], BATCHES[0, :2, 1:])
-        found = {unit.label: unit.state.name for unit in units(model)}
-        loss.backward()
-        return found
-
-    found = thread.run(2, states)[0]
+    model, _ = made(apart=True, low=False)
+    loss = model(BATCHES[0, :2, :-1], BATCHES[0, :2, 1:])
+    found = {unit.label: unit.state.name for unit in units(model)}
+    loss.backward()
     assert found["embedding"] == found["norm + head"] == "KEPT"
     assert found["blocks.0"] == "SHARDED"
 

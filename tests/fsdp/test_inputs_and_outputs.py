@@ -1,7 +1,6 @@
 """What a unit's forward takes and returns is what the plain module would take and return."""
 
 from contextlib import nullcontext
-from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from shardrt import nn
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from shardrt.recompute import checkpoint
+from tests import lab
 
 X = np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)
 
@@ -56,26 +56,27 @@ class Model(nn.Module):
         return y + kinds["parameter"] * kinds["detached parameter"] + kinds["frozen"]
 
 
-def results(sharded, grad=True, recomputed=False, **settings):
-    """(output, {kind: (values, requires_grad)}, gradient of the parameter that is returned)."""
-    shardrt.manual_seed(3)
-    model = Model()
+def results(sharded, grad, recomputed=False, shape=None, **settings):
+    """(output, {kind: (values, whether they require a gradient)}, gradient of the returned parameter)."""
+    model = lab.seeded(Model)
     if recomputed:
         checkpoint(model.kinds.linear)
     if sharded:
-        mesh = init_device_mesh("auto", settings.pop("shape", None))
+        mesh = init_device_mesh("auto", shape)
         for part in (model.kinds, *model.later, model):
             fully_shard(part, mesh=mesh, **settings)
     with nullcontext() if grad else shardrt.no_grad():
         y = model(shardrt.Tensor(X))
-    kinds = {}
+    kinds, needs = {}, {}
     for name, value in model.kinds_returned.items():
         values = value if isinstance(value, tuple | list) else [value]
-        kinds[name] = [(np.array(v), getattr(v, "requires_grad", None)) for v in values]
+        kinds[name] = [np.array(v) for v in values]
+        # Without a tape a parameter of a unit comes as its values.
+        needs[name] = [bool(getattr(v, "requires_grad", None)) and (grad or sharded) for v in values]
     if grad:
         y.sum().backward()
     gradient = model.kinds.linear.bias.grad
-    return np.array(y.data), kinds, None if gradient is None else np.array(gradient)
+    return [np.array(y.data), kinds], needs, None if gradient is None else np.array(gradient)
 
 
 WAYS = {
@@ -88,17 +89,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(("way", "grad"), list(product(WAYS, (True, False))))
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("way", WAYS)
 def test_outputs_are_those_of_the_plain_module(way, grad):
-    expected, plain, gradient = results(False, grad)
-    for found, kinds, piece in thread.run(2, results, True, grad, **WAYS[way]):
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
-        for name, values in plain.items():
-            for (ours, requires), (theirs, wanted) in zip(kinds[name], values, strict=True):
-                np.testing.assert_allclose(ours, theirs, rtol=1e-6, err_msg=name)
-                assert bool(requires) == bool(wanted and grad), (
-                    name
-                )  # without a tape a parameter comes as its values
+    values, needs, gradient = results(False, grad)
+    for found, found_needs, piece in thread.run(2, results, True, grad, **WAYS[way]):
+        lab.assert_close(found, values, rtol=1e-6)
+        assert found_needs == needs
         if grad:
             assert piece.size <= gradient.size and set(piece) <= set(gradient)
 
@@ -111,25 +108,17 @@ class Taken(nn.Linear):
         return super().forward(x) * scale["scale"]
 
 
-def taken(convert, policy):
-    shardrt.manual_seed(3)
-    model = fully_shard(Taken(8, 8), mesh=init_device_mesh("auto"), mp_policy=policy)
+def taken(convert, **policy):
+    model = fully_shard(lab.seeded(lambda: Taken(8, 8)), mp_policy=MixedPrecisionPolicy("bfloat16", **policy))
     y = model(convert(X), scale={"scale": convert(X[:, :1])}, more=[np.arange(3)])
     return np.array(y.data), model.taken
 
 
+@lab.on_ranks(1)
 def test_floating_arrays_are_cast_as_tensors_are():
-    (by_array, arrays), (by_tensor, tensors) = (
-        thread.run(1, taken, convert, MixedPrecisionPolicy("bfloat16"))[0]
-        for convert in (np.asarray, shardrt.Tensor)
-    )
+    (by_array, arrays), (by_tensor, tensors) = taken(np.asarray), taken(shardrt.Tensor)
     assert np.array_equal(by_array, by_tensor)
     assert arrays[0] is np.ndarray and arrays[-1] == np.int64
     assert np.array_equal(arrays[2], tensors[2]) and not np.array_equal(arrays[2], X)
-    # float64 would not fit the parameters at all
-    ((by_double, _),) = thread.run(1, taken, np.float64, MixedPrecisionPolicy("bfloat16"))
-    assert np.array_equal(by_double, by_tensor)
-    ((_, kept),) = thread.run(
-        1, taken, np.asarray, MixedPrecisionPolicy("bfloat16", cast_forward_inputs=False)
-    )
-    assert np.array_equal(kept[2], X)
+    assert np.array_equal(taken(np.float64)[0], by_tensor)  # float64 would not fit the parameters at all
+    assert np.array_equal(taken(np.asarray, cast_forward_inputs=False)[1][2], X)

@@ -9,7 +9,7 @@ import pytest
 import shardrt
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import CountedCommunicator, init_device_mesh, thread
+from shardrt.comm import thread
 from shardrt.comm.wrapper import Wrapper
 from shardrt.fsdp import (
     CPUOffloadPolicy,
@@ -18,10 +18,10 @@ from shardrt.fsdp import (
     no_sync,
     set_find_unused_parameters,
     set_world_invariant,
-    units,
 )
 from shardrt.recompute import checkpoint
-from tests.fsdp.nets import Block, gradients
+from tests import lab
+from tests.lab import Block
 
 X = np.random.default_rng(0).standard_normal((4, 3, 7)).astype(np.float32)
 
@@ -45,6 +45,15 @@ class Heads(nn.Module):
         }
 
 
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = Block(), Block()
+
+    def forward(self, x):
+        return self.left(x), self.right(x)
+
+
 class Stages(Heads):
     """A recomputed stage holds two heads, of which a loss may use one."""
 
@@ -56,20 +65,11 @@ class Stages(Heads):
         return super().forward(x) | dict(zip(("left", "right"), self.pair(self.trunk(x)), strict=True))
 
 
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = Block(), Block()
-
-    def forward(self, x):
-        return self.left(x), self.right(x)
-
-
 # What the loss of each of four ranks uses, step by step.
 USES = [
     [("one",), ("tower",), ("one", "twice"), ("twice",)],
     [("tower",), ("twice",), ("one",), ("tower", "one")],
-    [("one",), ("one",), ("one",), ("one",)],  # nobody uses the others: their gradients are none
+    [("one",), ("one",), ("one",), ("one",)],  # no rank uses the others: their gradients are none
     [("twice",), ("one", "tower"), ("twice",), ("twice",)],
 ]
 
@@ -85,27 +85,28 @@ def loss_of(model, uses, rank):
     return sum(terms[1:], start=terms[0])
 
 
-def build(make, mesh=None, recomputed=(), **settings):
-    shardrt.manual_seed(3)
-    model = make()
+def build(make=Heads, recomputed=(), shape=None, wrap=None, **settings):
+    """Blocks are units, and so is the whole; a tower is none."""
+    mesh, model = lab.mesh_for(settings.get("strategy"), shape, wrap=wrap), lab.seeded(make)
     for module in model.modules():
         if isinstance(module, recomputed):
             checkpoint(module)
-    if mesh is not None:
-        for module in list(model.modules())[::-1]:
-            if isinstance(module, Block):
-                fully_shard(module, mesh=mesh, **settings)
-        fully_shard(model, mesh=mesh, **settings)
-    return model
+    for module in list(model.modules())[::-1]:
+        if isinstance(module, Block):
+            fully_shard(module, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings), mesh
 
 
-def trained(make=Heads, shape=None, in_backward=False, way="each", **settings):
+def with_gradients(model):
+    return {name for name, p in model.named_parameters() if p.grad is not None}
+
+
+def trained(make=Heads, in_backward=False, way="each", **settings):
     """Names that had a gradient after each step, and the weights at the end."""
-    mesh = init_device_mesh("auto", shape)
-    model = build(make, mesh, **settings)
+    model, mesh = build(make, **settings)
     if way == "invariant":
         set_world_invariant(model, mesh.size)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, in_backward=in_backward)
+    optimizer = lab.adamw(model.parameters(), in_backward=in_backward)
     named = []
     for step in range(len(USES)):
         uses, factor = uses_of(make, step, mesh.rank), 1 / mesh.size if way == "invariant" else 1.0
@@ -114,29 +115,26 @@ def trained(make=Heads, shape=None, in_backward=False, way="each", **settings):
         elif way == "no_sync":
             for delayed in (True, False):  # the second micro-batch uses what the first has not
                 with no_sync(model) if delayed else nullcontext():
-                    (
-                        loss_of(model, uses if delayed else uses[:1], mesh.rank) * (1.0 if delayed else 0.0)
-                    ).backward()
+                    loss = loss_of(model, uses if delayed else uses[:1], mesh.rank)
+                    (loss * float(delayed)).backward()
         else:
             (loss_of(model, uses, mesh.rank) * factor).backward()
         if not in_backward:
-            named.append({name for name, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-        optimizer.zero_grad()
+            named.append(with_gradients(model))
+        lab.update(optimizer)
     return named, full_state_dict(model)
 
 
 def expected(make, ranks):
     """As `trained`, of a plain model whose loss is the mean over the ranks."""
-    model = build(make)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    model = lab.seeded(make)
+    optimizer = lab.adamw(model.parameters())
     named = []
     for step in range(len(USES)):
         losses = [loss_of(model, uses_of(make, step, rank), rank) for rank in range(ranks)]
         (sum(losses[1:], start=losses[0]) * (1 / ranks)).backward()
-        named.append({name for name, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-        optimizer.zero_grad()
+        named.append(with_gradients(model))
+        lab.update(optimizer)
     return named, full_state_dict(model)
 
 
@@ -148,7 +146,7 @@ SETTINGS = {
     "SHARD_GRAD_OP": {"strategy": "SHARD_GRAD_OP"},
     "SHARD_OPT": {"strategy": "SHARD_OPT"},
     "NO_SHARD": {"strategy": "NO_SHARD"},
-    "HYBRID_SHARD": {"strategy": "HYBRID_SHARD", "shape": (2, 2)},
+    "HYBRID_SHARD": {"strategy": "HYBRID_SHARD"},
     "offload": {"offload_policy": CPUOffloadPolicy()},
     "in backward": {"in_backward": True},
     "recomputed units": {"recomputed": (Block,)},
@@ -158,67 +156,49 @@ SETTINGS = {
     "no_sync": {"way": "no_sync"},
     "world-invariant": {"way": "invariant"},
     "recomputed pair": {"make": Stages, "recomputed": (Pair, nn.Sequential)},
-    "recomputed pair and units, in backward": {
-        "make": Stages,
-        "recomputed": (Pair, Block),
-        "in_backward": True,
-    },
+    "recomputed pair, in backward": {"make": Stages, "recomputed": (Pair, Block), "in_backward": True},
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_ranks_train_as_one_would_with_the_mean_of_their_losses(settings):
+@pytest.mark.parametrize("name", SETTINGS)
+def test_ranks_train_as_one_would_with_the_mean_of_their_losses(name):
+    settings = SETTINGS[name]
     make = settings.get("make", Heads)
-    for ranks in (1, 2, 4) if not settings else (4,) if {"shape", "make"} & settings.keys() else (2,):
+    for ranks in (1, 2, 4) if not settings else (4,) if make is Stages or name == "HYBRID_SHARD" else (2,):
         names, weights = expected(make, ranks)
         results = thread.run(ranks, trained, **settings)
         for found, _ in results:
             assert found == ([] if "in_backward" in settings else names)
-        for name, values in weights.items():
-            np.testing.assert_allclose(results[0][1][name], values, rtol=0, atol=2e-5, err_msg=name)
+        lab.assert_close(results[0][1], weights, atol=2e-5)
 
 
-def counted(uses):
-    """(gathers, reductions) of a backward in which ranks use what `uses` says, and the slots."""
-    made = []
-    mesh = init_device_mesh("auto", wrap=lambda c: made.append(CountedCommunicator(c)) or made[-1])
-    model = build(Heads, mesh)
+EVERYTHING = ("one", "twice", "tower")
+
+
+@lab.on_ranks(2)
+@pytest.mark.parametrize("uses", [(EVERYTHING,) * 2, (("one",), ("tower",)), (("twice",), ("twice",))])
+def test_every_rank_gathers_and_reduces_each_unit_that_was_called_once(uses):
+    counts = lab.Counts()
+    model, mesh = build(wrap=counts)
     for _ in range(2):
         loss = loss_of(model, uses[mesh.rank], mesh.rank)
-        before = [sum(c.calls[op] for c in made) for op in ("all_gather", "reduce_scatter")]
+        counts.reset()
         loss.backward()
-        after = [sum(c.calls[op] for c in made) for op in ("all_gather", "reduce_scatter")]
-    arenas = units(model)[1].groups[0].arenas
-    return np.subtract(after, before).tolist(), [
-        len(arenas[role].slots) for role in ("gathered", "gradients")
-    ]
-
-
-def test_every_rank_gathers_and_reduces_each_unit_that_was_called_once():
-    everything = ("one", "twice", "tower")
-    for uses in ((everything,) * 2, (("one",), ("tower",)), (("twice",), ("twice",))):
-        for (gathers, reductions), slots in thread.run(2, counted, uses):
-            assert (gathers, reductions) == (6, 6)  # the outermost unit has no parameters
-            assert slots == [2, 2]
-
-
-def in_bfloat16():
-    model = build(Heads, mesh := init_device_mesh("auto"), mp_policy=MixedPrecisionPolicy("bfloat16"))
-    loss_of(model, USES[0][mesh.rank], mesh.rank).backward()
-    return gradients(model)
+    assert counts.calls("all_gather", "reduce_scatter") == [6, 6]  # the outermost unit has no parameters
+    arenas = lab.groups_of(model)[0].arenas
+    assert [len(arenas[role].slots) for role in ("gathered", "gradients")] == [2, 2]
 
 
 def test_losses_may_differ_in_sixteen_bits():
-    plain = build(Heads)
+    def in_bfloat16():
+        model, mesh = build(mp_policy=MixedPrecisionPolicy("bfloat16"))
+        loss_of(model, USES[0][mesh.rank], mesh.rank).backward()
+        return lab.gradients(model)
+
+    plain = lab.seeded(Heads)
     losses = [loss_of(plain, USES[0][rank], rank) for rank in range(2)]
     ((losses[0] + losses[1]) * 0.5).backward()
-    found = thread.run(2, in_bfloat16)[0]
-    assert found.keys() == {name for name, p in plain.named_parameters() if p.grad is not None}
-    for name, p in plain.named_parameters():
-        if p.grad is not None:
-            np.testing.assert_allclose(
-                found[name], p.grad, rtol=0, atol=0.1 * np.abs(p.grad).max(), err_msg=name
-            )
+    lab.assert_close(lab.first(2, in_bfloat16), lab.gradients(plain), of_largest=0.1)
 
 
 class Apart(nn.Module):
@@ -232,25 +212,22 @@ class Apart(nn.Module):
         return [tower(x) for tower in self.towers]
 
 
-def in_two_backwards():
-    model = build(Apart, mesh := init_device_mesh("auto"), recomputed=(nn.Sequential,))
-    for output in model(shardrt.Tensor(X[mesh.rank])):
-        (output * output).mean().backward()
-    return gradients(model)
-
-
 def test_what_a_backward_only_passed_is_there_for_the_next():
-    plain = build(Apart)
+    def in_two_backwards():
+        model, mesh = build(Apart, recomputed=(nn.Sequential,))
+        for output in model(shardrt.Tensor(X[mesh.rank])):
+            (output * output).mean().backward()
+        return lab.gradients(model)
+
+    plain = lab.seeded(Apart)
     for rank in range(2):
         for output in plain(shardrt.Tensor(X[rank])):
             ((output * output).mean() * 0.5).backward()
-    for name, gradient in thread.run(2, in_two_backwards)[0].items():
-        expected = plain.get_parameter(name).grad
-        np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7, err_msg=name)
+    lab.assert_close(lab.first(2, in_two_backwards), lab.gradients(plain), rtol=1e-4, atol=1e-7)
 
 
 class Held(Wrapper):
-    """Holds back what ranks tell each other of what they have used, until `gate` is set."""
+    """Holds back the messages about what ranks have used, until `gate` is set."""
 
     def __init__(self, inner, gate, sent, came):
         super().__init__(inner)
@@ -266,14 +243,10 @@ class Held(Wrapper):
         return Held(inner, *self.args)
 
 
-EVERYTHING = ("one", "twice", "tower")
-
-
 def two_backwards(uses, find=False):
     """(what was sent, what came before it was asked for, the units with a gradient by then, in the end)."""
     args = gate, sent, came = threading.Event(), [], []
-    mesh = init_device_mesh("auto", wrap=lambda communicator: Held(communicator, *args))
-    model = build(Heads, mesh)
+    model, mesh = build(wrap=lambda inner: Held(inner, *args))
     set_find_unused_parameters(model, find)
     parameters = [p for name, p in model.named_parameters() if not name.startswith("cut")]
     optimizer = optim.SGD(parameters, lr=0.1)
@@ -293,18 +266,16 @@ def two_backwards(uses, find=False):
     return sent, early, own, units_with_gradients(EVERYTHING)
 
 
-def test_ranks_tell_each_other_once_and_only_who_does_not_know_waits():
+def test_ranks_send_what_they_used_once_and_only_one_that_does_not_know_waits():
     everything = thread.run(2, two_backwards, [EVERYTHING] * 2)
-    # Of six units; the second time of those that nobody has used, which the one that is detached always is.
+    # Of six units; the second time of those that no rank has used, which the one that is detached always is.
     assert everything == [([("all_reduce", 6), ("all_reduce", 1)], [], [*EVERYTHING], [*EVERYTHING])] * 2
-    sent = [("all_reduce", 6), ("all_reduce", 2)]
-    for uses, found in zip(
-        ("one", "tower"), thread.run(2, two_backwards, [("one",), ("tower",)]), strict=True
-    ):
-        assert found == (sent, [], [uses], ["one", "tower"])
+    sent, uses = [("all_reduce", 6), ("all_reduce", 2)], [("one",), ("tower",)]
+    expected = [(sent, [], [*own], ["one", "tower"]) for own in uses]
+    assert thread.run(2, two_backwards, uses) == expected
 
 
-def test_nothing_is_sent_where_each_reduction_tells_or_there_is_one_rank():
+def test_nothing_is_sent_where_each_reduction_says_it_or_there_is_one_rank():
     for sent, *_, in_the_end in thread.run(2, two_backwards, [("one",), ("tower",)], find=True):
         assert (sent, in_the_end) == ([], ["one", "tower"])
     assert thread.run(1, two_backwards, [("one",)]) == [([], [], ["one"], ["one"])]

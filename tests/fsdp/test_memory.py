@@ -6,13 +6,13 @@ That its numbers are right is held by tests/mpi/memory.py, where every rank is a
 import gc
 import sys
 import weakref
+from contextlib import nullcontext
 
 import ml_dtypes
 import numpy as np
 import psutil
 import pytest
 
-import shardrt
 from models.gpt import GPT, GPTConfig
 from shardrt import Tensor, device, nn, optim
 from shardrt import functional as F
@@ -23,16 +23,15 @@ from shardrt.device.cpu import CPUDevice
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan, no_sync, units
 from shardrt.fsdp.boundary import unit_of
 from shardrt.recompute import checkpoint_blocks
-from tests.fsdp.nets import Net, loss_of, shard
+from tests import lab
 from tests.fsdp.recorder import Recorder
-from tests.ranks import run_ranks
+from tests.lab import Net
 
 TOKENS = np.random.default_rng(0).integers(0, 11, (4, 16))
 
 
 def gpt(width=64, layers=2, vocab=64, dropout=0.0, **settings):
-    shardrt.manual_seed(1)
-    model = GPT(GPTConfig(layers, 2, width, 64, vocab, dropout))
+    model = lab.seeded(lambda: GPT(GPTConfig(layers, 2, width, 64, vocab, dropout)), 1)
     for block in model.blocks:
         fully_shard(block, **settings)
     return fully_shard(model, **settings)
@@ -42,22 +41,33 @@ def backward_of(model):
     return lambda: F.cross_entropy(model(TOKENS), TOKENS).backward()
 
 
-def trained(model):
+def trained(model, steps=2):
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(2):
+    for _ in range(steps):
         backward_of(model)()
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
     return full_state_dict(model)
 
 
-def test_a_dry_run_leaves_the_model_and_the_random_numbers_as_they_were():
-    plain = gpt(dropout=0.3)
-    expected = trained(plain)
-    planned = gpt(dropout=0.3)
-    memory_plan(planned, step=backward_of(planned))
-    for name, values in trained(planned).items():
-        np.testing.assert_array_equal(values, expected[name])
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_plan_leaves_the_model_and_the_random_numbers_as_they_were(raises, steps):
+    """Before the first step and later, whether the step that is planned ends or raises."""
+
+    def step():
+        backward_of(model)()
+        if raises:
+            raise KeyError("mine")
+
+    model = gpt(dropout=0.3)
+    trained(model, steps)
+    expected = trained(model)
+    fresh = memory_plan(model := gpt(dropout=0.3), step=backward_of(model))
+    model = gpt(dropout=0.3)
+    trained(model, steps)
+    with pytest.raises(KeyError, match="mine") if raises else nullcontext():
+        assert memory_plan(model, step=step) == fresh
+    lab.assert_equal(trained(model), expected)
 
 
 def test_a_step_is_planned_under_the_schedule_that_runs_it():
@@ -69,31 +79,6 @@ def test_a_step_is_planned_under_the_schedule_that_runs_it():
     events.clear()
     backward_of(model)()
     assert planned == events and ("reduce", units(model)[2].label) in events
-
-
-def test_a_model_that_has_been_trained_can_be_planned_and_goes_on():
-    planned, plain = gpt(), gpt()
-    trained(plain), trained(planned)
-    fresh = gpt()
-    expected = memory_plan(fresh, step=backward_of(fresh))
-    assert memory_plan(planned, step=backward_of(planned)) == expected
-    expected = trained(plain)
-    for name, values in trained(planned).items():
-        np.testing.assert_array_equal(values, expected[name])
-
-
-def test_a_step_that_raises_leaves_the_model_usable():
-    model, plain = gpt(), gpt()
-
-    def fails():
-        backward_of(model)()
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        memory_plan(model, step=fails)
-    expected = trained(plain)
-    for name, values in trained(model).items():
-        np.testing.assert_array_equal(values, expected[name])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="how resident memory is counted")
@@ -190,15 +175,15 @@ def test_forwards_in_flight_are_recomputed_in_a_plan(sharded):
 
 def test_ignored_parameters_are_in_the_plan():
     net = Net()
-    fully_shard(net, mesh=init_device_mesh("auto"), ignored=[net.blocks[0]])
+    fully_shard(net, ignored=[net.blocks[0]])
     nbytes = 4 * sum(p.size for p in net.blocks[0].parameters())
     assert memory_plan(net).device["ignored parameters"] == nbytes
-    assert memory_plan(shard(Net(), init_device_mesh("auto"))).device.get("ignored parameters") is None
+    assert memory_plan(lab.build()[0]).device.get("ignored parameters") is None
 
 
-def test_a_model_without_units_is_an_error():
-    with pytest.raises(ValueError, match="Net has no sharded unit; call fully_shard first"):
-        memory_plan(Net())
+test_a_model_without_units_is_refused = lab.refusals(
+    (lambda: memory_plan(Net()), ValueError, "Net has no sharded unit; call fully_shard first")
+)
 
 
 def test_the_plan_is_readable():
@@ -207,26 +192,13 @@ def test_the_plan_is_readable():
     assert "device  optimizer state" in text and "together" in text
 
 
-def test_gradients_of_a_net_are_right_after_planning():
-    net, plain = shard(Net(), init_device_mesh("auto")), Net()
-    memory_plan(net, step=lambda: loss_of(net, TOKENS, TOKENS).backward())
-    loss_of(net, TOKENS, TOKENS).backward()
-    loss_of(plain, TOKENS, TOKENS).backward()
-    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        np.testing.assert_array_equal(ours.grad.reshape(-1), theirs.grad.reshape(-1))
-
-
+@lab.on_ranks(1)
 def test_a_plan_leaves_running_statistics_as_they_are():
-    def rank():
-        model = nn.Sequential(nn.BatchNorm2d(3))
-        fully_shard(model, mesh=init_device_mesh("cpu"))
-        images = np.random.default_rng(0).normal(size=(2, 3, 4, 4)).astype(np.float32)
-        memory_plan(model, step=lambda: model(Tensor(images)).sum().backward())
-        return {name: np.array(values) for name, values in model.named_buffers()}
-
-    (buffers,) = run_ranks(1, rank)
-    np.testing.assert_array_equal(buffers["0.running_mean"], 0)
-    np.testing.assert_array_equal(buffers["0.running_var"], 1)
+    model = fully_shard(nn.Sequential(nn.BatchNorm2d(3)))
+    images = np.random.default_rng(0).normal(size=(2, 3, 4, 4)).astype(np.float32)
+    memory_plan(model, step=lambda: model(Tensor(images)).sum().backward())
+    buffers = {name: np.array(values) for name, values in model.named_buffers()}
+    assert (buffers["0.running_mean"] == 0).all() and (buffers["0.running_var"] == 1).all()
 
 
 class InBfloat16(CPUDevice):

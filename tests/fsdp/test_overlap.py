@@ -5,56 +5,38 @@ import time
 import numpy as np
 import pytest
 
-import shardrt
-from shardrt import nn
 from shardrt.comm import DelayedCommunicator, init_device_mesh, thread
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.wrapper import Wrapper
-from shardrt.fsdp import fully_shard, units
-from tests.fsdp.nets import Block, Net, batches, loss_of, shard, train_on
-from tests.fsdp.slow import COMPUTE, SlowNet
+from shardrt.fsdp import units
+from tests import lab
+from tests.fsdp.slow import COMPUTE, Hasty, sharded, step
 
 BLOCKS = 6
 MESSAGE = 0.02  # seconds that a collective takes longer
 
 
+def delayed(seconds):
+    return lambda inner: DelayedCommunicator(inner, seconds)
+
+
 def step_seconds(prefetch, serial):
     """Time of a step whose gathers and reductions each take MESSAGE seconds; the least of several."""
-    shardrt.manual_seed(3)
-    model = SlowNet(BLOCKS)
-    mesh = init_device_mesh("auto", wrap=lambda communicator: DelayedCommunicator(communicator, MESSAGE))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh, prefetch=prefetch)
-    x = shardrt.Tensor(np.ones((4, 7), np.float32))
-    schedule = units(model)[0].schedule
+    model = sharded(BLOCKS, init_device_mesh("auto", wrap=delayed(MESSAGE)), prefetch)
+    streams = units(model)[0].schedule.streams
     if serial:  # one stream for everything: what the step costs without overlap
-        schedule.streams.gather = schedule.streams.reduce = schedule.streams.upload = schedule.streams.compute
-    times = []
-    for _ in range(4):
-        start = time.perf_counter()
-        model(x).sum().backward()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-@pytest.fixture(scope="module")
-def overlapped():
-    """Seconds of a step as it is by default."""
-    return max(thread.run(2, step_seconds, 1, False))
+        streams.gather = streams.reduce = streams.upload = streams.compute
+    return min(step(model) for _ in range(4))
 
 
 @pytest.mark.serial
-def test_a_step_with_overlap_takes_less_than_seven_tenths_of_the_serial_step(overlapped):
-    serial = max(thread.run(2, step_seconds, 1, True))
+def test_a_step_with_overlap_takes_less_than_seven_tenths_and_needs_prefetch():
+    overlapped, serial, without_prefetch = (
+        max(thread.run(2, step_seconds, *how)) for how in ((1, False), (1, True), (0, False))
+    )
     assert serial > BLOCKS * (2 * COMPUTE + 3 * MESSAGE)
     assert overlapped < 0.7 * serial, f"{overlapped:.3f} s against {serial:.3f} s"
-
-
-@pytest.mark.serial
-def test_without_prefetch_the_gathers_are_exposed(overlapped):
-    behind = max(thread.run(2, step_seconds, 0, False))
-    assert behind > overlapped + BLOCKS * MESSAGE
+    assert without_prefetch > overlapped + BLOCKS * MESSAGE
 
 
 class Logged(Wrapper):
@@ -71,130 +53,58 @@ class Logged(Wrapper):
         pass
 
     def all_gather(self, buffer, *, stream, what=""):
-        self._timed(
-            "gather", what, stream, lambda: Wrapper.all_gather(self, buffer, stream=stream, what=what)
-        )
+        self._timed("gather", what, stream, Wrapper.all_gather, buffer)
 
     def reduce_scatter(self, output, buffer, *, stream, what="", **rest):
-        self._timed(
-            "reduce",
-            what,
-            stream,
-            lambda: Wrapper.reduce_scatter(self, output, buffer, stream=stream, what=what, **rest),
-        )
+        self._timed("reduce", what, stream, Wrapper.reduce_scatter, output, buffer, **rest)
 
-    def _timed(self, call, what, stream, issue):
+    def _timed(self, call, what, stream, issue, *arrays, **rest):
         start = []
         stream.submit(lambda: start.append(time.perf_counter()))
         stream.submit(time.sleep, MESSAGE)
-        issue()
+        issue(self, *arrays, stream=stream, what=what, **rest)
         stream.submit(lambda: self.log.setdefault((call, what), []).append((start[0], time.perf_counter())))
 
 
-class Timed(shardrt.autograd.Function):
-    """The identity, COMPUTE seconds long in either direction, which it notes."""
-
-    def forward(self, x, name, log):
-        self.saved = (name, log)
-        self._work("forward", name, log)
-        return x
-
-    def backward(self, dy):
-        self._work("backward", *self.saved)
-        return dy, None, None
-
-    def _work(self, phase, name, log):
-        start = time.perf_counter()
-        time.sleep(COMPUTE)
-        log.setdefault((phase, name), []).append((start, time.perf_counter()))
-
-
-def logged_step():
-    """(what, unit) -> (start, stop) of each time in one step, on this rank."""
-    shardrt.manual_seed(3)
-    log = {}
-
-    class TimedBlock(Block):
-        def forward(self, x):
-            return Timed.apply(super().forward(x), self.name, log)
-
-    model = SlowNet(BLOCKS)
-    model.blocks = nn.ModuleList(TimedBlock() for _ in range(BLOCKS))
-    mesh = init_device_mesh("auto", wrap=lambda communicator: Logged(communicator, log))
+@pytest.mark.serial
+@lab.on_ranks(2)
+def test_each_kind_of_communication_runs_beside_the_compute_of_a_neighbour():
+    log = {}  # (what, unit) -> (start, stop) of each time in one step, on this rank
+    model = sharded(BLOCKS, init_device_mesh("auto", wrap=lambda inner: Logged(inner, log)))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    x = shardrt.Tensor(np.ones((4, 7), np.float32))
+        block.log = log
     for _ in range(2):
         log.clear()
-        model(x).sum().backward()
-    return log
+        step(model)
+
+    def beside(communication, k, time_of, compute, other):
+        """Seconds that one of the communications of a unit and a compute have in common."""
+        start, stop = log[communication, f"blocks.{k}"][time_of]
+        ((first, last),) = log[compute, f"blocks.{other}"]
+        return min(stop, last) - max(start, first)
+
+    for k in range(1, BLOCKS):
+        assert beside("gather", k, 0, "forward", k - 1) > COMPUTE / 2, f"forward gather of {k}"
+        assert beside("gather", k - 1, 1, "backward", k) > COMPUTE / 2, f"backward gather of {k - 1}"
+        assert beside("reduce", k, 0, "backward", k - 1) > COMPUTE / 2, f"reduction of {k}"
 
 
-@pytest.mark.serial
-def test_each_kind_of_communication_runs_beside_the_compute_of_a_neighbour():
-    for log in thread.run(2, logged_step):
-
-        def beside(communication, time_of, compute, other, log=log):
-            """Seconds that one of the communications of a unit and a compute have in common."""
-            start, stop = log[communication][time_of]
-            ((first, last),) = log[compute, f"blocks.{other}"]
-            return min(stop, last) - max(start, first)
-
-        for k in range(1, BLOCKS):
-            gathered = ("gather", f"blocks.{k}")
-            assert beside(gathered, 0, "forward", k - 1) > COMPUTE / 2, f"forward gather of {k}"
-        for k in range(BLOCKS - 1):
-            gathered = ("gather", f"blocks.{k}")
-            assert beside(gathered, 1, "backward", k + 1) > COMPUTE / 2, f"backward gather of {k}"
-        for k in range(1, BLOCKS):
-            assert beside(("reduce", f"blocks.{k}"), 0, "backward", k - 1) > COMPUTE / 2, f"reduction of {k}"
-
-
-def losses_with_late_gathers(forget_to_wait):
-    """Losses of three steps where gathers come late and released slots are poisoned."""
-    shardrt.manual_seed(3)
-    model = Net()
-    mesh = init_device_mesh("auto", wrap=lambda communicator: DelayedCommunicator(communicator, 0.005))
-    shard(model, mesh)
-    for unit in units(model):
-        unit.groups[0].arenas["gathered"].poison = True
+@lab.on_ranks(2)
+@pytest.mark.parametrize("forget_to_wait", [False, True])
+def test_a_missing_wait_is_found_where_gathers_are_late_and_slots_poisoned(forget_to_wait):
+    model, _ = lab.build(wrap=delayed(0.005))
+    for arena in lab.arenas_of(model, "gathered"):
+        arena.poison = True
     if forget_to_wait:
         streams = units(model)[0].schedule.streams
-        streams.compute = _Hasty(streams.compute)
-    return [float(loss_of(model, tokens, targets).item()) for tokens, targets in batches(3, size=4)]
-
-
-class _Hasty:
-    """A compute stream that waits for nothing."""
-
-    def __init__(self, stream):
-        self._stream = stream
-        self.name = stream.name
-
-    def wait(self, event):
-        pass
-
-    def record(self, event):
-        self._stream.record(event)
-
-    def submit(self, function, *args, label=""):
-        self._stream.submit(function, *args, label=label)
-
-
-def test_late_gathers_and_poisoned_slots_change_nothing():
-    losses = thread.run(2, losses_with_late_gathers, False)[0]
-    assert np.isfinite(losses).all()
-
-
-def test_a_missing_wait_is_found():
-    losses = thread.run(2, losses_with_late_gathers, True)[0]
-    assert not np.isfinite(losses).all()
+        streams.compute = Hasty(streams.compute)
+    losses = [float(lab.loss_of(model, *batch).item()) for batch in lab.batches(3, size=4)]
+    assert np.isfinite(losses).all() != forget_to_wait
 
 
 @pytest.mark.parametrize("late", ["gather", "reduce"])
 def test_slow_communication_gives_the_same_weights(late, monkeypatch):
-    expected = train_on(3, Net)[1]
+    expected = lab.train_on(3)
     original = DeviceMesh.communicator
 
     def slowed(self, role, dim=None):
@@ -202,5 +112,4 @@ def test_slow_communication_gives_the_same_weights(late, monkeypatch):
         return DelayedCommunicator(made, 0.004) if role == late else made
 
     monkeypatch.setattr(DeviceMesh, "communicator", slowed)
-    found = train_on(3, Net)[1]
-    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    lab.assert_equal(lab.train_on(3, steps=3), expected)

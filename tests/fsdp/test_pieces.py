@@ -6,18 +6,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import shardrt
 from models.gpt import GPT, GPTConfig
 from shardrt import Tensor, device, optim
 from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import CountedCommunicator, init_device_mesh, thread
 from shardrt.device.cpu import CPUDevice
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, no_sync, units
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.options import chunks
 from shardrt.fsdp.options.chunks import ChunkedGradient
 from shardrt.kernels.cpu import linear
+from tests import lab
 
 WIDTH, WORDS = 24, 997
 TOKENS = np.random.default_rng(0).integers(0, WORDS, (12, 16))
@@ -39,12 +38,13 @@ class Stops(GPT):
         raise OverflowError("stopped")
 
 
-def gpt(mesh, **settings):
-    shardrt.manual_seed(1)
-    model = Stops(GPTConfig(n_layer=2, n_head=2, n_embd=WIDTH, block_size=16, vocab_size=WORDS))
+def gpt(wrap=None, **settings):
+    mesh = lab.mesh_for(settings.get("strategy"), wrap=wrap)
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=WIDTH, block_size=16, vocab_size=WORDS)
+    model = lab.seeded(lambda: Stops(config), 1)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **settings)
-    return fully_shard(model, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings), mesh
 
 
 @pytest.fixture(autouse=True)
@@ -60,12 +60,10 @@ def all_in_pieces(monkeypatch):
     monkeypatch.setattr(chunks, "SHORTEST", 0)
 
 
-def trained(way="usual", shape=None, **settings):
+def trained(way="usual", **settings):
     """(weights after three steps, reductions of the last, whether the root has the blocks' slots)."""
-    made = []
-    wrap = lambda inner: made.append(CountedCommunicator(inner)) or made[-1]  # noqa: E731
-    mesh = init_device_mesh("auto", shape, wrap=wrap)
-    model = gpt(mesh, **settings)
+    counts = lab.Counts()
+    model, mesh = gpt(counts, **settings)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, in_backward=way == "in backward")
     own = [np.array_split(batch, mesh.world.size)[mesh.world.rank] for batch in BATCHES]
 
@@ -74,7 +72,7 @@ def trained(way="usual", shape=None, **settings):
         (F.cross_entropy(model(tokens), tokens) if logits else model(tokens, tokens)).backward()
 
     for tokens in own:
-        before = sum(each.calls["reduce_scatter"] for each in made)
+        counts.reset()
         if way == "accumulated":
             with no_sync(model):
                 backward(tokens[:1])
@@ -84,26 +82,19 @@ def trained(way="usual", shape=None, **settings):
         if way != "in backward":
             optimizer.step()
         optimizer.zero_grad()
-    reductions = sum(each.calls["reduce_scatter"] for each in made) - before
     arenas = [unit.groups[0].arenas["gradients"] for unit in units(model)]
-    return full_state_dict(model), reductions, arenas[0] is arenas[1]
+    return full_state_dict(model), *counts.calls("reduce_scatter"), arenas[0] is arenas[1]
 
 
 @cache
 def whole(ranks, way="usual", low=False):
     """`trained` with whole gradients."""
     assert 4 * WORDS * WIDTH < chunks.IN_CHUNKS
-    return thread.run(ranks, trained, way, **policy(low))[0]
+    return lab.first(ranks, trained, way, **policy(low))
 
 
 def policy(low):
     return {"mp_policy": MixedPrecisionPolicy(param_dtype="bfloat16")} if low else {}
-
-
-def check_equal(one, other):
-    assert list(one) == list(other)
-    for name, values in one.items():
-        np.testing.assert_array_equal(values, other[name], err_msg=name)
 
 
 @pytest.mark.parametrize("way", ["usual", "twice", "logits", "in backward", "accumulated"])
@@ -111,8 +102,8 @@ def check_equal(one, other):
 def test_the_same_bits_as_whole(ranks, way, request):
     expected, few, apart = whole(ranks, way)
     request.getfixturevalue("all_in_pieces")
-    weights, reductions, shared = thread.run(ranks, trained, way)[0]
-    check_equal(expected, weights)
+    weights, reductions, shared = lab.first(ranks, trained, way)
+    lab.assert_equal(weights, expected)
     assert not apart
     if way == "accumulated":  # what waits for a later backward has a place of its own
         assert reductions == few and not shared
@@ -122,102 +113,87 @@ def test_the_same_bits_as_whole(ranks, way, request):
 
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD", "HYBRID_SHARD"])
 def test_the_same_bits_for_every_strategy(strategy, request):
-    expected, few, _ = whole(4)
+    expected, _, _ = whole(4)
     request.getfixturevalue("all_in_pieces")
-    shape = (2, 2) if strategy.startswith("HYBRID") else None
-    weights, _, shared = thread.run(4, trained, shape=shape, strategy=strategy)[0]
-    check_equal(expected, weights)
+    weights, _, shared = lab.first(4, trained, strategy=strategy)
+    lab.assert_equal(weights, expected)
     assert shared == (strategy == "SHARD_GRAD_OP")  # the others' are reduced more than once, or not cut
 
 
 def test_gradients_stay_whole_where_matmuls_depend_on_place(all_in_pieces, monkeypatch):
     monkeypatch.setattr(CPUDevice, "matmul_ignores_place", staticmethod(lambda: False))
-    assert not thread.run(2, trained)[0][2]
+    assert not lab.first(2, trained)[2]
 
 
 def test_gradients_stay_whole_where_pieces_would_be_short(monkeypatch):
     """Of a rank's shard of two, a slot has room for 144 rows: 24 * 24 * 12 / 2 elements and biases."""
     monkeypatch.setattr(chunks, "IN_CHUNKS", 0)
     monkeypatch.setattr(chunks, "SHORTEST", 140)
-    assert thread.run(2, trained)[0][2]
+    assert lab.first(2, trained)[2]
     monkeypatch.setattr(chunks, "SHORTEST", 160)
-    assert not thread.run(2, trained)[0][2]
+    assert not lab.first(2, trained)[2]
 
 
 def test_what_travels_in_16_bits_is_in_pieces_too(request):
     expected, few, _ = whole(2, low=True)
     request.getfixturevalue("all_in_pieces")
-    weights, reductions, shared = thread.run(2, trained, **policy(True))[0]
-    check_equal(expected, weights)
+    weights, reductions, shared = lab.first(2, trained, **policy(True))
+    lab.assert_equal(weights, expected)
     assert reductions >= few + 2 and shared
 
 
-def planned():
-    model = gpt(init_device_mesh("auto"), **policy(True))
+@lab.on_ranks(2)
+def test_the_plan_and_the_arenas_have_no_whole_gradient(all_in_pieces):
+    model, _ = gpt(**policy(True))
     own = BATCHES[0][:4]
     plan = memory_plan(model, step=lambda: model(own, own).backward()).device
     model(own, own).backward()
-    sizes = [unit.groups[0].layout.total for unit in units(model)]
+    root, block, _ = (unit.groups[0].layout.total for unit in units(model))
+    assert root > 3 * block
     arenas = units(model)[0].groups[0].arenas
     made = {role: [slot.array.nbytes for slot in arenas[role].slots] for role in ("gradients", "reduce_wire")}
-    return plan, made, sizes
-
-
-def test_the_plan_and_the_arenas_have_no_whole_gradient(all_in_pieces):
-    plan, made, (root, block, _) = thread.run(2, planned)[0]
-    assert root > 3 * block
     assert made == {"gradients": 2 * [4 * block], "reduce_wire": [2 * block]}
     assert plan["full gradients"] == 8 * block and plan["16-bit gradients on the way"] == 2 * block
 
 
-def stopped_before():
-    model = gpt(init_device_mesh("auto"))
+@lab.on_ranks(2)
+def test_a_backward_that_raises_leaves_nothing(all_in_pieces):
+    model, _ = gpt()
     tokens = BATCHES[0][:2]
-    found = []
-    for fails in (False, True, False):
-        model.fails = fails
+    group, found = units(model)[0].groups[0], []
+    for model.fails in (False, True, False):
         loss = model(tokens, tokens)
-        group = units(model)[0].groups[0]
-        if fails:
+        if model.fails:
             with pytest.raises(OverflowError):
                 loss.backward()
             assert isinstance(group.gradient_path, ChunkedGradient) and group.accumulates
-            model.zero_grad()
-            assert not group.accumulates
         else:
             loss.backward()
-            found.append([parameter.grad.copy() for parameter in model.parameters()])
-            model.zero_grad()
-        assert group.arenas["gradients"].in_use == 0
-    return all((a == b).all() for a, b in zip(*found, strict=True))
+            found.append(lab.gradients(model))
+        model.zero_grad()
+        assert not group.accumulates and group.arenas["gradients"].in_use == 0
+    lab.assert_equal(*found)
 
 
-def test_a_backward_that_raises_leaves_nothing(all_in_pieces):
-    assert all(thread.run(2, stopped_before))
-
-
-def accumulated_since():
-    """no_sync around backward alone: what was collected goes to a whole gradient made later."""
-    model = gpt(init_device_mesh("auto"))
-    first, second = BATCHES[0][:1], BATCHES[1][:1]
-    loss = model(first, first)
-    with no_sync(model):
-        loss.backward()
-    group = units(model)[0].groups[0]
-    collected = isinstance(group.gradient_path, ChunkedGradient) and group.accumulates
-    model(second, second).backward()
-    found = [parameter.grad.copy() for parameter in model.parameters()]
-    model.zero_grad()
-    with no_sync(model):
-        model(first, first).backward()
-    assert group.accumulates and not isinstance(group.gradient_path, ChunkedGradient)
-    model(second, second).backward()
-    usual = [parameter.grad for parameter in model.parameters()]
-    return collected, all((a == b).all() for a, b in zip(found, usual, strict=True))
-
-
+@lab.on_ranks(2)
 def test_what_is_collected_moves_to_a_whole_gradient(all_in_pieces):
-    assert thread.run(2, accumulated_since) == [(True, True)] * 2
+    """no_sync around backward alone: what was collected goes to a whole gradient made later."""
+    model, _ = gpt()
+    first, second = BATCHES[0][:1], BATCHES[1][:1]
+    group, found = units(model)[0].groups[0], []
+    for forward_too in (False, True):
+        if forward_too:
+            with no_sync(model):
+                model(first, first).backward()
+        else:
+            loss = model(first, first)
+            with no_sync(model):
+                loss.backward()
+        assert isinstance(group.gradient_path, ChunkedGradient) != forward_too and group.accumulates
+        model(second, second).backward()
+        found.append(lab.gradients(model))
+        model.zero_grad()
+    lab.assert_equal(*found)
 
 
 # -- chunks themselves

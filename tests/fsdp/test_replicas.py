@@ -3,13 +3,10 @@
 import numpy as np
 import pytest
 
-import shardrt
-from shardrt import optim
 from shardrt.comm import init_device_mesh, talk, thread
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ReplicasDiffer, check_replicas, fully_shard
 from shardrt.fsdp.strategy import ShardingStrategy
-from tests.checkpoint.test_checkpoints import train
-from tests.fsdp.nets import Frozen, Net, shard
+from tests import lab
 
 
 def flip(array, element, bit=30):
@@ -18,18 +15,16 @@ def flip(array, element, bit=30):
     words[element] ^= np.uint32(1 << bit)
 
 
-def trained(shape=None, net=Net, steps=2, **settings):
-    mesh = init_device_mesh("auto", shape)
-    shardrt.manual_seed(3)
-    model = shard(net(), mesh, **settings)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    train(model, optimizer, 0, steps)
-    return mesh, model, optimizer
+def trained(net=lab.Net, **settings):
+    model, mesh = lab.build(net, **settings)
+    made = []
+    lab.train(model, mesh, steps=2, optimizer=lambda p: made.append(lab.adamw(p)) or made[-1])
+    return mesh, model, made[0]
 
 
-def checked(where, shape=None, **settings):
+def checked(where, **settings):
     """What a check says after a bit was flipped `where`: (rank, kind, parameter), or None."""
-    mesh, model, optimizer = trained(shape, **settings)
+    mesh, model, optimizer = trained(**settings)
     check_replicas(model, optimizer)
     if where is not None and mesh.rank == where[0]:
         parameter = dict(model.named_parameters())[where[2]]
@@ -43,23 +38,22 @@ def checked(where, shape=None, **settings):
 
 
 def test_the_one_that_differs_of_several_is_named():
-    told = thread.run(3, checked, (1, "parameter", "blocks.1.up.weight"), strategy="NO_SHARD")
+    found = thread.run(3, checked, (1, "parameter", "blocks.1.up.weight"), strategy="NO_SHARD")
     expected = "copies of parameter 'blocks.1.up.weight' differ between rank 1 and ranks 0, 2, "
-    assert told == [expected + "which must be equal to the bit"] * 3
+    assert found == [expected + "which must be equal to the bit"] * 3
 
 
 def test_of_a_hybrid_only_those_that_hold_the_same_shard_are_compared():
-    hybrid = {"shape": (2, 2), "strategy": "HYBRID_SHARD"}
-    told = thread.run(4, checked, (3, "v", "blocks.2.down.weight"), **hybrid)
+    found = thread.run(4, checked, (3, "v", "blocks.2.down.weight"), strategy="HYBRID_SHARD")
     expected = "copies of the optimizer's 'v' of parameter 'blocks.2.down.weight' differ between "
-    assert len(set(told)) == 1 and told[0].startswith(expected)
-    assert "rank 1 and rank 3" in told[0]
+    assert len(set(found)) == 1 and found[0].startswith(expected)
+    assert "rank 1 and rank 3" in found[0]
 
 
 SOUND = {
     "NO_SHARD": {"strategy": "NO_SHARD"},
     "bfloat16": {"strategy": "NO_SHARD", "mp_policy": MixedPrecisionPolicy("bfloat16")},
-    "frozen": {"strategy": "NO_SHARD", "net": Frozen},
+    "frozen": {"strategy": "NO_SHARD", "net": lab.Frozen},
     "on the host": {"strategy": "HYBRID_SHARD", "shape": (2, 1), "offload_policy": CPUOffloadPolicy()},
     "SHARD_OPT": {"strategy": "SHARD_OPT"},
 }
@@ -70,20 +64,16 @@ def test_sound_copies_are_equal(name):
     assert thread.run(2, checked, None, **SOUND[name]) == [None, None]
 
 
-def silent():
-    """Where no shard has copies nobody is met: this rank alone checks."""
+@lab.on_ranks(2)
+def test_without_copies_no_rank_waits_for_another():
     mesh, model, optimizer = trained(strategy="FULL_SHARD")
     if mesh.rank == 0:
         check_replicas(model, optimizer)
 
 
-def test_without_copies_nobody_is_met():
-    thread.run(2, silent)
-
-
-def mixed_units():
-    mesh = init_device_mesh("auto")
-    model = Net()
+@lab.on_ranks(2)
+def test_units_with_copies_beside_units_without():
+    mesh, model = init_device_mesh("auto"), lab.seeded()
     fully_shard(model.blocks[0], mesh=mesh, strategy=ShardingStrategy.NO_SHARD)
     fully_shard(model, mesh=mesh)
     check_replicas(model)
@@ -94,26 +84,24 @@ def mixed_units():
         check_replicas(model)
 
 
-def test_units_with_copies_beside_units_without():
-    thread.run(2, mixed_units)
+def test_ranks_exchange_a_few_bytes_however_large_the_model(monkeypatch):
+    def sizes(blocks):
+        """Of the messages of both ranks in a check."""
+        sent, original = [], talk.from_all
 
+        def rank():
+            model, mesh = lab.build(lambda: lab.Net(blocks), strategy="NO_SHARD")
+            optimizer = lab.adamw(model.parameters())
+            if mesh.rank == 0:  # the patch is of both: ranks are threads
+                noted = lambda *args: sent.append(len(str(args[1]))) or original(*args)  # noqa: E731
+                monkeypatch.setattr(talk, "from_all", noted)
+            mesh.communicator("control").barrier(stream=mesh.device.current_stream)
+            check_replicas(model, optimizer)
+            mesh.communicator("control").barrier(stream=mesh.device.current_stream)
 
-def bytes_told(blocks):
-    """How many bytes a check tells the other ranks, and in how many calls."""
-    mesh = init_device_mesh("auto")
-    model = shard(Net(blocks), mesh, strategy="NO_SHARD")
-    optimizer = optim.AdamW(model.parameters())
-    told = []
-    with pytest.MonkeyPatch.context() as patch:
-        if mesh.rank == 0:  # the patch is everyone's: ranks are threads
-            original = talk.from_all
-            patch.setattr(talk, "from_all", lambda *args: told.append(len(str(args[1]))) or original(*args))
-        mesh.communicator("control").barrier(stream=mesh.device.current_stream)
-        check_replicas(model, optimizer)
-        mesh.communicator("control").barrier(stream=mesh.device.current_stream)
-    return told
+        thread.run(2, rank)
+        monkeypatch.undo()
+        return sent
 
-
-def test_ranks_exchange_a_few_bytes_however_large_the_model():
-    few, many = (thread.run(2, bytes_told, blocks)[0] for blocks in (2, 9))
+    few, many = sizes(2), sizes(9)
     assert few == many and len(few) == 2 and max(few) < 100  # one call of each rank

@@ -15,18 +15,18 @@ from models.gpt import GPT, GPTConfig
 from shardrt import optim
 from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, units
 from shardrt.fsdp.options import chunks
 from shardrt.recompute import checkpoint
+from tests import lab
 
 RANKS, WORDS, STEPS, LENGTH = 4, 5003, 2, 256
 BATCHES = np.random.default_rng(0).integers(0, WORDS, (STEPS, RANKS, 2, LENGTH + 1))
 # What differs from FULL_SHARD with whole gradients: settings of fully_shard, what each block is wrapped in,
 # whether gradients are made in pieces.
+HYBRIDS = ("HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP")
 WAYS = {
-    **{name: {"strategy": name} for name in ("SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD")},
-    **{name: {"strategy": name, "shape": (2, 2)} for name in ("HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP")},
+    **{name: {"strategy": name} for name in ("SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD", *HYBRIDS)},
     "in pieces": {"pieces": True},
     "SHARD_GRAD_OP in pieces": {"strategy": "SHARD_GRAD_OP", "pieces": True},
     "no prefetch": {"prefetch": 0},
@@ -37,10 +37,10 @@ WAYS = {
 }
 
 
-def trained(low, wrap=lambda block: None, shape=None, **settings):
+def trained(low, wrap=lambda block: None, **settings):
     """(the hash of the weights after STEPS steps, on rank 0; whether the root's gradient was in pieces)."""
     shardrt.manual_seed(1)
-    mesh = init_device_mesh("auto", shape)
+    mesh = lab.mesh_for(settings.get("strategy"))
     if low:
         settings["mp_policy"] = MixedPrecisionPolicy("bfloat16")
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=LENGTH, vocab_size=WORDS, dropout=0.1))
@@ -53,8 +53,7 @@ def trained(low, wrap=lambda block: None, shape=None, **settings):
         shardrt.manual_seed(1, step)
         tokens = batch[mesh.world.rank]
         model(tokens[:, :-1], tokens[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
     weights = full_state_dict(model)
     root, block = (unit.groups[0].arenas["gradients"] for unit in units(model)[:2])
     return hashlib.sha256(b"".join(array.tobytes() for array in weights.values())).hexdigest(), root is block
@@ -62,7 +61,7 @@ def trained(low, wrap=lambda block: None, shape=None, **settings):
 
 @cache
 def fully_sharded(low):
-    return thread.run(RANKS, trained, low)[0]
+    return lab.first(RANKS, trained, low)
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
@@ -73,4 +72,4 @@ def test_training_has_the_bits_of_full_shard(way, low, monkeypatch):
     if in_pieces:
         monkeypatch.setattr(chunks, "IN_CHUNKS", 0)
         monkeypatch.setattr(chunks, "SHORTEST", 0)
-    assert thread.run(RANKS, trained, low, **settings)[0] == (expected, in_pieces)
+    assert lab.first(RANKS, trained, low, **settings) == (expected, in_pieces)

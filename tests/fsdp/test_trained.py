@@ -6,10 +6,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-import shardrt
 from shardrt import Tensor, nn, optim
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import CollectiveMismatch, CountedCommunicator, init_device_mesh, thread
+from shardrt.comm import CollectiveMismatch, init_device_mesh, thread
 from shardrt.device.protocol import StreamError
 from shardrt.fsdp import (
     CPUOffloadPolicy,
@@ -21,12 +20,12 @@ from shardrt.fsdp import (
     no_sync,
     set_find_unused_parameters,
     set_world_invariant,
-    units,
 )
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.options.packed_rows import Move, Rows
 from shardrt.nn.utils import clip_grad_norm_
-from tests.fsdp.nets import Block, Frozen, Net, batches, bytes_held, loss_of, shard
+from tests import lab
+from tests.lab import Block
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP")
 
@@ -34,17 +33,14 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD", "HYBRID_SH
 PHASES = [
     ("blocks.1", "blocks.0.up.bias"),
     (),  # everything is trained now
-    (
-        "blocks.0.up.weight",
-        "blocks.0.down",
-        "blocks.2",
-        "norm.weight",
-    ),  # a bias of a unit is left, another none
+    # Of a unit a bias is left, of another nothing.
+    ("blocks.0.up.weight", "blocks.0.down", "blocks.2", "norm.weight"),
     ("blocks.0", "blocks.1", "blocks.2", "embed"),  # only the last norm is left
     ("embed", "norm", "blocks.0", "blocks.2.up.weight"),
     (),
 ]
-BIASES = [f"{b}.{part}.weight" for b in ("blocks.0", "blocks.1", "blocks.2") for part in ("up", "down")]
+BIASES = [f"blocks.{block}.{part}.weight" for block in range(3) for part in ("up", "down")]
+X = np.ones((2, 3), np.float32)
 
 
 def freeze(model, names):
@@ -52,79 +48,67 @@ def freeze(model, names):
         parameter.requires_grad = not name.startswith(tuple(names)) if names else True
 
 
-def rows_of(mesh, array):
-    return array[mesh.rank * len(array) // mesh.size : (mesh.rank + 1) * len(array) // mesh.size]
+def ranks_of(strategy):
+    return 4 if (strategy or "").startswith("HYBRID") else 2
 
 
-def made(make=Frozen, strategy=None, counted=None, **settings):
-    shardrt.manual_seed(3)
-    wrap = None if counted is None else lambda c: counted.append(CountedCommunicator(c)) or counted[-1]
-    mesh = init_device_mesh("auto", (2, 2) if (strategy or "").startswith("HYBRID") else None, wrap=wrap)
-    return shard(make(), mesh, strategy=strategy, **settings), mesh
+def gradients_of(model):
+    """Name -> whole gradient, or None."""
+    return {name: None if g is None else np.array(g) for name, g in full_gradients(model)}
 
 
 def update(model):
     """Plain gradient descent, by an optimizer of what is trained now."""
     optimizer = optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    optimizer.step()
-    optimizer.zero_grad()
+    lab.update(optimizer)
 
 
-def trained(model, mesh, phases=PHASES, way="one backward"):
-    seen = []
-    for names, (tokens, targets) in zip(phases, batches(len(phases), size=12), strict=True):
+def trained(model, mesh, way="one backward"):
+    """(names without a gradient, norm) of each step, and the weights."""
+    none, norms = [], []
+    for names, batch in zip(PHASES, lab.batches(len(PHASES)), strict=True):
         freeze(model, names)
-        mine = rows_of(mesh, tokens), rows_of(mesh, targets)
         if way == "one backward":
-            loss_of(model, *mine).backward()
+            lab.backward(model, mesh, batch)
         else:
-            half = [len(part) // 2 for part in mine]
-            first = [part[:h] for part, h in zip(mine, half, strict=True)]
-            second = [part[h:] for part, h in zip(mine, half, strict=True)]
-            if way == "no_sync":
-                with no_sync(model):
-                    (loss_of(model, *first) * 0.5).backward()
-            else:
-                (loss_of(model, *first) * 0.5).backward()
-            (loss_of(model, *second) * 0.5).backward()
-        none = {name for name, parameter in model.named_parameters() if parameter.grad is None}
-        seen.append((none, clip_grad_norm_(model.parameters(), 1.0)))
+            own = lab.rows(mesh, *batch)
+            half = len(own[0]) // 2
+            with no_sync(model) if way == "no_sync" else nullcontext():
+                lab.backward(model, None, [part[:half] for part in own], scale=0.5)
+            lab.backward(model, None, [part[half:] for part in own], scale=0.5)
+        none.append({name for name, parameter in model.named_parameters() if parameter.grad is None})
+        norms.append(clip_grad_norm_(model.parameters(), 1.0))
         update(model)
-    return seen, full_state_dict(model)
+    return none, norms, full_state_dict(model)
 
 
 def sharded(way="one backward", **settings):
-    return trained(*made(**settings), way=way)
+    return trained(*lab.build(lab.Frozen, **settings), way=way)
 
 
 @cache
 def plain():
     """On one rank, with the whole batch, without a unit."""
-    shardrt.manual_seed(3)
-    return trained(Frozen(), init_device_mesh("auto"))
+    return trained(lab.seeded(lab.Frozen), init_device_mesh("auto"))
 
 
 @cache
-def reference(ranks):
-    return thread.run(ranks, sharded, strategy="NO_SHARD")[0]
+def reference(ranks, **settings):
+    return lab.first(ranks, sharded, strategy="NO_SHARD", **settings)
 
 
-def same(found, expected, exact=False):
-    assert [none for none, _ in found[0]] == [none for none, _ in expected[0]]
-    np.testing.assert_allclose([n for _, n in found[0]], [n for _, n in expected[0]], rtol=1e-5)
-    for name, values in expected[1].items():
-        if exact:
-            np.testing.assert_array_equal(found[1][name], values, err_msg=name)
-        else:
-            np.testing.assert_allclose(found[1][name], values, rtol=1e-4, atol=1e-6, err_msg=name)
+def nearly_the_same(found, expected):
+    assert found[0] == expected[0]
+    lab.assert_close(found[1], expected[1], rtol=1e-5)
+    lab.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_frozen_may_change_from_step_to_step(strategy):
     found = thread.run(4, sharded, strategy=strategy)
-    assert all([norm for _, norm in seen] == [norm for _, norm in found[0][0]] for seen, _ in found)
-    same(found[0], plain())
-    same(found[0], reference(4), exact=True)
+    assert all(norms == found[0][1] for _, norms, _ in found)
+    nearly_the_same(found[0], plain())
+    lab.assert_equal(found[0][2], reference(4)[2])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -142,69 +126,53 @@ def test_what_is_frozen_may_change_from_step_to_step(strategy):
     ids=str,
 )
 def test_it_may_with_all_that_moves_gradients(settings, ranks):
-    same(thread.run(ranks, sharded, **settings)[0], plain())
+    nearly_the_same(lab.first(ranks, sharded, **settings), plain())
 
 
 def test_it_may_in_mixed_precision():
-    settings = {"mp_policy": MixedPrecisionPolicy("bfloat16")}
-    expected = thread.run(2, sharded, strategy="NO_SHARD", **settings)[0]
-    found = thread.run(2, sharded, **settings)[0]
-    same(found, expected, exact=True)
-    for name, values in plain()[1].items():
-        np.testing.assert_allclose(found[1][name], values, rtol=0.1, atol=0.02, err_msg=name)
-
-
-def invariant():
-    model, mesh = made()
-    set_world_invariant(model, 4)
-    losses = []
-    for names, (tokens, targets) in zip(PHASES, batches(len(PHASES), size=12), strict=True):
-        freeze(model, names)
-        for turn in range(4 // mesh.size):
-            batch = turn * mesh.size + mesh.rank
-            mine = slice(3 * batch, 3 * batch + 3)
-            (loss_of(model, tokens[mine], targets[mine]) * 0.25).backward()
-        losses.append(clip_grad_norm_(model.parameters(), 1.0))
-        update(model)
-    return losses, full_state_dict(model)
+    low = MixedPrecisionPolicy("bfloat16")
+    weights = lab.first(2, sharded, mp_policy=low)[2]
+    lab.assert_equal(weights, reference(2, mp_policy=low)[2])
+    lab.assert_close(weights, plain()[2], rtol=0.1, atol=0.02)
 
 
 def test_it_may_with_the_same_bits_at_every_world_size():
-    losses, weights = thread.run(1, invariant)[0]
+    def invariant():
+        model, mesh = lab.build(lab.Frozen)
+        set_world_invariant(model, 4)
+        norms = []
+        for names, batch in zip(PHASES, lab.batches(len(PHASES)), strict=True):
+            freeze(model, names)
+            for number in range(mesh.rank, 4, mesh.size):
+                lab.backward(model, None, [part[3 * number : 3 * number + 3] for part in batch], scale=0.25)
+            norms.append(clip_grad_norm_(model.parameters(), 1.0))
+            update(model)
+        return norms, full_state_dict(model)
+
+    expected = lab.first(1, invariant)
     for ranks in (2, 4):
-        found = thread.run(ranks, invariant)[0]
-        assert found[0] == losses
-        for name, values in weights.items():
-            np.testing.assert_array_equal(found[1][name], values, err_msg=name)
+        lab.assert_equal(lab.first(ranks, invariant), expected, ranks)
 
 
 # -- traffic and memory
 
 
-def traffic(phases, strategy, **settings):
-    """For each step: reductions, bytes received in them, barriers, bytes held, bytes planned."""
-    counted = []
-    model, mesh = made(Net, strategy, counted, **settings)
-    result = []
-    for names, (tokens, targets) in zip(phases, batches(len(phases), size=4), strict=True):
-        freeze(model, names)
-        plan = sum(memory_plan(model, optimizer_states=0).device.values())
-        for communicator in counted:
-            communicator.reset()
-        loss_of(model, tokens, targets).backward()
-        called = [sum(c.calls[op] for c in counted) for op in ("all_gather", "reduce_scatter", "barrier")]
-        received = sum(c.bytes["reduce_scatter"] for c in counted)
-        model.zero_grad()
-        result.append((*called, received, bytes_held(model), plan))
-    return result, [[g.layout for g in u.groups] for u in units(model)]
-
-
+@lab.on_ranks(2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_traffic_and_memory_follow(strategy):
-    phases = [(), (), ("blocks",), ("blocks",), BIASES, ()]
-    found, layouts = thread.run(2, traffic, phases, strategy)[0]
+    counts, found = lab.Counts(), []
+    model, _ = lab.build(wrap=counts, strategy=strategy)
+    for names in ((), (), ("blocks",), ("blocks",), BIASES, ()):
+        freeze(model, names)
+        planned = lab.bytes_planned(model)
+        counts.reset()
+        lab.backward(model)
+        calls = counts.calls("all_gather", "reduce_scatter", "barrier")
+        model.zero_grad()
+        assert lab.bytes_held(model) == planned
+        found.append((*calls, *counts.bytes("reduce_scatter"), planned))
     _, all_units, only_root, still, few, again = found
-    root, block = layouts[0][0], layouts[1][0]
+    root, block = (group.layout for group in lab.groups_of(model)[:2])
     row = Rows.plan(block, {1, 3}, False)  # up.bias (13) and down.bias (7)
     assert all_units[1] == 4 and only_root[1] == still[1] == 1 and few[1] == again[1] == 4
     assert only_root[3] == root.total // 2 * 4  # of two ranks each receives a half
@@ -212,33 +180,23 @@ def test_traffic_and_memory_follow(strategy):
     assert again == (*all_units[:2], 1, *all_units[3:])
     assert [step[2] for step in found[1:]] == [0, 1, 0, 1, 1]  # a change costs a barrier, and no gather
     assert only_root[0] == still[0] <= all_units[0] == few[0]  # frozen first blocks need no backward
-    assert all(held == planned for *_, held, planned in found)
     assert only_root[4] < few[4] < all_units[4]
 
 
-def frozen_late(names):
-    """What gradients take in the plan of a model frozen before it is sharded, and after."""
-    shardrt.manual_seed(3)
-    model = Net()
-    freeze(model, names)
-    before = memory_plan(shard(model, None)).device
-    late = shard(Net(), None)
-    late(batches(1)[0][0])
-    freeze(late, names)
-    after = memory_plan(late).device
-    return [
-        (plan["sharded gradients"], plan["full gradients"], plan["optimizer state"])
-        for plan in (before, after)
-    ]
-
-
 def test_units_frozen_late_take_what_those_frozen_before_take():
-    before, after = frozen_late(("blocks.1", "blocks.2"))
-    assert before == after
+    names = ("blocks.1", "blocks.2")
+    before = lab.seeded()
+    freeze(before, names)
+    late = lab.shard(lab.seeded(), None)
+    late(lab.batches(1)[0][0])
+    freeze(late, names)
+    plans = [memory_plan(model).device for model in (lab.shard(before, None), late)]
+    for what in ("sharded gradients", "full gradients", "optimizer state"):
+        assert plans[0][what] == plans[1][what]
 
 
 def test_the_table_of_units_says_what_is_frozen_now():
-    model = shard(Net(), None)
+    model = lab.shard(lab.seeded(), None)
     freeze(model, ("blocks.0", "blocks.1.up.weight"))
     lines = [line.split("  ")[:3] for line in explain(model).splitlines()]
     assert [line[0] for line in lines if "partly frozen" in " ".join(line)] == ["blocks.1"]
@@ -260,19 +218,17 @@ def test_rows_take_what_is_trained_and_nothing_where_that_saves_nothing():
 
 
 def apart(strategy, names_of_rank_1):
-    model, mesh = made(Net, strategy)
-    for step, (tokens, targets) in enumerate(batches(3, size=4)):
-        if step == 1 and mesh.rank == 1:
-            freeze(model, names_of_rank_1)
-        elif step == 1:
-            freeze(model, ("blocks.0.up.weight",))
-        loss_of(model, tokens, targets).backward()
+    model, mesh = lab.build(strategy=strategy)
+    for step in range(3):
+        if step == 1:
+            freeze(model, names_of_rank_1 if mesh.rank == 1 else ("blocks.0.up.weight",))
+        lab.backward(model)
         update(model)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_OPT", "NO_SHARD"])
 @pytest.mark.parametrize("names", [(), ("blocks.1.up.weight",), ("blocks",)], ids=str)
-def test_ranks_that_freeze_different_parameters_are_told(strategy, names):
+def test_ranks_that_freeze_different_parameters_are_refused(strategy, names):
     with pytest.raises((CollectiveMismatch, StreamError), match="ranks differ .* parameters trained"):
         thread.run(2, apart, strategy, names)
 
@@ -289,73 +245,53 @@ class Two(nn.Module):
         return self.second(self.first(x))
 
 
-def frozen_between(model, mesh):
+def frozen_between(model, x):
     """Frozen after the first of two forwards, whose gradient must come all the same."""
-    x = rows_of(mesh, np.arange(24, dtype=np.float32).reshape(8, 3) / 10)
     first = (model(x) * model(x)).mean()
     model.first.requires_grad_(False)
-    second = model(x).mean()
-    (first + second).backward()
-    found = {n: None if g is None else np.array(g) for n, g in full_gradients(model)}
-    model.zero_grad()
-    model(x).mean().backward()
-    return found, {n for n, p in model.named_parameters() if p.grad is None}
+    (first + model(x).mean()).backward()
+    return model
 
 
-def between(strategy):
-    shardrt.manual_seed(1)
-    model, mesh = Two(), init_device_mesh("auto")
-    for part in (model.first, model.second, model):
-        fully_shard(part, mesh=mesh, strategy=strategy)
-    return frozen_between(model, mesh)
-
-
+@lab.on_ranks(2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_what_is_frozen_after_a_forward_has_the_gradient_of_that_forward(strategy):
-    shardrt.manual_seed(1)
-    plain_model = Two()
+    model, plain, mesh = lab.seeded(Two, 1), lab.seeded(Two, 1), init_device_mesh("auto")
+    for part in (model.first, model.second, model):
+        fully_shard(part, mesh=mesh, strategy=strategy)
     x = np.arange(24, dtype=np.float32).reshape(8, 3) / 10
-    first = (plain_model(x) * plain_model(x)).mean()
-    plain_model.first.requires_grad_(False)
-    (first + plain_model(x).mean()).backward()
-    found, none = thread.run(2, between, strategy)[0]
-    for name, parameter in plain_model.named_parameters():
-        np.testing.assert_allclose(found[name], parameter.grad, rtol=1e-5, atol=1e-6, err_msg=name)
-    assert none == {"first.weight", "first.bias"}
-
-
-def unfrozen_between(strategy, no_syncs):
-    """Gradients of two micro-batches, the first with frozen parameters; and memory held and planned."""
-    model, mesh = made(Net, strategy)
-    (tokens, targets), (more, of_more) = batches(2, size=4)
-    freeze(model, FROZEN_FIRST)
-    with no_sync(model) if no_syncs else nullcontext():
-        loss_of(model, rows_of(mesh, tokens), rows_of(mesh, targets)).backward()
-    freeze(model, ())
-    loss_of(model, rows_of(mesh, more), rows_of(mesh, of_more)).backward()
-    planned = memory_plan(model, optimizer_states=0, no_sync=no_syncs).device
-    found = {name: np.array(g) for name, g in full_gradients(model)}
-    return found, (bytes_held(model), sum(planned.values()))
-
-
-FROZEN_FIRST = ("blocks.0.up.weight", "blocks.1.down", "blocks.2", "embed")
+    found = gradients_of(frozen_between(model, *lab.rows(mesh, x)))
+    lab.assert_close(found, lab.gradients(frozen_between(plain, x)), rtol=1e-5, atol=1e-6)
+    model.zero_grad()
+    model(x).mean().backward()
+    assert {n for n, p in model.named_parameters() if p.grad is None} == {"first.weight", "first.bias"}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_unfrozen_after_a_backward_under_no_sync_keeps_what_was_accumulated(strategy):
-    ranks = 4 if strategy.startswith("HYBRID") else 2
-    found, (held, planned) = thread.run(ranks, unfrozen_between, strategy, True)[0]
-    expected, _ = thread.run(ranks, unfrozen_between, strategy, False)[0]
-    for name, gradient in expected.items():
-        np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-6, err_msg=name)
-    assert ranks > 2 or held == planned
+    def rank():
+        found = []
+        for delayed in (True, False):
+            model, mesh = lab.build(strategy=strategy)
+            first, second = lab.batches(2, size=4)
+            freeze(model, ("blocks.0.up.weight", "blocks.1.down", "blocks.2", "embed"))
+            with no_sync(model) if delayed else nullcontext():
+                lab.backward(model, mesh, first)
+            freeze(model, ())
+            lab.backward(model, mesh, second)
+            planned = lab.bytes_planned(model, no_sync=delayed)
+            assert mesh.size > 2 or not delayed or lab.bytes_held(model) == planned
+            found.append(gradients_of(model))
+        lab.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+    thread.run(ranks_of(strategy), rank)
 
 
 # -- what nothing used
 
 
 class Choosing(nn.Module):
-    """Uses one of its layers, or two, as it is told."""
+    """Uses those of its layers that are in `use`."""
 
     def __init__(self):
         super().__init__()
@@ -367,33 +303,23 @@ class Choosing(nn.Module):
         return sum((self.layers[i](x) for i in self.use), Tensor(np.zeros((), np.float32)) + x)
 
 
-def unused(uses, strategy=None, find=True, way="one backward", **settings):
-    """Which parameters have gradients after each step, and what AdamW has left alone."""
-    counted = []
-    shardrt.manual_seed(3)
-    wrap = lambda c: counted.append(CountedCommunicator(c)) or counted[-1]  # noqa: E731
-    mesh = init_device_mesh("auto", (2, 2) if strategy == "HYBRID_SHARD" else None, wrap=wrap)
-    model = fully_shard(Choosing(), mesh=mesh, strategy=strategy, **settings)
+def unused(uses, find=True, twice=False, **settings):
+    """(gradients, calls) of each step, and the bytes held and planned."""
+    counts, result = lab.Counts(), []
+    mesh = lab.mesh_for(settings.get("strategy"), wrap=counts)
+    model = fully_shard(lab.seeded(Choosing), mesh=mesh, **settings)
     set_find_unused_parameters(model, find)
-    x = np.ones((2, 3), np.float32)
-    result = []
     for by_rank in uses:
-        for communicator in counted:
-            communicator.reset()
-        if way == "twice":
-            model.use = by_rank[0]
-            model(x).sum().backward()
-        model.use = by_rank[mesh.rank % len(by_rank)]
-        model(x).sum().backward()
-        calls = sum((c.calls for c in counted), start=counted[0].calls.__class__())
-        found = dict(full_gradients(model))
-        have = {name for name, g in found.items() if g is not None}
-        assert have == {name for name, p in model.named_parameters() if p.grad is not None}
-        values = {name: np.array(g) for name, g in found.items() if g is not None}
-        result.append((have, values, calls))
+        counts.reset()
+        for model.use in (by_rank[0], by_rank[mesh.rank % len(by_rank)])[1 - twice :]:
+            model(X).sum().backward()
+        calls, found = counts.all_calls(), gradients_of(model)
+        assert {n for n, g in found.items() if g is None} == {
+            n for n, p in model.named_parameters() if p.grad is None
+        }
+        result.append(({name: g for name, g in found.items() if g is not None}, calls))
         model.zero_grad()
-        held = bytes_held(model), sum(memory_plan(model, optimizer_states=0).device.values())
-    return result, held
+    return result, (lab.bytes_held(model), lab.bytes_planned(model))
 
 
 def layer(*indices):
@@ -414,45 +340,39 @@ USES = [((0,), (0,)), ((0,), (2,)), ((0, 1, 2), (1,)), ((1,), (1,))]
     ids=str,
 )
 def test_a_parameter_has_a_gradient_if_any_rank_used_it(settings):
-    ranks = 4 if settings.get("strategy") == "HYBRID_SHARD" else 2
-    found = thread.run(ranks, unused, USES, **settings)
-    zeros = thread.run(ranks, unused, USES, find=False, **settings)[0][0]
-    for result, _ in found:
-        assert [have for have, _, _ in result] == [layer(0), layer(0, 2), layer(0, 1, 2), layer(1)]
-        for (have, values, calls), (all_have, all_values, all_calls) in zip(result, zeros, strict=True):
-            assert calls <= all_calls and have < all_have  # it costs no collective
-            for name in have:
-                np.testing.assert_array_equal(values[name], all_values[name], err_msg=name)
-            assert all((all_values[name] == 0).all() for name in all_have - have)
+    ranks = ranks_of(settings.get("strategy"))
+    zeros, _ = lab.first(ranks, unused, USES, find=False, **settings)
+    for result, _ in thread.run(ranks, unused, USES, **settings):
+        assert [found.keys() for found, _ in result] == [layer(0), layer(0, 2), layer(0, 1, 2), layer(1)]
+        for (found, calls), (every, all_calls) in zip(result, zeros, strict=True):
+            assert calls <= all_calls and found.keys() < every.keys()  # it costs no collective
+            lab.assert_equal(found, {name: every[name] for name in found})
+            assert not any(every[name].any() for name in every.keys() - found.keys())
 
 
 def test_a_parameter_used_in_any_backward_of_a_step_has_a_gradient():
-    for result, (held, planned) in thread.run(1, unused, [((0,),), ((1,),)], way="twice"):
-        assert [have for have, _, _ in result] == [layer(0), layer(1)] and held == planned
-    mixed = thread.run(2, unused, [((0,), (2,))], way="twice")[0][0]
-    assert mixed[0][0] == layer(0, 2)
+    ((result, (held, planned)),) = thread.run(1, unused, [((0,),), ((1,),)], twice=True)
+    assert [found.keys() for found, _ in result] == [layer(0), layer(1)] and held == planned
+    ((found, _),), _ = lab.first(2, unused, [((0,), (2,))], twice=True)
+    assert found.keys() == layer(0, 2)
 
 
 def test_it_is_set_between_steps():
     model = fully_shard(Choosing())
-    model(np.ones((2, 3), np.float32)).sum().backward()
+    model(X).sum().backward()
     with pytest.raises(RuntimeError, match="there are gradients; call zero_grad before"):
         set_find_unused_parameters(model)
     assert model.layers[1].weight.grad is not None
     model.zero_grad()
     set_find_unused_parameters(model)
-    model(np.ones((2, 3), np.float32)).sum().backward()
+    model(X).sum().backward()
     assert model.layers[1].weight.grad is None and model.layers[0].weight.grad is not None
 
 
 def test_integers_that_are_to_be_trained_are_named():
-    class Table(nn.Linear):
-        def __init__(self):
-            super().__init__(2, 2)
-            self.table = nn.Parameter((2,), nn.init.Zeros(), requires_grad=False, dtype=np.int64)
-
-    model = fully_shard(Table())
-    model.requires_grad_(True)
+    model = nn.Linear(2, 2)
+    model.table = nn.Parameter((2,), nn.init.Zeros(), requires_grad=False, dtype=np.int64)
+    fully_shard(model).requires_grad_(True)
     with pytest.raises(TypeError, match="parameter 'table' is int64 and can't require a gradient"):
         model(np.ones((1, 2), np.float32))
 
@@ -474,8 +394,7 @@ class Conditional(nn.Module):
 
 def conditional(sharded, at_first, later, by_rank):
     """Weights after four steps; after the first the expert is rank 0's alone, if it ever was the other's."""
-    shardrt.manual_seed(3)
-    model, mesh = Conditional(), init_device_mesh("auto") if sharded else None
+    model, mesh = lab.seeded(Conditional), init_device_mesh("auto") if sharded else None
     freeze(model, at_first)
     if sharded:
         fully_shard(model.expert, mesh=mesh, by_rank=by_rank)
@@ -491,8 +410,7 @@ def conditional(sharded, at_first, later, by_rank):
             for rank in ((mesh.rank,) if sharded else (0, 1))
         ]
         (sum(losses[1:], start=losses[0]) * (1 / len(losses))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
     return full_state_dict(model)
 
 
@@ -509,10 +427,8 @@ def conditional(sharded, at_first, later, by_rank):
 )
 @pytest.mark.filterwarnings("ignore:fully_shard. expected unit")
 def test_a_rank_that_skips_a_unit_knows_whether_backward_comes_to_it(frozen, by_rank):
-    expected = conditional(False, *frozen, by_rank)
-    found = thread.run(2, conditional, True, *frozen, by_rank)[0]
-    for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-6, err_msg=name)
+    found, expected = lab.first(2, conditional, True, *frozen, by_rank), conditional(False, *frozen, by_rank)
+    lab.assert_close(found, expected, atol=1e-6)
 
 
 class Either(nn.Module):
@@ -535,25 +451,16 @@ class WithEither(nn.Module):
         return self.head(self.either(x, layer))
 
 
-def only_frozen_here():
+@lab.on_ranks(2)
+def test_a_rank_that_used_only_what_is_frozen_of_a_unit_joins_the_others():
     """Rank 0 uses the layer that is frozen, rank 1 the other one."""
-    shardrt.manual_seed(3)
-    model, mesh = WithEither(), init_device_mesh("auto")
-    freeze(model, ("either.layers.0",))
+    plain, model, mesh = lab.seeded(WithEither), lab.seeded(WithEither), init_device_mesh("auto")
+    for each in (plain, model):
+        freeze(each, ("either.layers.0",))
     fully_shard(model.either, mesh=mesh)
     fully_shard(model, mesh=mesh)
     set_find_unused_parameters(model)
-    model(Tensor(np.ones((2, 3), np.float32)), mesh.rank).sum().backward()
-    return {name: np.array(g) for name, g in full_gradients(model)}
-
-
-def test_a_rank_that_used_only_what_is_frozen_of_a_unit_joins_the_others():
-    shardrt.manual_seed(3)
-    plain = WithEither()
-    for layer in (0, 1):
-        (plain(Tensor(np.ones((2, 3), np.float32)), layer).sum() * 0.5).backward()
-    found = thread.run(2, only_frozen_here)
-    assert all(rank.keys() == found[0].keys() for rank in found)
-    for name, gradient in found[0].items():
-        np.testing.assert_allclose(gradient, plain.get_parameter(name).grad, rtol=1e-6, err_msg=name)
-    assert "either.layers.1.weight" in found[0] and "either.layers.0.weight" not in found[0]
+    model(Tensor(X), mesh.rank).sum().backward()
+    for rank in (0, 1):
+        (plain(Tensor(X), rank).sum() * 0.5).backward()
+    lab.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-6)

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-import shardrt
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import init_device_mesh, thread
+from shardrt.comm import init_device_mesh
 from shardrt.fsdp import CPUOffloadPolicy, fully_shard, set_find_unused_parameters
+from tests import lab
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -40,13 +40,8 @@ class Choosing(nn.Module):
         return self.head(x)
 
 
-def fresh():
-    shardrt.manual_seed(2)
-    return Choosing()
-
-
 def sharded(make_optimizer, **settings):
-    model, mesh = fresh(), init_device_mesh("auto")
+    model, mesh = lab.seeded(Choosing), init_device_mesh("auto")
     model.layers[1].requires_grad_(False)
     fully_shard(model, mesh=mesh, **settings)
     set_find_unused_parameters(model)
@@ -55,16 +50,15 @@ def sharded(make_optimizer, **settings):
         for name, parameter in model.named_parameters():
             parameter.requires_grad = not name.startswith(frozen or "nothing")
         model.use = uses[mesh.rank]
-        y = model(x[2 * mesh.rank : 2 * mesh.rank + 2])
+        y = model(*lab.rows(mesh, x))
         (y * y).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
     return full_state_dict(model)
 
 
 def by_torch(make_optimizer):
     """The mean of two ranks' losses, on one."""
-    values = {name: torch.tensor(np.array(p.data)) for name, p in fresh().named_parameters()}
+    values = {name: torch.tensor(np.array(p.data)) for name, p in lab.seeded(Choosing).named_parameters()}
     parameters = {name: torch.nn.Parameter(value) for name, value in values.items()}
     optimizer = make_optimizer(torch.optim, parameters.values())
     for (frozen, *uses), x in zip(STEPS, X, strict=True):
@@ -78,8 +72,7 @@ def by_torch(make_optimizer):
             y = y @ parameters["head.weight"].T + parameters["head.bias"]
             loss = loss + (y * y).mean() / 2
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
     return {name: parameter.detach().numpy() for name, parameter in parameters.items()}
 
 
@@ -96,6 +89,5 @@ OPTIMIZERS = {
     ids=["FULL_SHARD", "NO_SHARD", "offload"],
 )
 def test_an_optimizer_leaves_alone_what_that_of_torch_leaves_alone(settings, name):
-    found = thread.run(2, sharded, OPTIMIZERS[name], **settings)[0]
-    for parameter, values in by_torch(OPTIMIZERS[name]).items():
-        np.testing.assert_allclose(found[parameter], values, rtol=1e-4, atol=1e-5, err_msg=parameter)
+    found = lab.first(2, sharded, OPTIMIZERS[name], **settings)
+    lab.assert_close(found, by_torch(OPTIMIZERS[name]), rtol=1e-4, atol=1e-5)

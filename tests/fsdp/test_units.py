@@ -7,7 +7,7 @@ import shardrt
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import CountedCommunicator, init_device_mesh, thread
+from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -24,52 +24,42 @@ from shardrt.fsdp.unit import State
 from shardrt.kernels import onednn
 from shardrt.nn.storage import LocalStorage
 from shardrt.recompute import checkpoint
-from tests.fsdp.nets import Block, Net, batches, gradients, loss_of, shard
+from tests import lab
+from tests.lab import Block, Net
 
-TOKENS, TARGETS = batches(1)[0]
-
-
-def rows_of(mesh, array):
-    count = len(array) // mesh.size
-    return array[mesh.rank * count : (mesh.rank + 1) * count]
+TOKENS, TARGETS = BATCH = lab.batches(1)[0]
+BF16 = MixedPrecisionPolicy("bfloat16")
+CALLS = ("all_gather", "reduce_scatter")
 
 
-def net():
-    shardrt.manual_seed(3)
-    return Net()
+def plain_gradients(make=Net):
+    """Of the whole batch."""
+    model = lab.seeded(make)
+    lab.backward(model)
+    return lab.gradients(model)
+
+
+def values_of(model):
+    return {name: np.array(p.data) for name, p in model.named_parameters()}
 
 
 # -- several modules as one unit
 
 
-def as_one_unit(prefetch):
-    made = []
-
-    def counted(communicator):
-        made.append(CountedCommunicator(communicator))
-        return made[-1]
-
-    model, mesh = net(), init_device_mesh("auto", wrap=counted)
+@lab.on_ranks(2)
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_list_of_modules_is_one_unit_gathered_and_reduced_once(prefetch):
+    counts = lab.Counts()
+    model, mesh = lab.seeded(), init_device_mesh("auto", wrap=counts)
     fully_shard([model.blocks[0], model.blocks[2]], mesh=mesh)
     fully_shard(model.blocks[1], mesh=mesh)
     fully_shard(model, mesh=mesh, prefetch=prefetch)
     for _ in range(2):
-        before = sum(c.calls["all_gather"] for c in made), sum(c.calls["reduce_scatter"] for c in made)
-        loss_of(model, rows_of(mesh, TOKENS), rows_of(mesh, TARGETS)).backward()
-        calls = sum(c.calls["all_gather"] for c in made), sum(c.calls["reduce_scatter"] for c in made)
-    found = gradients(model)
-    return [unit.label for unit in units(model)], np.subtract(calls, before).tolist(), found
-
-
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_list_of_modules_is_one_unit_gathered_and_reduced_once(prefetch):
-    labels, (gathers, reductions), found = thread.run(2, as_one_unit, prefetch)[0]
-    assert labels == ["(root)", "blocks.0 + blocks.2", "blocks.1"]
-    assert gathers == 2 * 2 + 1 and reductions == 3
-    plain = net()
-    loss_of(plain, TOKENS, TARGETS).backward()
-    for name, parameter in plain.named_parameters():
-        np.testing.assert_allclose(found[name] / 2, parameter.grad, rtol=1e-4, atol=1e-7, err_msg=name)
+        counts.reset()
+        lab.backward(model, mesh, scale=0.5)
+    assert [unit.label for unit in units(model)] == ["(root)", "blocks.0 + blocks.2", "blocks.1"]
+    assert counts.calls(*CALLS) == [2 * 2 + 1, 3]
+    lab.assert_close(lab.gradients(model), plain_gradients(), rtol=1e-4, atol=1e-7)
 
 
 class Half(nn.Module):
@@ -83,173 +73,127 @@ class Half(nn.Module):
         return x + self.used(x)
 
 
-def partly_called(recomputed, **settings):
-    """Units gathered after a forward, a backward, an evaluation; gathers and reductions; slots; gradients."""
-    made = []
-    shardrt.manual_seed(3)
-    model = nn.Sequential(*[Half() for _ in range(6)])
-    mesh = init_device_mesh("auto", wrap=lambda c: made.append(CountedCommunicator(c)) or made[-1])
-    for part in model:
-        fully_shard([part.unused, part.used], mesh=mesh, **settings)
-        if recomputed:
-            checkpoint(part)
-    fully_shard(model, mesh=mesh, **settings)
-    x = np.ones((2, 7), np.float32)
-    states = []
-
-    def note():
-        states.append(sum(unit.gathered for unit in units(model)[1:]))
-
-    for _ in range(2):
-        before = sum(c.calls["all_gather"] for c in made), sum(c.calls["reduce_scatter"] for c in made)
-        loss = model(x).sum()
-        note()
-        loss.backward()
-        note()
-        with shardrt.no_grad():
-            model(x)
-        note()
-    calls = sum(c.calls["all_gather"] for c in made), sum(c.calls["reduce_scatter"] for c in made)
-    slots = len(units(model)[1].groups[0].arenas["gathered"].slots)
-    return states, np.subtract(calls, before).tolist(), slots, gradients(model)["5.used.weight"]
-
-
+@lab.on_ranks(2)
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_a_unit_of_which_a_part_is_called_is_released_like_others(strategy, recomputed):
-    shardrt.manual_seed(3)
-    plain = nn.Sequential(*[Half() for _ in range(6)])
-    plain(np.ones((2, 7), np.float32)).sum().backward()
+    def six_halves():
+        return nn.Sequential(*[Half() for _ in range(6)])
+
+    counts, x = lab.Counts(), np.ones((2, 7), np.float32)
+    model, mesh = lab.seeded(six_halves), init_device_mesh("auto", wrap=counts)
+    for part in model:
+        fully_shard([part.unused, part.used], mesh=mesh, strategy=strategy)
+        if recomputed:
+            checkpoint(part)
+    fully_shard(model, mesh=mesh, strategy=strategy)
+
+    def gathered():
+        return sum(unit.gathered for unit in units(model)[1:])
+
     kept = strategy == "SHARD_GRAD_OP" and not recomputed  # from forward to backward
-    for states, (gathers, reductions), slots, gradient in thread.run(
-        2, partly_called, recomputed, strategy=strategy
-    ):
-        assert states == [6 * kept, 0, 0] * 2
-        assert (gathers, reductions) == (6 * (2 if kept else 3), 6)  # the last third: the evaluation
-        assert slots == (1 if strategy == "SHARD_GRAD_OP" else 2)  # of each unit, or of all together
-        np.testing.assert_allclose(gradient / 2, plain[5].used.weight.grad, rtol=1e-4)
-
-
-def test_an_empty_list_is_refused():
-    with pytest.raises(ValueError, match="the list of modules is empty"):
-        fully_shard([])
+    for _ in range(2):
+        counts.reset()
+        loss = model(x).sum()
+        assert gathered() == 6 * kept
+        (loss * 0.5).backward()
+        assert gathered() == 0
+        with shardrt.no_grad():
+            model(x)
+        assert gathered() == 0
+    assert counts.calls(*CALLS) == [6 * (2 if kept else 3), 6]  # the last third: the evaluation
+    slots = units(model)[1].groups[0].arenas["gathered"].slots
+    assert len(slots) == (1 if strategy == "SHARD_GRAD_OP" else 2)  # of each unit, or of all together
+    plain = lab.seeded(six_halves)
+    plain(x).sum().backward()
+    expected = plain[5].used.weight.grad
+    lab.assert_close(lab.gradients(model)["5.used.weight"], expected, rtol=1e-4)
 
 
 # -- what is ignored
 
 
-def with_ignored():
-    model, mesh = net(), init_device_mesh("auto")
-    fully_shard(model.blocks[0], mesh=mesh, ignored=[model.blocks[0].up.bias])
-    fully_shard(model, mesh=mesh, ignored=[model.blocks[1], model.norm.weight, model.blocks[0].up.bias])
-    whole = [p.name for p in model.parameters() if p.grad is None and p.shard.size == p.size and _plain(p)]
-    loss_of(model, rows_of(mesh, TOKENS), rows_of(mesh, TARGETS)).backward()
-    own = {p.name: p.grad.copy() for p in model.parameters() if _plain(p)}
-    optim.SGD(model.parameters(), lr=0.1).step()
-    return whole, own, full_state_dict(model)
-
-
-def _plain(parameter):
+def is_plain(parameter):
     return isinstance(parameter.storage, LocalStorage)
 
 
-def test_what_is_ignored_stays_whole_is_reduced_by_nobody_and_is_trained_and_saved():
-    (whole, first, state), (_, second, _) = thread.run(2, with_ignored)
+def test_what_is_ignored_stays_whole_is_reduced_by_no_rank_and_is_trained_and_saved():
+    def rank():
+        model, mesh = lab.seeded(), init_device_mesh("auto")
+        fully_shard(model.blocks[0], mesh=mesh, ignored=[model.blocks[0].up.bias])
+        fully_shard(model, mesh=mesh, ignored=[model.blocks[1], model.norm.weight, model.blocks[0].up.bias])
+        assert all(p.grad is None and p.shard.size == p.size for p in model.parameters() if is_plain(p))
+        lab.backward(model, mesh)
+        own = {p.name: p.grad.copy() for p in model.parameters() if is_plain(p)}
+        optim.SGD(model.parameters(), lr=0.1).step()
+        return own, full_state_dict(model)
+
+    (first, state), (second, _) = thread.run(2, rank)
     block = [f"blocks.1.{name}" for name, _ in Block().named_parameters()]
-    assert sorted(whole) == sorted(["norm.weight", "blocks.0.up.bias", *block])
-    plain = net()
-    loss_of(plain, TOKENS, TARGETS).backward()
-    for name, parameter in plain.named_parameters():
-        if name in first:  # each rank has the gradient of its own rows
-            assert not np.array_equal(first[name], second[name])
-            np.testing.assert_allclose((first[name] + second[name]) / 2, parameter.grad, rtol=1e-4, atol=1e-7)
-            np.testing.assert_allclose(state[name], parameter.data - 0.1 * first[name], rtol=1e-6)
-    assert state.keys() == dict(plain.named_parameters()).keys()
+    assert sorted(first) == sorted(["norm.weight", "blocks.0.up.bias", *block])
+    assert not any(np.array_equal(first[name], second[name]) for name in first)  # each has those of its rows
+    weights, gradients = values_of(lab.seeded()), plain_gradients()
+    for name in first:
+        lab.assert_close((first[name] + second[name]) / 2, gradients[name], name, rtol=1e-4, atol=1e-7)
+        lab.assert_close(state[name], weights[name] - 0.1 * first[name], name, rtol=1e-6)
+    assert state.keys() == weights.keys()
 
 
 # -- whole parameters outside forward
 
 
-def halved(policy, precision):
-    model, mesh = net(), init_device_mesh("auto")
-    shard(model, mesh, offload_policy=policy, mp_policy=precision)
+@lab.on_ranks(1, 2, 3)
+@pytest.mark.parametrize("policy", [None, CPUOffloadPolicy()])
+@pytest.mark.parametrize("precision", [None, BF16])
+def test_full_parameters_are_read_and_written_back_in_float32(policy, precision):
+    model, _ = lab.build(offload_policy=policy, mp_policy=precision)
+    plain = lab.seeded()
     with full_parameters(model):
-        seen = {name: p.data.copy() for name, p in model.named_parameters()}
+        lab.assert_equal(values_of(model), values_of(plain))
         for parameter in model.parameters():
             parameter.data *= 7  # without writeback this is forgotten
     with full_parameters(model.blocks, writeback=True):
-        for parameter in model.blocks.parameters():
+        for parameter in (*model.blocks.parameters(), *plain.blocks.parameters()):
             parameter.data *= 0.5
-    loss = loss_of(model, TOKENS, TARGETS).item()
-    return seen, full_state_dict(model), loss
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("policy", [None, CPUOffloadPolicy()])
-@pytest.mark.parametrize("precision", [None, MixedPrecisionPolicy("bfloat16")])
-def test_full_parameters_are_read_and_written_back_in_float32(ranks, policy, precision):
-    results = thread.run(ranks, halved, policy, precision)
-    plain = net()
-    for name, parameter in plain.named_parameters():
-        for seen, _, _ in results:
-            np.testing.assert_array_equal(seen[name], parameter.data)
-        if name.startswith("blocks"):
-            parameter.data *= 0.5
-        np.testing.assert_array_equal(results[0][1][name], parameter.data)
+    loss = lab.loss_of(model, *BATCH).item()
+    lab.assert_weights(model, values_of(plain))
     if precision is None:
-        expected = loss_of(plain, TOKENS, TARGETS).item()
-        assert all(loss == pytest.approx(expected, rel=1e-6) for *_, loss in results)
+        assert loss == pytest.approx(lab.loss_of(plain, *BATCH).item(), rel=1e-6)
 
 
-def held():
-    model, mesh = net(), init_device_mesh("auto")
-    shard(model, mesh)
+@lab.on_ranks(2)
+def test_unshard_keeps_parameters_until_reshard():
+    model, _ = lab.build()
     unshard(model)
-    whole = {name: p.data.copy() for name, p in model.named_parameters()}
-    loss_of(model, TOKENS, TARGETS).backward()
-    states = [unit.gathered for unit in units(model)]
+    lab.assert_equal(values_of(model), values_of(lab.seeded()))
+    lab.backward(model)
+    assert [unit.gathered for unit in units(model)] == [True] * 4
     reshard(model)
     with pytest.raises(RuntimeError, match=r"'embed\.weight' is sharded"):
         model.embed.weight.data  # noqa: B018
-    return whole, states, gradients(model)
+    lab.assert_close(lab.gradients(model), plain_gradients(), rtol=1e-4, atol=1e-7)
 
 
-def test_unshard_keeps_parameters_until_reshard():
-    plain = net()
-    loss_of(plain, TOKENS, TARGETS).backward()
-    for whole, states, found in thread.run(2, held):
-        assert states == [True] * 4
-        for name, parameter in plain.named_parameters():
-            np.testing.assert_array_equal(whole[name], parameter.data)
-            np.testing.assert_allclose(found[name], parameter.grad, rtol=1e-4, atol=1e-7)
-
-
-def trained_while_held(precision):
-    model, mesh = net(), init_device_mesh("auto")
-    shard(model, mesh, mp_policy=precision)
+@lab.on_ranks(2)
+@pytest.mark.parametrize("precision", [None, BF16])
+def test_what_is_held_follows_the_optimizer(precision):
+    model, _ = lab.build(mp_policy=precision)
     optimizer = optim.SGD(model.parameters(), lr=1.0)
     unshard(model)
-    loss_of(model, TOKENS, TARGETS).backward()
+    lab.backward(model)
     optimizer.step()
     with pytest.raises(RuntimeError, match="is sharded"):
         model.embed.weight.data  # noqa: B018  gathered before the step
-    held = loss_of(model, TOKENS, TARGETS).item()
-    whole = model.embed.weight.data.copy()
+    held = lab.loss_of(model, *BATCH).item()
+    assert not np.array_equal(model.embed.weight.data, lab.seeded().embed.weight.data)
     reshard(model)
-    return held, loss_of(model, TOKENS, TARGETS).item(), whole
+    assert held == lab.loss_of(model, *BATCH).item()
 
 
-@pytest.mark.parametrize("precision", [None, MixedPrecisionPolicy("bfloat16")])
-def test_what_is_held_follows_the_optimizer(precision):
-    for held, gathered_anew, whole in thread.run(2, trained_while_held, precision):
-        assert held == gathered_anew
-        assert not np.array_equal(whole, net().embed.weight.data)
-
-
-def changed_in_place():
-    model = net()
-    shard(model, init_device_mesh("auto"), strategy="SHARD_OPT")
-    loss_of(model, TOKENS, TARGETS)
+@lab.on_ranks(2)
+def test_gathered_parameters_are_not_written_to_where_it_would_be_lost():
+    model, _ = lab.build(strategy="SHARD_OPT")
+    lab.loss_of(model, *BATCH)
     with pytest.raises(RuntimeError, match="is sharded"):  # though SHARD_OPT keeps it gathered
         model.embed.weight.data  # noqa: B018
     unshard(model)
@@ -257,10 +201,6 @@ def changed_in_place():
         model.embed.weight.data = 0
     with pytest.raises(ValueError, match="read-only"):
         model.embed.weight.data *= 0
-
-
-def test_gathered_parameters_are_not_written_to_where_it_would_be_lost():
-    thread.run(2, changed_in_place)
 
 
 class Scaled(Net):
@@ -291,127 +231,85 @@ def by_shard(*parameters):
     parameters[0].shard[...] = 0.5
 
 
-def written_in_forward(how, **settings):
-    shardrt.manual_seed(3)
-    model, mesh = Scaled(), init_device_mesh("auto", settings.pop("shape", None))
-    shard(model, mesh, **settings)
-    Scaled.how = staticmethod(how)
-    before = full_state_dict(model)
-    with pytest.raises(ValueError, match="read-only"):
-        loss_of(model, TOKENS, TARGETS)
-    after = full_state_dict(model)
-    return all(np.array_equal(after[name], values) for name, values in before.items())
-
-
 STRATEGIES = [
     *({"strategy": name} for name in ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD")),
     {"strategy": "HYBRID_SHARD", "shape": (1, 2)},
 ]
 
 
-@pytest.mark.parametrize("how", [by_data, by_view, by_operator, by_shard])
+@lab.on_ranks(2)
 @pytest.mark.parametrize("settings", STRATEGIES, ids=lambda s: s["strategy"])
-def test_forward_cannot_write_what_other_ranks_read(how, settings):
-    assert thread.run(2, written_in_forward, how, **settings) == [True, True]
+def test_forward_cannot_write_what_other_ranks_read(settings):
+    model, _ = lab.build(Scaled, **settings)
+    before = values_of(lab.seeded(Scaled))
+    for how in (by_data, by_view, by_operator, by_shard):
+        model.how = how
+        with pytest.raises(ValueError, match="read-only"):
+            lab.loss_of(model, *BATCH)
+        lab.assert_weights(model, before, how)
 
 
-def updated_by_hand(by_hand, precision, **settings):
-    """Losses of three steps of SGD."""
-    model, mesh = net(), init_device_mesh("auto", settings.pop("shape", None))
-    shard(model, mesh, mp_policy=precision, **settings)
-    optimizer = optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    for _ in range(3):
-        loss = loss_of(model, TOKENS, TARGETS)
-        loss.backward()
-        losses.append(loss.item())
-        if by_hand:
-            for parameter in model.parameters():
-                with pytest.raises(ValueError, match="read-only"):
-                    parameter.shard[...] -= np.float32(0.5) * parameter.grad
-                with parameter.writing() as shard_:
-                    shard_ -= np.float32(0.5) * parameter.grad
-        else:
-            optimizer.step()
-        model.zero_grad()
-    return losses
-
-
+@lab.on_ranks(2)
 @pytest.mark.parametrize("precision", [None, MixedPrecisionPolicy("bfloat16", "float32")])
 @pytest.mark.parametrize("settings", STRATEGIES, ids=lambda s: s["strategy"])
 def test_what_is_written_to_shards_is_seen_by_the_next_forward(settings, precision):
-    expected = thread.run(2, updated_by_hand, False, precision, **settings)
-    found = thread.run(2, updated_by_hand, True, precision, **settings)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert found[0][2] < found[0][1] < found[0][0]
+    """Three steps of SGD, by the optimizer and by hand."""
+    losses = []
+    for by_hand in (False, True):
+        model, _ = lab.build(mp_policy=precision, **settings)
+        optimizer = optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(3):
+            losses.append(lab.backward(model))
+            for parameter in model.parameters() if by_hand else ():
+                with pytest.raises(ValueError, match="read-only"):
+                    parameter.shard[...] -= np.float32(0.5) * parameter.grad
+                with parameter.writing() as shard:
+                    shard -= np.float32(0.5) * parameter.grad
+            if not by_hand:
+                optimizer.step()
+            model.zero_grad()
+    lab.assert_close(losses[3:], losses[:3], rtol=1e-6)
+    assert losses[2] < losses[1] < losses[0]
 
 
-def saved_inside():
-    model = net()
-    shard(model, init_device_mesh("auto"))
+@lab.on_ranks(2)
+def test_loans_of_whole_parameters_may_lie_inside_one_another():
+    model, _ = lab.build()
+    expected = {name: 0.5 * value for name, value in values_of(lab.seeded()).items()}
     with full_parameters(model, writeback=True):
         for parameter in model.parameters():
             parameter.data *= 0.5
         with full_parameters(model.blocks[0]):
             pass
-        return full_state_dict(model), full_state_dict(model)
+        for _ in range(2):
+            lab.assert_weights(model, expected)
 
 
-def test_loans_of_whole_parameters_may_lie_inside_one_another():
-    (inside, again), *_ = thread.run(2, saved_inside)
-    for name, parameter in net().named_parameters():
-        np.testing.assert_array_equal(inside[name], 0.5 * parameter.data)
-        np.testing.assert_array_equal(again[name], 0.5 * parameter.data)
-
-
-def partly_loaded():
-    model = net()
-    shard(model, init_device_mesh("auto"))
-    model.load_state_dict({"blocks.1.up.bias": np.full(13, 4.0, np.float32)}, strict=False)
-    return full_state_dict(model)
-
-
+@lab.on_ranks(2)
 def test_a_part_of_a_state_can_be_loaded():
-    loaded, *_ = thread.run(2, partly_loaded)
-    for name, parameter in net().named_parameters():
-        np.testing.assert_array_equal(loaded[name], 4.0 if name == "blocks.1.up.bias" else parameter.data)
-    with pytest.raises(ValueError, match=r"missing \[\], not expected \['blocks.9.up.bias'\]"):
-        net().load_state_dict({"blocks.9.up.bias": np.zeros(13, np.float32)}, strict=False)
-
-
-@pytest.mark.parametrize("call", [unshard, reshard])
-def test_a_model_without_units_has_nothing_to_unshard(call):
-    with pytest.raises(ValueError, match="Net has no sharded unit; call fully_shard first"):
-        call(Net())
+    model, _ = lab.build()
+    part = {"blocks.1.up.bias": np.full(13, 4.0, np.float32)}
+    model.load_state_dict(part, strict=False)
+    lab.assert_weights(model, values_of(lab.seeded()) | part)
 
 
 # -- other entries than forward
 
 
-def whole_gradients(ranks, **settings):
-    model, mesh = net(), init_device_mesh("auto")
-    shard(model, mesh, **settings)
-    before = dict(full_gradients(model))
-    loss_of(model, rows_of(mesh, TOKENS), rows_of(mesh, TARGETS)).backward()
-    found = {name: np.array(gradient) for name, gradient in full_gradients(model)}
-    return before, found, gradients(model)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
+@lab.on_ranks(1, 3)
 @pytest.mark.parametrize("settings", [{}, {"strategy": "NO_SHARD"}, {"offload_policy": CPUOffloadPolicy()}])
-def test_whole_gradients_are_those_of_the_pieces(ranks, settings):
-    for before, found, expected in thread.run(ranks, whole_gradients, ranks, **settings):
-        assert found.keys() == expected.keys() == before.keys()
-        assert set(before.values()) == {None}
-        for name, gradient in expected.items():
-            np.testing.assert_array_equal(found[name], gradient)
+def test_whole_gradients_are_those_of_the_pieces(settings):
+    model, mesh = lab.build(**settings)
+    assert set(dict(full_gradients(model)).values()) == {None}
+    lab.backward(model, mesh)
+    found = {name: np.array(gradient) for name, gradient in full_gradients(model)}
+    lab.assert_equal(found, lab.gradients(model))
 
 
 def test_a_plain_model_has_its_gradients_whole():
-    plain = net()
-    loss_of(plain, TOKENS, TARGETS).backward()
-    found = dict(full_gradients(plain))
-    assert all(np.array_equal(found[name], p.grad) for name, p in plain.named_parameters())
+    plain = lab.seeded()
+    lab.backward(plain)
+    lab.assert_equal(dict(full_gradients(plain)), {name: p.grad for name, p in plain.named_parameters()})
 
 
 class Scorer(Net):
@@ -422,26 +320,17 @@ class Scorer(Net):
         return self.embed(tokens)
 
 
-def scored():
-    shardrt.manual_seed(3)
-    model, mesh = Scorer(), init_device_mesh("auto")
-    shard(model, mesh)
+@pytest.mark.filterwarnings("ignore:fully_shard. expected")  # the first forward came another way
+@lab.on_ranks(2)
+def test_a_registered_method_is_an_entry_like_forward():
+    plain, (model, _) = lab.seeded(Scorer), lab.build(Scorer)
     with pytest.raises(RuntimeError, match=r"'embed\.weight' is sharded"):
         model.embedded(TOKENS)
     register_forward_method(model, "embedded")
-    (model.embedded(TOKENS) * 2.0).sum().backward()
-    return gradients(model)["embed.weight"], model.score(TOKENS).item()
-
-
-@pytest.mark.filterwarnings("ignore:fully_shard. expected")  # the first forward came another way
-def test_a_registered_method_is_an_entry_like_forward():
-    shardrt.manual_seed(3)
-    plain = Scorer()
-    (plain.embedded(TOKENS) * 2.0).sum().backward()
-    expected = plain.score(TOKENS).item()
-    for gradient, value in thread.run(2, scored):
-        np.testing.assert_allclose(gradient, plain.embed.weight.grad, rtol=1e-6)
-        assert value == pytest.approx(expected, rel=1e-5)
+    for each in (model, plain):
+        (each.embedded(TOKENS) * 2.0).sum().backward()
+    lab.assert_close(lab.gradients(model)["embed.weight"], plain.embed.weight.grad, rtol=1e-6)
+    assert model.score(TOKENS).item() == pytest.approx(plain.score(TOKENS).item(), rel=1e-5)
 
 
 class CountedBlock(Block):
@@ -451,28 +340,36 @@ class CountedBlock(Block):
         return self.score(x)
 
     def score(self, x):
-        type(self).calls += 1
+        self.calls += 1
         return super().forward(x)
 
 
-def called_as(name):
-    shardrt.manual_seed(3)
+@pytest.mark.parametrize("name", ["__call__", "score"])
+def test_a_registered_method_is_recomputed_like_forward(name):
     block = fully_shard(checkpoint(CountedBlock()), mesh=init_device_mesh("auto"))
     register_forward_method(block, "score")
-    CountedBlock.calls = 0
     getattr(block, name)(shardrt.Tensor(np.ones((2, 7), np.float32))).sum().backward()
-    return CountedBlock.calls
+    assert block.calls == 2
 
 
-def test_a_registered_method_is_recomputed_like_forward():
-    assert called_as("__call__") == called_as("score") == 2
-
-
-def test_only_methods_of_units_can_be_registered():
-    with pytest.raises(ValueError, match="Net is not a unit"):
-        register_forward_method(Net(), "run_blocks")
-    with pytest.raises(AttributeError, match="nothing"):
-        register_forward_method(fully_shard(Net()), "nothing")
+NO_UNIT = "Net has no sharded unit; call fully_shard first"
+test_calls_that_are_refused = lab.refusals(
+    (lambda: register_forward_method(Net(), "run_blocks"), ValueError, "Net is not a unit"),
+    (lambda: register_forward_method(fully_shard(Net()), "nothing"), AttributeError, "nothing"),
+    (lambda: unshard(Net()), ValueError, NO_UNIT),
+    (lambda: reshard(Net()), ValueError, NO_UNIT),
+    (lambda: explain(Net()), ValueError, "explain: Net has no sharded unit"),
+    (
+        lambda: Net().load_state_dict({"blocks.9.up.bias": np.zeros(13, np.float32)}, strict=False),
+        ValueError,
+        r"missing \[\], not expected \['blocks.9.up.bias'\]",
+    ),
+    (
+        lambda: units(lab.build()[0])[0].move(State.KEPT),
+        RuntimeError,
+        r"unit \(root\): illegal move from SHARDED to KEPT",
+    ),
+)
 
 
 # -- explain
@@ -481,7 +378,7 @@ def test_only_methods_of_units_can_be_registered():
 @pytest.mark.parametrize("instructions", [True, False])
 def test_explain_says_what_is_where(monkeypatch, instructions):
     monkeypatch.setattr(onednn, "computes_bf16", lambda: instructions)
-    model = net()
+    model = lab.seeded()
     model.blocks[2].up.bias.requires_grad = False
     fully_shard(model.blocks[0], strategy="SHARD_OPT", mp_policy=MixedPrecisionPolicy("bfloat16", "float32"))
     fully_shard([model.blocks[1], model.blocks[2]], offload_policy=CPUOffloadPolicy(gradients=False))
@@ -499,13 +396,8 @@ def test_explain_says_what_is_where(monkeypatch, instructions):
     assert [row[1] for row in table if "frozen" in row[1]] == ["13 frozen"]
 
 
-def test_explain_needs_a_unit():
-    with pytest.raises(ValueError, match="explain: Net has no sharded unit"):
-        explain(Net())
-
-
 def test_the_recorded_order_is_explained_after_a_forward():
-    model = net()
+    model = lab.seeded()
 
     def backwards(x):
         for block in list(model.blocks)[::-1]:
@@ -513,50 +405,16 @@ def test_the_recorded_order_is_explained_after_a_forward():
         return x
 
     model.run_blocks = backwards
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    lab.shard(model, None)
     F.cross_entropy(model(TOKENS), TARGETS)
     text = {line.split()[0]: line for line in explain(model).splitlines()}
     assert text["blocks.2"].endswith("with (root)") and text["blocks.0"].endswith("with blocks.1")
 
 
-class Wide(nn.Module):
-    pass
+# -- states
 
 
-def test_what_is_no_module_is_refused():
-    with pytest.raises(TypeError, match=r"must be a shardrt\.nn\.Module, .*got str"):
-        fully_shard("blocks")
-    with pytest.raises(TypeError, match="got int"):
-        fully_shard([Wide(), 3])
-
-
-def states_in_a_step(strategy):
-    """The states of the outermost unit and of its first block, between the parts of two steps."""
-    shardrt.manual_seed(3)
-    model = Net()
-    shard(model, init_device_mesh("auto"), strategy=strategy)
-    optimizer, seen = optim.SGD(model.parameters(), lr=0.1), []
-
-    def note():
-        seen.append(tuple(unit.state.name for unit in units(model)[:2]))
-
-    for batch in batches(2):
-        loss = loss_of(model, *batch)
-        note()
-        loss.backward()
-        note()
-        optimizer.step()
-        optimizer.zero_grad()
-        note()
-    unshard(model)
-    note()
-    reshard(model)
-    note()
-    return seen
-
-
+@lab.on_ranks(2)
 @pytest.mark.parametrize(
     "strategy, forward, backward, update",
     [
@@ -566,19 +424,24 @@ def states_in_a_step(strategy):
     ],
 )
 def test_the_state_of_a_unit_follows_from_its_strategy(strategy, forward, backward, update):
-    expected = [forward, (backward,) * 2, (update,) * 2] * 2 + [("KEPT",) * 2, ("SHARDED",) * 2]
-    assert thread.run(2, states_in_a_step, strategy) == [expected] * 2
+    """The states of the outermost unit and of its first block."""
+    model, _ = lab.build(strategy=strategy)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
 
+    def states():
+        return tuple(unit.state.name for unit in units(model)[:2])
 
-def moved_without_a_gather():
-    model = Net()
-    shard(model, init_device_mesh("auto"))
-    with pytest.raises(RuntimeError, match=r"unit \(root\): illegal move from SHARDED to KEPT"):
-        units(model)[0].move(State.KEPT)
-
-
-def test_a_unit_makes_no_move_that_its_table_does_not_have():
-    thread.run(1, moved_without_a_gather)
+    for batch in lab.batches(2):
+        loss = lab.loss_of(model, *batch)
+        assert states() == forward
+        loss.backward()
+        assert states() == (backward,) * 2
+        lab.update(optimizer)
+        assert states() == (update,) * 2
+    unshard(model)
+    assert states() == ("KEPT",) * 2
+    reshard(model)
+    assert states() == ("SHARDED",) * 2
 
 
 class BackwardInside(nn.Module):
@@ -595,23 +458,13 @@ class BackwardInside(nn.Module):
         return (shardrt.Tensor(inside.grad) * self.own).sum()
 
 
-def with_a_backward_inside():
-    shardrt.manual_seed(3)
-    model = BackwardInside()
-    mesh = init_device_mesh("auto")
+@lab.on_ranks(2)
+def test_a_backward_inside_of_a_forward_leaves_the_unit_around_it_gathered():
+    plain, model, mesh = lab.seeded(BackwardInside), lab.seeded(BackwardInside), init_device_mesh("auto")
     fully_shard(model.energy, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    x = np.ones((2, 5), np.float32)
-    loss = model(x)
-    loss.backward()
-    return loss.item(), gradients(model)["own"]
-
-
-def test_a_backward_inside_of_a_forward_leaves_the_unit_around_it_gathered():
-    shardrt.manual_seed(3)
-    plain = BackwardInside()
-    loss = plain(np.ones((2, 5), np.float32))
-    loss.backward()
-    for found, gradient in thread.run(2, with_a_backward_inside):
-        assert found == pytest.approx(loss.item())
-        np.testing.assert_allclose(gradient, plain.own.grad, rtol=1e-6)
+    losses = [each(np.ones((2, 5), np.float32)) for each in (model, plain)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item())
+    lab.assert_close(lab.gradients(model)["own"], plain.own.grad, rtol=1e-6)

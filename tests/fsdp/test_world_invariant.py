@@ -1,7 +1,6 @@
 """set_world_invariant: 1, 2, 4 and 8 ranks train to the same bits, however the model is sharded."""
 
 import re
-from collections import Counter
 from functools import cache
 from math import fsum
 
@@ -15,7 +14,7 @@ from models.gpt import GPT, GPTConfig
 from shardrt import functional as F
 from shardrt import nn, no_grad, optim
 from shardrt.checkpoint.pieces import pieces_of
-from shardrt.comm import CountedCommunicator, init_device_mesh, thread
+from shardrt.comm import init_device_mesh, thread
 from shardrt.comm.talk import from_all
 from shardrt.fsdp import (
     CPUOffloadPolicy,
@@ -30,7 +29,7 @@ from shardrt.fsdp import (
 from shardrt.fsdp.options.fixed_tree import arrays_for, slot_of
 from shardrt.kernels import cpu as K
 from shardrt.recompute import checkpoint_blocks
-from tests.fsdp.nets import Net, shard
+from tests import lab
 
 M = 8  # micro-batches of a step
 BF16 = MixedPrecisionPolicy("bfloat16", output_dtype="float32")
@@ -72,8 +71,8 @@ def test_turns_and_ranks_make_one_tree(log_m, log_w, seed):
 
 
 def gpt(mesh, strategy="FULL_SHARD", invariant=True, recompute=False, dropout=0.2, **options):
-    shardrt.manual_seed(7)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=24, block_size=16, vocab_size=50, dropout=dropout))
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=24, block_size=16, vocab_size=50, dropout=dropout)
+    model = lab.seeded(lambda: GPT(config), 7)
     if recompute:
         checkpoint_blocks(model.blocks)
     for block in model.blocks:
@@ -190,11 +189,10 @@ def test_without_the_mode_bits_differ_though_only_by_the_order_of_sums():
     found = [on(ranks, invariant=False, dropout=0.0)[2] for ranks in (1, 2, 8)]
     assert found[0] != found[1] != found[2] != found[0]
     assert found[2] == on(1, dropout=0.0)[2]  # 8 ranks have one turn, and the tree anyway
-    for name, values in found[0].items():
-        np.testing.assert_allclose(values, found[1][name], atol=1e-4)
+    lab.assert_close(found[0], found[1], atol=1e-4, rtol=1e-7)
 
 
-class Sometimes(Net):
+class Sometimes(lab.Net):
     """Leaves its second block out in some micro-batches; one rank may have it while another has not."""
 
     def run_blocks(self, x):
@@ -204,11 +202,9 @@ class Sometimes(Net):
 
 
 def train_sometimes():
-    mesh = init_device_mesh("auto")
-    shardrt.manual_seed(3)
-    model = Sometimes()
+    mesh, model = init_device_mesh("auto"), lab.seeded(Sometimes)
     model.blocks[2].up.bias.requires_grad = False
-    shard(model, mesh)
+    lab.shard(model, mesh)
     set_world_invariant(model, M)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     norms = []
@@ -218,8 +214,7 @@ def train_sometimes():
             model.used = step == 0 or number in ((), (0, 1, 2), (5,), ())[step]
             (F.cross_entropy(model(tokens), targets) * (1 / M)).backward()
         norms.append([nn.utils.grad_norm(model.parameters(), p) for p in (1, 2, np.inf)])
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
     return norms, pieces(model, optimizer)
 
 
@@ -233,46 +228,32 @@ def test_units_that_some_micro_batches_leave_out_have_their_place_in_the_sum():
 # -- what it takes, and what it refuses
 
 
-def test_partial_sums_are_planned_and_few():
-    for ranks, partial in ((1, 2), (2, 1), (4, 0), (8, 0)):
-        for plan, held, shards in thread.run(ranks, planned):
-            assert plan == held == partial * shards
-
-
-def planned():
+@lab.on_ranks(1, 2, 4, 8)
+def test_partial_sums_are_planned_and_few(ranks):
     model = gpt(init_device_mesh("auto"))
     plan = memory_plan(model).device.get("partial sums of gradients", 0)
-    groups = [group for unit in units(model) for group in unit.groups]
+    groups = lab.groups_of(model)
     held = sum(array.nbytes for group in groups for array in group.sharded_gradient.arrays[1:])
-    return plan, held, sum(group.shard.nbytes for group in groups)
+    assert plan == held == {1: 2, 2: 1}.get(ranks, 0) * sum(group.shard.nbytes for group in groups)
 
 
-def traffic(invariant):
-    """(calls, bytes) of a step on the communicators of this rank, clipping included."""
-    made = []
-
-    def counted(communicator):
-        made.append(CountedCommunicator(communicator))
-        return made[-1]
-
-    mesh = init_device_mesh("auto", wrap=counted)
-    model = gpt(mesh, invariant=invariant)
-    optimizer = optim.AdamW(model.parameters())
-    for _ in range(2):
-        for communicator in made:
-            communicator.reset()
-        for number in range(mesh.rank, M, mesh.size):
-            turn(model, number)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    calls, nbytes = sum((c.calls for c in made), Counter()), sum((c.bytes for c in made), Counter())
-    return calls, nbytes
-
-
+@lab.on_ranks(2)
 def test_traffic_is_that_of_a_reduction_each_time_and_a_table():
-    calls, nbytes = thread.run(2, traffic, True)[0]
-    expected, expected_bytes = thread.run(2, traffic, False)[0]
+    def traffic(invariant):
+        """(calls, bytes) of a step on the communicators of this rank, clipping included."""
+        counts = lab.Counts()
+        mesh = init_device_mesh("auto", wrap=counts)
+        model = gpt(mesh, invariant=invariant)
+
+        def step():
+            for number in range(mesh.rank, M, mesh.size):
+                turn(model, number)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+        lab.count_step(counts, model, step)
+        return counts.all_calls(), counts.all_bytes()
+
+    (calls, nbytes), (expected, expected_bytes) = traffic(True), traffic(False)
     assert calls == expected and calls["reduce_scatter"] == 4 * 3
     assert nbytes.pop("all_reduce") - expected_bytes.pop("all_reduce") == 256 * 2 * 8 - 2 * 16
     assert nbytes == expected_bytes
@@ -312,40 +293,45 @@ def test_evaluation_between_turns_changes_nothing():
     assert masks(False) == masks(True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "told", "refused"),
-    [
-        (ValueError, "micro_batches must be a power of two, got 6", lambda m: set_world_invariant(m, 6)),
-        (ValueError, "micro_batches must be a power of two, got 0", lambda m: set_world_invariant(m, 0)),
-        (ValueError, "factor 8 would round each", lambda m: set_gradient_divide_factor(m, 8)),
-        (RuntimeError, "no_sync: with set_world_invariant", lambda m: no_sync(m).__enter__()),
-        (ValueError, "it must be 1, 2 or infinity; got 3", lambda m: nn.utils.grad_norm(m.parameters(), 3.0)),
-        (RuntimeError, "before the optimizer is made", lambda m: units(m) and set_world_invariant(m, M)),
+def refuses(call):
+    return lambda: call(gpt(init_device_mesh("auto")))
+
+
+def ignoring():
+    model = lab.Net()
+    fully_shard(model, ignored=[model.norm])
+    set_world_invariant(model, M)
+    units(model)
+
+
+test_what_cannot_be_is_refused = lab.refusals(
+    *(
         (
+            refuses(lambda model, count=count: set_world_invariant(model, count)),
             ValueError,
-            "has micro_batches 16, .root. 8",
-            lambda m: set_world_invariant(m.blocks, 16) or units(m),
-        ),
-    ],
+            f"micro_batches must be a power of two, got {count}",
+        )
+        for count in (6, 0)
+    ),
+    (refuses(lambda m: set_gradient_divide_factor(m, 8)), ValueError, "factor 8 would round each"),
+    (refuses(lambda m: no_sync(m).__enter__()), RuntimeError, "no_sync: with set_world_invariant"),
+    (
+        refuses(lambda m: nn.utils.grad_norm(m.parameters(), 3.0)),
+        ValueError,
+        "it must be 1, 2 or infinity; got 3",
+    ),
+    (refuses(lambda m: units(m) and set_world_invariant(m, M)), RuntimeError, "before the optimizer is made"),
+    (
+        refuses(lambda m: set_world_invariant(m.blocks, 16) or units(m)),
+        ValueError,
+        "has micro_batches 16, .root. 8",
+    ),
+    (ignoring, ValueError, "'norm.weight' is ignored"),
+    (
+        lambda: units(gpt(None, offload_policy=CPUOffloadPolicy())),
+        ValueError,
+        "has its gradients on the host",
+    ),
+    (lambda: on(3), ValueError, "the number of ranks must be a power of two, got 3"),
+    (lambda: on(16), ValueError, "micro_batches 8 are too few for 16 ranks"),
 )
-def test_what_cannot_be_is_refused(kind, told, refused):
-    model = gpt(init_device_mesh("auto"))
-    with pytest.raises(kind, match=told):
-        refused(model)
-
-
-def test_what_cannot_be_is_refused_when_units_are_made():
-    def ignoring():
-        model = Net()
-        fully_shard(model, ignored=[model.norm])
-        set_world_invariant(model, M)
-        units(model)
-
-    with pytest.raises(ValueError, match="'norm.weight' is ignored"):
-        ignoring()
-    with pytest.raises(ValueError, match="has its gradients on the host"):
-        units(gpt(None, offload_policy=CPUOffloadPolicy()))
-    with pytest.raises(ValueError, match="the number of ranks must be a power of two, got 3"):
-        on(3)
-    with pytest.raises(ValueError, match="micro_batches 8 are too few for 16 ranks"):
-        on(16)

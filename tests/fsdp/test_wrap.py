@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 
-import shardrt
 from models.gpt import GPT, GPTConfig
 from shardrt import functional as F
-from shardrt import nn, optim
-from shardrt.checkpoint import full_state_dict
-from shardrt.comm import init_device_mesh, thread
+from shardrt import nn
+from shardrt.comm import init_device_mesh
 from shardrt.fsdp import by_class, by_predicate, by_size, fully_shard, units, wrap
-from tests.fsdp.nets import Block, Nested, Net, batches, loss_of, shard
+from tests import lab
+from tests.lab import Block, Nested, Net
 
 WAYS = {
     "class": by_class(Block),
@@ -31,45 +30,28 @@ def labels(model):
     return [unit.label for unit in units(model)]
 
 
-def trained(make, attach):
-    shardrt.manual_seed(3)
-    model = make()
-    mesh = init_device_mesh("auto")
-    attach(model, mesh)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    for tokens, targets in batches(3):
-        rows = len(tokens) // mesh.size
-        mine = slice(mesh.rank * rows, (mesh.rank + 1) * rows)
-        loss_of(model, tokens[mine], targets[mine]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_state_dict(model)
+def trained(ranks, make, attach):
+    def rank():
+        model, mesh = lab.seeded(make), init_device_mesh("auto")
+        return lab.train(attach(model, mesh), mesh)
 
-
-def same(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+    return lab.first(ranks, rank).weights
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_each_way_gives_the_bits_and_names_of_wrapping_by_hand(way, ranks):
-    by_hand = thread.run(ranks, trained, Net, lambda model, mesh: shard(model, mesh))[0]
-    found = thread.run(ranks, trained, Net, lambda model, mesh: wrap(model, WAYS[way], mesh=mesh))[0]
-    same(found, by_hand)
+    found = trained(ranks, Net, lambda model, mesh: wrap(model, WAYS[way], mesh=mesh))
+    lab.assert_equal(found, lab.train_on(ranks).weights)
     assert list(found) == [name for name, _ in Net().named_parameters()]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 60, 100])
 def test_weights_tied_across_units_are_left_to_the_unit_around_both(ranks, size):
-    expected = thread.run(1, trained, TiedAcross, lambda model, mesh: fully_shard(model, mesh=mesh))[0]
-    found = thread.run(ranks, trained, TiedAcross, lambda model, mesh: wrap(model, by_size(size), mesh=mesh))[
-        0
-    ]
-    for name in expected:
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-7, err_msg=name)
+    expected = trained(1, TiedAcross, lambda model, mesh: fully_shard(model, mesh=mesh))
+    found = trained(ranks, TiedAcross, lambda model, mesh: wrap(model, by_size(size), mesh=mesh))
+    lab.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_a_gpt_with_its_tied_head_needs_no_care():
@@ -81,16 +63,8 @@ def test_a_gpt_with_its_tied_head_needs_no_care():
 
 
 def test_a_class_inside_another_makes_units_in_units():
-    model = wrap(Nested(), by_class(nn.Sequential, Block))
-    assert labels(model) == [
-        "(root)",
-        "stages.0",
-        "stages.0.0",
-        "stages.0.2",
-        "stages.1",
-        "stages.1.0",
-        "stages.1.2",
-    ]
+    stages = [f"stages.{stage}{block}" for stage in (0, 1) for block in ("", ".0", ".2")]
+    assert labels(wrap(Nested(), by_class(nn.Sequential, Block))) == ["(root)", *stages]
 
 
 def test_units_by_size_have_at_least_that_many_parameters():
@@ -103,36 +77,14 @@ def test_units_by_size_have_at_least_that_many_parameters():
     assert counts[1] > counts[50] > counts[100] == counts[150]  # larger units, fewer of them
 
 
-def test_embeddings_are_units_by_size_if_told():
+def test_what_is_a_unit_and_what_is_none():
     assert "embed" not in labels(wrap(Net(), by_size(50)))
     assert "embed" in labels(wrap(Net(), by_size(50, leave=())))
-
-
-def test_a_list_of_modules_has_no_forward_and_is_no_unit():
-    model = wrap(Net(), by_predicate(lambda path, module: path == "blocks" or path == "blocks.1"))
-    assert labels(model) == ["(root)", "blocks.1"]
-
-
-def test_a_policy_may_choose_settings():
-    policy = by_predicate(
-        lambda path, module: (
-            {"strategy": "SHARD_GRAD_OP"} if path == "blocks.0" else isinstance(module, Block)
-        )
-    )
-    model = wrap(Net(), policy, strategy="SHARD_OPT")
-    assert [unit.settings.strategy.name for unit in units(model)] == [
-        "SHARD_OPT",
-        "SHARD_GRAD_OP",
-        "SHARD_OPT",
-        "SHARD_OPT",
+    # A list of modules has no forward.
+    assert labels(wrap(Net(), by_predicate(lambda path, _: path in ("blocks", "blocks.1")))) == [
+        "(root)",
+        "blocks.1",
     ]
-    model = wrap(Net(), by_class(Block, reshard_after_forward=False))
-    assert [unit.reshard_after_forward for unit in units(model)] == [False] * 4
-    model = wrap(Net(), by_class(Block))
-    assert [unit.reshard_after_forward for unit in units(model)] == [False, True, True, True]
-
-
-def test_what_is_ignored_is_in_no_unit():
     model = Net()
     wrap(model, by_class(Block), ignored=[model.blocks[1], model.norm.weight])
     assert labels(model) == ["(root)", "blocks.0", "blocks.2"]
@@ -140,14 +92,23 @@ def test_what_is_ignored_is_in_no_unit():
     assert "norm.bias" in held and "norm.weight" not in held and "blocks.1.up.weight" not in held
 
 
-def test_what_is_wrong_is_said():
-    with pytest.raises(ValueError, match="wrap: the policy picks no module of Net"):
-        wrap(Net(), by_size(10**9))
-    with pytest.raises(TypeError, match="by_class: expected classes"):
-        by_class(Block, 3)
-    with pytest.raises(ValueError, match="by_class: name at least one class"):
-        by_class()
-    with pytest.raises(ValueError, match="min_parameters must be at least 1, got 0"):
-        by_size(0)
-    with pytest.raises(ValueError, match="unknown strategy"):
-        wrap(Net(), by_class(Block), strategy="HALF")
+def test_a_policy_may_choose_settings():
+    def policy(path, module):
+        return {"strategy": "SHARD_GRAD_OP"} if path == "blocks.0" else isinstance(module, Block)
+
+    model = wrap(Net(), by_predicate(policy), strategy="SHARD_OPT")
+    found = [unit.settings.strategy.name for unit in units(model)]
+    assert found == ["SHARD_OPT", "SHARD_GRAD_OP", "SHARD_OPT", "SHARD_OPT"]
+    model = wrap(Net(), by_class(Block, reshard_after_forward=False))
+    assert [unit.reshard_after_forward for unit in units(model)] == [False] * 4
+    model = wrap(Net(), by_class(Block))
+    assert [unit.reshard_after_forward for unit in units(model)] == [False, True, True, True]
+
+
+test_what_is_wrong_is_named = lab.refusals(
+    (lambda: wrap(Net(), by_size(10**9)), ValueError, "wrap: the policy picks no module of Net"),
+    (lambda: by_class(Block, 3), TypeError, "by_class: expected classes"),
+    (lambda: by_class(), ValueError, "by_class: name at least one class"),
+    (lambda: by_size(0), ValueError, "min_parameters must be at least 1, got 0"),
+    (lambda: wrap(Net(), by_class(Block), strategy="HALF"), ValueError, "unknown strategy"),
+)

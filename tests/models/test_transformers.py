@@ -22,7 +22,7 @@ from shardrt import nn
 from shardrt.comm import init_device_mesh, thread, world
 from shardrt.fsdp import by_class, fully_shard, wrap
 from shardrt.parallel import expert_plan, parallelize_module
-from tests.parallel.nets import whole_gradients
+from tests.lab import whole_gradients
 
 pytestmark = pytest.mark.torch
 

@@ -8,7 +8,7 @@ from shardrt import optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, world
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from tests.fsdp.nets import Net, batches, loss_of, shard
+from tests.lab import Net, batches, loss_of, shard
 from tests.mpi import memory, readers
 
 SIZE = world.of_mpi().size

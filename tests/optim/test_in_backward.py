@@ -4,18 +4,18 @@ import gc
 import threading
 import time
 import weakref
-from functools import cache
+from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
 
-import shardrt
 from shardrt import nn, optim
-from shardrt.comm import init_device_mesh, thread
 from shardrt.device import timeline
 from shardrt.fsdp import CPUOffloadPolicy, no_sync
 from shardrt.nn.storage import HostPlacement
-from tests.fsdp.nets import CalledTwice, Frozen, Nested, Net, NeverCalled, batches, loss_of, shard, train_on
+from tests import lab
+from tests.lab import CalledTwice, Frozen, Nested, Net, NeverCalled
 from tests.optim.storages import HostStorage, assert_same_bits, gradients, snapshot
 
 STEPS = 5
@@ -41,8 +41,7 @@ def train(make, placement, in_backward):
     for step, gradient in enumerate(gradients(STEPS)):
         optimizer.param_groups[1]["lr"] = 0.01 / (1 + step)
         backward(storages, gradient)
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
     return {"shards": np.concatenate([s.shard for s in storages])} | snapshot(storages[0], optimizer)
 
 
@@ -132,8 +131,7 @@ def test_a_second_backward_before_step_is_an_error_and_after_it_is_not():
     storage.reduce(first)
     with pytest.raises(RuntimeError, match="'p0' before step.*accumulate with no_sync for all but the last"):
         storage.reduce(second)
-    optimizer.step()
-    optimizer.zero_grad()
+    lab.update(optimizer)
     storage.reduce(third)
     optimizer.step()
     assert set(optimizer.slices[0].steps.tolist()) == {2}
@@ -176,16 +174,7 @@ def test_a_storage_neither_keeps_nor_calls_an_optimizer_that_is_gone():
     assert np.array_equal(storage.shard, before)
 
 
-def adamw(in_backward):
-    return lambda parameters: optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, in_backward=in_backward)
-
-
-@cache
-def trained(ranks, make):
-    """By step()."""
-    return train_on(ranks, make, steps=4, make_optimizer=adamw(False))
-
-
+IN_BACKWARD = partial(lab.adamw, in_backward=True)
 POLICIES = [CPUOffloadPolicy(False, False, False), CPUOffloadPolicy(), CPUOffloadPolicy(step="host")]
 
 
@@ -194,111 +183,84 @@ POLICIES = [CPUOffloadPolicy(False, False, False), CPUOffloadPolicy(), CPUOffloa
     ("ranks", "make"), [(1, Net), (3, Net), (3, CalledTwice), (3, NeverCalled), (3, Nested), (3, Frozen)]
 )
 def test_a_sharded_model_trains_to_the_same_bits(ranks, make, policy):
-    history, expected = trained(ranks, make)
-    losses, found = train_on(ranks, make, steps=4, make_optimizer=adamw(True), offload_policy=policy)
-    assert [loss for loss, _ in losses] == [loss for loss, _ in history]
-    assert_same_bits(found, expected)
+    found = lab.train_on(ranks, make, optimizer=IN_BACKWARD, offload_policy=policy)._replace(gradients=[])
+    lab.assert_equal(found, lab.train_on(ranks, make)._replace(gradients=[]))
 
 
-def accumulated(in_backward):
-    """Losses of three steps of three micro-batches each."""
-    model = shard(Net(), init_device_mesh("auto"))
-    optimizer = adamw(in_backward)(model.parameters())
-    losses = []
-    for tokens, targets in batches(3):
-        with no_sync(model):
-            loss_of(model, tokens[:4], targets[:4]).backward()
-            loss_of(model, tokens[4:8], targets[4:8]).backward()
-        loss = loss_of(model, tokens[8:], targets[8:])
-        loss.backward()
-        losses.append(float(loss.item()))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
+@lab.on_ranks(2)
 def test_accumulation_with_no_sync_goes_with_it():
-    assert thread.run(2, accumulated, True) == thread.run(2, accumulated, False)
+    """Three steps of three micro-batches each."""
+    losses = {}
+    for make in (lab.adamw, IN_BACKWARD):
+        model, _ = lab.build()
+        optimizer, losses[make] = make(model.parameters()), []
+        for tokens, targets in lab.batches(3):
+            for last in (4, 8, 12):
+                with no_sync(model) if last < 12 else nullcontext():
+                    part = tokens[last - 4 : last], targets[last - 4 : last]
+                    losses[make].append(lab.backward(model, None, part))
+            lab.update(optimizer)
+    assert losses[lab.adamw] == losses[IN_BACKWARD]
 
 
-def evaluated_before_step(in_backward):
-    """The loss between backward and step, and after step."""
-    model = shard(Net(), init_device_mesh("auto"))
-    optimizer = adamw(in_backward)(model.parameters())
-    ((tokens, targets),) = batches(1)
-    loss_of(model, tokens, targets).backward()
-    between = float(loss_of(model, tokens, targets).item())
-    optimizer.step()
-    return between, float(loss_of(model, tokens, targets).item())
-
-
+@lab.on_ranks(2)
 def test_after_backward_all_parameters_are_new():
-    between, after = thread.run(2, evaluated_before_step, True)[0]
-    assert between == after == thread.run(2, evaluated_before_step, False)[0][1]
+    """The loss between backward and step, and after step."""
+    losses = {}
+    for make in (lab.adamw, IN_BACKWARD):
+        model, _ = lab.build()
+        optimizer = make(model.parameters())
+        lab.backward(model)
+        between = lab.loss_of(model, *lab.batches(1)[0]).item()
+        optimizer.step()
+        losses[make] = between, lab.loss_of(model, *lab.batches(1)[0]).item()
+    assert losses[IN_BACKWARD] == (losses[lab.adamw][1],) * 2
 
 
-def after_a_backward_that_raised(forget):
-    """Losses at once and when all is at rest, and how often each unit was updated, a step later."""
-    model = shard(Net(), init_device_mesh("auto"))
-    optimizer = SlowAdamW(model.parameters(), in_backward=True)
-    first, second, other = batches(3)
-    forward = model.blocks[1].forward
-
-    def failing(x):
-        y = forward(x)
-        y.register_hook(lambda gradient: 1 / 0)
-        return y
-
-    model.blocks[1].forward = failing
-    with pytest.raises(ZeroDivisionError):
-        loss_of(model, *first).backward()
-    model.blocks[1].forward = forward
-    losses = [float(loss_of(model, *other).item())]
-    forget(model, optimizer)
-    time.sleep(2 * SlowAdamW.UPDATE)
-    losses.append(float(loss_of(model, *other).item()))
-    optimizer.zero_grad()
-    loss_of(model, *second).backward()
-    optimizer.step()
-    return losses, {piece.name: set(piece.steps.tolist()) for piece in optimizer.slices}
+FORGET = {
+    "step": lambda model, optimizer: optimizer.step(),
+    "zero_grad of the optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "zero_grad of the model": lambda model, optimizer: model.zero_grad(),
+}
 
 
-@pytest.mark.parametrize(
-    "forget",
-    [
-        lambda model, optimizer: optimizer.step(),
-        lambda model, optimizer: optimizer.zero_grad(),
-        lambda model, optimizer: model.zero_grad(),
-    ],
-    ids=["step", "zero_grad of the optimizer", "zero_grad of the model"],
-)
+@lab.on_ranks(2)
+@pytest.mark.parametrize("forget", FORGET)
 def test_a_backward_that_raises_leaves_the_updates_that_it_made_and_training_goes_on(forget):
-    for losses, steps in thread.run(2, after_a_backward_that_raised, forget):
-        assert losses[0] == losses[1]
-        assert steps.pop("blocks.2.up.weight") == {2}  # backward came to it both times
-        assert len(steps) == 3 and all(counts == {1} for counts in steps.values())
+    """Losses are the same at once and when all is at rest; units are updated once, or twice."""
+    model, _ = lab.build()
+    optimizer = SlowAdamW(model.parameters(), in_backward=True)
+    first, second, other = lab.batches(3)
+    with lab.backward_raises(model.blocks[1]):
+        lab.backward(model, None, first)
+    loss = lab.loss_of(model, *other).item()
+    FORGET[forget](model, optimizer)
+    time.sleep(2 * SlowAdamW.UPDATE)
+    assert lab.loss_of(model, *other).item() == loss
+    optimizer.zero_grad()
+    lab.backward(model, None, second)
+    optimizer.step()
+    steps = {piece.name: set(piece.steps.tolist()) for piece in optimizer.slices}
+    assert steps.pop("blocks.2.up.weight") == {2}  # backward came to it both times
+    assert len(steps) == 3 and all(counts == {1} for counts in steps.values())
 
 
-def changed_after_the_update(change):
+def applied(change):
     """A backward that applies its gradients, and then an attempt to change them."""
-    shardrt.manual_seed(3)
-    model = Net()
-    shard(model, init_device_mesh("auto"))
-    optimizer = optim.AdamW(model.parameters(), in_backward=True)
-    tokens, targets = batches(1, size=4)[0]
-    scaler = optim.GradScaler(init_scale=2.0)
-    scaler.scale(loss_of(model, tokens, targets)).backward()
-    change(model, optimizer, scaler)
+
+    def rank():
+        model, _ = lab.build()
+        optimizer = optim.AdamW(model.parameters(), in_backward=True)
+        scaler = optim.GradScaler(init_scale=2.0)
+        scaler.scale(lab.loss_of(model, *lab.batches(1)[0])).backward()
+        change(model, optimizer, scaler)
+
+    return rank, RuntimeError, "in_backward=True and has applied these gradients already"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model, optimizer, scaler: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        lambda model, optimizer, scaler: nn.utils.clip_grad_value_(model.parameters(), 1.0),
-        lambda model, optimizer, scaler: scaler.unscale_(optimizer),
-    ],
+test_gradients_that_were_applied_cannot_be_changed = lab.refusals(
+    applied(lambda model, optimizer, scaler: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
+    applied(lambda model, optimizer, scaler: nn.utils.clip_grad_value_(model.parameters(), 1.0)),
+    applied(lambda model, optimizer, scaler: scaler.unscale_(optimizer)),
+    ranks=2,
 )
-def test_gradients_that_were_applied_cannot_be_changed(change):
-    with pytest.raises(RuntimeError, match="in_backward=True and has applied these gradients already"):
-        thread.run(2, changed_after_the_update, change)

@@ -1,11 +1,13 @@
 """Lion beside its paper's five lines in NumPy, wherever its arrays are and however they are cut."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from shardrt import optim
 from shardrt.nn.storage import HostPlacement
-from tests.fsdp.nets import Net, train_on
+from tests import lab
 from tests.optim.storages import SIZES, HostStorage, assert_same_bits, gradients, snapshot
 
 STEPS = 20
@@ -28,8 +30,7 @@ def trained(placement=None, dtype=np.float32, **how):
     optimizer = optim.Lion(groups, lr=1e-2, weight_decay=0.1, **how)
     for gradient in gradients(STEPS):
         storage.reduce(gradient)
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
     return storage, optimizer
 
 
@@ -52,23 +53,22 @@ def test_it_has_the_same_bits_on_the_host_piece_by_piece_and_in_backward(step, m
     assert_same_bits(found, snapshot(*trained()))
 
 
-def lion(parameters):
-    return optim.Lion(parameters, lr=1e-3, weight_decay=0.1)
-
-
 def test_a_sharded_model_trains_to_the_weights_of_one_rank():
-    losses, expected = train_on(0, Net, make_optimizer=lion)
+    lion = partial(optim.Lion, lr=1e-3, weight_decay=0.1)
+    expected = lab.train_on(0, optimizer=lion)
     for ranks in (1, 2, 3):
-        found_losses, found = train_on(ranks, Net, make_optimizer=lion)
-        np.testing.assert_allclose(
-            [loss for loss, _ in found_losses], [loss for loss, _ in losses], rtol=1e-5
-        )
-        for name, values in expected.items():
+        found = lab.train_on(ranks, optimizer=lion)
+        lab.assert_close(found.losses, expected.losses, rtol=1e-5)
+        for name, values in expected.weights.items():
             # a sign turns where a gradient is 0 but for rounding: at most a few elements
-            differs = np.abs(found[name] - values) > 1e-6
+            differs = np.abs(found.weights[name] - values) > 1e-6
             assert differs.mean() < 0.02, name
 
 
-def test_betas_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match=r"Lion: betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"):
-        optim.Lion(HostStorage().parameters, betas=(0.9, 1.0))
+test_betas_that_cannot_be_are_refused = lab.refusals(
+    (
+        lambda: optim.Lion(HostStorage().parameters, betas=(0.9, 1.0)),
+        ValueError,
+        r"Lion: betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)",
+    )
+)

@@ -5,16 +5,15 @@ from functools import partial
 import numpy as np
 import pytest
 
-import shardrt
 from shardrt import device, optim
 from shardrt.checkpoint import CheckpointManager, get_optimizer_state_dict, set_optimizer_state_dict
-from shardrt.comm import init_device_mesh, thread
+from shardrt.comm import init_device_mesh
 from shardrt.fsdp import CPUOffloadPolicy, memory_plan
 from shardrt.kernels.cpu import adamw, cast
-from tests.fsdp.nets import Net, assert_same_bits, batches, loss_of, outcome, shard, train_on
+from tests import lab
 
 LOW = partial(optim.AdamW, lr=1e-2, weight_decay=0.1, exp_avg_dtype="bfloat16")
-EXACT = partial(optim.AdamW, lr=1e-2, weight_decay=0.1)
+EXACT = lab.adamw
 
 
 def rounded(values):
@@ -55,9 +54,7 @@ def test_neither_moment_stalls_where_a_step_changes_it_by_less_than_bfloat16_tel
 
 def test_training_reaches_the_loss_of_float32():
     """Within 1 % after 60 steps, and within 2 % at every one on the way."""
-    exact, low = (
-        [loss for loss, _ in train_on(1, Net, steps=60, make_optimizer=make)[0]] for make in (EXACT, LOW)
-    )
+    exact, low = (lab.train_on(1, steps=60, optimizer=make).losses for make in (EXACT, LOW))
     assert exact[-1] < 0.8 * exact[0]
     assert abs(low[-1] / exact[-1] - 1) < 0.01
     np.testing.assert_allclose(low, exact, rtol=0.02)
@@ -69,24 +66,23 @@ def test_training_reaches_the_loss_of_float32():
         {"strategy": "NO_SHARD"},
         {"offload_policy": CPUOffloadPolicy()},
         {"offload_policy": CPUOffloadPolicy(step="host")},
-        {"offload_policy": CPUOffloadPolicy(), "make_optimizer": partial(LOW, in_backward=True)},
+        {"offload_policy": CPUOffloadPolicy(), "optimizer": partial(LOW, in_backward=True)},
     ],
     ids=["NO_SHARD", "offload", "on the host", "in backward"],
 )
 def test_where_states_are_changes_no_bit(settings):
-    assert_same_bits(outcome(2, **({"make_optimizer": LOW} | settings)), outcome(2, make_optimizer=LOW))
+    found, expected = lab.train_on(2, **({"optimizer": LOW} | settings)), lab.train_on(2, optimizer=LOW)
+    lab.assert_equal((found.losses, found.weights), (expected.losses, expected.weights))
 
 
 def made(optimizer=LOW, **settings):
-    shardrt.manual_seed(3)
-    model = shard(Net(), init_device_mesh("auto"), **settings)
+    model, _ = lab.build(**settings)
     return model, optimizer(model.parameters())
 
 
 def step(model, optimizer, number):
-    loss_of(model, *batches(4)[number]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    lab.backward(model, None, lab.batches(4)[number])
+    lab.update(optimizer)
 
 
 @pytest.mark.parametrize("policy", [None, CPUOffloadPolicy()], ids=["device", "host"])
@@ -133,14 +129,15 @@ def at_step(folder, model, optimizer):
 
 
 def test_checkpoints_and_state_dicts_keep_every_bit(tmp_path):
-    saved, *others = thread.run(2, through_files, tmp_path)[0]
+    saved, *others = lab.first(2, through_files, tmp_path)
     assert any(kind == "exp_avg" and values.dtype == np.float32 for (_, kind), values in saved.items())
-    for found in others:
-        assert found.keys() == saved.keys()
-        for key, values in saved.items():
-            np.testing.assert_array_equal(found[key], values, err_msg=str(key))
+    lab.assert_equal(others, [saved] * 3)
 
 
-def test_another_type_is_an_error():
-    with pytest.raises(ValueError, match="exp_avg_dtype must be 'float32' or 'bfloat16', got 'float16'"):
-        optim.AdamW(Net().parameters(), exp_avg_dtype="float16")
+test_another_type_is_refused = lab.refusals(
+    (
+        lambda: optim.AdamW(lab.Net().parameters(), exp_avg_dtype="float16"),
+        ValueError,
+        "exp_avg_dtype must be 'float32' or 'bfloat16', got 'float16'",
+    )
+)

@@ -10,6 +10,7 @@ from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import fully_shard
 from shardrt.nn.storage import HostPlacement
+from tests import lab
 from tests.optim.storages import SIZES, HostStorage, assert_same_bits, gradients, snapshot
 
 STEPS = 12
@@ -45,8 +46,7 @@ def train(kind, placement):
         for number, parameter in enumerate(storage.parameters):
             parameter.requires_grad = number in used or step % 2 == 1
         storage.reduce(gradient)
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
     return storage, optimizer
 
 
@@ -109,8 +109,7 @@ def pauses(sharded):
         model.second.bias.requires_grad = step != 3
         y = model(np.full((2, 6), 0.1 * (step + 1), np.float32))
         (y * y).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
     steps = {p.name: int(n) for s in optimizer.slices for (p, _), n in zip(s.members, s.steps, strict=True)}
     return full_state_dict(model), steps
 
@@ -119,8 +118,7 @@ def pauses(sharded):
 def test_a_parameter_of_a_unit_that_was_frozen_for_a_while_trains_as_a_plain_one(ranks):
     weights, steps = pauses(sharded=False)
     found = thread.run(ranks, pauses, sharded=True)
-    for name, values in weights.items():
-        np.testing.assert_allclose(found[0][0][name], values, rtol=0, atol=1e-6, err_msg=name)
+    lab.assert_close(found[0][0], weights, atol=1e-6)
     assert steps == {"first.weight": 2, "first.bias": 6, "second.weight": 6, "second.bias": 5}
     assert all(own == steps for _, own in found)
 
@@ -133,8 +131,7 @@ def test_what_is_frozen_at_first_has_no_state_until_it_is_trained():
         second.requires_grad = trained
         for parameter in (first, second) if trained else (first,):
             parameter.accumulate_gradient(np.ones(3, np.float32))
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
         assert len(optimizer.slices) == 1 + trained
         assert np.allclose(second.data, -0.1 * trained, atol=1e-6)
     assert [piece.steps.tolist() for piece in optimizer.slices] == [[2], [1]]
@@ -163,8 +160,7 @@ def grouped(add):
     for gradient in gradients(3):
         storage.reduce(gradient)
         plain.accumulate_gradient(gradient[:5])
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
     return {"shard": storage.shard, "plain": plain.data}, [group["lr"] for group in optimizer.param_groups]
 
 

@@ -7,13 +7,11 @@ import numpy as np
 import shardrt
 from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
-from shardrt import nn, optim
-from shardrt.checkpoint import full_state_dict
+from shardrt import nn
 from shardrt.comm import talk
 from shardrt.fsdp import fully_shard, set_gradient_divide_factor
-from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import expert_plan, parallelize_module
-from tests.parallel.nets import whole_gradients
+from tests import lab
 from tests.parallel.sequences import (
     AXES,
     BATCH,
@@ -75,7 +73,7 @@ def build(
 
 
 def train(axes, ep=1, steps=2, documents=False, mean=False, ignoring=False, **how):
-    """{"initial", "losses", "norms", "gradients" of the first step, "final"} as this rank has them.
+    """What lab.learn gives on this rank, with the losses of all.
 
     mean: gradients are divided by the number of ranks with losses of their own. ignoring: some targets.
     """
@@ -84,24 +82,18 @@ def train(axes, ep=1, steps=2, documents=False, mean=False, ignoring=False, **ho
     if not mean:
         set_gradient_divide_factor(model, 1.0)
     scale = (data_of(mesh).size if mean else 1) / (BATCH * TIME)
-    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    told = {"initial": full_state_dict(model), "losses": [], "norms": []}
-    for step in range(steps):
-        shardrt.manual_seed(3, step=step)
-        batch = batch_of(step, mesh, documents)
+
+    def step(number):
+        batch = batch_of(number, mesh, documents)
         if ignoring:
             batch["targets"][batch["targets"] < 15] = -100
         loss = model(**batch) * scale
         loss.backward()
-        told.setdefault("gradients", whole_gradients(model))
-        told["losses"].append(loss.item() / scale / (BATCH * TIME))
-        told["norms"].append(clip_grad_norm_(model.parameters(), 1.0))
-        optimizer.step()
-        nn.update_expert_bias(model, rate=0.01)
-        optimizer.zero_grad()
-    everyone = talk.from_all(mesh.communicator("control"), told["losses"])
-    told["losses"] = np.sum(everyone, 0) / mesh.size_of("tp")
-    return told | {"final": full_state_dict(model)}
+        return loss.item() / scale / (BATCH * TIME)
+
+    found = lab.learn(model, step, steps=steps, after=lambda: nn.update_expert_bias(model, rate=0.01))
+    everyone = talk.from_all(mesh.communicator("control"), found["losses"])
+    return found | {"losses": np.sum(everyone, 0) / mesh.size_of("tp")}
 
 
 def trained(axes, *args, **how):

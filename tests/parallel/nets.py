@@ -1,6 +1,6 @@
 """Small GPTs and Llamas, and one function that trains them on any axes: copies, shards, tensor."""
 
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import cache
 
 import numpy as np
@@ -9,16 +9,28 @@ import shardrt
 from models.gpt import GPT, GPTConfig
 from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
-from shardrt import optim
-from shardrt.checkpoint import full_state_dict
+from shardrt.activation_offload import offload_activations
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import full_gradients, fully_shard, no_sync
-from shardrt.nn.share import joined
-from shardrt.nn.utils import clip_grad_norm_
+from shardrt.fsdp import CPUOffloadPolicy, fully_shard, no_sync
 from shardrt.parallel import parallelize_module
+from shardrt.recompute import checkpoint
+from tests import lab
 
 VOCAB, BATCH, TIME = 37, 4, 16  # no number of ranks divides the vocabulary
 AXES = ("dp_replicate", "dp_shard", "tp")
+
+
+MOVES = {  # what only moves things, and changes no bit
+    "recompute": {"before": checkpoint},
+    "recompute but matmul": {"before": lambda block: checkpoint(block, "matmul")},
+    "offload activations": {"before": offload_activations},
+    "both": {"before": lambda block: offload_activations(checkpoint(block))},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+    "step on the host": {"offload_policy": CPUOffloadPolicy(step="host")},
+    "nothing kept": {"reshard_after_forward": True, "prefetch": 0},
+    "SHARD_GRAD_OP": {"strategy": "SHARD_GRAD_OP"},
+    "NO_SHARD": {"strategy": "NO_SHARD"},
+}
 
 
 def make(kind, **changes):
@@ -67,37 +79,22 @@ def batch_of(step, mesh=None):
     return rows[:, :-1], rows[:, 1:]
 
 
-def whole_gradients(model):
-    """Name -> whole gradient on rank 0; elsewhere None or a part. Collective."""
-    found, parameters = {}, dict(model.named_parameters())
-    for name, gradient in full_gradients(model):
-        whole = joined(parameters[name], np.array(gradient))
-        found[name] = None if whole is None else whole.copy()
-    return found
-
-
 def train(kind, axes, sequence=False, steps=10, micro_batches=1, synced=True, **how):
-    """{"initial", "losses", "norms", "gradients" of the first step, "final"} as this rank has them."""
+    """What lab.learn gives on this rank."""
     mesh = mesh_of(*axes)
     model = build(kind, mesh, sequence, **how)
-    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    told = {"initial": full_state_dict(model), "losses": [], "norms": []}
-    for step in range(steps):
-        shardrt.manual_seed(3, step=step)
-        parts = zip(*(np.split(array, micro_batches) for array in batch_of(step, mesh)), strict=True)
+
+    def step(number):
+        parts = zip(*(np.split(array, micro_batches) for array in batch_of(number, mesh)), strict=True)
         total = 0.0
-        for number, (tokens, targets) in enumerate(parts, start=1):
-            with ExitStack() as stack:
-                stack.enter_context(nullcontext() if synced or number == micro_batches else no_sync(model))
+        for turn, (tokens, targets) in enumerate(parts, start=1):
+            with nullcontext() if synced or turn == micro_batches else no_sync(model):
                 loss = model(tokens, targets) * (1 / micro_batches)
                 loss.backward()
             total += float(loss.item())
-        told.setdefault("gradients", whole_gradients(model))
-        told["losses"].append(total)
-        told["norms"].append(clip_grad_norm_(model.parameters(), 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    return told | {"final": full_state_dict(model)}
+        return total
+
+    return lab.learn(model, step, steps=steps)
 
 
 def trained(kind, axes, *args, **how):
@@ -114,17 +111,10 @@ def alone(kind, **how):
 
 
 def same_to_1e5(found, expected):
-    assert np.allclose(found["losses"], expected["losses"], rtol=0, atol=1e-5)
-    assert np.allclose(found["norms"], expected["norms"], rtol=0, atol=1e-5)
-    for what in ("gradients", "final"):
-        assert found[what].keys() == expected[what].keys()
-        for name, values in expected[what].items():
-            np.testing.assert_allclose(found[what][name], values, rtol=0, atol=1e-5, err_msg=name)
+    for what in ("losses", "norms", "gradients", "final"):
+        lab.assert_close(found[what], expected[what], what, atol=1e-5)
 
 
 def same_bits(found, expected):
-    for what in ("losses", "norms"):
-        assert np.array_equal(found[what], expected[what]), what
-    for what in ("gradients", "final"):
-        for name, values in expected[what].items():
-            np.testing.assert_array_equal(found[what][name], values, err_msg=name)
+    for what in ("losses", "norms", "gradients", "final"):
+        lab.assert_equal(found[what], expected[what], what)

@@ -22,6 +22,7 @@ from shardrt.fsdp import (
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel.pipeline import Pipeline
+from tests import lab
 from tests.ranks import run_ranks
 
 VOCAB, TIME, MICRO_BATCHES, ROWS = 11, 4, 4, 16
@@ -205,11 +206,7 @@ def trained(axes, schedule, **how):
 
 
 def same_bits(found, expected):
-    for what in ("losses", "norms", "scale"):
-        assert found[what] == expected[what], what
-    assert found["final"].keys() == expected["final"].keys()
-    for name, values in expected["final"].items():
-        np.testing.assert_array_equal(found["final"][name], values, err_msg=name)
+    lab.assert_equal(found, expected)
 
 
 def run(axes, schedule, function, **how):

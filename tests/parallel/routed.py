@@ -6,17 +6,16 @@ mpirun -n 2 python -m tests.parallel.routed says what memory of activations is p
 import shardrt  # isort: skip  before NumPy: it sets the threads of BLAS
 
 import json
+from functools import partial
 
 import numpy as np
 
 from shardrt import Tensor, device, nn, optim
 from shardrt import functional as F
-from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, talk
 from shardrt.fsdp import fully_shard, memory_plan
-from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import ExpertParallel, TokenParallel, expert_plan, most_rows, parallelize_module
-from tests.parallel.nets import whole_gradients
+from tests import lab
 
 WIDTH, COUNT, K, TOKENS = 6, 4, 2, 10
 PLAN = {"blocks.*.moe.experts": ExpertParallel()}
@@ -79,24 +78,21 @@ def spread(shards, ep, plan=PLAN, before=None, over=True, model=None, name="cpu"
 
 
 def trained(shards, ep, steps=3, ranks=None, clip=0.5, **how):
-    """(losses, norms, gradients of the last step, state) of this rank; `ranks` parts of a batch on one."""
+    """(losses, norms, gradients of the first step, state) of this rank; `ranks` parts of a batch on one."""
     return learn(*spread(shards, ep, **how), steps, ranks, clip)
 
 
 def learn(model, data, steps, ranks=None, clip=0.5):
     """As `trained`, of a model that is spread."""
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    losses, norms = [], []
-    for step in range(steps):
-        x = tokens_of(ranks or data.size, None if ranks else data.rank, step)
-        loss = model(Tensor(x))
+
+    def step(number):
+        loss = model(Tensor(tokens_of(ranks or data.size, None if ranks else data.rank, number)))
         loss.backward()
-        losses.append(loss.item())
-        gradients = whole_gradients(model)
-        norms.append(clip_grad_norm_(model.parameters(), clip))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, gradients, full_state_dict(model)
+        return loss.item()
+
+    adamw = partial(optim.AdamW, lr=1e-2)
+    found = lab.learn(model, step, steps=steps, optimizer=adamw, clip=clip)
+    return found["losses"], found["norms"], found["gradients"], found["final"]
 
 
 def planned_and_taken(skewed, capacity, along):

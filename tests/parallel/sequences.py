@@ -17,12 +17,10 @@ from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
 from shardrt import device, optim
 from shardrt import functional as F
-from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, talk
 from shardrt.fsdp import fully_shard, memory_plan, set_gradient_divide_factor
-from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import ContextParallel, parallelize_module, shard_sequence
-from tests.parallel.nets import whole_gradients
+from tests import lab
 from tests.ranks import run_ranks
 
 VOCAB, BATCH, TIME = 37, 4, 16
@@ -86,23 +84,18 @@ def batch_of(step, mesh, documents):
 
 
 def train(kind, axes, documents=False, steps=2, **how):
-    """{"initial", "losses", "norms", "gradients" of the first step, "final"} as this rank has them."""
+    """What lab.learn gives on this rank, with the losses of all."""
     mesh = mesh_of(**axes)
     model = build(kind, mesh, **how)
-    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    told = {"initial": full_state_dict(model), "losses": [], "norms": []}
-    for step in range(steps):
-        shardrt.manual_seed(3, step=step)
-        loss = model(**batch_of(step, mesh, documents)) * (1 / (BATCH * TIME))
+
+    def step(number):
+        loss = model(**batch_of(number, mesh, documents)) * (1 / (BATCH * TIME))
         loss.backward()
-        told.setdefault("gradients", whole_gradients(model))
-        told["losses"].append(loss.item())
-        told["norms"].append(clip_grad_norm_(model.parameters(), 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    everyone = talk.from_all(mesh.communicator("control"), told["losses"])
-    told["losses"] = np.sum(everyone, 0) / mesh.size_of("tp")
-    return told | {"final": full_state_dict(model)}
+        return loss.item()
+
+    found = lab.learn(model, step, steps=steps)
+    everyone = talk.from_all(mesh.communicator("control"), found["losses"])
+    return found | {"losses": np.sum(everyone, 0) / mesh.size_of("tp")}
 
 
 def trained(kind, axes, *args, **how):

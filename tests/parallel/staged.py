@@ -7,6 +7,7 @@ from models.gpt import GPT, GPTConfig
 from models.llama import Llama, LlamaConfig
 from shardrt.comm import init_device_mesh
 from shardrt.parallel import pipeline_stages
+from tests import lab
 from tests.parallel import pipes
 from tests.ranks import run_ranks
 
@@ -33,12 +34,6 @@ def images():
     return {"images": shardrt.Tensor(np.random.default_rng(0).random((ROWS, 1, 8, 8), np.float32))}
 
 
-def same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        np.testing.assert_array_equal(found[name], values, err_msg=name)
-
-
 def close(found, expected, rtol=1e-6):
     assert found.keys() == expected.keys()
     for name, values in expected.items():
@@ -56,12 +51,12 @@ def mesh_of(pp, shards=1):
     return init_device_mesh("cpu", (pp, shards), mesh_dim_names=("pp", "dp_shard"))
 
 
+def two_stages(make=llama, **how):
+    """(model, mesh, this rank's stages) on two ranks."""
+    model, mesh = lab.seeded(make), mesh_of(2)
+    return model, mesh, own_of(model, mesh, **how)
+
+
 def on_two(function):
     """Results by rank of function(model, mesh, stages), of a Llama on two stages."""
-
-    def body():
-        shardrt.manual_seed(3)
-        model, mesh = llama(), mesh_of(2)
-        return function(model, mesh, own_of(model, mesh))
-
-    return run_ranks(2, body)
+    return run_ranks(2, lambda: function(*two_stages()))

@@ -1,9 +1,9 @@
 """parallel/context.py: sequences on several ranks, beside one rank that has the whole of them."""
 
 import copy
-import re
 from contextlib import nullcontext
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,8 +14,6 @@ from models.plans import plan_of
 from models.vit import SIZES, ViT
 from shardrt import Tensor, no_grad, optim
 from shardrt import functional as F
-from shardrt.activation_offload import offload_activations
-from shardrt.checkpoint import full_state_dict
 from shardrt.comm import CountedCommunicator, init_device_mesh, talk
 from shardrt.fsdp import (
     MixedPrecisionPolicy,
@@ -26,7 +24,6 @@ from shardrt.fsdp import (
     set_world_invariant,
 )
 from shardrt.functional.context import context_attention, positions_of
-from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import (
     ColwiseParallel,
     ContextParallel,
@@ -36,10 +33,10 @@ from shardrt.parallel import (
     shard_sequence,
 )
 from shardrt.parallel.pipeline import Pipeline
-from shardrt.recompute import checkpoint
 from shardrt.train.config import SampleConfig
+from tests import lab
 from tests.gradcheck import normal
-from tests.parallel.nets import same_bits, same_to_1e5
+from tests.parallel.nets import MOVES, same_bits, same_to_1e5
 from tests.parallel.sequences import (
     BATCH,
     PLAN,
@@ -175,23 +172,14 @@ def ten_steps():
 
 def test_ten_steps_of_fsdp_are_those_of_one_rank(ten_steps):
     same_to_1e5(ten_steps, alone("gpt", True, 10))
-    for name, values in alone("gpt", True, 10)["initial"].items():
-        np.testing.assert_array_equal(ten_steps["initial"][name], values, err_msg=name)
+    lab.assert_equal(ten_steps["initial"], alone("gpt", True, 10)["initial"])
 
 
 def test_the_same_bits_each_time(ten_steps):
     same_bits(trained("gpt", {"shards": 2, "cp": 2}, True, 10), ten_steps)
 
 
-MOVES = {
-    "recompute": {"before": checkpoint},
-    "recompute but matmul": {"before": lambda block: checkpoint(block, "matmul")},
-    "activations on the host": {"before": lambda block: offload_activations(checkpoint(block))},
-    "NO_SHARD": {"strategy": "NO_SHARD"},
-}
-
-
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("name", ["recompute", "recompute but matmul", "both", "NO_SHARD"])
 def test_what_only_moves_things_changes_no_bit(name):
     same_bits(trained("gpt", {"cp": 2}, True, **MOVES[name]), trained("gpt", {"cp": 2}, True))
 
@@ -229,7 +217,7 @@ def test_stages_of_a_pipeline():
     assert [norm for _, norm in ranks] == [pytest.approx(norm / 2, rel=1e-5)] * 4  # the mean over ranks
 
 
-def by_a_tree(axes, tree=True, sequence=False, steps=2):
+def by_a_tree(axes, tree=True, sequence=False):
     """(losses of all micro-batches in their order, norms, weights) in micro-batches of one sequence."""
     mesh = mesh_of(**axes)
     model, plan = make("gpt"), plan_of(make("gpt"), sequence_parallel=sequence)
@@ -240,27 +228,19 @@ def by_a_tree(axes, tree=True, sequence=False, steps=2):
     for module in (*model.blocks, model):
         fully_shard(module, mesh=data_of(mesh))
     set_world_invariant(model, BATCH) if tree else set_gradient_divide_factor(model, 1.0)
-    rows = mesh["dp_replicate", "dp_shard"]
-    optimizer, losses, norms = optim.AdamW(model.parameters(), lr=1e-2), [], []
-    for step in range(steps):
-        shardrt.manual_seed(3, step=step)
-        text = np.random.default_rng(step).integers(0, VOCAB, (BATCH, TIME + 1))
+    rows, losses = mesh["dp_replicate", "dp_shard"], []
+
+    def step(number):
+        text = np.random.default_rng(number).integers(0, VOCAB, (BATCH, TIME + 1))
         for row in range(rows.rank, BATCH, rows.size):
             part = shard_sequence(text[[row], :-1], text[[row], 1:], mesh=mesh["cp"])
             loss = model(**part._asdict(), reduction="sum") * (1 / (BATCH * TIME))
             loss.backward()
-            losses.append((step, row, mesh.rank_of("cp"), loss.item()))
-        norms.append(clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-        optimizer.zero_grad()
+            losses.append((number, row, mesh.rank_of("cp"), loss.item()))
+
+    found = lab.learn(model, step, optimizer=partial(optim.AdamW, lr=1e-2), clip=0.5)
     everyone = talk.from_all(mesh.communicator("control"), losses)
-    return sorted({tuple(each) for own in everyone for each in own}), norms, full_state_dict(model)
-
-
-def same_in_all(found, expected):
-    assert found[:2] == expected[:2]
-    for name, values in expected[2].items():
-        np.testing.assert_array_equal(found[2][name], values, err_msg=name)
+    return sorted({tuple(each) for own in everyone for each in own}), found["norms"], found["final"]
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
@@ -269,7 +249,7 @@ def test_with_a_tree_over_micro_batches_and_parts_of_modules_other_axes_change_n
     expected = run_ranks(2, by_a_tree, {"cp": 2}, sequence=sequence)[0]
     for axes in ({"shards": 2, "cp": 2}, {"cp": 2, "tp": 2}, {"copies": 2, "cp": 2, "tp": 2}):
         found = run_ranks(int(np.prod([*axes.values()])), by_a_tree, axes, sequence=sequence)[0]
-        same_in_all(found, expected)
+        lab.assert_equal(found, expected)
     (alone,) = run_ranks(1, by_a_tree, {}, sequence=sequence)
     np.testing.assert_allclose(alone[1], expected[1], rtol=1e-5)
     assert alone[1] != expected[1]
@@ -355,114 +335,93 @@ def test_explain_names_the_axes_over_which_a_unit_is_cut():
 # --- what is refused
 
 
-def refused(ranks, function):
-    """What an error says that all ranks raise, as rank 0 says it."""
-
-    def told():
-        try:
-            function()
-        except (ValueError, TypeError, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
-
-    first, *others = run_ranks(ranks, told)
-    assert len({each.partition(":")[0] for each in (first, *others)}) == 1
-    return first
-
-
 def on_parts(
     spread=lambda model, mesh: fully_shard(model, mesh=data_of(mesh)),
     call=lambda model, batch: model(**batch),
 ):
     """A step of a GPT that is on two ranks along cp, and sharded so."""
-    mesh = mesh_of(shards=2, cp=2)
-    model = make("gpt")
-    parallelize_module(model, mesh["cp"], PLAN)
-    spread(model, mesh)
-    batch = batch_of(0, mesh, False)
-    call(model, batch)
+
+    def step():
+        mesh, model = mesh_of(shards=2, cp=2), make("gpt")
+        parallelize_module(model, mesh["cp"], PLAN)
+        spread(model, mesh)
+        call(model, batch_of(0, mesh, False))
+
+    return step
 
 
-def without_positions(model, batch):
-    model(batch["tokens"], batch["targets"])
-
-
-def in_another(model, batch):
-    outer = shardrt.nn.Sequential(model)
-    outer(batch["tokens"])
-
-
-REFUSED = {
-    "positions that are left out": ({"call": without_positions}, "train on parts of sequences"),
-    "gradients that nobody sums": (
-        {"spread": lambda model, mesh: None},
-        "nobody sums the gradient of 'wte.weight'",
+test_what_would_train_something_else = lab.refusals(
+    (
+        on_parts(call=lambda model, batch: model(batch["tokens"], batch["targets"])),
+        ValueError,
+        "train on parts of sequences",
     ),
-    "gradients summed over other ranks": (
-        {"spread": lambda model, mesh: fully_shard(model, mesh=mesh["dp_shard"])},
+    (on_parts(lambda model, mesh: None), ValueError, "nobody sums the gradient of 'wte.weight'"),
+    (
+        on_parts(lambda model, mesh: fully_shard(model, mesh=mesh["dp_shard"])),
+        ValueError,
         "alone, not over .*, along which sequences lie",
     ),
-    "a whole that was put together afterwards": ({"call": in_another}, "call it on the outermost module"),
-    "a second plan": (
-        {"spread": lambda model, mesh: parallelize_module(model, mesh["cp"], PLAN)},
+    (
+        on_parts(call=lambda model, batch: shardrt.nn.Sequential(model)(batch["tokens"])),
+        RuntimeError,
+        "call it on the outermost module",
+    ),
+    (
+        on_parts(lambda model, mesh: parallelize_module(model, mesh["cp"], PLAN)),
+        ValueError,
         "'blocks.0.attention' is on .* already",
     ),
-    "a copy": ({"spread": lambda model, mesh: copy.deepcopy(model)}, "can't be copied"),
-}
+    (on_parts(lambda model, mesh: copy.deepcopy(model)), TypeError, "can't be copied"),
+    ranks=4,
+)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_train_something_else(name):
-    how, told = REFUSED[name]
-    assert re.search(told, refused(4, lambda: on_parts(**how)))
-
-
-PARTS = {
-    "as many from the beginning": np.arange(8),
-    "its own in another order": np.array([7, 6, 5, 4, 3, 2, 1, 0]),
-    "of the whole": np.arange(16),
-    "an odd number": np.arange(7),
-}
-
-
-@pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("gradients", [True, False])
-def test_positions_of_another_part(name, gradients):
-    """Their keys and masks would be those of the part that the rank has."""
+def at_positions(positions, gradients):
+    """Of another part: their keys and masks would be those of the part that the rank has."""
+    tokens = np.zeros((2, len(positions)), np.int64)
 
     def call(model, batch):
-        positions = PARTS[name]
-        tokens = np.zeros((2, len(positions)), np.int64)
         with nullcontext() if gradients else no_grad():
             model(tokens, tokens, positions=positions)
 
-    told = refused(4, lambda: on_parts(call=call))
-    count = len(PARTS[name])
-    assert f"positions: rank 0 of 2 has chunk 0 and chunk 3 of 4 equal ones, got {count} positions [" in told
+    words = "positions: rank . of 2 has chunk . and chunk . of 4 equal ones"
+    return on_parts(call=call), ValueError, rf"{words}, got {len(positions)} positions \["
 
 
-def test_lengths_that_can_not_be_cut():
-    def cut():
-        shard_sequence(np.zeros((2, 10), np.int64), mesh=mesh_of(cp=2)["cp"])
+test_positions_of_another_part = lab.refusals(
+    *(
+        at_positions(np.array(positions), gradients)
+        # As many from the beginning, its own in another order, of the whole, an odd number.
+        for positions in (range(8), [7, 6, 5, 4, 3, 2, 1, 0], range(16), range(7))
+        for gradients in (True, False)
+    ),
+    ranks=4,
+)
+test_lengths_and_models_that_can_not_be_cut = lab.refusals(
+    (
+        lambda: shard_sequence(np.zeros((2, 10), np.int64), mesh=mesh_of(cp=2)["cp"]),
+        ValueError,
+        "10 positions can't be cut into 2 equal chunks for each of 2 ranks; take a multiple of 4",
+    ),
+    (
+        lambda: parallelize_module(ViT(SIZES["vit-digits"]), mesh_of(cp=2)["cp"], PLAN),
+        TypeError,
+        "is for modules with causal attention",
+    ),
+    (lambda: context_plan(ViT(SIZES["vit-digits"])), TypeError, "a ViT has no causal attention"),
+    (
+        lambda: parallelize_module(
+            make("gpt"), mesh_of(cp=2)["cp"], PLAN | {"blocks.*.mlp.up": ColwiseParallel()}
+        ),
+        ValueError,
+        "ContextParallel needs a plan of its own, without ColwiseParallel",
+    ),
+    ranks=2,
+)
 
-    assert (
-        "10 positions can't be cut into 2 equal chunks for each of 2 ranks; take a multiple of 4"
-        in refused(2, cut)
-    )
 
-
-def test_models_without_causal_attention_and_mixed_plans():
-    def on_vit():
-        parallelize_module(ViT(SIZES["vit-digits"]), mesh_of(cp=2)["cp"], PLAN)
-
-    def mixed():
-        plan = PLAN | {"blocks.*.mlp.up": ColwiseParallel()}
-        parallelize_module(make("gpt"), mesh_of(cp=2)["cp"], plan)
-
-    told = refused(2, on_vit)
-    assert told.startswith("TypeError") and "is for modules with causal attention" in told
-    assert "a ViT has no causal attention" in refused(1, lambda: context_plan(ViT(SIZES["vit-digits"])))
-    assert "ContextParallel needs a plan of its own, without ColwiseParallel" in refused(2, mixed)
+def test_a_plan_of_context_names_each_attention():
     assert [*context_plan(make("gpt"))] == ["blocks.0.attention", "blocks.1.attention"]
     assert isinstance(context_plan(make("llama 2"))["blocks.0.attention"], ContextParallel)
 

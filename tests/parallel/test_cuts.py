@@ -1,6 +1,7 @@
 """How a model is cut into stages: by what they cost, by hand, and what is refused."""
 
 import copy
+import re
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -15,7 +16,8 @@ from shardrt.fsdp import fully_shard, set_world_invariant
 from shardrt.parallel import parallelize_module, pipeline_stages
 from shardrt.parallel.cut import balanced
 from shardrt.parallel.times import piece_times
-from tests.parallel.staged import gpt, images, llama, mesh_of, on_two, own_of, same, text
+from tests import lab
+from tests.parallel.staged import gpt, images, llama, mesh_of, on_two, own_of, text
 from tests.ranks import run_ranks
 
 
@@ -56,7 +58,7 @@ def test_measuring_costs_leaves_the_model_as_it_was():
     model = RegNet(REGNETS["regnety-digits"])
     expected = {name: np.array(array) for name, array in model.named_buffers()}
     assert min(piece_times(model, images())) > 0
-    same(dict(model.named_buffers()), expected)
+    lab.assert_equal(dict(model.named_buffers()), expected)
     assert not any(p.storage.materialised for p in model.parameters())
 
 
@@ -81,70 +83,66 @@ def thrice(model):
     return [("a", (model.a, model.b)), ("b", (), (model.a,)), ("c", (), (model.a,))]
 
 
-REFUSED = {
-    "more stages": (llama, {"stages": 7}, "7 stages can't be made of 6 pieces"),
-    "no stage": (llama, {"stages": 0}, "0 stages can't be made of 6 pieces"),
-    "empty": (llama, {"stages": ["blocks.1", "blocks.1"]}, "stage 1 would have no piece"),
-    "empty first": (llama, {"stages": [0]}, "stage 0 would have no piece"),
-    "no piece": (llama, {"stages": ["blocks.9"]}, "'blocks.9' is none of the 6 pieces embedding, blocks.0"),
-    "costs": (llama, {"costs": [1.0] * 5}, "there are 5 costs for 6 pieces"),
-    "negative": (llama, {"costs": [1.0] * 5 + [-1.0]}, "must be numbers that are not negative"),
-    "no number": (llama, {"costs": [1.0] * 5 + [np.nan]}, "must be numbers that are not negative"),
-    "no cost": (llama, {"costs": "bytes"}, "'parameters', 'time' or numbers, got 'bytes'"),
-    "no batch": (llama, {"costs": "time"}, "measured with a micro-batch"),
-    "placement": (llama, {"placement": "W"}, "placement 'W' is unknown; known are 'loop', 'V'"),
-    "short": (llama, {"placement": [0]}, "must give the rank of each of 2 stages"),
-    "far": (llama, {"placement": [0, 2]}, "names rank 2, and the axis has 2"),
-    "idle": (llama, {"placement": [0, 0]}, "rank 1 of the axis has none of the 2 stages"),
-    "no pieces": (lambda: nn.Linear(2, 2), {}, "Linear has no method pieces()"),
-    "not said": (
+def refusals(*rows):
+    """(model, arguments, words)."""
+    made = [
+        (lambda make=make, how=how: pipeline_stages(make(), mesh_of(2)["pp"], **how), words)
+        for make, how, words in rows
+    ]
+    rows = [(call, (ValueError, TypeError), f"pipeline_stages: .*{re.escape(words)}") for call, words in made]
+    return lab.refusals(*rows, ranks=2, everywhere=True)
+
+
+test_it_is_refused_by_one_line_on_every_rank = refusals(
+    (llama, {"stages": 7}, "7 stages can't be made of 6 pieces"),
+    (llama, {"stages": 0}, "0 stages can't be made of 6 pieces"),
+    (llama, {"stages": ["blocks.1", "blocks.1"]}, "stage 1 would have no piece"),
+    (llama, {"stages": [0]}, "stage 0 would have no piece"),
+    (llama, {"stages": ["blocks.9"]}, "'blocks.9' is none of the 6 pieces embedding, blocks.0"),
+    (llama, {"costs": [1.0] * 5}, "there are 5 costs for 6 pieces"),
+    (llama, {"costs": [1.0] * 5 + [-1.0]}, "must be numbers that are not negative"),
+    (llama, {"costs": [1.0] * 5 + [np.nan]}, "must be numbers that are not negative"),
+    (llama, {"costs": "bytes"}, "'parameters', 'time' or numbers, got 'bytes'"),
+    (llama, {"costs": "time"}, "measured with a micro-batch"),
+    (llama, {"placement": "W"}, "placement 'W' is unknown; known are 'loop', 'V'"),
+    (llama, {"placement": [0]}, "must give the rank of each of 2 stages"),
+    (llama, {"placement": [0, 2]}, "names rank 2, and the axis has 2"),
+    (llama, {"placement": [0, 0]}, "rank 1 of the axis has none of the 2 stages"),
+    (lambda: nn.Linear(2, 2), {}, "Linear has no method pieces()"),
+    (
         lambda: Own(tied),
         {},
         "'a.weight' is used on stages 0 and 1, and piece 'b' does not name it",
     ),
-    "thrice": (lambda: Own(thrice), {"stages": 3}, "'a.weight' is tied between stages 0, 1, 2"),
-    "left out": (lambda: Own(lambda m: [("a", (m.a,)), ("c", ())]), {}, "'b.weight' is in no piece of Own"),
-}
+    (lambda: Own(thrice), {"stages": 3}, "'a.weight' is tied between stages 0, 1, 2"),
+    (lambda: Own(lambda m: [("a", (m.a,)), ("c", ())]), {}, "'b.weight' is in no piece of Own"),
+)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_by_one_line_on_every_rank(name):
-    make, how, expected = REFUSED[name]
+def late(before):
+    def attempt():
+        model, mesh = llama(), mesh_of(2)
+        kept = before(model, mesh)
+        assert pipeline_stages(model, mesh["pp"]) and kept
 
-    def body():
-        with pytest.raises((ValueError, TypeError)) as raised:
-            pipeline_stages(make(), mesh_of(2)["pp"], **how)
-        return str(raised.value)
-
-    told = set(run_ranks(2, body))
-    assert len(told) == 1 and expected in (line := told.pop()) and "\n" not in line
-    assert line.startswith("pipeline_stages: ")
+    return attempt
 
 
-LATE = {
-    "sharded": (
-        lambda m, mesh: fully_shard(m, mesh=mesh["dp_shard"]),
+test_stages_are_made_first = lab.refusals(
+    (
+        late(lambda model, mesh: fully_shard(model, mesh=mesh["dp_shard"])),
+        RuntimeError,
         "'embedding.weight' is sharded already",
     ),
-    "owned": (
-        lambda m, mesh: m.__dict__.update(o=optim.SGD(m.parameters(), lr=1.0)),
+    (
+        late(lambda model, mesh: optim.SGD(model.parameters(), lr=1.0)),
+        RuntimeError,
         "has an optimizer already",
     ),
-    "twice": (lambda m, mesh: m.__dict__.update(s=pipeline_stages(m, mesh["pp"])), "has stages already"),
-}
-
-
-@pytest.mark.parametrize("name", LATE)
-def test_stages_are_made_first(name):
-    before, expected = LATE[name]
-
-    def body():
-        model, mesh = llama(), mesh_of(2)
-        before(model, mesh)
-        with pytest.raises(RuntimeError, match=expected):
-            pipeline_stages(model, mesh["pp"])
-
-    run_ranks(2, body)
+    (late(lambda model, mesh: pipeline_stages(model, mesh["pp"])), RuntimeError, "has stages already"),
+    ranks=2,
+    everywhere=True,
+)
 
 
 def test_what_does_not_know_of_stages_says_so():

@@ -1,6 +1,7 @@
 """Experts on several ranks: the bits of one rank with all their tokens, FSDP over what is left, errors."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,11 +9,8 @@ import pytest
 import shardrt
 from models.llama import Llama, LlamaConfig
 from shardrt import Tensor, nn, optim
-from shardrt.activation_offload import offload_activations
-from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
 from shardrt.comm import init_device_mesh, talk
 from shardrt.fsdp import (
-    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     full_gradients,
     fully_shard,
@@ -20,14 +18,13 @@ from shardrt.fsdp import (
     set_gradient_divide_factor,
     set_world_invariant,
 )
-from shardrt.nn.runs import take
 from shardrt.nn.share import joined
-from shardrt.nn.utils import clip_grad_norm_, grad_norm
+from shardrt.nn.utils import grad_norm
 from shardrt.parallel import ColwiseParallel, ExpertParallel, Pipeline, most_rows, parallelize_module
 from shardrt.recompute import checkpoint
-from tests import late
+from tests import lab, late
 from tests.parallel import piped
-from tests.parallel.nets import whole_gradients
+from tests.parallel.nets import MOVES
 from tests.parallel.routed import (
     COUNT,
     PLAN,
@@ -43,6 +40,7 @@ from tests.parallel.routed import (
 )
 from tests.ranks import mpirun, run_ranks
 
+ADAMW = partial(optim.AdamW, lr=1e-2)
 ROUTERS = {
     "even": {"per_token": K},
     "skewed": {"per_token": K},
@@ -154,10 +152,8 @@ def test_a_model_learns_as_on_one_rank_whatever_the_mesh(one_rank, mesh):
     np.testing.assert_allclose(np.mean([each[0] for each in found], 0), losses, rtol=1e-6)
     assert all(each[1] == found[0][1] for each in found)
     np.testing.assert_allclose(found[0][1], norms, rtol=1e-5)
-    for name, gradient in gradients.items():
-        np.testing.assert_allclose(found[0][2][name], gradient, atol=1e-7, err_msg=name)
-    for name, values in state.items():
-        np.testing.assert_allclose(found[0][3][name], values, atol=1e-6, err_msg=name)
+    lab.assert_close(found[0][2], gradients, rtol=1e-7, atol=1e-7)
+    lab.assert_close(found[0][3], state, rtol=1e-7, atol=1e-6)
 
 
 def balance_gradients(shards, ep, tokens, over=True):
@@ -180,15 +176,12 @@ def balance_gradients(shards, ep, tokens, over=True):
 def test_the_gradient_of_the_balance_loss_is_the_same_on_every_mesh():
     tokens = tokens_of(4)
     tokens[TOKENS:, 0] += 2  # the ranks' tokens differ, and with them what is balanced
-    expected = run_ranks(1, balance_gradients, 1, 1, tokens)[0]
+    expected = lab.first(1, balance_gradients, 1, 1, tokens)
     assert all(np.abs(gradient).max() > 1e-3 for gradient in expected.values())
     for mesh in ((2, 1), (1, 2), (2, 2)):
-        found = run_ranks(mesh[0] * mesh[1], balance_gradients, *mesh, tokens)[0]
-        for name, gradient in expected.items():
-            np.testing.assert_allclose(
-                found[name], gradient, atol=1e-6 * np.abs(gradient).max(), err_msg=name
-            )
-    own = run_ranks(2, balance_gradients, 2, 1, tokens, over=False)[0]
+        found = lab.first(mesh[0] * mesh[1], balance_gradients, *mesh, tokens)
+        lab.assert_close(found, expected, mesh, of_largest=1e-6)
+    own = lab.first(2, balance_gradients, 2, 1, tokens, over=False)
     assert any(np.abs(own[name] - gradient).max() > 1e-4 for name, gradient in expected.items())
 
 
@@ -220,54 +213,94 @@ def test_so_is_that_of_fairscales_gate():
     assert np.abs(own - expected).max() > 1e-2 * np.abs(expected).max()
 
 
-def test_what_can_not_be_is_said_in_one_line():
-    def refused():
-        mesh = init_device_mesh("cpu", (1, 2), ("efsdp", "ep"))
-        named = init_device_mesh("cpu", (2,), ("tp",))
-        plan = {"blocks.*.moe.experts": ExpertParallel()}
-        both = plan | {"head": ColwiseParallel()}
-        odd = nn.ModuleList([nn.Experts(3, WIDTH, 5)])
-        twice = parallelize_module(make(), mesh["ep"], plan)
-        tied = make()
-        tied.blocks[1].moe.experts.up = tied.blocks[0].moe.experts.up
-        first = {"blocks.0.moe.experts": ExpertParallel()}
-        for wrong, message in (
-            (lambda: parallelize_module(make(), mesh["ep"], both), "without ColwiseParallel"),
-            (lambda: parallelize_module(make(), named, plan), "have the same tokens"),
-            (
-                lambda: parallelize_module(odd, mesh["ep"], {"0": ExpertParallel()}),
-                "2 ranks do not divide the 3",
-            ),
-            (lambda: parallelize_module(twice, mesh["ep"], plan), "experts are cut along .* already"),
-            (
-                lambda: parallelize_module(twice, mesh["ep"], {"head": ColwiseParallel()}),
-                r"have the same tokens: give the nn.MoE around them TokenParallel\(\)",
-            ),
-            (lambda: fully_shard(twice, mesh=mesh.flat()), "'blocks.0.moe.experts.up' is on .* already"),
-            (
-                lambda: parallelize_module(tied, mesh["ep"], first),
-                "is cut, and tied to 'blocks.1.moe.experts'",
-            ),
-            (lambda: ExpertParallel(planned=0.5), "planned must be 1 or more, got 0.5"),
-            (lambda: nn.balance_over(nn.Linear(2, 2), mesh), "must have routers"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                wrong()
-
-    run_ranks(2, refused)
+HEAD = {"head": ColwiseParallel()}
 
 
-def test_units_of_experts_and_of_the_rest_must_be_on_the_same_ranks():
-    def wrong_rest():
-        mesh = init_device_mesh("cpu", (2, 2), ("efsdp", "ep"))
-        model = parallelize_module(make(), mesh["ep"], {"blocks.*.moe.experts": ExpertParallel()})
-        for block in model.blocks:
-            fully_shard(block.moe.experts, mesh=mesh["efsdp"])
-        fully_shard(model, mesh=mesh["efsdp"])
-        with pytest.raises(ValueError, match="gradients would be summed over other ranks"):
-            model(Tensor(tokens_of(1)))
+def on_two_ranks(*rows):
+    """(call with a mesh efsdp x ep, words)."""
+    made = [
+        (lambda call=call: call(init_device_mesh("cpu", (1, 2), ("efsdp", "ep"))), ValueError, words)
+        for call, words in rows
+    ]
+    return lab.refusals(*made, ranks=2)
 
-    run_ranks(4, wrong_rest)
+
+def cut(mesh, *others, model=None):
+    model = model or make()
+    for plan in (PLAN, *others):
+        parallelize_module(model, mesh["ep"], plan)
+    return model
+
+
+def tied():
+    model = make()
+    model.blocks[1].moe.experts.up = model.blocks[0].moe.experts.up
+    return model
+
+
+test_what_can_not_be_is_said_in_one_line = on_two_ranks(
+    (lambda mesh: parallelize_module(make(), mesh["ep"], PLAN | HEAD), "without ColwiseParallel"),
+    (
+        lambda _: parallelize_module(make(), init_device_mesh("cpu", (2,), ("tp",)), PLAN),
+        "have the same tokens",
+    ),
+    (
+        lambda mesh: parallelize_module(
+            nn.ModuleList([nn.Experts(3, WIDTH, 5)]), mesh["ep"], {"0": ExpertParallel()}
+        ),
+        "2 ranks do not divide the 3",
+    ),
+    (lambda mesh: cut(mesh, PLAN), "experts are cut along .* already"),
+    (
+        lambda mesh: cut(mesh, HEAD),
+        r"have the same tokens: give the nn.MoE around them TokenParallel\(\)",
+    ),
+    (
+        lambda mesh: fully_shard(cut(mesh), mesh=mesh.flat()),
+        "'blocks.0.moe.experts.up' is on .* already",
+    ),
+    (
+        lambda mesh: parallelize_module(tied(), mesh["ep"], {"blocks.0.moe.experts": ExpertParallel()}),
+        "is cut, and tied to 'blocks.1.moe.experts'",
+    ),
+    (lambda _: ExpertParallel(planned=0.5), "planned must be 1 or more, got 0.5"),
+    (lambda mesh: nn.balance_over(nn.Linear(2, 2), mesh), "must have routers"),
+)
+
+
+def shards_alone(model, mesh, rest):
+    for block in model.blocks:
+        fully_shard(block.moe.experts, mesh=mesh["efsdp"])
+    return fully_shard(model, mesh=rest)
+
+
+def other_ranks_of_the_rest():
+    mesh = init_device_mesh("cpu", (2, 2), ("efsdp", "ep"))
+    shards_alone(cut(mesh), mesh, mesh["efsdp"])(Tensor(tokens_of(1)))
+
+
+def no_neighbours():
+    mesh = init_device_mesh("cpu", (2, 2), ("ep", "efsdp"))
+    return shards_alone(cut(mesh), mesh, mesh.flat("ep", "efsdp"))
+
+
+def in_a_tree(model):
+    set_world_invariant(model, M)
+    model(Tensor(tokens_of(1)))
+
+
+LOW = {"mp_policy": MixedPrecisionPolicy("bfloat16")}
+test_what_four_ranks_are_refused = lab.refusals(
+    (other_ranks_of_the_rest, ValueError, "gradients would be summed over other ranks"),
+    (lambda: in_a_tree(no_neighbours()), ValueError, "are no neighbours among those of the data"),
+    (
+        lambda: in_a_tree(spread(2, 2, over=False, **LOW)[0]),
+        ValueError,
+        "are added before they are rounded to 16 bits",
+    ),
+    (lambda: in_a_tree(spread(2, 2)[0]), ValueError, "nn.balance_over makes a balance loss of"),
+    ranks=4,
+)
 
 
 M = 8  # micro-batches of a step
@@ -288,65 +321,28 @@ def by_a_tree(shards, ep, case, tree=True):
     how = {name: value for name, value in settings.items() if name in HOW}
     model, data = spread(shards, ep, over=False, model=model, **how)
     set_world_invariant(model, M) if tree else set_gradient_divide_factor(model, 1.0)
-    optimizer, losses, norms = optim.AdamW(model.parameters(), lr=1e-2), [], []
-    for step in range(3):
-        x = tokens_of(M, number=step).reshape(M, TOKENS, WIDTH)
-        for number in range(data.rank, M, data.size):
-            loss = model(Tensor(x[number])) * (1 / M)
+    losses = []
+
+    def step(number):
+        x = tokens_of(M, number=number).reshape(M, TOKENS, WIDTH)
+        for turn in range(data.rank, M, data.size):
+            loss = model(Tensor(x[turn])) * (1 / M)
             loss.backward()
-            losses.append((step, number, loss.item()))
-        norms.append(clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-        nn.update_expert_bias(model, 0.01)
-        optimizer.zero_grad()
+            losses.append((number, turn, loss.item()))
+
+    moved = lambda: nn.update_expert_bias(model, 0.01)  # noqa: E731
+    found = lab.learn(model, step, steps=3, optimizer=ADAMW, clip=0.5, after=moved)
     everyone = talk.from_all(data.communicator("control"), losses)
-    return sorted(tuple(each) for own in everyone for each in own), norms, full_state_dict(model)
+    return sorted(tuple(each) for own in everyone for each in own), found["norms"], found["final"]
 
 
 @pytest.mark.parametrize("case", ROUTED)
 def test_with_a_tree_over_micro_batches_every_mesh_trains_to_the_same_bits(case):
     """Without experts on several ranks as well: their products and sums are those of each micro-batch."""
-    ((losses, norms, weights),) = run_ranks(1, by_a_tree, 1, 1, case)
+    expected = lab.first(1, by_a_tree, 1, 1, case)
     for mesh in ((2, 1), (1, 2), (2, 2), (1, 4)) if case == "dropless" else ((2, 2),):
-        found = run_ranks(mesh[0] * mesh[1], by_a_tree, *mesh, case)[0]
-        assert found[:2] == (losses, norms)
-        for name, values in weights.items():
-            np.testing.assert_array_equal(found[2][name], values, err_msg=f"{name} {mesh}")
-    assert run_ranks(2, by_a_tree, 1, 2, case, tree=False)[0][1] != norms
-
-
-def test_what_no_tree_can_have_is_said_in_one_line():
-    def spread_over_no_neighbours():
-        mesh = init_device_mesh("cpu", (2, 2), ("ep", "efsdp"))
-        model = parallelize_module(make(), mesh["ep"], PLAN)
-        for block in model.blocks:
-            fully_shard(block.moe.experts, mesh=mesh["efsdp"])
-        return fully_shard(model, mesh=mesh.flat("ep", "efsdp"))
-
-    low = MixedPrecisionPolicy("bfloat16")
-
-    def refused():
-        for model, told in (
-            (spread_over_no_neighbours(), "are no neighbours among those of the data"),
-            (spread(2, 2, over=False, mp_policy=low)[0], "are added before they are rounded to 16 bits"),
-            (spread(2, 2)[0], "nn.balance_over makes a balance loss of"),
-        ):
-            set_world_invariant(model, M)
-            with pytest.raises(ValueError, match=told):
-                model(Tensor(tokens_of(1)))
-
-    run_ranks(4, refused)
-
-
-MOVES = {
-    "recompute": {"before": checkpoint},
-    "recompute but matmul": {"before": lambda block: checkpoint(block, "matmul")},
-    "offload activations": {"before": offload_activations},
-    "offload": {"offload_policy": CPUOffloadPolicy()},
-    "step on the host": {"offload_policy": CPUOffloadPolicy(step="host")},
-    "nothing kept": {"reshard_after_forward": True, "prefetch": 0},
-    "gradients sharded alone": {"strategy": "SHARD_GRAD_OP"},
-}
+        lab.assert_equal(lab.first(mesh[0] * mesh[1], by_a_tree, *mesh, case), expected, mesh)
+    assert lab.first(2, by_a_tree, 1, 2, case, tree=False)[1] != expected[1]
 
 
 @pytest.fixture(scope="module")
@@ -356,11 +352,7 @@ def plain():
 
 @pytest.mark.parametrize("name", MOVES)
 def test_what_only_moves_things_changes_no_bit(plain, name):
-    for found, expected in zip(run_ranks(4, trained, 2, 2, **MOVES[name]), plain, strict=True):
-        assert found[:2] == expected[:2]
-        for mine, theirs in zip(found[2:], expected[2:], strict=True):
-            for key, values in theirs.items():
-                np.testing.assert_array_equal(mine[key], values, err_msg=key)
+    lab.assert_equal(run_ranks(4, trained, 2, 2, **MOVES[name]), plain)
 
 
 def in_halves(order):
@@ -371,14 +363,13 @@ def in_halves(order):
         return model(Tensor(tokens_of(4, data.rank, number)))
 
     order(losses, late.reducing_last(model))
-    return whole_gradients(model)
+    return lab.whole_gradients(model)
 
 
 @pytest.mark.parametrize("order", [late.each_at_its_end, late.all_inputs_first])
 def test_backward_in_halves_gives_the_same_bits(order):
     expected, found = (run_ranks(4, in_halves, each)[0] for each in (late.usual, order))
-    for name, values in expected.items():
-        np.testing.assert_array_equal(found[name], values, err_msg=name)
+    lab.assert_equal(found, expected)
 
 
 def test_mixed_precision_sends_rows_of_16_bits():
@@ -414,57 +405,35 @@ def test_without_one_the_plan_is_for_a_stated_factor_and_the_most_rows_are_told(
     assert planned == taken > less
 
 
-def first_life(mesh, folder):
-    """Train a step on efsdp x ep ranks and save; the whole state."""
-    model, data = spread(*mesh)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    model(Tensor(tokens_of(4).reshape(data.size, -1, WIDTH)[data.rank])).backward()
-    optimizer.step()
-    CheckpointManager(folder, model, optimizer, data).save(1)
-    return full_state_dict(model), get_optimizer_state_dict(model, optimizer)
-
-
-def second_life(mesh, folder):
-    shardrt.manual_seed(9)
+def life(mesh, folder, saves):
+    """Train a step on efsdp x ep ranks and save, or restore that."""
+    shardrt.manual_seed(4 if saves else 9)
     model, data = spread(*mesh, model=Model())
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    assert CheckpointManager(folder, model, optimizer, data).restore() == (1, {})
-    return full_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    tokens = tokens_of(4).reshape(data.size, -1, WIDTH)[data.rank]
+    backward = (lambda: model(Tensor(tokens)).backward()) if saves else None
+    return lab.saved_or_restored(model, data, folder, backward)
 
 
 def test_a_checkpoint_of_any_mesh_is_restored_on_any_other_to_the_bit(tmp_path):
     meshes = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))
-    for number, mesh in enumerate(meshes):
-        folder = tmp_path / str(number)
-        weights, state = run_ranks(mesh[0] * mesh[1], first_life, mesh, folder)[0]
-        for other in meshes:
-            found, theirs = run_ranks(other[0] * other[1], second_life, other, folder)[0]
-            for name, values in weights.items():
-                np.testing.assert_array_equal(found[name], values, err_msg=f"{name} {mesh} {other}")
-            for name, entry in state["state"].items():
-                for key, values in entry.items():
-                    np.testing.assert_array_equal(theirs["state"][name][key], values, err_msg=f"{name} {key}")
+    lab.assert_restored_anywhere(tmp_path, {mesh: mesh[0] * mesh[1] for mesh in meshes}, life)
 
 
 def given_norms(shards, ep):
-    """Norms of gradients that are the same wherever they are."""
     model, data = spread(shards, ep)
     model(Tensor(tokens_of(data.size, data.rank))).backward()
-    generator = np.random.default_rng(7)
-    for parameter in model.parameters():
-        whole = generator.normal(size=parameter.whole_shape).astype(np.float32)
-        parameter.grad.reshape(-1)[...] = take(parameter.part, whole)
+    lab.give_gradients(model)
     return [grad_norm(model.parameters(), kind) for kind in (1, 2, 3, np.inf)]
 
 
 def test_norms_of_equal_gradients_have_the_same_bits_on_every_mesh():
-    expected = run_ranks(1, given_norms, 1, 1)[0]
+    expected = run_ranks(1, given_norms, 1, 1)
     for mesh in MESHES:
-        assert run_ranks(4, given_norms, *mesh) == [expected] * 4
+        assert run_ranks(4, given_norms, *mesh) == expected * 4
 
 
 def in_stages(stages):
-    """{losses, norms, weights after two steps} of a Llama of experts on `stages` x efsdp 1 x ep 2 ranks."""
+    """Two steps of a Llama of experts on `stages` x efsdp 1 x ep 2 ranks."""
     mesh = init_device_mesh("cpu", (stages, 2), ("pp", "dp_shard"))
     fold = mesh.fold("ep", 2, over=("dp_shard",))
     shardrt.manual_seed(3)
@@ -480,21 +449,15 @@ def in_stages(stages):
             fully_shard(block.mlp.experts, mesh=fold["efsdp"])
             fully_shard(block, mesh=mesh["dp_shard"])
         fully_shard(stage, mesh=mesh["dp_shard"])
-    optimizer, norms = optim.AdamW(model.parameters(), lr=1e-2), []
-    for step in range(2):
-        pipeline.step(piped.loss_of, piped.batches_of(step, mesh["dp_shard"]))
-        norms.append(clip_grad_norm_(model.parameters(), 0.1))
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms, full_state_dict(model)
+
+    def step(number):
+        pipeline.step(piped.loss_of, piped.batches_of(number, mesh["dp_shard"]))
+
+    return lab.learn(model, step, optimizer=ADAMW, clip=0.1, whole=None)
 
 
 def test_stages_with_experts_on_several_ranks_have_the_bits_of_one_piece():
-    norms, weights = run_ranks(2, in_stages, 1)[0]
-    found = run_ranks(4, in_stages, 2)[0]
-    assert found[0] == norms
-    for name, values in weights.items():
-        np.testing.assert_array_equal(found[1][name], values, err_msg=name)
+    lab.assert_equal(lab.first(4, in_stages, 2), lab.first(2, in_stages, 1))
 
 
 def biases(shards, ep):
@@ -535,5 +498,4 @@ def test_the_rest_may_have_copies(over):
     expected = run_ranks(4, trained, 2, 2, steps=2)[0]
     assert all(each[1] == found[0][1] for each in found)
     np.testing.assert_allclose(found[0][1], expected[1], rtol=1e-6)
-    for name, values in expected[3].items():
-        np.testing.assert_allclose(found[0][3][name], values, atol=1e-6, err_msg=name)
+    lab.assert_close(found[0][3], expected[3], rtol=1e-7, atol=1e-6)

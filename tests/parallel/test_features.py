@@ -1,14 +1,14 @@
 """What there is beside tensor parallelism works with it: to the bit where it only moves things."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 import shardrt
 from shardrt import nn, optim
-from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict
 from shardrt.fsdp import (
-    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     check_replicas,
     explain,
@@ -19,8 +19,9 @@ from shardrt.fsdp import (
 )
 from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import parallelize_module
-from shardrt.recompute import checkpoint
+from tests import lab
 from tests.parallel.nets import (
+    MOVES,
     alone,
     batch_of,
     build,
@@ -36,16 +37,6 @@ from tests.ranks import run_ranks
 
 AXES = (1, 2, 2)
 SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-
-MOVES = {
-    "recompute": {"before": checkpoint},
-    "recompute but matmul": {"before": lambda block: checkpoint(block, "matmul")},
-    "offload activations": {"before": offload_activations},
-    "both": {"before": lambda block: offload_activations(checkpoint(block))},
-    "offload": {"offload_policy": CPUOffloadPolicy()},
-    "step on the host": {"offload_policy": CPUOffloadPolicy(step="host")},
-    "nothing kept": {"reshard_after_forward": True, "prefetch": 0},
-}
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +65,9 @@ def test_16_bits(sequence):
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=1e-3)
 
 
-def trained_with(kind, axes, sequence, prepare, step, adapters=False):
+def trained_with(axes, sequence, prepare, step, adapters=False):
     """Weights after three steps of AdamW, each of which is `step(model, optimizer, mesh, number)`."""
-    mesh = mesh_of(*axes)
-    shardrt.manual_seed(3)
-    model = make(kind)
+    mesh, model = mesh_of(*axes), make("gpt")
     if adapters:
         nn.add_lora(model, 2, targets=("*.qkv", "*.output", "*.up", "*.down"))
     parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
@@ -136,37 +125,30 @@ FEATURES = {
 @pytest.mark.parametrize("name", FEATURES)
 def test_it_trains_as_on_one_rank(name, sequence):
     how = FEATURES[name]
-    expected = run_ranks(1, trained_with, "gpt", (1, 1, 1), False, **how)[0]
-    found = run_ranks(4, trained_with, "gpt", AXES, sequence, **how)[0]
-    for key, values in expected.items():
-        np.testing.assert_allclose(found[key], values, rtol=0, atol=1e-5, err_msg=key)
+    expected = lab.first(1, trained_with, (1, 1, 1), False, **how)
+    found = lab.first(4, trained_with, AXES, sequence, **how)
+    lab.assert_close(found, expected, atol=1e-5)
 
 
-def with_a_tree(axes, tp):
-    """Weights after two steps of four micro-batches, on any number of data ranks."""
+def with_a_tree(axes):
+    """Two steps of four micro-batches, on any number of data ranks."""
     mesh = mesh_of(*axes)
-    model = build("gpt", mesh)
+    model, data = build("gpt", mesh), data_of(mesh)
     set_world_invariant(model, 4)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(2):
-        shardrt.manual_seed(3, step=step)
-        data = data_of(mesh)
-        for turn in range(4 // data.size):
-            row = turn * data.size + data.rank
-            tokens, targets = (array[row : row + 1] for array in batch_of(step))
+
+    def step(number):
+        for row in range(data.rank, 4, data.size):
+            tokens, targets = (array[row : row + 1] for array in batch_of(number))
             (model(tokens, targets) * 0.25).backward()
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_state_dict(model)
+
+    return lab.learn(model, step, optimizer=partial(optim.AdamW, lr=1e-2))
 
 
 def test_world_invariant_bits_do_not_depend_on_the_ranks_of_the_data():
-    expected = run_ranks(2, with_a_tree, (1, 1, 2), 2)[0]
+    expected = lab.first(2, with_a_tree, (1, 1, 2))
     for axes in ((1, 2, 2), (2, 2, 2)):
-        found = run_ranks(int(np.prod(axes)), with_a_tree, axes, 2)[0]
-        for name, values in expected.items():
-            np.testing.assert_array_equal(found[name], values, err_msg=name)
+        found = lab.first(int(np.prod(axes)), with_a_tree, axes)
+        lab.assert_equal(found, expected)
 
 
 def test_whole_weights_are_loaded_and_given_back_to_the_bit():
@@ -180,8 +162,7 @@ def test_whole_weights_are_loaded_and_given_back_to_the_bit():
     for axes, sharded in (((1, 1, 4), False), ((1, 2, 2), True)):
         found, *others = run_ranks(4, loaded, axes, sharded)
         assert not any(others)
-        for name, values in whole.items():
-            np.testing.assert_array_equal(found[name], values, err_msg=name)
+        lab.assert_equal(found, whole)
 
 
 def test_the_data_may_be_on_a_flat_axis_of_several():

@@ -24,6 +24,7 @@ from shardrt.late import Late
 from shardrt.nn.lora import add_lora
 from shardrt.parallel import ColwiseParallel, parallelize_module
 from shardrt.recompute import checkpoint
+from tests import lab
 from tests.parallel.nets import AXES, batch_of, build, data_of, make, plan_of
 from tests.ranks import run_ranks
 
@@ -103,9 +104,7 @@ def test_products_run_meanwhile_and_gradients_have_the_same_bits(told, case):
     ranks = 2 * how.get("shards", 1)
     expected, found = (run_ranks(ranks, gradients, apart, **how) for apart in (False, True))
     for (ours, began), (theirs, _) in zip(found, expected, strict=True):
-        assert ours.keys() == theirs.keys() and theirs
-        for name, gradient in theirs.items():
-            np.testing.assert_array_equal(ours[name], gradient, err_msg=name)
+        lab.assert_equal(ours, theirs)
         sums = [place for place, each in enumerate(began) if each[1] == "tensor"]
         assert {began[place + 1] for place in sums} <= {"product"}
         assert len(sums) == expected_sums

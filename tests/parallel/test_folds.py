@@ -5,13 +5,10 @@ import pytest
 
 import shardrt
 from models.plans import plan_of
-from shardrt import Tensor, nn, no_grad, optim
-from shardrt.activation_offload import offload_activations
+from shardrt import Tensor, nn, no_grad
 from shardrt.autograd import enable_grad
-from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import explain, fully_shard, set_world_invariant
-from shardrt.nn.runs import take
 from shardrt.nn.share import joined
 from shardrt.nn.utils import grad_norm
 from shardrt.parallel import (
@@ -22,8 +19,9 @@ from shardrt.parallel import (
     parallelize_module,
     shard_sequence,
 )
-from shardrt.recompute import checkpoint
+from tests import lab
 from tests.parallel.folded import alone, build, make, train, trained
+from tests.parallel.nets import MOVES
 from tests.parallel.routed import COUNT, WIDTH, K
 from tests.parallel.routed import Model as Blocks
 from tests.parallel.sequences import TIME, VOCAB, mesh_of
@@ -46,13 +44,11 @@ CASES = {  # name: axes, ep, how
 
 def check(found, expected):
     """The same training, to rounding; the same initial weights."""
-    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-6)
-    np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-6)
-    for name, values in expected["initial"].items():
-        np.testing.assert_array_equal(found["initial"][name], values, err_msg=name)
+    for kind in ("losses", "norms"):
+        lab.assert_close(found[kind], expected[kind], kind, rtol=1e-6)
+    lab.assert_equal(found["initial"], expected["initial"])
     for kind in ("gradients", "final"):
-        for name, values in expected[kind].items():
-            np.testing.assert_allclose(found[kind][name], values, atol=1e-6, err_msg=f"{kind} {name}")
+        lab.assert_close(found[kind], expected[kind], kind, rtol=1e-7, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -135,8 +131,7 @@ def test_experts_on_a_part_of_the_ranks_with_tokens_get_the_gradient_of_all():
     tokens = np.random.default_rng(0).normal(size=(2, 8, WIDTH)).astype(np.float32)
     expected = run_ranks(1, layer_on, 1, 1, tokens)[0][3]
     found = run_ranks(4, layer_on, 4, 2, tokens)[0][3]
-    for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, atol=1e-5, err_msg=name)
+    lab.assert_close(found, expected, rtol=1e-7, atol=1e-5)
 
 
 TOKENS = np.random.default_rng(5).integers(0, VOCAB, (1, 5))
@@ -170,132 +165,117 @@ def test_each_rank_draws_noise_of_its_own_for_its_tokens():
     assert (first.indices, second.indices) == ((0,), (1,)) and loss == other
 
 
-def test_experts_that_a_plan_with_the_sequence_cut_forgets_are_refused():
-    def forgotten():
-        model, mesh = make(), mesh_of(tp=2)
-        plan = plan_of(model, sequence_parallel=True)
-        with pytest.raises(ValueError, match="'blocks.0.mlp' would route a part of the time"):
-            parallelize_module(model, mesh["tp"], {k: v for k, v in plan.items() if k != "blocks.*.mlp"})
-
-    run_ranks(2, forgotten)
+@pytest.fixture(scope="module")
+def plain():
+    return trained({"cp": 2, "tp": 2}, 2, steps=1)
 
 
-MOVES = {
-    "recompute": {"before": checkpoint},
-    "offload activations": {"before": offload_activations},
-    "nothing kept": {"reshard_after_forward": True, "prefetch": 0},
+@pytest.mark.parametrize("name", ["recompute", "offload activations", "nothing kept"])
+def test_what_only_moves_things_changes_no_bit(plain, name):
+    lab.assert_equal(trained({"cp": 2, "tp": 2}, 2, steps=1, **MOVES[name]), plain)
+
+
+MESHES = {  # axes and ep -> ranks
+    "1": ({}, 1, 1),
+    "tp 2": ({"tp": 2}, 1, 2),
+    "cp 2, tp 2, ep 2": ({"cp": 2, "tp": 2}, 2, 4),
+    "dp 2, tp 2, ep 4": ({"shards": 2, "tp": 2}, 4, 4),
 }
+RANKS = {name: ranks for name, (*_, ranks) in MESHES.items()}
 
 
-@pytest.mark.parametrize("name", MOVES)
-def test_what_only_moves_things_changes_no_bit(name):
-    expected = trained({"cp": 2, "tp": 2}, 2, steps=1)
-    found = trained({"cp": 2, "tp": 2}, 2, steps=1, **MOVES[name])
-    assert found["losses"].tolist() == expected["losses"].tolist() and found["norms"] == expected["norms"]
-    for name, values in expected["final"].items():
-        np.testing.assert_array_equal(found["final"][name], values, err_msg=name)
-
-
-MESHES = [({}, 1), ({"tp": 2}, 1), ({"cp": 2, "tp": 2}, 2), ({"shards": 2, "tp": 2}, 4)]
-
-
-def part_of(tokens, model, mesh):
-    """The loss of this rank's part of the tokens."""
-    part = shard_sequence(tokens, tokens, mesh=mesh["cp"])
-    return model(part.tokens, part.targets, positions=part.positions)
-
-
-def life(axes, ep, folder, begin):
-    """Make a step with AdamW and save; or restore that. The whole state."""
-    shardrt.manual_seed(3 if begin else 9)
+def on(name):
+    """(model, what runs a backward of this rank's part of some tokens, mesh)."""
+    axes, ep, _ = MESHES[name]
     mesh = mesh_of(**axes)
     model = build(mesh, ep, sequence=True)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    manager = CheckpointManager(folder, model, optimizer, mesh)
-    if begin:
-        tokens = np.random.default_rng(0).integers(0, VOCAB, (2, TIME))
-        part_of(tokens, model, mesh).backward()
-        optimizer.step()
-        manager.save(1)
-    else:
-        assert manager.restore() == (1, {})
-    return full_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    part = shard_sequence(*np.random.default_rng(0).integers(0, VOCAB, (2, 2, TIME)), mesh=mesh["cp"])
+    return model, lambda: model(part.tokens, part.targets, positions=part.positions).backward(), mesh
+
+
+def life(name, folder, saves):
+    model, backward, mesh = on(name)
+    for parameter in model.parameters() if not saves else ():
+        with parameter.writing() as shard:
+            shard.fill(7)
+    return lab.saved_or_restored(model, mesh, folder, backward if saves else None)
 
 
 def test_a_checkpoint_of_any_mesh_is_restored_on_any_other_to_the_bit(tmp_path):
-    ranks = [int(np.prod([*axes.values()])) for axes, _ in MESHES]
-    for number, mesh in enumerate(MESHES):
-        folder = tmp_path / str(number)
-        weights, state = run_ranks(ranks[number], life, *mesh, folder, True)[0]
-        for size, other in zip(ranks, MESHES, strict=True):
-            found, theirs = run_ranks(size, life, *other, folder, False)[0]
-            for name, values in weights.items():
-                np.testing.assert_array_equal(found[name], values, err_msg=f"{name} {mesh} {other}")
-            for name, entry in state["state"].items():
-                for key, values in entry.items():
-                    np.testing.assert_array_equal(theirs["state"][name][key], values, err_msg=f"{name} {key}")
+    lab.assert_restored_anywhere(tmp_path, RANKS, life)
 
 
-def given_norms(axes, ep):
-    """Norms of gradients that are the same wherever they are."""
-    mesh = mesh_of(**axes)
-    model = build(mesh, ep, sequence=True)
-    part_of(np.zeros((2, TIME), np.int64), model, mesh).backward()
-    generator = np.random.default_rng(7)
-    for parameter in model.parameters():
-        whole = generator.normal(size=parameter.whole_shape).astype(np.float32)
-        parameter.grad.reshape(-1)[...] = take(parameter.part, whole)
+def given_norms(name):
+    model, backward, _ = on(name)
+    backward()
+    lab.give_gradients(model)
     return [grad_norm(model.parameters(), kind) for kind in (1, 2, np.inf)]
 
 
 def test_norms_count_each_element_once_on_every_mesh():
-    expected = run_ranks(1, given_norms, *MESHES[0])
-    for axes, ep in MESHES[1:]:
-        ranks = int(np.prod([*axes.values()]))
-        assert run_ranks(ranks, given_norms, axes, ep) == expected * ranks
+    expected = run_ranks(1, given_norms, "1")
+    for name, ranks in RANKS.items():
+        assert run_ranks(ranks, given_norms, name) == expected * ranks
 
 
-def test_what_can_not_be_is_said_in_one_line():
-    def refused():
-        mesh = init_device_mesh("cpu", (2,), ("tp",))
-        tokens, experts = {"blocks.*.moe": TokenParallel()}, {"blocks.*.moe.experts": ExpertParallel()}
-
-        def planned(*plans):
-            model = Blocks()
-            for plan in plans:
-                parallelize_module(model, mesh, plan)
-            return model
-
-        for wrong, message in (
-            (lambda: planned({"head": ColwiseParallel()}, experts), "have the same tokens; give the nn.MoE"),
-            (lambda: planned(experts), "have the same tokens; give the nn.MoE"),
-            (lambda: planned(tokens | {"blocks.0.moe.experts": TokenParallel()}), "TokenParallel is for MoE"),
-            (lambda: planned(tokens, tokens), "is on .* already; give one plan"),
-            (lambda: planned(tokens, experts, experts), "experts are cut along .* already"),
-            (lambda: expert_plan(nn.Linear(2, 2)), "a Linear has no nn.Experts"),
-        ):
-            with pytest.raises((ValueError, TypeError), match=message):
-                wrong()
-        shared = nn.ModuleList(
-            [nn.MoE(nn.TopKRouter(WIDTH, COUNT, K), nn.Experts(COUNT, WIDTH, 5), nn.Linear(WIDTH, WIDTH))]
-        )
-        with pytest.raises(ValueError, match="'0.shared' can't have ColwiseParallel: it is in '0', of whose"):
-            parallelize_module(shared, mesh, {"0": TokenParallel(), "0.shared": ColwiseParallel()})
-
-    run_ranks(2, refused)
+TOKEN_PLAN = {"blocks.*.moe": TokenParallel()}
+EXPERTS = {"blocks.*.moe.experts": ExpertParallel()}
 
 
-def test_the_tree_over_micro_batches_takes_no_parts_of_tokens():
-    def invariant():
-        mesh = mesh_of(tp=2)
-        model = make()
-        parallelize_module(model, mesh["tp"], plan_of(model))
-        fully_shard(model, mesh=mesh["dp_shard"])
-        set_world_invariant(model, 1)
-        with pytest.raises(ValueError, match="leave adapters and TokenParallel out"):
-            model(TOKENS)
+def planned(*plans, model=Blocks):
+    whole = model()
+    for plan in plans:
+        parallelize_module(whole, init_device_mesh("cpu", (2,), ("tp",)), plan)
+    return whole
 
-    run_ranks(2, invariant)
+
+def with_a_shared_layer():
+    router, shared = nn.TopKRouter(WIDTH, COUNT, K), nn.Linear(WIDTH, WIDTH)
+    return nn.ModuleList([nn.MoE(router, nn.Experts(COUNT, WIDTH, 5), shared)])
+
+
+def forgotten_experts():
+    plan = plan_of(make(), sequence_parallel=True)
+    del plan["blocks.*.mlp"]
+    parallelize_module(make(), mesh_of(tp=2)["tp"], plan)
+
+
+def in_a_tree():
+    mesh, model = mesh_of(tp=2), make()
+    parallelize_module(model, mesh["tp"], plan_of(model))
+    fully_shard(model, mesh=mesh["dp_shard"])
+    set_world_invariant(model, 1)
+    model(TOKENS)
+
+
+test_what_can_not_be_is_said_in_one_line = lab.refusals(
+    (
+        lambda: planned({"head": ColwiseParallel()}, EXPERTS),
+        ValueError,
+        "have the same tokens; give the nn.MoE",
+    ),
+    (lambda: planned(EXPERTS), ValueError, "have the same tokens; give the nn.MoE"),
+    (
+        lambda: planned(TOKEN_PLAN | {"blocks.0.moe.experts": TokenParallel()}),
+        TypeError,
+        "TokenParallel is for MoE",
+    ),
+    (lambda: planned(TOKEN_PLAN, TOKEN_PLAN), ValueError, "is on .* already; give one plan"),
+    (
+        lambda: planned(TOKEN_PLAN, EXPERTS, EXPERTS),
+        ValueError,
+        "experts are cut along .* already",
+    ),
+    (lambda: expert_plan(nn.Linear(2, 2)), TypeError, "a Linear has no nn.Experts"),
+    (
+        lambda: planned({"0": TokenParallel(), "0.shared": ColwiseParallel()}, model=with_a_shared_layer),
+        ValueError,
+        "'0.shared' can't have ColwiseParallel: it is in '0', of whose",
+    ),
+    (forgotten_experts, ValueError, "'blocks.0.mlp' would route a part of the time"),
+    (in_a_tree, ValueError, "leave adapters and TokenParallel out"),
+    ranks=2,
+)
 
 
 def test_explain_names_the_axes_of_experts():

@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -14,8 +14,6 @@ from models.plans import plan_of
 from models.vit import ViT, ViTConfig
 from shardrt import Tensor, device, nn, no_grad, optim
 from shardrt import functional as F
-from shardrt.activation_offload import offload_activations
-from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
 from shardrt.comm.reduction import combine
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, set_world_invariant
@@ -25,8 +23,8 @@ from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import ColwiseParallel, Pipeline, RowwiseParallel, SequenceParallel, parallelize_module
 from shardrt.parallel import set_tensor_invariant as invariant
 from shardrt.parallel.styles import Style
-from shardrt.recompute import checkpoint
-from tests.parallel.nets import whole_gradients
+from tests import lab
+from tests.parallel.nets import MOVES
 from tests.ranks import run_ranks
 
 VOCAB, ROWS, TIME = 37, 4, 16
@@ -90,26 +88,20 @@ def train(kind, axes, parts, steps, tree, sequence, schedule, before, how):
     shard(pipeline.stages if pipeline else [model], mesh["dp_shard"], before, **how)
     if tree:
         set_world_invariant(model, ROWS)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    told = {"losses": [], "norms": []}
-    for step in range(steps):
-        shardrt.manual_seed(3, step=step)
-        own = (
-            [[row] for row in range(mesh.coordinate[1], ROWS, dp)] if tree or pp > 1 else [list(range(ROWS))]
-        )
-        batches = [batch_of(kind, step, rows) for rows in own]
+    own = [[row] for row in range(mesh.coordinate[1], ROWS, dp)] if tree or pp > 1 else [list(range(ROWS))]
+
+    def step(number):
+        batches, losses = [batch_of(kind, number, rows) for rows in own], []
         if pipeline is not None:
             pipeline.step(loss_of, batches)
         for batch in batches if pipeline is None else ():
-            loss = loss_of(model, batch)
-            loss.backward()
-            told["losses"].append(loss.item())
-        if pipeline is None:
-            told.setdefault("gradients", whole_gradients(model))
-        told["norms"].append(clip_grad_norm_(model.parameters(), 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    return told | {"final": full_state_dict(model)}
+            losses.append(loss_of(model, batch))
+            losses[-1].backward()
+        return [loss.item() for loss in losses]
+
+    whole = lab.whole_gradients if pipeline is None else None
+    adamw = partial(optim.AdamW, lr=1e-2)
+    return lab.learn(model, step, steps=steps, optimizer=adamw, whole=whole)
 
 
 @cache
@@ -135,8 +127,7 @@ def same(found, expected, losses=True):
         assert rank["norms"] == expected[0]["norms"]
         assert not losses or rank["losses"] == expected[0]["losses"]
     for what in ("gradients", "final") if losses else ("final",):
-        for name, values in expected[0][what].items():
-            np.testing.assert_array_equal(found[0][what][name], values, err_msg=f"{what}: {name}")
+        lab.assert_equal(found[0][what], expected[0][what], what)
 
 
 def differ(found, expected):
@@ -156,9 +147,8 @@ def test_without_it_they_have_others_that_are_near(kind):
     assert differ(trained(kind, (1, 1, 2), parts=0, steps=3), expected)
     found = trained(kind, (1, 1, 2), steps=3)
     assert differ(found, expected)
-    np.testing.assert_allclose(found[0]["losses"], expected[0]["losses"], rtol=0, atol=1e-5)
-    for name, values in expected[0]["gradients"].items():
-        np.testing.assert_allclose(found[0]["gradients"][name], values, rtol=0, atol=1e-5, err_msg=name)
+    lab.assert_close(found[0]["losses"], expected[0]["losses"], atol=1e-5)
+    lab.assert_close(found[0]["gradients"], expected[0]["gradients"], atol=1e-5)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -172,8 +162,7 @@ def test_so_they_have_with_the_time_cut_as_well(kind, tp):
 
 def test_gradients_over_time_are_what_they_are_without_parts():
     found, expected = (trained("gpt", parts=parts, steps=3, sequence=True) for parts in (4, 0))
-    for name, values in expected[0]["gradients"].items():
-        np.testing.assert_allclose(found[0]["gradients"][name], values, rtol=0, atol=1e-5, err_msg=name)
+    lab.assert_close(found[0]["gradients"], expected[0]["gradients"], atol=1e-5)
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
@@ -192,17 +181,9 @@ def test_any_power_of_two_of_parts_will_do_and_no_unit_is_needed(parts, sequence
     assert run_ranks(2, step, 2) == run_ranks(1, step, 1) * 2
 
 
-WAYS = {
-    "recompute": {"before": checkpoint},
-    "recompute but matmul": {"before": lambda block: checkpoint(block, "matmul")},
-    "offload activations": {"before": offload_activations},
-    "nothing kept": {"reshard_after_forward": True, "prefetch": 0},
-}
-
-
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", ["recompute", "recompute but matmul", "offload activations", "nothing kept"])
 def test_what_only_moves_things_changes_no_bit(name):
-    same(trained("gpt", (1, 1, 2), steps=3, **WAYS[name]), trained("gpt", steps=3))
+    same(trained("gpt", (1, 1, 2), steps=3, **MOVES[name]), trained("gpt", steps=3))
 
 
 @pytest.mark.parametrize("kind", ["gpt", "chunks", "llama"])
@@ -341,18 +322,6 @@ def test_its_memory_is_planned(sequence):
     assert found[0] == found[1]
 
 
-def message_of(attempt, tp=1, kind=ValueError):
-    def refused():
-        mesh = init_device_mesh("cpu", (tp,), ("tp",))
-        with pytest.raises(kind) as raised:
-            attempt(KINDS["gpt"](), mesh)
-        return str(raised.value)
-
-    (told,) = set(run_ranks(tp, refused))
-    assert "\n" not in told
-    return told
-
-
 class Own(SequenceParallel):
     put_in_parts = Style.put_in_parts
 
@@ -361,70 +330,80 @@ def cut(model, mesh):
     return parallelize_module(model, mesh, plan_of(model))
 
 
-REFUSED = {
-    "a power": (1, lambda m, _: invariant(m, 3, plan=plan_of(m)), "parts must be a power of two, got 3"),
-    "none": (1, lambda m, _: invariant(m, 0, plan=plan_of(m)), "parts must be a power of two, got 0"),
-    "few": (4, lambda m, mesh: invariant(cut(m, mesh), 2), "parts 2 are too few for 4 ranks"),
-    "heads": (
-        2,
-        lambda m, mesh: invariant(cut(m, mesh), 8),
-        "8 parts do not divide the 4 heads of 'blocks.0.attention.qkv'",
-    ),
-    "inputs": (
-        1,
-        lambda m, _: invariant(m, 32, plan={"blocks.*.mlp.down": RowwiseParallel()}),
+def after_it_was_sharded(model, mesh):
+    fully_shard(model)
+    invariant(model, plan=plan_of(model, sequence_parallel=True))
+
+
+def odd_times(model, mesh):
+    invariant(model, plan=plan_of(model, sequence_parallel=True))
+    model(np.zeros((1, 6), int), np.zeros((1, 6), int)).backward()
+
+
+def two_layers(model, mesh):
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    invariant(parallelize_module(layers, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()}))
+
+
+def refusals(ranks, *rows):
+    """(call with a GPT and a mesh of "tp", exception, words)."""
+    made = [
+        (lambda call=call: call(KINDS["gpt"](), init_device_mesh("cpu", (ranks,), ("tp",))), kind, words)
+        for call, kind, words in rows
+    ]
+    return lab.refusals(*made, ranks=ranks, everywhere=True, literal=True)
+
+
+DOWN = {"blocks.*.mlp.down": RowwiseParallel()}
+test_what_one_rank_refuses = refusals(
+    1,
+    (lambda m, _: invariant(m, 3, plan=plan_of(m)), ValueError, "parts must be a power of two, got 3"),
+    (lambda m, _: invariant(m, 0, plan=plan_of(m)), ValueError, "parts must be a power of two, got 0"),
+    (
+        lambda m, _: invariant(m, 32, plan=DOWN),
+        ValueError,
         "32 parts do not divide the 176 inputs of 'blocks.0.mlp.down'",
     ),
-    "words": (
-        1,
+    (
         lambda m, _: invariant(m, 64, plan={"wte": plan_of(m)["wte"]}),
+        ValueError,
         "'wte' has 37 rows for 64 parts",
     ),
-    "a style": (
-        1,
+    (
         lambda m, _: invariant(m, plan={"norm": Own()}),
+        ValueError,
         "Own, which 'norm' has, knows no sums in parts",
     ),
-    "no plan": (1, lambda m, _: invariant(m), "give the plan by which it would be cut, plan=plan_of(model)"),
-    "two plans": (2, lambda m, mesh: invariant(cut(m, mesh), plan=plan_of(m)), "the model has a plan"),
-    "adapters": (
-        1,
+    (
+        lambda m, _: invariant(m),
+        ValueError,
+        "give the plan by which it would be cut, plan=plan_of(model)",
+    ),
+    (
         lambda m, _: invariant(nn.add_lora(m, 2, targets=("*.up",)), plan=plan_of(m)),
+        ValueError,
         "'blocks.0.mlp.up' has an adapter, whose sums are not made in parts",
     ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_it_refuses(name):
-    tp, attempt, told = REFUSED[name]
-    assert told in message_of(attempt, tp)
-
-
-def test_the_time_after_it_was_sharded_and_odd_times():
-    def late(model, mesh):
-        fully_shard(model)
-        invariant(model, plan=plan_of(model, sequence_parallel=True))
-
-    def odd(model, mesh):
-        invariant(model, plan=plan_of(model, sequence_parallel=True))
-        model(np.zeros((1, 6), int), np.zeros((1, 6), int)).backward()
-
-    assert "with SequenceParallel call it before pipeline_stages" in message_of(late, kind=RuntimeError)
-    assert "6 positions can't be cut into 4 equal parts" in message_of(odd)
-
-
-def test_three_ranks():
-    def attempt(model, mesh):
-        layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-        parallelize_module(layers, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
-        invariant(layers)
-
-    assert "the number of ranks must be a power of two, got 3" in message_of(attempt, 3)
-
-
-def test_ranks_with_other_parts():
-    def attempt(model, mesh):
-        invariant(cut(model, mesh), 2 + 2 * mesh.rank)
-
-    assert "ranks [1] have other parts than rank 0" in message_of(attempt, 2)
+    (after_it_was_sharded, RuntimeError, "with SequenceParallel call it before pipeline_stages"),
+    (odd_times, ValueError, "6 positions can't be cut into 4 equal parts"),
+)
+test_what_two_ranks_refuse = refusals(
+    2,
+    (
+        lambda m, mesh: invariant(cut(m, mesh), 8),
+        ValueError,
+        "8 parts do not divide the 4 heads of 'blocks.0.attention.qkv'",
+    ),
+    (lambda m, mesh: invariant(cut(m, mesh), plan=plan_of(m)), ValueError, "the model has a plan"),
+    (
+        lambda m, mesh: invariant(cut(m, mesh), 2 + 2 * mesh.rank),
+        ValueError,
+        "ranks [1] have other parts than rank 0",
+    ),
+)
+test_what_three_ranks_refuse = refusals(
+    3, (two_layers, ValueError, "the number of ranks must be a power of two, got 3")
+)
+test_what_four_ranks_refuse = refusals(
+    4, (lambda m, mesh: invariant(cut(m, mesh), 2), ValueError, "parts 2 are too few for 4 ranks")
+)

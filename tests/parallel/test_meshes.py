@@ -11,6 +11,7 @@ from shardrt.checkpoint.pieces import PARAMETER, counted, pieces_of
 from shardrt.nn.layers import Dropout
 from shardrt.nn.runs import take
 from shardrt.nn.utils import grad_norm
+from tests import lab
 from tests.parallel.meshes import (
     BATCH,
     MESHES,
@@ -40,21 +41,12 @@ def first_life(net, on, folder):
     loss = model(own(tokens, data), own(targets, data))
     loss.backward()
     gradients = whole_gradients(model)
-    give_gradients(model)
+    lab.give_gradients(model)
     norms = [grad_norm(model.parameters(), norm_type) for norm_type in NORMS]
     optimizer.step()
     checkpoints.save(1)
     saved = full_state_dict(model), get_optimizer_state_dict(model, optimizer)
     return begun, norms, loss.item(), gradients, saved, held(model, optimizer)
-
-
-def give_gradients(model):
-    """Gradients that are the same wherever they are."""
-    generator = np.random.default_rng(7)
-    for parameter in model.parameters():
-        whole = generator.normal(size=parameter.whole_shape).astype(np.float32)
-        if not parameter.absent:
-            parameter.grad.reshape(-1)[...] = take(parameter.part, whole)
 
 
 def held(model, optimizer):
@@ -75,17 +67,11 @@ def lives(request, tmp_path_factory):
     return request.param, found
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        np.testing.assert_array_equal(found[name], values, err_msg=name)
-
-
 def test_a_model_begins_with_the_same_bits_on_every_mesh(lives):
     _, found = lives
     _, alone = found["1"]
     for _, ranks in found.values():
-        assert_equal(ranks[0][0], alone[0][0])
+        lab.assert_equal(ranks[0][0], alone[0][0])
         assert not any(begun for begun, *_ in ranks[1:])
 
 
@@ -103,7 +89,7 @@ def test_a_step_on_any_mesh_is_that_of_one_rank(lives):
         for key, values in gradients.items():
             off = np.linalg.norm(ranks[0][3][key] - values)
             assert off <= 1e-5 * np.linalg.norm(values) + 1e-9, (name, key)
-        assert_equal(ranks[0][4][0], weights)  # the update was of the given gradients
+        lab.assert_equal(ranks[0][4][0], weights)  # the update was of the given gradients
 
 
 def test_ranks_that_hold_the_same_elements_hold_the_same_bits(lives):

@@ -28,8 +28,9 @@ from shardrt.fsdp import (
 from shardrt.fsdp.wrap import by_class
 from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import parallelize_module, pipeline_stages
+from tests import lab
 from tests.parallel import pipes
-from tests.parallel.staged import NAMES, gpt, images, llama, mesh_of, on_two, own_of, same, text
+from tests.parallel.staged import NAMES, gpt, images, llama, mesh_of, on_two, own_of, text, two_stages
 from tests.ranks import run_ranks
 
 
@@ -62,64 +63,55 @@ def test_what_other_ranks_have_is_absent_and_says_where_it_is():
     assert set(last) == {"parameter 'blocks.1.mlp.down.weight' is on stage 0, rank 0"}
 
 
+@lab.on_ranks(2)
 def test_a_step_is_left_out_on_all_stages_where_one_has_overflowed():
-    def scaled(model, mesh, stages):
-        optimizer, scaler = optim.AdamW(model.parameters(), lr=0.1), optim.GradScaler(init_scale=2.0)
-        before = full_state_dict(model)
-        scaler.scale(shardrt.Tensor(1.0))
-        pipes.run(stages, mesh["pp"], text(1, 0))
-        if mesh.rank == 1:
-            model.head.weight.grad[...] = np.inf
-        scaler.step(optimizer)
-        scaler.update()
-        return before, full_state_dict(model), scaler.get_scale()
-
-    (before, after, scale), (_, _, other) = on_two(scaled)
-    assert scale == other == 1.0
-    same(after, before)
+    model, mesh, stages = two_stages()
+    optimizer, scaler = optim.AdamW(model.parameters(), lr=0.1), optim.GradScaler(init_scale=2.0)
+    before = full_state_dict(model)
+    scaler.scale(shardrt.Tensor(1.0))
+    pipes.run(stages, mesh["pp"], text(1, 0))
+    if mesh.rank == 1:
+        model.head.weight.grad[...] = np.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1.0
+    lab.assert_weights(model, before)
 
 
+@lab.on_ranks(2)
 def test_a_norm_that_is_no_number_on_one_stage_is_none_on_any():
-    def clipped(model, mesh, stages):
-        pipes.run(stages, mesh["pp"], text(1, 0))
-        if mesh.rank == 1:
-            model.head.weight.grad[...] = np.nan
-        return [clip_grad_norm_(model.parameters(), 1.0, norm_type) for norm_type in (2.0, np.inf)]
-
-    assert np.isnan(on_two(clipped)).all()
+    model, mesh, stages = two_stages()
+    pipes.run(stages, mesh["pp"], text(1, 0))
+    if mesh.rank == 1:
+        model.head.weight.grad[...] = np.nan
+    assert np.isnan([clip_grad_norm_(model.parameters(), 1.0, kind) for kind in (2.0, np.inf)]).all()
 
 
-def test_unequal_copies_are_found_on_one_stage_and_told_on_all():
-    def body():
-        shardrt.manual_seed(3)
-        model, mesh = llama(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_replicate"))
-        stages = pipes.sharded(pipeline_stages(model, mesh["pp"]), mesh["dp_replicate"])
-        check_replicas(model)
-        if mesh.rank == 3:
-            with model.norm.weight.writing() as shard:
-                shard += 1
-        with pytest.raises(ReplicasDiffer) as raised:
-            check_replicas(model)
-        return str(raised.value) if stages else None
-
-    told = run_ranks(4, body)
-    assert len(set(told)) == 1 and told[0].startswith("copies of parameter 'norm.weight' differ")
+def unequal_copies():
+    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_replicate")), lab.seeded(llama)
+    pipes.sharded(pipeline_stages(model, mesh["pp"]), mesh["dp_replicate"])
+    check_replicas(model)
+    if mesh.rank == 3:
+        with model.norm.weight.writing() as shard:
+            shard += 1
+    check_replicas(model)
 
 
+test_unequal_copies_are_found_on_one_stage_and_named_on_all = lab.refusals(
+    (unequal_copies, ReplicasDiffer, "^copies of parameter 'norm.weight' differ"), ranks=4, everywhere=True
+)
+
+
+@lab.on_ranks(2)
 def test_copies_of_tied_weights_that_differ_are_told():
-    def body():
-        shardrt.manual_seed(3)
-        model, mesh = gpt(), mesh_of(2)
-        stages = own_of(model, mesh)
+    model, mesh, stages = two_stages(gpt)
+    assert len(stages) == 1
+    check_replicas(model)
+    if mesh.rank == 1:
+        with model.wte.weight.writing() as shard:
+            shard += 1
+    with pytest.raises(ReplicasDiffer, match="'wte.weight'.*differ between stages 0 and 1"):
         check_replicas(model)
-        if mesh.rank == 1:
-            with model.wte.weight.writing() as shard:
-                shard += 1
-        with pytest.raises(ReplicasDiffer, match="'wte.weight'.*differ between stages 0 and 1"):
-            check_replicas(model)
-        return len(stages)
-
-    assert run_ranks(2, body) == [1, 1]
 
 
 def test_a_stage_that_is_frozen_counts_in_no_norm_and_has_no_state():
@@ -144,8 +136,7 @@ def test_statistics_of_batch_norm_are_those_of_the_stages_that_have_them(tmp_pat
     """In state dicts, and in a checkpoint that a model in one piece takes up."""
 
     def body(pp, saves):
-        shardrt.manual_seed(3)
-        model, mesh = RegNet(REGNETS["regnety-digits"]), mesh_of(pp)
+        model, mesh = lab.seeded(lambda: RegNet(REGNETS["regnety-digits"])), mesh_of(pp)
         stages = pipeline_stages(model, mesh["pp"])
         checkpoints = CheckpointManager(tmp_path, model, optim.SGD(model.parameters(), lr=1.0), mesh)
         if saves:
@@ -155,15 +146,14 @@ def test_statistics_of_batch_norm_are_those_of_the_stages_that_have_them(tmp_pat
             checkpoints.restore()
         return full_state_dict(model)
 
-    (expected,) = run_ranks(1, body, 1, saves=True)
+    expected = lab.first(1, body, 1, saves=True)
     for pp, saves in ((2, True), (1, False), (2, False)):
-        same(run_ranks(pp, body, pp, saves)[0], expected)
+        lab.assert_equal(lab.first(pp, body, pp, saves), expected)
 
 
 def test_adapters_are_trained_in_stages_and_merged_where_they_are():
     def body(pp):
-        shardrt.manual_seed(3)
-        model, mesh = nn.add_lora(llama(), 2), mesh_of(pp)
+        model, mesh = nn.add_lora(lab.seeded(llama), 2), mesh_of(pp)
         stages = pipeline_stages(model, mesh["pp"])
         optimizer = optim.AdamW(nn.lora_parameters(model), lr=0.1)
         pipes.run(stages, mesh["pp"], text(1, 0))
@@ -173,8 +163,8 @@ def test_adapters_are_trained_in_stages_and_merged_where_they_are():
         return norm, full_state_dict(model)
 
     (expected,), (found, other) = run_ranks(1, body, 1), run_ranks(2, body, 2)
-    assert found[0] == other[0] == expected[0]
-    same(found[1], expected[1])
+    lab.assert_equal(found, expected)
+    assert other[0] == expected[0]
 
 
 def test_a_plan_of_memory_counts_the_parameters_of_the_stages_of_a_rank():
@@ -211,57 +201,45 @@ def test_what_is_said_of_units_of_the_model_holds_for_those_of_its_stages():
     assert all(count == len(names) and factors == {2.0} for count, names, factors, _ in found)
 
 
+@lab.on_ranks(1)
 def test_a_plan_has_the_optimizers_state_once_of_what_two_stages_of_a_rank_use():
-    def body():
-        model, mesh = gpt(), mesh_of(1)
-        stages = own_of(model, mesh, stages=2)
-        plans = [memory_plan(stage).device for stage in stages]
-        optimizer = optim.AdamW([p for stage in stages for p in stage.parameters()])
-        kept = sum(state.nbytes for piece in optimizer.slices for state in piece.state.values())
-        assert kept == sum(plan["optimizer state"] for plan in plans)
-        return [len(stage.twins) for stage in stages]
-
-    assert run_ranks(1, body) == [[0, 1]]
+    stages = own_of(gpt(), mesh_of(1), stages=2)
+    plans = [memory_plan(stage).device for stage in stages]
+    optimizer = optim.AdamW([p for stage in stages for p in stage.parameters()])
+    kept = sum(state.nbytes for piece in optimizer.slices for state in piece.state.values())
+    assert kept == sum(plan["optimizer state"] for plan in plans)
+    assert [len(stage.twins) for stage in stages] == [0, 1]
 
 
+@lab.on_ranks(2)
 def test_a_plan_of_a_model_is_that_of_all_stages_of_the_rank():
-    def body():
-        model, mesh = llama(), mesh_of(2)
-        stages = own_of(model, mesh, stages=4)
-        with pytest.raises(ValueError, match="this rank has 2 stages; give it one of them"):
-            explain(model)
-        each, whole = [memory_plan(stage).device for stage in stages], memory_plan(model).device
-        assert all(plan["optimizer state"] for plan in each)
-        # Scratch of communicators is taken once.
-        names = whole.keys() - {"scratch of communicators"}
-        return all(whole[name] == sum(plan.get(name, 0) for plan in each) for name in names)
-
-    assert run_ranks(2, body) == [True, True]
+    model, _, stages = two_stages(stages=4)
+    with pytest.raises(ValueError, match="this rank has 2 stages; give it one of them"):
+        explain(model)
+    each, whole = [memory_plan(stage).device for stage in stages], memory_plan(model).device
+    assert all(plan["optimizer state"] for plan in each)
+    for name in whole.keys() - {"scratch of communicators"}:  # which is taken once
+        assert whole[name] == sum(plan.get(name, 0) for plan in each)
 
 
+@lab.on_ranks(8)
 def test_ranks_of_other_stages_need_not_come_when_units_are_made():
     """Ranks of the second stage begin with theirs when those of the first have made all that they need."""
-
-    def body():
-        mesh = init_device_mesh("cpu", (2, 2, 1, 2), mesh_dim_names=NAMES)
-        shardrt.manual_seed(3)
-        model, pipe = llama(), mesh["pp"]
-        parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=True))
-        stages = pipeline_stages(model, pipe)
-        if pipe.rank == 1:
-            pipes.moved(pipe, 0, 1, None)
-        made = units(pipes.sharded(stages, mesh["dp_replicate", "dp_shard"])[0])
-        if pipe.rank == 0:
-            pipes.moved(pipe, 0, 1, np.zeros(1, np.float32))
-        return [unit.schedule.mesh.size for unit in made]
-
-    assert run_ranks(8, body) == [[4, 4, 4]] * 8
+    mesh, model = init_device_mesh("cpu", (2, 2, 1, 2), mesh_dim_names=NAMES), lab.seeded(llama)
+    pipe = mesh["pp"]
+    parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=True))
+    stages = pipeline_stages(model, pipe)
+    if pipe.rank == 1:
+        pipes.moved(pipe, 0, 1, None)
+    made = units(pipes.sharded(stages, mesh["dp_replicate", "dp_shard"])[0])
+    if pipe.rank == 0:
+        pipes.moved(pipe, 0, 1, np.zeros(1, np.float32))
+    assert [unit.schedule.mesh.size for unit in made] == [4, 4, 4]
 
 
 def test_units_of_a_stage_can_be_picked():
     def body():
-        shardrt.manual_seed(3)
-        model, mesh = llama(), mesh_of(2)
+        model, mesh = lab.seeded(llama), mesh_of(2)
         (stage,) = pipeline_stages(model, mesh["pp"])
         wrap(stage, by_class(type(model.blocks[0])), mesh=mesh["dp_shard"])
         return [unit.label for unit in units(stage)], [unit.label for unit in units(model)]

@@ -1,15 +1,16 @@
 """Every schedule, and no pipeline at all, give the same bits; on any mesh they train as one rank."""
 
+from contextlib import nullcontext
+from functools import cache, partial
+
 import numpy as np
 import pytest
 
-import shardrt
 from shardrt import optim
-from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import fully_shard, no_sync, set_gradient_divide_factor
-from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import Pipeline, parallelize_module
+from tests import lab
 from tests.parallel.nets import TIME, VOCAB, make, plan_of
 
 STEPS, MICRO_BATCHES, ROWS, LAYERS = 2, 4, 8, 6
@@ -47,17 +48,13 @@ def alone(kind, shards, **changes):
     def step(batches):
         losses = []
         for number, batch in enumerate(batches, start=1):
-            if shards and number < len(batches):
-                with no_sync(model):
-                    loss = loss_of(model, batch)
-                    loss.backward()
-            else:
+            with no_sync(model) if shards and number < len(batches) else nullcontext():
                 loss = loss_of(model, batch)
                 loss.backward()
             losses.append(loss.item())
         return losses
 
-    return steps(model, step, mesh)
+    return learn(model, step, mesh)
 
 
 def piped(kind, axes, schedule, sequence=False, **changes):
@@ -86,35 +83,22 @@ def piped(kind, axes, schedule, sequence=False, **changes):
         pipeline.step(loss, batches)
         return losses
 
-    return steps(model, step, mesh["dp_shard"])
+    return learn(model, step, mesh["dp_shard"])
 
 
-def steps(model, step, data):
-    optimizer, told = optim.AdamW(model.parameters(), lr=1e-2), {"losses": [], "norms": []}
-    for number in range(STEPS):
-        shardrt.manual_seed(3, step=number)
-        told["losses"].append(step(batches_of(number, data)))
-        told["norms"].append(clip_grad_norm_(model.parameters(), 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    return told | {"final": full_state_dict(model)}
+def learn(model, step, data):
+    adamw = partial(optim.AdamW, lr=1e-2)
+    return lab.learn(model, lambda n: step(batches_of(n, data)), steps=STEPS, optimizer=adamw, whole=None)
 
 
+@cache
 def trained(function, ranks, *args, **changes):
-    """Rank 0's weights, all ranks' norms, and losses of whoever has them."""
+    """Rank 0's weights, all ranks' norms, and losses of the ranks that have them."""
     found = thread.run(ranks, function, *args, **changes)
     losses = [told["losses"] for told in found if any(told["losses"])]
     norms = [told["norms"] for told in found]
     assert norms == [norms[0]] * len(norms)
     return losses, norms[0], found[0]["final"]
-
-
-def same_bits(found, expected):
-    assert found[0] == expected[0]
-    assert found[1] == expected[1]
-    assert found[2].keys() == expected[2].keys()
-    for name, values in expected[2].items():
-        np.testing.assert_array_equal(found[2][name], values, err_msg=name)
 
 
 JOBS = [(name, ranks) for name in STAGES for ranks in (1, 2, 4)]
@@ -124,28 +108,28 @@ JOBS.remove(("DualPipeV", 4))  # it takes eight micro-batches
 @pytest.mark.parametrize(("schedule", "ranks"), JOBS)
 def test_every_schedule_has_the_bits_of_no_pipeline(schedule, ranks):
     expected = trained(alone, 1, "llama", False, tied=False)
-    same_bits(trained(piped, ranks, "llama", (ranks, 1, 1), schedule, tied=False), expected)
+    lab.assert_equal(trained(piped, ranks, "llama", (ranks, 1, 1), schedule, tied=False), expected)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "Interleaved1F1B", "DualPipeV"])
 def test_beside_sharding(schedule):
     expected = trained(alone, 2, "llama", True, tied=False)
     found = trained(piped, 4, "llama", (2, 2, 1), schedule, tied=False)
-    same_bits(found, expected)
+    lab.assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "ZBVZeroBubble"])
 def test_three_axes(schedule, sequence):
     one_stage = trained(piped, 4, "llama", (1, 2, 2), "GPipe", sequence, tied=False)
-    same_bits(trained(piped, 8, "llama", (2, 2, 2), schedule, sequence, tied=False), one_stage)
+    lab.assert_equal(trained(piped, 8, "llama", (2, 2, 2), schedule, sequence, tied=False), one_stage)
 
 
 def test_tied_weights_are_one():
     first = trained(piped, 2, "gpt", (2, 1, 1), "1F1B")
     for schedule in ("GPipe", "ZB-H1", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"):
-        same_bits(trained(piped, 2, "gpt", (2, 1, 1), schedule), first)
-    same_bits(trained(piped, 4, "gpt", (4, 1, 1), "ZB-H1"), first)
+        lab.assert_equal(trained(piped, 2, "gpt", (2, 1, 1), schedule), first)
+    lab.assert_equal(trained(piped, 4, "gpt", (4, 1, 1), "ZB-H1"), first)
     losses, norms, final = trained(alone, 1, "gpt", False)
     np.testing.assert_allclose(first[0], losses, rtol=1e-6)
     np.testing.assert_allclose(first[1], norms, rtol=1e-6)

@@ -4,30 +4,19 @@ import numpy as np
 import pytest
 
 from shardrt import nn, optim
-from shardrt.activation_offload import offload_activations
 from shardrt.fsdp import (
-    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     check_replicas,
     set_find_unused_parameters,
 )
 from shardrt.nn.utils import clip_grad_value_
-from shardrt.recompute import checkpoint
+from tests.parallel import nets
 from tests.parallel.piped import same_bits, trained, update
 
-MOVES = {
-    "recompute": {"before": checkpoint},
-    "recompute but matmul": {"before": lambda block: checkpoint(block, "matmul")},
-    "offload activations": {"before": offload_activations},
-    "both": {"before": lambda block: offload_activations(checkpoint(block))},
-    "offload": {"offload_policy": CPUOffloadPolicy()},
-    "step on the host": {"offload_policy": CPUOffloadPolicy(step="host")},
-    "nothing kept": {"reshard_after_forward": True, "prefetch": 0},
+MOVES = nets.MOVES | {
     "kept": {"reshard_after_forward": False},
     "prefetch 2": {"prefetch": 2},
-    "SHARD_GRAD_OP": {"strategy": "SHARD_GRAD_OP"},
     "SHARD_OPT": {"strategy": "SHARD_OPT"},
-    "NO_SHARD": {"strategy": "NO_SHARD"},
 }
 
 

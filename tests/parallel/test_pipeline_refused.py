@@ -1,6 +1,8 @@
 """What can't be a pipeline is refused when it is asked for, by one line that says what and where."""
 
 import re
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from shardrt.parallel.pipeline import Pipeline
 from shardrt.parallel.schedules import schedule
 from shardrt.parallel.table import Action, Table
 from shardrt.recompute import checkpoint
+from tests import lab
 from tests.parallel.piped import SMALL, Nests, batches_of, build, gpt, llama, loss_of
 from tests.ranks import run_ranks
 
@@ -30,85 +33,74 @@ def piped(make=llama, **how):
     return Pipeline(make(), mesh_of_two()["pp"], **how)
 
 
-def read(tmp_path, text):
-    (tmp_path / "mine.csv").write_text(text)
-    return Table.load(tmp_path / "mine.csv")
+def read(text):
+    with NamedTemporaryFile("w", suffix=".csv") as file:
+        file.write(text)
+        file.flush()
+        return Table.load(Path(file.name))
 
 
 PIECES = "the 4 pieces embedding, blocks.0, blocks.1, head"
-SETTINGS = {  # of a Pipeline, and what it says
-    "a stage without pieces": (
+
+
+def settings(*rows):
+    """(arguments of a Pipeline, words of the ValueError)."""
+    made = [(lambda how=how: piped(**how), ValueError, words) for how, words in rows]
+    return lab.refusals(*made, ranks=2, everywhere=True, literal=True)
+
+
+test_settings_that_do_not_fit = settings(
+    (
         {"cuts": [2, 2, 3], "schedule": "Interleaved1F1B", "stages_per_rank": 2},
         "stage 1 would have no piece: it begins with 'blocks.1' and the next with 'blocks.1'",
     ),
-    "an empty stage": ({"cuts": [0]}, "stage 0 would have no piece: it begins with 'embedding'"),
-    "a cut beyond": ({"cuts": [4]}, f"4 is none of {PIECES}"),
-    "a cut with no such name": ({"cuts": ["blocks.7"]}, f"'blocks.7' is none of {PIECES}"),
-    "too many cuts": ({"cuts": [1, 2]}, "the table has 2 stages, cuts make 3"),
-    "more stages than pieces": (
-        {"schedule": "Interleaved1F1B", "stages_per_rank": 3},
-        "6 stages can't be made of 4 pieces",
-    ),
-    "stages that a schedule has not": ({"stages_per_rank": 2}, "1F1B: 2 stages per rank; it takes 1"),
-    "no schedule": ({"schedule": "2F2B"}, "there is no schedule '2F2B', only GPipe, 1F1B"),
-    "no micro-batches": ({"micro_batches": 0}, "1F1B: 0 micro-batches; it takes 1 or more"),
-    "micro-batches that do not divide": (
+    ({"cuts": [0]}, "stage 0 would have no piece: it begins with 'embedding'"),
+    ({"cuts": [4]}, f"4 is none of {PIECES}"),
+    ({"cuts": ["blocks.7"]}, f"'blocks.7' is none of {PIECES}"),
+    ({"cuts": [1, 2]}, "the table has 2 stages, cuts make 3"),
+    ({"schedule": "Interleaved1F1B", "stages_per_rank": 3}, "6 stages can't be made of 4 pieces"),
+    ({"stages_per_rank": 2}, "1F1B: 2 stages per rank; it takes 1"),
+    ({"schedule": "2F2B"}, "there is no schedule '2F2B', only GPipe, 1F1B"),
+    ({"micro_batches": 0}, "1F1B: 0 micro-batches; it takes 1 or more"),
+    (
         {"schedule": "Interleaved1F1B", "micro_batches": 5},
         "5 micro-batches do not divide into 2 rounds on 2 ranks",
     ),
-    "too few micro-batches": ({"schedule": "DualPipeV"}, "2 micro-batches are too few for 4 stages"),
-    "another number of costs": ({"costs": [1, 2]}, "there are 2 costs for 4 pieces"),
-}
+    ({"schedule": "DualPipeV"}, "2 micro-batches are too few for 4 stages"),
+    ({"costs": [1, 2]}, "there are 2 costs for 4 pieces"),
+)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_that_do_not_fit(name):
-    how, told = SETTINGS[name]
-
-    def refused():
-        with pytest.raises(ValueError, match=re.escape(told)) as raised:
-            piped(**how)
-        return str(raised.value)
-
-    first, second = run_ranks(2, refused)
-    assert first == second and "\n" not in first
+def tables(*rows):
+    """(text of a table, arguments of a Pipeline, words of the ValueError)."""
+    made = [
+        (lambda text=text, how=how: piped(schedule=read(text), **how), ValueError, words)
+        for text, how, words in rows
+    ]
+    return lab.refusals(*made, ranks=2, literal=True)
 
 
-TABLES = {
-    "that does not end": (
+test_tables = tables(
+    (
         "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
         {},
         "the table does not end: rank 0, action 1, 0B0, waits for rank 1, action 2, 1B0; rank 1",
     ),
-    "for other ranks": ("0F0,0B0\n", {}, "the table has 1 ranks, DeviceMesh('cpu', (2,)"),
-    "for other micro-batches": (
-        "0F0,0B0\n1F0,1B0\n",
-        {"micro_batches": 2},
-        "the table has 1 micro-batches, micro_batches says 2",
+    ("0F0,0B0\n", {}, "the table has 1 ranks, DeviceMesh('cpu', (2,)"),
+    ("0F0,0B0\n1F0,1B0\n", {"micro_batches": 2}, "the table has 1 micro-batches, micro_batches says 2"),
+    ("0F0,0B0\n1F0,1B0\n", {"stages_per_rank": 2}, "the table has 2 stages, stages_per_rank makes 4"),
+    ("0F0\n1F0,1B0\n", {}, "its row ends without I of stage 0 for micro-batch 0"),
+)
+
+
+test_ranks_with_other_tables = lab.refusals(
+    (
+        lambda: piped(schedule=("GPipe", "1F1B")[init_device_mesh("cpu").rank]),
+        ValueError,
+        r"ranks \[1\] of .* have another table than rank 0",
     ),
-    "for other stages": (
-        "0F0,0B0\n1F0,1B0\n",
-        {"stages_per_rank": 2},
-        "the table has 2 stages, stages_per_rank makes 4",
-    ),
-    "without a backward": ("0F0\n1F0,1B0\n", {}, "its row ends without I of stage 0 for micro-batch 0"),
-}
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_tables(name, tmp_path):
-    text, how, told = TABLES[name]
-    table = read(tmp_path, text)
-    with pytest.raises(ValueError, match=re.escape(told)):
-        run_ranks(2, lambda: piped(schedule=table, **how))
-
-
-def test_ranks_with_other_tables():
-    def attempt():
-        piped(schedule=("GPipe", "1F1B")[init_device_mesh("cpu").rank])
-
-    with pytest.raises(ValueError, match=r"ranks \[1\] of .* have another table than rank 0"):
-        run_ranks(2, attempt)
+    ranks=2,
+)
 
 
 def caught(model, batch):
@@ -118,51 +110,50 @@ def caught(model, batch):
         return None
 
 
-LOSSES = {
-    "does not call the model": (
+def losses(*rows):
+    """(loss function, exception, words)."""
+
+    def attempt(loss):
+        pipeline, data = build((2, 1, 1), "1F1B", sharded=False)
+        pipeline.step(loss, batches_of(0, data))
+
+    made = [(lambda loss=loss: attempt(loss), kind, words) for loss, kind, words in rows]
+    return lab.refusals(*made, ranks=2, literal=True)
+
+
+test_loss_functions = losses(
+    (
         lambda model, batch: shardrt.Tensor(np.zeros((), np.float32)),
         RuntimeError,
         "the loss function has not called the model",
     ),
-    "calls it twice": (
+    (
         lambda model, batch: loss_of(model, batch) + loss_of(model, batch),
         RuntimeError,
         "the loss function calls the model twice; one stage is all it has",
     ),
-    "catches everything": (caught, RuntimeError, "has caught what ends it before the last stage"),
-    "gives logits": (
+    (caught, RuntimeError, "has caught what ends it before the last stage"),
+    (
         lambda model, batch: model(batch["tokens"]),
         TypeError,
         "must give a tensor of one number, got [4, 4, 11]",
     ),
-    "gives a float": (
+    (
         lambda model, batch: loss_of(model, batch).item(),
         TypeError,
         "must give a tensor of one number, got float",
     ),
-    "gives something constant": (
+    (
         lambda model, batch: loss_of(model, batch).detach(),
         RuntimeError,
         "this tensor depends on nothing that requires a gradient",
     ),
-    "calls it with what it does not take": (
+    (
         lambda model, batch: model(batch["tokens"], target=1),
         TypeError,
         "Llama.forward: got an unexpected keyword argument 'target'",
     ),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_function_that(name):
-    loss, kind, told = LOSSES[name]
-
-    def attempt():
-        pipeline, data = build((2, 1, 1), "1F1B", sharded=False)
-        pipeline.step(loss, batches_of(0, data))
-
-    with pytest.raises(kind, match=re.escape(told)):
-        run_ranks(2, attempt)
+)
 
 
 def step(pipeline, count=2):
@@ -265,35 +256,29 @@ def tied_in_a_tree():
     set_world_invariant(pipeline.model, 4)
 
 
-CALLS = {
-    another_number_of_batches: (ValueError, "the table has 2 micro-batches, got 3"),
-    hooks_of_the_whole: (RuntimeError, "Llama has forward hooks, which no stage would call"),
-    shard_the_whole: (ValueError, "fully_shard: the model has stages; call it on each of them instead"),
-    shard_another_stage: (ValueError, "on stage ., rank .; call it on the modules of this rank's stages"),
-    shard_over_the_stages: (ValueError, "along 'pp' of .* ranks have other parts of the model"),
-    shard_before: (RuntimeError, "parameter .* is sharded already; call .* before fully_shard"),
-    shard_one_stage: (ValueError, "stage 0 is not sharded, and others are; call fully_shard on each stage"),
-    recompute_the_whole: (RuntimeError, "Llama is recomputed or offloaded as a whole"),
-    a_set_for_the_next_stage: (
+test_calls = lab.refusals(
+    (another_number_of_batches, ValueError, "the table has 2 micro-batches, got 3"),
+    (hooks_of_the_whole, RuntimeError, "Llama has forward hooks, which no stage would call"),
+    (shard_the_whole, ValueError, "fully_shard: the model has stages; call it on each of them instead"),
+    (shard_another_stage, ValueError, "on stage ., rank .; call it on the modules of this rank's stages"),
+    (shard_over_the_stages, ValueError, "along 'pp' of .* ranks have other parts of the model"),
+    (shard_before, RuntimeError, "parameter .* is sharded already; call .* before fully_shard"),
+    (shard_one_stage, ValueError, "stage 0 is not sharded, and others are; call fully_shard on each stage"),
+    (recompute_the_whole, RuntimeError, "Llama is recomputed or offloaded as a whole"),
+    (
+        a_set_for_the_next_stage,
         TypeError,
         "stage 0 gives set to the next; it can be a tensor, or tuples",
     ),
-    parallelize_after: (RuntimeError, "the model has stages; call it before pipeline_stages"),
-    optimizer_before: (RuntimeError, "parameter .* has an optimizer already; call .* before fully_shard"),
-    optimizer_before_sharding: (RuntimeError, "already belongs to an optimizer; make the optimizer after"),
-    two_pipelines_of_one_model: (RuntimeError, "the model has stages already"),
-    update_what_is_tied_in_backward: (RuntimeError, "sum_tied: the optimizer has in_backward=True"),
-    late_in_a_tree: (ValueError, "this table puts weight gradients off; take GPipe, 1F1B or Interleaved1F1B"),
-    tied_in_a_tree: (ValueError, "'wte.weight' is on two stages"),
-}
-
-
-@pytest.mark.parametrize("attempt", CALLS, ids=lambda attempt: attempt.__name__)
-def test_calls(attempt):
-    kind, told = CALLS[attempt]
-    with pytest.raises(kind, match=told) as raised:
-        run_ranks(2, attempt)
-    assert "\n" not in str(raised.value)
+    (parallelize_after, RuntimeError, "the model has stages; call it before pipeline_stages"),
+    (optimizer_before, RuntimeError, "parameter .* has an optimizer already; call .* before fully_shard"),
+    (optimizer_before_sharding, RuntimeError, "already belongs to an optimizer; make the optimizer after"),
+    (two_pipelines_of_one_model, RuntimeError, "the model has stages already"),
+    (update_what_is_tied_in_backward, RuntimeError, "sum_tied: the optimizer has in_backward=True"),
+    (late_in_a_tree, ValueError, "this table puts weight gradients off; take GPipe, 1F1B or Interleaved1F1B"),
+    (tied_in_a_tree, ValueError, "'wte.weight' is on two stages"),
+    ranks=2,
+)
 
 
 def test_what_are_no_models_and_meshes():

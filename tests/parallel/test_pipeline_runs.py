@@ -30,6 +30,7 @@ from shardrt.parallel.pipeline import Pipeline
 from shardrt.parallel.schedules import schedule as table_of_name
 from shardrt.parallel.table import Table
 from shardrt.recompute import checkpoint_blocks
+from tests import lab
 from tests.parallel.piped import (
     MICRO_BATCHES,
     NAMES,
@@ -66,8 +67,7 @@ def test_two_steps_before_an_update_add_up(make, whole):
                 pipeline.step(loss_of, batches_of(step, data))
             pipeline.step(loss_of, batches_of(step + 10, data))
             found.append(clip_grad_norm_(pipeline.model.parameters(), 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
+            lab.update(optimizer)
         return found
 
     if make is llama:
@@ -106,8 +106,7 @@ def test_images_are_learned_with_the_bits_of_one_piece(ranks, schedule):
         for step in range(2):
             shardrt.manual_seed(3, step=step)
             pipeline.step(picture_loss, list(zip(np.split(images, 4), np.split(labels, 4), strict=True)))
-            optimizer.step()
-            optimizer.zero_grad()
+            lab.update(optimizer)
         return full_state_dict(pipeline.model)
 
     expected = run((1, 1, 1), None, learned, make=vit)[0]
@@ -176,28 +175,25 @@ def invariant(axes, schedule):
     """(norms, weights) with a tree over the eight micro-batches of all ranks."""
     pipeline, data = build(axes, schedule, make=vit, micro_batches=8 // axes[2])
     set_world_invariant(pipeline.model, 8)
-    optimizer, norms = optim.AdamW(pipeline.model.parameters(), lr=1e-2), []
     images, labels = pictures()
-    for step in range(2):
-        shardrt.manual_seed(3, step=step)
+
+    def step(number):
         batches = [(images[row : row + 1], labels[row : row + 1]) for row in range(data.rank, 8, data.size)]
         if schedule is None:
             for batch in batches:
                 picture_loss(pipeline.model, batch).backward()
         else:
             pipeline.step(picture_loss, batches)
-        norms.append(clip_grad_norm_(pipeline.model.parameters(), 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms, full_state_dict(pipeline.model)
+
+    return lab.learn(pipeline.model, step, optimizer=partial(optim.AdamW, lr=1e-2), whole=None)
 
 
 def test_world_invariant_bits_do_not_depend_on_any_ranks():
-    norms, final = run_ranks(1, invariant, (1, 1, 1), None)[0]
+    expected = lab.first(1, invariant, (1, 1, 1), None)
     for schedule, shards in (("GPipe", 1), ("1F1B", 2), ("Interleaved1F1B", 2)):
         ranks = run_ranks(2 * shards, invariant, (2, 1, shards), schedule)
-        assert [rank[0] for rank in ranks] == [norms] * len(ranks)
-        np.testing.assert_equal(ranks[0][1], final)
+        assert [rank["norms"] for rank in ranks] == [expected["norms"]] * len(ranks)
+        lab.assert_equal(ranks[0], expected)
 
 
 RUNS = {"none": ((1, 1, 1), None), "1F1B": ((2, 1, 1), "1F1B"), "v": ((2, 1, 1), "ZBVZeroBubble")}
@@ -213,8 +209,7 @@ def continued_run(folder, axes, schedule, begin, end):
         manager.restore()
     for step in range(begin, end):
         pipeline.step(loss_of, batches_of(step, data))
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
     if not begin:
         manager.save(end)
     return full_state_dict(model)
@@ -359,16 +354,14 @@ def test_stages_may_have_what_is_tied_in_another_order(shards):
         for step in range(2):
             pipeline.step(loss, batches_of(step, data))
             norm = clip_grad_norm_(pipeline.model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            lab.update(optimizer)
         return norm, full_state_dict(pipeline.model)
 
     expected = run((1, 1, shards), None, final, make=TwiceTied)[0]
     for schedule, cuts in (("ZB-H1", (2,)), ("ZBVZeroBubble", (1, 2, 3))):
         norm, found = run((2, 1, shards), schedule, final, make=TwiceTied, cuts=cuts)[0]
         assert norm == pytest.approx(expected[0], rel=1e-6)
-        for name, values in expected[1].items():
-            np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-6, err_msg=name)
+        lab.assert_close(found, expected[1], atol=1e-6)
 
 
 def test_a_plan_is_made_before_and_after_steps_and_of_as_many_batches():

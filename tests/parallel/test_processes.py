@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests import lab
 from tests.parallel.meshes import MESHES, STAGED, train
 from tests.ranks import mpirun, run_ranks
 
@@ -17,8 +18,7 @@ def test_eight_processes_have_the_bits_of_eight_threads_and_train_as_one_rank(tm
     threads, *_ = run_ranks(8, train, "gpt", MESHES[NAME], STEPS)
     (alone,) = run_ranks(1, train, "gpt", MESHES["1"], STEPS)
     assert processes.keys() == threads.keys() == alone.keys()
-    for name, values in threads.items():
-        np.testing.assert_array_equal(processes[name], values, err_msg=name)
+    lab.assert_equal(processes, threads)
     losses = threads["losses"]
     assert losses.shape == (8, STEPS) and (losses[::2] == losses[1::2]).all()  # the same along tp
     np.testing.assert_allclose(losses.mean(0), alone["losses"][0], rtol=1e-5)
@@ -35,7 +35,5 @@ def test_stages_on_four_processes_have_the_bits_of_four_threads(tmp_path):
     assert done.returncode == 0, done.stderr
     processes = dict(np.load(tmp_path / "processes.npz"))
     threads, *_ = run_ranks(4, train, "gpt", STAGED[name], STEPS)
-    assert processes.keys() == threads.keys()
-    for key, values in threads.items():
-        np.testing.assert_array_equal(processes[key], values, err_msg=key)
+    lab.assert_equal(processes, threads)
     assert (threads["losses"][:2] == 0).all() and (threads["losses"][2:] > 0).all()

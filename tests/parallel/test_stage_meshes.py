@@ -15,8 +15,9 @@ from shardrt.checkpoint import (
 from shardrt.checkpoint.pieces import counted
 from shardrt.nn.runs import take
 from shardrt.nn.utils import clip_grad_norm_on_device_, grad_norm
+from tests import lab
 from tests.parallel.meshes import MESHES, NETS, STAGED, Mesh, adamw, batch, learn, own, spread
-from tests.parallel.test_meshes import NORMS, assert_equal, canonical, give_gradients, held, second_life
+from tests.parallel.test_meshes import NORMS, canonical, held, second_life
 from tests.ranks import run_ranks
 
 PLAIN = {name: MESHES[name] for name in ("1", "dp 3", "copies 2, dp 2, tp 2")}
@@ -32,7 +33,7 @@ def first_life(net, on, folder):
     begun = full_state_dict(model)
     tokens, targets = (own(rows, data) for rows in batch())
     learn(model, mesh, tokens, targets)
-    give_gradients(model)
+    lab.give_gradients(model)
     norms = [grad_norm(model.parameters(), norm_type) for norm_type in NORMS]
     norms.append(clip_grad_norm_on_device_(model.parameters(), np.inf).item())
     optimizer.step()
@@ -60,8 +61,8 @@ def test_weights_norms_and_updates_are_those_of_the_model_in_one_piece(lives):
     _, found = lives
     _, (alone,) = found["1"]
     for name, (_, ranks) in found.items():
-        assert_equal(ranks[0][0], alone[0])
-        assert_equal(ranks[0][2][0], alone[2][0])
+        lab.assert_equal(ranks[0][0], alone[0])
+        lab.assert_equal(ranks[0][2][0], alone[2][0])
         assert {tuple(rank[1][:-1]) for rank in ranks} == {tuple(alone[1][:-1])}, name
         for rank in ranks:
             assert rank[1][-1] == pytest.approx(alone[1][-1], rel=1e-12)
@@ -79,7 +80,7 @@ def test_the_state_of_the_optimizer_is_whole_and_counted_on_rank_0(lives):
             name: 1 for name in expected["state"]
         }
         for name, entry in expected["state"].items():
-            assert_equal(
+            lab.assert_equal(
                 {k: v for k, v in state["state"][name].items() if k != "step"},
                 {k: v for k, v in entry.items() if k != "step"},
             )
@@ -133,5 +134,5 @@ def test_whole_weights_and_state_go_into_stages_and_out_again(lives, from_first)
         told = run_ranks(on.ranks, through, net, folder, ranks[0][2][1], on, from_first)
         assert {rank[0] for rank in told} == {1} and all(rank[1] == {1} for rank in told)
         expected = canonical(*ranks[0][2])
-        assert_equal(canonical(*told[0][2]), expected)
-        assert_equal(told[0][3], ranks[0][2][0])
+        lab.assert_equal(canonical(*told[0][2]), expected)
+        lab.assert_equal(told[0][3], ranks[0][2][0])

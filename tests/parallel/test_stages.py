@@ -1,5 +1,7 @@
 """Stages of a pipeline compute and learn what the model in one piece does, to the bit."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -10,14 +12,13 @@ from models.regnet import RegNet
 from models.vit import SIZES as VITS
 from models.vit import ViT
 from shardrt import optim
-from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import CPUOffloadPolicy, fully_shard, set_world_invariant
-from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import parallelize_module, pipeline_stages, sum_tied
 from shardrt.parallel.schedules import schedule
+from tests import lab
 from tests.parallel import pipes
-from tests.parallel.staged import NAMES, close, gpt, images, llama, same, text
+from tests.parallel.staged import NAMES, close, gpt, images, llama, text
 from tests.ranks import run_ranks
 
 MODELS = {
@@ -43,11 +44,7 @@ def test_the_pieces_one_after_the_other_are_the_model_to_the_bit(name):
             y = model(**batch)
         y.sum().backward()
         found.append((y.numpy(), {key: p.grad for key, p in model.named_parameters()}))
-    np.testing.assert_array_equal(*(y for y, _ in found))
-    same(*(gradients for _, gradients in found))
-
-
-STEPS = 2
+    lab.assert_equal(*found)
 
 
 def trained(
@@ -64,8 +61,7 @@ def trained(
 ):
     """(losses of the steps, norms, weights) of this rank; without a pipeline where pp is 0."""
     mesh = init_device_mesh("cpu", (max(pp, 1), copies, shards, tp), mesh_dim_names=NAMES)
-    shardrt.manual_seed(3)
-    model = make()
+    model = lab.seeded(make)
     if tp > 1:
         parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
     data = mesh["dp_replicate", "dp_shard"] if copies > 1 else mesh["dp_shard"]
@@ -76,24 +72,21 @@ def trained(
             fully_shard(module, mesh=data)
     if invariant:
         set_world_invariant(model, invariant)
-    begun = full_state_dict(model)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    losses, norms = [], []
-    for step in range(STEPS):
-        shardrt.manual_seed(3, step)
-        batches = text(data.size, data.rank, step, invariant // data.size or 2)
+
+    def step(number):
+        batches = text(data.size, data.rank, number, invariant // data.size or 2)
         if pp:
-            losses += pipes.run(stages, mesh["pp"], batches, rank_of)
+            losses = pipes.run(stages, mesh["pp"], batches, rank_of)
             sum_tied(model)
-        else:
-            for batch in batches:
-                loss = model(**batch)
-                loss.backward()
-                losses.append(loss.item())
-        norms.append(clip_grad_norm_(model.parameters(), 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, begun, full_state_dict(model)
+            return losses
+        losses = []
+        for batch in batches:
+            losses.append(model(**batch))
+            losses[-1].backward()
+        return [loss.item() for loss in losses]
+
+    found = lab.learn(model, step, optimizer=partial(optim.AdamW, lr=1e-2, eps=1e-3), whole=None)
+    return found["losses"], found["norms"], found["initial"], found["final"]
 
 
 AXES = {
@@ -112,8 +105,8 @@ def test_a_pipeline_trains_to_the_bits_of_the_model_in_one_piece(axes):
     found = run_ranks(2 * ranks, trained, llama, 2, **sizes)
     assert [rank[1] for rank in found] == [expected[0][1]] * (2 * ranks)  # norms
     assert [rank[0] for rank in found[ranks:]] == [rank[0] for rank in expected]
-    same(found[0][2], expected[0][2])
-    same(found[0][3], expected[0][3])
+    lab.assert_equal(found[0][2], expected[0][2])
+    lab.assert_equal(found[0][3], expected[0][3])
     assert not any(rank[2] or rank[3] for rank in found[1:])
 
 
@@ -129,7 +122,7 @@ def test_a_rank_may_have_several_stages_in_any_order():
         how = {"stages": len(rank_of), "placement": placement, "rank_of": rank_of}
         found = run_ranks(2, trained, llama, 2, **how)
         assert found[0][1] == found[1][1] == expected[1]
-        same(found[0][3], expected[3])
+        lab.assert_equal(found[0][3], expected[3])
 
 
 BESIDE = {"alone": {}, "tp 2": {"tp": 2}, "sp 2": {"tp": 2, "sequence": True}, "dp 2": {"shards": 2}}
@@ -142,7 +135,7 @@ def test_tied_weights_learn_on_two_stages_what_they_learn_on_one(axes):
     ranks = max([1, *sizes.values()])
     expected = run_ranks(ranks, trained, gpt, 0, **sizes)[0]
     two = run_ranks(2 * ranks, trained, gpt, 2, **sizes)
-    same(two[0][2], expected[2])
+    lab.assert_equal(two[0][2], expected[2])
     close(two[0][3], expected[3])
     assert two[0][1] == pytest.approx(expected[1], rel=1e-6)
     offloaded = {"offload_policy": CPUOffloadPolicy()}
@@ -155,11 +148,11 @@ def test_tied_weights_learn_on_two_stages_what_they_learn_on_one(axes):
         how = {"stages": len(rank_of), "placement": rank_of, "rank_of": rank_of, "sharding": sharding}
         found = run_ranks(pp * ranks, trained, gpt, pp, **sizes, **how)
         assert found[0][1] == two[0][1]
-        same(found[0][3], two[0][3])
+        lab.assert_equal(found[0][3], two[0][3])
 
 
 def test_with_exact_sums_stages_have_the_bits_of_one_rank():
     expected = run_ranks(1, trained, llama, 0, invariant=4)[0]
     found = run_ranks(4, trained, llama, 2, shards=2, invariant=4)
     assert [rank[1] for rank in found] == [expected[1]] * 4
-    same(found[0][3], expected[3])
+    lab.assert_equal(found[0][3], expected[3])

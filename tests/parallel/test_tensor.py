@@ -12,7 +12,7 @@ from models.vit import SIZES, ViT
 from shardrt import functional as F
 from shardrt import nn, no_grad
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import CountedCommunicator, init_device_mesh
+from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
 from shardrt.nn.share import joined
 from shardrt.parallel import (
@@ -22,6 +22,7 @@ from shardrt.parallel import (
     VocabParallel,
     parallelize_module,
 )
+from tests import lab
 from tests.parallel.nets import (
     BATCH,
     TIME,
@@ -36,7 +37,6 @@ from tests.parallel.nets import (
     same_to_1e5,
     train,
     trained,
-    whole_gradients,
 )
 from tests.ranks import run_ranks
 
@@ -44,27 +44,25 @@ KINDS = ("gpt", "llama")
 SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 
 
+def like_one_rank(found, expected):
+    same_to_1e5(found, expected)
+    lab.assert_equal(found["initial"], expected["initial"])
+    assert all(norms == found["norms"] for norms in found["all norms"])
+
+
 @SEQUENCE
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_steps_are_those_of_one_rank(kind, tp, sequence):
     """A Llama on four ranks has fewer heads of keys and values than ranks."""
-    found, expected = trained(kind, (1, 1, tp), sequence, sharded=False), alone(kind)
-    same_to_1e5(found, expected)
-    for name, values in expected["initial"].items():
-        np.testing.assert_array_equal(found["initial"][name], values, err_msg=name)
-    assert all(norms == found["norms"] for norms in found["all norms"])
+    like_one_rank(trained(kind, (1, 1, tp), sequence, sharded=False), alone(kind))
 
 
 @SEQUENCE
 @pytest.mark.parametrize(("axes", "steps"), [((2, 2, 2), 10), ((1, 2, 2), 2), ((1, 1, 2), 2)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharding_cuts_what_is_left(kind, axes, steps, sequence):
-    found, expected = trained(kind, axes, sequence, steps), alone(kind, steps=steps)
-    same_to_1e5(found, expected)
-    for name, values in expected["initial"].items():
-        np.testing.assert_array_equal(found["initial"][name], values, err_msg=name)
-    assert all(norms == found["norms"] for norms in found["all norms"])
+    like_one_rank(trained(kind, axes, sequence, steps), alone(kind, steps=steps))
 
 
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "HYBRID_SHARD"])
@@ -111,18 +109,11 @@ def gradients_of_norms_around_an_error():
     """After a backward, after a second one that raises, and after a third."""
     model, found = build("llama", mesh_of(1, 1, 2), sequence=True, sharded=False), []
     for raises in (False, True, False):
-        hook = model.blocks[0].register_forward_hook(raise_in_backward) if raises else None
-        with pytest.raises(ZeroDivisionError) if raises else nullcontext():
+        with lab.backward_raises(model.blocks[0]) if raises else nullcontext():
             model(*batch_of(0)).backward()
-        if hook is not None:
-            hook.remove()
         norms = (module.weight for module in model.modules() if isinstance(module, nn.RMSNorm))
         found.append([np.array(weight.grad) for weight in norms])
     return found
-
-
-def raise_in_backward(module, args, output):
-    output.register_hook(lambda gradient: 1 / 0)
 
 
 def test_a_backward_that_raises_leaves_no_gradient_that_is_not_summed():
@@ -142,14 +133,12 @@ def with_a_whole_vocabulary(tp):
     parallelize_module(model, init_device_mesh("cpu", (tp,)), plan)
     loss = model(*batch_of(0))
     loss.backward()
-    return loss.item(), whole_gradients(model)
+    return loss.item(), lab.whole_gradients(model)
 
 
 def test_the_vocabulary_may_be_whole():
-    (expected, of_one), (found, of_two) = (run_ranks(tp, with_a_whole_vocabulary, tp)[0] for tp in (1, 2))
-    assert found == pytest.approx(expected, abs=1e-5)
-    for name, gradient in of_one.items():
-        np.testing.assert_allclose(of_two[name], gradient, rtol=0, atol=1e-5, err_msg=name)
+    one, two = (lab.first(tp, with_a_whole_vocabulary, tp) for tp in (1, 2))
+    lab.assert_close(two, one, atol=1e-5)
 
 
 def test_a_chunked_loss_is_the_same():
@@ -164,29 +153,24 @@ def calls_of_a_step(sequence):
     """Calls on the axis in a step, by name, of one block: those of two blocks without those of one."""
 
     def step(layers):
-        made = []
-
-        def counted(communicator):
-            made.append(CountedCommunicator(communicator))
-            return made[-1]
-
-        mesh = init_device_mesh("cpu", (2,), ("tp",), wrap=counted)
+        counts = lab.Counts()
+        mesh = init_device_mesh("cpu", (2,), ("tp",), wrap=counts)
         model = make("llama", n_layer=layers)
         parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
         model(*batch_of(0)).backward()
-        names = ("all_gather", "reduce_scatter", "all_reduce")
-        return np.array([sum(each.calls[name] for each in made) for name in names])
+        return counts.all_calls()
 
-    one, two = step(1), step(2)
-    return dict(zip(("all_gather", "reduce_scatter", "all_reduce"), (two - one).tolist(), strict=True))
+    return step(2) - step(1)
 
 
+@lab.on_ranks(2)
 def test_a_block_has_two_sums_forward_and_two_backward():
-    assert run_ranks(2, calls_of_a_step, False)[0]["all_reduce"] == 4
+    assert calls_of_a_step(False)["all_reduce"] == 4
 
 
+@lab.on_ranks(2)
 def test_with_sequence_parallelism_inputs_of_columns_are_gathered_again_in_backward():
-    counts = run_ranks(2, calls_of_a_step, True)[0]
+    counts = calls_of_a_step(True)
     assert counts["reduce_scatter"] == 4  # rows forward, columns backward
     assert counts["all_gather"] == 6  # columns forward, again in backward, rows backward
 
@@ -206,20 +190,19 @@ def saved_bytes(sequence):
 
 
 def test_what_was_gathered_is_not_kept():
-    whole, sequence = run_ranks(2, saved_bytes, False)[0], run_ranks(2, saved_bytes, True)[0]
+    whole, sequence = (lab.first(2, saved_bytes, way) for way in (False, True))
     activation = BATCH * TIME * 32 * 4
-    assert (
-        whole - sequence > 4 * 2 * activation / 2
-    )  # in each block two norms, their inputs and outputs, halved
+    # In each block two norms, their inputs and outputs, halved.
+    assert whole - sequence > 4 * 2 * activation / 2
 
 
 # -- without a backward
 
 
-def logits_of(kind, tp, sequence, odd):
-    """Of a prompt and, with a cache, of tokens after it; `odd`: of a time that ranks do not divide."""
+def logits_of(kind, tp, sequence):
+    """Of a prompt that ranks do not divide and, with a cache, of tokens after it."""
     model = build(kind, mesh_of(1, 1, tp), sequence).eval()
-    tokens, cache, found = np.arange(5 if odd else 4)[None], KVCache(2, TIME), []
+    tokens, cache, found = np.arange(5)[None], KVCache(2, TIME), []
     with no_grad():
         for _ in range(3):
             found.append(np.array(model(tokens, cache=cache).data[:, -1]))
@@ -231,10 +214,8 @@ def logits_of(kind, tp, sequence, odd):
 @SEQUENCE
 @pytest.mark.parametrize("kind", KINDS)
 def test_generation_and_evaluation_take_any_number_of_positions(kind, sequence):
-    expected = run_ranks(1, logits_of, kind, 1, False, True)[0]
-    for found in run_ranks(4, logits_of, kind, 4, sequence, True):
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+    expected = run_ranks(1, logits_of, kind, 1, False)
+    lab.assert_close(run_ranks(4, logits_of, kind, 4, sequence), expected * 4, atol=1e-5)
 
 
 class WithoutRecording:
@@ -256,10 +237,8 @@ def with_a_block_that_is_not_recorded(tp):
 
 
 def test_what_a_step_runs_without_recording_is_cut_along_time_as_the_rest():
-    run = with_a_block_that_is_not_recorded
-    (expected, of_one), (found, of_two) = run_ranks(1, run, 1)[0], run_ranks(2, run, 2)[0]
-    assert found == pytest.approx(expected, abs=1e-5)
-    np.testing.assert_allclose(of_two, of_one, rtol=0, atol=1e-5)
+    one, two = (lab.first(tp, with_a_block_that_is_not_recorded, tp) for tp in (1, 2))
+    lab.assert_close(two, one, atol=1e-5)
 
 
 # -- other models
@@ -274,14 +253,11 @@ def vit(tp):
     images = np.random.default_rng(0).standard_normal((3, 1, 8, 8)).astype(np.float32)
     loss = F.cross_entropy(model(shardrt.Tensor(images)), np.array([1, 2, 3]))
     loss.backward()
-    return loss.item(), whole_gradients(model)
+    return loss.item(), lab.whole_gradients(model)
 
 
 def test_a_vit_is_cut_too():
-    (expected, of_one), (found, of_two) = run_ranks(1, vit, 1)[0], run_ranks(2, vit, 2)[0]
-    assert found == pytest.approx(expected, abs=1e-5)
-    for name, gradient in of_one.items():
-        np.testing.assert_allclose(of_two[name], gradient, rtol=0, atol=1e-5, err_msg=name)
+    lab.assert_close(lab.first(2, vit, 2), lab.first(1, vit, 1), atol=1e-5)
 
 
 class TwoLayers(nn.Module):
@@ -304,19 +280,17 @@ def two_layers(tp, hooked):
         np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32), requires_grad=True
     )
     (model(x) * model(x)).sum().backward()
-    return np.array(x.grad), whole_gradients(model), full_state_dict(model), seen
+    return np.array(x.grad), lab.whole_gradients(model), full_state_dict(model), seen
 
 
 def test_a_model_of_ones_own_needs_two_entries():
     """On a mesh whose axis has no name; the bias of the second is added once, hooks run where they were."""
-    of_x, gradients, state, _ = run_ranks(1, two_layers, 1, False)[0]
+    *expected, state, _ = lab.first(1, two_layers, 1, False)
     for tp in (2, 4):
-        found = run_ranks(tp, two_layers, tp, True)[0]
-        np.testing.assert_allclose(found[0], of_x, rtol=0, atol=1e-5)
-        for name in gradients:
-            np.testing.assert_allclose(found[1][name], gradients[name], rtol=0, atol=1e-5)
-            np.testing.assert_array_equal(found[2][name], state[name])
-        assert found[3] == [(3, 8 // tp)] * 2
+        *found, own_state, seen = lab.first(tp, two_layers, tp, True)
+        lab.assert_close(found, expected, atol=1e-5)
+        lab.assert_equal(own_state, state)
+        assert seen == [(3, 8 // tp)] * 2
 
 
 class TiedHead(nn.Module):
@@ -337,44 +311,37 @@ def tied_head(tp):
     parallelize_module(model, init_device_mesh("cpu", (tp,)), plan)
     loss = F.cross_entropy(model(tokens), tokens)
     loss.backward()
-    return loss.item(), whole_gradients(model)
+    return loss.item(), lab.whole_gradients(model)
 
 
 def test_a_head_that_is_called_gives_the_logits_of_all_words():
-    (expected, of_one), (found, of_two) = run_ranks(1, tied_head, 1)[0], run_ranks(2, tied_head, 2)[0]
-    assert found == pytest.approx(expected, abs=1e-5)
-    assert of_two.keys() == of_one.keys() == {"words.weight", "norm.weight", "norm.bias"}
-    for name, gradient in of_one.items():
-        np.testing.assert_allclose(of_two[name], gradient, rtol=0, atol=1e-5, err_msg=name)
+    found = lab.first(2, tied_head, 2)
+    assert found[1].keys() == {"words.weight", "norm.weight", "norm.bias"}
+    lab.assert_close(found, lab.first(1, tied_head, 1), atol=1e-5)
 
 
+@lab.on_ranks(1)
 def test_an_axis_of_one_rank_changes_nothing():
-    def around(sequence):
-        model = make("gpt")
-        parallelize_module(model, mesh_of(1, 1, 1)["tp"], plan_of(model, sequence_parallel=sequence))
-        attached = any(module._arounds for module in model.modules())
-        return attached or any(parameter.share for parameter in model.parameters())
-
-    assert not run_ranks(1, around, True)[0]
+    model = make("gpt")
+    parallelize_module(model, mesh_of(1, 1, 1)["tp"], plan_of(model, sequence_parallel=True))
+    assert not any(module._arounds for module in model.modules())
+    assert not any(parameter.share for parameter in model.parameters())
 
 
+@lab.on_ranks(4)
 def test_a_batch_part_is_that_of_the_other_axes():
-    def place():
-        mesh = mesh_of(2, 1, 2)
-        model = build("gpt", mesh, sharded=False)
-        return model.batch_block.part, data_of(mesh).rank
-
-    assert [part for part, rank in run_ranks(4, place)] == [0, 0, 1, 1]
-    assert all(part == rank for part, rank in run_ranks(4, place))
+    mesh = mesh_of(2, 1, 2)
+    part = build("gpt", mesh, sharded=False).batch_block.part
+    assert part == data_of(mesh).rank == mesh.rank // 2
 
 
 def test_the_vocabulary_is_cut_unevenly_and_nothing_is_padded():
     def rows():
         return build("gpt", mesh_of(1, 1, 4), sharded=False).wte.weight.shape[0]
 
-    assert run_ranks(4, rows) == [10, 9, 9, 9] and sum(run_ranks(4, rows)) == VOCAB
+    assert run_ranks(4, rows) == [10, 9, 9, 9] and sum([10, 9, 9, 9]) == VOCAB
 
 
 def test_ranks_of_the_axis_have_equal_losses():
-    losses = [told["losses"] for told in run_ranks(2, train, "gpt", (1, 1, 2), True, 3)]
-    assert losses[0] == losses[1]
+    first, second = (told["losses"] for told in run_ranks(2, train, "gpt", (1, 1, 2), True, 3))
+    assert first == second

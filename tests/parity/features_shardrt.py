@@ -22,7 +22,7 @@ from shardrt.comm.talk import from_all
 from shardrt.fsdp import by_class, fully_shard, no_sync, wrap
 from shardrt.optim import GradScaler
 from shardrt.recompute import checkpoint
-from tests.fsdp.nets import gradients
+from tests.lab import gradients
 from tests.parity import features
 from tests.parity.job import Job, Notes, load
 
