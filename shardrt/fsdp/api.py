@@ -110,7 +110,7 @@ def fully_shard(
         _choose_float8(modules, {id(parameter) for parameter, key in taken if key.param == dtypes.bfloat16})
     boundary = UnitBoundary(Unit(modules, taken, settings, build))
     for each in modules:
-        each.run_inside(boundary)
+        each.wrap_forward(boundary)
     return module
 
 

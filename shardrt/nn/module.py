@@ -1,15 +1,15 @@
 """Module: a tree of layers with named parameters, and the seams where sharding and saving memory attach.
 
-`Module.__call__` lets what was attached by `run_inside` run the forward, each inside the next: what converts
-activations of a module that is cut over ranks, recomputation, activation offload, the boundary of a sharded
-unit. That is all that a layer knows of them. Modules know their parent, so a parameter's full name, which its
-initial values depend on, can be told as soon as the tree stands.
+`Module.__call__` runs the forward inside the wrappers that `wrap_forward` attached; `Layer` lists them, and
+that is all that a module knows of them. Modules know their parent, so a parameter's full name, which its
+initial values depend on, is known as soon as the tree stands.
 """
 
 import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import IntEnum, auto
 from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
 
@@ -29,14 +29,26 @@ from shardrt.tensor import Tensor
 A = TypeVar("A")
 
 
-class Around(Protocol):
-    """What may be attached to a module to run its forward, and act when it begins and ends.
+class Layer(IntEnum):
+    """What runs inside what, around the forward of a module: the innermost layer first."""
 
-    order: those with a lower one run inside of those with a higher. every_entry: runs also where one method
-    of the module calls another that is an entry, not just around the outer one.
+    CONVERSION = auto()  # of a module that is cut over ranks; recomputation converts activations again
+    RECOMPUTATION = auto()
+    ACTIVATION_OFFLOAD = auto()  # around recomputation, so only the inputs that it keeps travel
+    UNIT = auto()  # around recomputation, so what runs again in backward finds the unit gathered
+    MODEL = auto()  # around all units: what a call of the whole model begins with
+    STAGES = auto()  # refuses the call of a model of which this rank runs stages
+    PIPELINE = auto()  # around that refusal: runs the stages of all ranks in place of the model
+
+
+class ForwardWrapper(Protocol):
+    """What `wrap_forward` attaches to a module: it runs the forward, and acts when that begins and ends.
+
+    layer: its place among the wrappers of the module. every_entry: it also runs where one entry of the module
+    calls another, not only around the outer entry.
     """
 
-    order: int
+    layer: Layer
     every_entry: bool
 
     def run(self, module: "Module", forward: Callable, /, *args: Any, **kwargs: Any) -> Any: ...
@@ -62,7 +74,7 @@ class Module:
         state["_pp_place"]: Place | None = None
         state["_pp_label"] = ""
         state["_pp_inner"] = False, False  # see inner_ends
-        state["_arounds"]: list[Around] = []  # innermost first
+        state["_forward_wrappers"]: list[ForwardWrapper] = []  # innermost first
         state["_forward_pre_hooks"] = Hooks()
         state["_forward_hooks"] = Hooks()
 
@@ -290,14 +302,14 @@ class Module:
             output = output if changed is None else changed
         return output
 
-    def run_inside(self, around: Around) -> None:
-        """Let `around` run each forward from now on, at its place among the others."""
-        self._arounds.append(around)
-        self._arounds.sort(key=lambda other: other.order)
+    def wrap_forward(self, wrapper: ForwardWrapper) -> None:
+        """Let `wrapper` run each forward from now on, in its layer; of one layer the first is inside."""
+        self._forward_wrappers.append(wrapper)
+        self._forward_wrappers.sort(key=lambda other: other.layer)
 
     def around(self, kind: type[A]) -> A | None:
-        """What was attached that is of this kind, or None."""
-        return next((around for around in self._arounds if isinstance(around, kind)), None)
+        """The wrapper of this kind, or None."""
+        return next((wrapper for wrapper in self._forward_wrappers if isinstance(wrapper, kind)), None)
 
     def entered_around(self, method: Callable) -> Callable:
         """`method` as another entry beside forward: what is attached to the module runs each call."""
@@ -314,9 +326,9 @@ class Module:
         depth, nested = len(running), self in running
         if not running:
             random.call_begins()
-        for around in self._arounds:
-            if around.every_entry or not nested:
-                method = partial(around.run, self, method)
+        for wrapper in self._forward_wrappers:
+            if wrapper.every_entry or not nested:
+                method = partial(wrapper.run, self, method)
         try:
             running.append(self)
             return method(*args, **kwargs)
@@ -393,7 +405,7 @@ class Module:
 
         Raises TypeError for a sharded one.
         """
-        copy.deepcopy(self._arounds)  # a unit's boundary refuses, before anything is copied
+        copy.deepcopy(self._forward_wrappers)  # a unit's boundary refuses, before anything is copied
         twin = memo[id(self)] = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
             object.__setattr__(twin, name, None if name == "_parent" else copy.deepcopy(value, memo))

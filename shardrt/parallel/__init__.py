@@ -1,6 +1,6 @@
 """Modules that are cut over ranks, along an axis of the mesh beside those of the data.
 
-Read in this order: axis, saved, around, styles, vocabulary, context, tokens, experts, tensor, invariant.
+Read in this order: axis, saved, conversion, styles, vocabulary, context, tokens, experts, tensor, invariant.
 Pipelines: cut, times, twin, stage, table, schedules, carrier, whole, pipeline, memory.
 """
 

@@ -90,8 +90,8 @@ class Pipeline:
         self.links = Links(mesh, self.facts.slots, slots=self.facts.slots)
         self._failed = self._summed = False  # a step has raised; gradients of an earlier one may be there
         self._alike = False  # all stages are known to be sharded, or none
-        model.run_inside(Piped(self))
-        self._arounds = list(model._arounds)  # which the stages have
+        model.wrap_forward(Piped(self))
+        self._forward_wrappers = list(model._forward_wrappers)  # which the stages have
         self._arguments = inspect.signature(model.forward)
         pieces = model.pieces()
         tied = {name for piece in pieces for name in _names(piece.tied)}
@@ -195,7 +195,7 @@ class Pipeline:
                 f"Pipeline: {type(self.model).__name__} has forward hooks, which no stage would call; "
                 "register them on its modules"
             )
-        if self.model._arounds != self._arounds:
+        if self.model._forward_wrappers != self._forward_wrappers:
             raise RuntimeError(
                 f"Pipeline: {type(self.model).__name__} is recomputed or offloaded as a whole, of which "
                 "stages know only what was said before they were made; say it of the stages"

@@ -17,7 +17,7 @@ from shardrt.comm.digits import meet
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.containers import ModuleList
-from shardrt.nn.module import Module, label_of, stages_of
+from shardrt.nn.module import Layer, Module, label_of, stages_of
 from shardrt.nn.moe import Router
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.pieces import Piece
@@ -53,8 +53,8 @@ class Stage(Module):
         self.blocks: list[Module] = []
         for item in {id(item): item for piece in pieces for item in (*piece.uses, *piece.tied)}.values():
             self._take(item)
-        for around in model._arounds:
-            self.run_inside(around)
+        for wrapper in model._forward_wrappers:
+            self.wrap_forward(wrapper)
 
     @property
     def first(self) -> bool:
@@ -172,7 +172,7 @@ def pipeline_stages(
             own[-1].twins = again
     object.__setattr__(model, "_pp_stages", tuple(map(weakref.ref, own)))
     if len(begins) > 1:
-        model.run_inside(_Refusing())
+        model.wrap_forward(_Refusing())
     _place_batch(model, mesh)
     return own
 
@@ -180,7 +180,7 @@ def pipeline_stages(
 class _Refusing:
     """Around the forward of a model that has stages."""
 
-    order, every_entry = 4, False
+    layer, every_entry = Layer.STAGES, False
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(

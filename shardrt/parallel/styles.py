@@ -17,8 +17,8 @@ from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import Part, Runs, run
 from shardrt.nn.share import PARTIAL, SAME, Share
-from shardrt.parallel.around import Column, OwnTime, Row, WholeTime
 from shardrt.parallel.axis import Alone, Axis
+from shardrt.parallel.conversion import Column, OwnTime, Row, WholeTime
 
 
 class Style:
@@ -80,7 +80,7 @@ class ColwiseParallel(Style):
         if isinstance(module, LoRALinear):
             partial(module.lora_a, axis)
             _cut_rows(module.lora_b, axis, sizes)
-        module.run_inside(Column(axis, self._shared(axis, sizes)))
+        module.wrap_forward(Column(axis, self._shared(axis, sizes)))
 
     def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
         alike = isinstance(self.parts, int)
@@ -149,7 +149,7 @@ class RowwiseParallel(Style):
             partial(module.lora_b, axis)
         if module.bias is not None and axis.sequence:
             partial(module.bias, axis)
-        module.run_inside(Row(axis))
+        module.wrap_forward(Row(axis))
 
     def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
         inputs = module.weight.whole_shape[1]
@@ -182,9 +182,9 @@ class SequenceParallel(Style):
             partial(parameter, axis)
         module.set_batch_block(axis.block)
         if isinstance(module, Embedding):
-            module.run_inside(OwnTime(axis))
+            module.wrap_forward(OwnTime(axis))
         if self.output == "whole":
-            module.run_inside(WholeTime(axis))
+            module.wrap_forward(WholeTime(axis))
 
     def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
         for parameter in module._parameters.values():

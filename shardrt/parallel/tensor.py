@@ -9,9 +9,9 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.nn.module import Module
 from shardrt.nn.moe import MoE
 from shardrt.nn.share import CUT, SAME, Share
-from shardrt.parallel.around import Deciding
 from shardrt.parallel.axis import Alone, Axis, batch_of
 from shardrt.parallel.context import ContextParallel, lay_out_sequences
+from shardrt.parallel.conversion import Deciding
 from shardrt.parallel.experts import ExpertParallel, spread_experts
 from shardrt.parallel.styles import SequenceParallel, Style
 from shardrt.parallel.tokens import TokenParallel
@@ -87,7 +87,7 @@ def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Sty
     for parameter in model.parameters():
         if parameter.share is None:
             parameter.take_share(Share.of_all(SAME, mesh, parameter.shape))
-    model.run_inside(Deciding(axis))
+    model.wrap_forward(Deciding(axis))
     object.__setattr__(model, "_tp_styles", (axis, chosen))
 
 

@@ -17,8 +17,8 @@ from shardrt.nn.layers import Embedding, Linear
 from shardrt.nn.lora import LoRALinear
 from shardrt.nn.module import Module
 from shardrt.nn.runs import run
-from shardrt.parallel.around import Converting
 from shardrt.parallel.axis import Alone, Axis
+from shardrt.parallel.conversion import Converting
 from shardrt.parallel.styles import Style
 from shardrt.tensor import Tensor
 
@@ -70,7 +70,7 @@ class VocabParallel(Style):
             raise ValueError(f"VocabParallel: {module.name!r} has an adapter, which the loss would leave out")
         weight = module.weight
         if isinstance(module, Linear):
-            module.run_inside(Logits(axis))
+            module.wrap_forward(Logits(axis))
         if weight.words is not None and weight.words.axis is axis:
             return  # it is tied, and cut already
         vocab, width = weight.shape

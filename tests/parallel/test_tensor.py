@@ -14,6 +14,7 @@ from shardrt import nn, no_grad
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import CountedCommunicator, init_device_mesh
 from shardrt.fsdp import fully_shard
+from shardrt.nn.module import Layer
 from shardrt.nn.share import joined
 from shardrt.parallel import (
     ColwiseParallel,
@@ -238,7 +239,7 @@ def test_generation_and_evaluation_take_any_number_of_positions(kind, sequence):
 
 
 class WithoutRecording:
-    order, every_entry = 1, False
+    layer, every_entry = Layer.ACTIVATION_OFFLOAD, False
 
     def run(self, module, forward, *args, **kwargs):
         with no_grad():
@@ -247,7 +248,7 @@ class WithoutRecording:
 
 def with_a_block_that_is_not_recorded(tp):
     model = build("llama", mesh_of(1, 1, tp), sequence=True, sharded=False)
-    model.blocks[0].run_inside(WithoutRecording())
+    model.blocks[0].wrap_forward(WithoutRecording())
     loss = model(*batch_of(0))
     loss.backward()
     return loss.item(), joined(
@@ -352,7 +353,7 @@ def test_an_axis_of_one_rank_changes_nothing():
     def around(sequence):
         model = make("gpt")
         parallelize_module(model, mesh_of(1, 1, 1)["tp"], plan_of(model, sequence_parallel=sequence))
-        attached = any(module._arounds for module in model.modules())
+        attached = any(module._forward_wrappers for module in model.modules())
         return attached or any(parameter.share for parameter in model.parameters())
 
     assert not run_ranks(1, around, True)[0]
