@@ -17,7 +17,7 @@ from shardrt.checkpoint import CheckpointError
 from shardrt.checkpoint.state import failures, gathered
 from shardrt.checkpoint.tensorfiles import FolderWriter, StoredTensor, open_folder, plain_files, read_json
 from shardrt.nn.lora import LoRALinear
-from shardrt.nn.module import speaks_for_all
+from shardrt.nn.module import is_leader
 from shardrt.nn.runs import Part, Runs
 
 from .config_file import Settings
@@ -165,7 +165,7 @@ def save_pretrained(
     if odd := shapes.keys() ^ places.keys() ^ adapters.keys():
         raise ValueError(f"save_pretrained: the format has no place for {sorted(odd)[:10]}")
     writer, error = None, None
-    if speaks_for_all(model):
+    if is_leader(model):
         try:
             tensors = {
                 form.full_name(part.name): shape

@@ -137,8 +137,8 @@ def _check_here(modules: list[Module]) -> None:
         absent = next((parameter for parameter in each.parameters() if parameter.absent), None)
         if absent is not None:
             raise ValueError(
-                f"fully_shard: parameter {absent.name!r} is {absent.place.told}; call it on the modules of "
-                "this rank's stages"
+                f"fully_shard: parameter {absent.name!r} is {absent.place.description}; call it on the "
+                "modules of this rank's stages"
             )
 
 
@@ -196,8 +196,8 @@ def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[Digits, Digits]:
     share, place = parameter.share, parameter.place
     if place is not None and (place.mesh.root is not mesh.root or meet(place.axes, mesh.axes)):
         raise ValueError(
-            f"fully_shard: parameter {parameter.name!r} is {place.told} of {place.mesh!r}; shard it along "
-            f"other axes of the same mesh, not {mesh!r}"
+            f"fully_shard: parameter {parameter.name!r} is {place.description} of {place.mesh!r}; shard it "
+            f"along other axes of the same mesh, not {mesh!r}"
         )
     if share is None:
         return (), ()

@@ -9,6 +9,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from enum import IntEnum, auto
 from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
@@ -22,11 +23,12 @@ from shardrt.comm.protocol import Communicator
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn import elsewhere
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.place import Place
+from shardrt.nn.placement import ModulePlacement, PipelinePlacement
 from shardrt.nn.storage import LocalStorage
 from shardrt.tensor import Tensor
 
 A = TypeVar("A")
+_NOWHERE = ModulePlacement()
 
 
 class Layer(IntEnum):
@@ -68,12 +70,7 @@ class Module:
         state["_attribute"] = ""
         state["training"] = True
         state["_block"] = None
-        state["_tp_styles"] = None  # what parallelize_module has made of it; see parallel/invariant.py
-        state["_pp_stages"] = ()  # weak references to what this rank runs instead of it: see stages_of
-        state["_pp_stage"] = None  # a weak reference: see caller_of
-        state["_pp_place"]: Place | None = None
-        state["_pp_label"] = ""
-        state["_pp_inner"] = False, False  # see inner_ends
+        state["placement"]: ModulePlacement | None = None  # None of what belongs to no pipeline and no plan
         state["_forward_wrappers"]: list[ForwardWrapper] = []  # innermost first
         state["_forward_pre_hooks"] = Hooks()
         state["_forward_hooks"] = Hooks()
@@ -302,6 +299,10 @@ class Module:
             output = output if changed is None else changed
         return output
 
+    def take_placement(self, **facts: Any) -> None:
+        """Let `placement` have these fields, besides those that it has already."""
+        object.__setattr__(self, "placement", replace(self.placement or _NOWHERE, **facts))
+
     def wrap_forward(self, wrapper: ForwardWrapper) -> None:
         """Let `wrapper` run each forward from now on, in its layer; of one layer the first is inside."""
         self._forward_wrappers.append(wrapper)
@@ -436,7 +437,7 @@ def everyone(model: Module, call: str) -> Communicator | None:
     return ranks
 
 
-def speaks_for_all(model: Module) -> bool:
+def is_leader(model: Module) -> bool:
     """Whether this rank is rank 0 of those that train `model`, or of all, for one that is not sharded."""
     ranks = ranks_of(model)
     return world.first() if ranks is None else ranks.rank == 0
@@ -455,35 +456,39 @@ def ranks_of(model: Module) -> Communicator | None:
 
 def label_of(module: Module) -> str:
     """For messages: the path from the outermost module; for that one "(root)", or which stage it is."""
-    return module.name or module._pp_label or "(root)"
+    return module.name or (module.placement or _NOWHERE).label or "(root)"
 
 
 def inner_ends(module: Module) -> tuple[bool, bool]:
-    """Whether its first argument, and what it gives, lie inside of a model: of a stage, between two."""
-    return module._pp_inner
+    """Whether its first argument, and its output, lie inside of a model: of a stage, between two."""
+    return (module.placement or _NOWHERE).inner_ends
 
 
 def stages_of(module: Module) -> list[Module]:
-    """What this rank runs instead of it, of a pipeline (parallel/stage.py)."""
-    return [stage for stage in (reference() for reference in module._pp_stages) if stage is not None]
+    """The stages that this rank runs in place of the module (parallel/stage.py)."""
+    references = (module.placement or _NOWHERE).stages
+    return [stage for stage in (reference() for reference in references) if stage is not None]
 
 
 def caller_of(module: Module) -> Module | None:
-    """What calls this one: the module that holds it, or of a pipeline the stage with this in it."""
-    return module.parent if module._pp_stage is None else module._pp_stage()
+    """What calls this one: the module that holds it, or in a pipeline the stage that has it."""
+    stage = (module.placement or _NOWHERE).stage
+    return module.parent if stage is None else stage()
 
 
-def place_of(module: Module) -> Place | None:
+def place_of(module: Module) -> PipelinePlacement | None:
     """Which ranks of a pipeline run this module; None for a model without stages."""
-    while module is not None and module._pp_place is None:
+    while module is not None:
+        if module.placement is not None and module.placement.pipeline is not None:
+            return module.placement.pipeline
         module = module.parent
-    return None if module is None else module._pp_place
+    return None
 
 
-def speaks_for_stage(model: Module) -> bool:
-    """As speaks_for_all, of the ranks that have the stages that this one has."""
+def is_stage_leader(model: Module) -> bool:
+    """Like is_leader, among the ranks that have the same stages."""
     place = next((parameter.place for parameter in model.parameters()), None)
-    return speaks_for_all(model) if place is None else place.speaks
+    return is_leader(model) if place is None else place.is_leader
 
 
 def _warn_of_early_values(placed: "Parameter | Module") -> None:

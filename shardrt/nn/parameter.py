@@ -15,7 +15,7 @@ from shardrt import autograd, device, dtypes, late, random
 from shardrt.autograd import Edge
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn.init import AsNamed, Initialiser, InitialiserOfRuns
-from shardrt.nn.place import Absent, Place
+from shardrt.nn.placement import Absent, PipelinePlacement
 from shardrt.nn.runs import Part, spans, take
 from shardrt.nn.share import CUT, Share
 from shardrt.nn.storage import LocalStorage, Storage, read_only
@@ -66,7 +66,7 @@ class Parameter(Tensor):
         self.node = None
         self.index = 0
         self.share: Share | None = None  # what `shape` is of a larger whole, if it is cut; see take_share
-        self.place: Place | None = None  # which ranks of a pipeline have it; see take_place
+        self.place: PipelinePlacement | None = None  # which ranks of a pipeline have it; see take_place
         self.in_parts: Any = None  # how products with it are made, where not at once; functional/in_parts.py
         self.float8 = False  # whether linear layers multiply by it in float8; MixedPrecisionPolicy says so
         self._words: Any = None
@@ -170,7 +170,9 @@ class Parameter(Tensor):
         """
         told = f"parameter {self.name!r}"
         if self.place is not None:
-            raise RuntimeError(f"{told} is {self.place.told}; call parallelize_module before pipeline_stages")
+            raise RuntimeError(
+                f"{told} is {self.place.description}; call parallelize_module before pipeline_stages"
+            )
         known = self.share
         if known is not None and (known.kind == CUT or not (share.own_data or share.mesh is known.mesh)):
             raise ValueError(f"{told} is cut already, {self.share.whole} into {self.share.shape}")
@@ -185,7 +187,7 @@ class Parameter(Tensor):
         self.share, self._shape = share, share.shape
         self.storage.take_share(share)
 
-    def take_place(self, place: Place) -> None:
+    def take_place(self, place: PipelinePlacement) -> None:
         """Be where `place` says from now on: on other ranks without values. Once.
 
         Raises RuntimeError, naming it, where it is sharded or has an optimizer.
@@ -299,7 +301,7 @@ class Parameter(Tensor):
         Raises TypeError, naming it, for a sharded parameter.
         """
         if self.place is not None:
-            raise TypeError(f"parameter {self.name!r} is {self.place.told}, and can't be copied")
+            raise TypeError(f"parameter {self.name!r} is {self.place.description}, and can't be copied")
         if not isinstance(self.storage, LocalStorage):
             raise TypeError(f"parameter {self.name!r} is sharded and can't be copied; see full_state_dict")
         if self.share is not None:

@@ -3,7 +3,7 @@
 A parameter is a name and a shape; its storage holds the values. A plain model has one LocalStorage per
 parameter. fully_shard gives the parameters of a unit one common storage, of which this rank holds a
 contiguous 1-D piece. The optimizer, clipping and state dicts see only this contract. `part_of` says which
-elements of a parameter a rank has, `owner` whether it is the one that speaks for them.
+elements of a parameter a rank has, `owner` whether this rank saves them.
 """
 
 from abc import ABC, abstractmethod
@@ -84,7 +84,7 @@ class Storage(ABC):
     def owner(self, first: bool) -> bool:
         """Whether this rank saves what it holds: of the ranks that hold an element, one does.
 
-        first: whether this rank speaks for all of the model's. It does for what every rank holds.
+        first: whether this rank is the model's leader, which saves what every rank holds.
         """
         return first
 
@@ -234,7 +234,7 @@ class LocalStorage(Storage):
         share, place = self._parameter.share, self._parameter.place
         if share is not None:
             return share.owner(() if place is None else place.axes)
-        return first if place is None else place.speaks
+        return first if place is None else place.is_leader
 
     @property
     def materialised(self) -> bool:

@@ -11,7 +11,7 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.exact import norm_of
 from shardrt.nn.parameter import Parameter, parameters_in
-from shardrt.nn.place import along_pipeline, pipeline_of
+from shardrt.nn.placement import along_pipeline, pipeline_of
 from shardrt.nn.storage import LocalStorage, Storage, shared
 from shardrt.tensor import Tensor
 

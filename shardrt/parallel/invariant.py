@@ -5,7 +5,7 @@ RowwiseParallel, the gradient of what goes into ColwiseParallel, the head of a V
 what SequenceParallel leaves whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardrt.comm import talk
 from shardrt.kernels.determinism import use_deterministic_algorithms
@@ -47,21 +47,23 @@ def set_tensor_invariant(model: Module, parts: int = 4, *, plan: Mapping[str, St
 
 def _styles(
     model: Module, plan: Mapping[str, Style] | None
-) -> tuple[Axis | Alone, list[tuple[Module, Style]]]:
+) -> tuple[Axis | Alone, Sequence[tuple[Module, Style]]]:
     """The axis along which the model is cut, or could be, and its modules with their styles."""
+    known = model.placement
+    planned = known is not None and known.axis is not None
+    if plan is None and not planned:
+        raise ValueError(
+            "set_tensor_invariant: parallelize_module has not been called on this model; give the plan "
+            "by which it would be cut, plan=plan_of(model)"
+        )
     if plan is None:
-        if model._tp_styles is None:
-            raise ValueError(
-                "set_tensor_invariant: parallelize_module has not been called on this model; give the plan "
-                "by which it would be cut, plan=plan_of(model)"
-            )
-        return model._tp_styles
-    if model._tp_styles is not None:
+        return known.axis, known.styles
+    if planned:
         raise ValueError("set_tensor_invariant: the model has a plan, that of parallelize_module")
     return Alone(in_sequence(plan.values())), chosen_by(model, plan, "set_tensor_invariant")
 
 
-def _check(model: Module, axis: Axis | Alone, chosen: list[tuple[Module, Style]]) -> None:
+def _check(model: Module, axis: Axis | Alone, chosen: Sequence[tuple[Module, Style]]) -> None:
     """Raise ValueError for sums that are not made in parts."""
     if axis.communicator.reduction != "tree":
         raise ValueError(

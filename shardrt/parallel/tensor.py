@@ -56,7 +56,7 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
         _check_tied(model, mesh, {module for module, _ in chosen})
         _check_same_on_all_ranks(model, mesh, chosen)
     elif cut is _cut_modules:
-        object.__setattr__(model, "_tp_styles", (Alone(in_sequence(plan.values())), chosen))
+        model.take_placement(axis=Alone(in_sequence(plan.values())), styles=chosen)
     return model
 
 
@@ -88,7 +88,7 @@ def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Sty
         if parameter.share is None:
             parameter.take_share(Share.of_all(SAME, mesh, parameter.shape))
     model.wrap_forward(Deciding(axis))
-    object.__setattr__(model, "_tp_styles", (axis, chosen))
+    model.take_placement(axis=axis, styles=chosen)
 
 
 def _check_tokens(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Style]]) -> None:
