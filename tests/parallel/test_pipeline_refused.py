@@ -111,55 +111,47 @@ def test_ranks_with_other_tables():
         run_ranks(2, attempt)
 
 
-def caught(model, batch):
-    try:
-        return loss_of(model, batch)
-    except BaseException:
-        return None
-
-
 LOSSES = {
-    "does not call the model": (
-        lambda model, batch: shardrt.Tensor(np.zeros((), np.float32)),
-        RuntimeError,
-        "the loss function has not called the model",
-    ),
-    "calls it twice": (
-        lambda model, batch: loss_of(model, batch) + loss_of(model, batch),
-        RuntimeError,
-        "the loss function calls the model twice; one stage is all it has",
-    ),
-    "catches everything": (caught, RuntimeError, "has caught what ends it before the last stage"),
     "gives logits": (
-        lambda model, batch: model(batch["tokens"]),
+        lambda logits, batch: logits,
+        lambda batch: {"tokens": batch["tokens"]},
         TypeError,
         "must give a tensor of one number, got [4, 4, 11]",
     ),
     "gives a float": (
-        lambda model, batch: loss_of(model, batch).item(),
+        lambda loss, batch: loss.item(),
+        None,
         TypeError,
         "must give a tensor of one number, got float",
     ),
     "gives something constant": (
-        lambda model, batch: loss_of(model, batch).detach(),
+        lambda loss, batch: loss.detach(),
+        None,
         RuntimeError,
         "this tensor depends on nothing that requires a gradient",
     ),
-    "calls it with what it does not take": (
-        lambda model, batch: model(batch["tokens"], target=1),
+    "is for a model that takes other inputs": (
+        loss_of,
+        lambda batch: {"tokens": batch["tokens"], "target": 1},
         TypeError,
         "Llama.forward: got an unexpected keyword argument 'target'",
+    ),
+    "is for inputs without names and order": (
+        loss_of,
+        lambda batch: batch["tokens"],
+        TypeError,
+        "Pipeline.step: inputs gave ndarray; the model is called with a tuple, or a mapping from names",
     ),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_function_that(name):
-    loss, kind, told = LOSSES[name]
+    loss, inputs, kind, told = LOSSES[name]
 
     def attempt():
         pipeline, data = build((2, 1, 1), "1F1B", sharded=False)
-        pipeline.step(loss, batches_of(0, data))
+        pipeline.step(loss, batches_of(0, data), inputs=inputs)
 
     with pytest.raises(kind, match=re.escape(told)):
         run_ranks(2, attempt)
@@ -222,7 +214,7 @@ def a_set_for_the_next_stage():
             return [nn.Piece("first", lambda x, batch: {shardrt.Tensor([1.0])}, first.uses), *others]
 
     pipeline = piped(Sets, cuts=[1])
-    pipeline.step(lambda model, batch: model(batch["tokens"]).sum(), [{"tokens": np.ones((1, 2), int)}] * 2)
+    pipeline.step(lambda logits, batch: logits.sum(), [{"tokens": np.ones((1, 2), int)}] * 2)
 
 
 def parallelize_after():
@@ -334,6 +326,8 @@ NONSENSE = [  # what is called with it, and the words of the one line
     (lambda p: piped(costs="time", batch=[1]), "batch must be the arguments of forward by name, got list"),
     (lambda p: piped(costs="time", batch={}), "batch: Llama.forward: missing a required argument: 'tokens'"),
     (lambda p: p.step(None, []), "Pipeline.step: loss must be a function, got NoneType"),
+    (lambda p: p.step(loss_of, [], inputs=1), "Pipeline.step: inputs must be a function, got int"),
+    (lambda p: p.step(loss_of, [[]] * 2), "without inputs=, a micro-batch is list; the model is called with"),
     (lambda p: p.step(loss_of, None), "Pipeline.step: batches must be a list of micro-batches, got None"),
     (
         lambda p: pipeline_plan(p.model, loss_of, []),
@@ -362,13 +356,13 @@ def test_nonsense_is_told_in_a_line_that_names_it(tmp_path):
 def test_a_step_after_one_that_has_raised():
     """One rank goes on with what it has; several do not know what the others have had."""
 
-    def raises(model, batch):
+    def raises(batch):
         raise KeyError("data")
 
     def norm(size):
         pipeline, data = build((size, 1, 1), "ZB-H1")
         with pytest.raises(KeyError):
-            pipeline.step(raises, batches_of(0, data))
+            pipeline.step(loss_of, batches_of(0, data), inputs=raises)
         pipeline.step(loss_of, batches_of(0, data))
         return clip_grad_norm_(pipeline.model.parameters(), 1.0)
 
