@@ -7,11 +7,11 @@ elements of a parameter a rank has, `owner` whether this rank saves them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -75,7 +75,7 @@ class Storage(ABC):
     placement = HostPlacement()
     on_gradient: Callable[[], None] | None = None
     gradient_ready: Event | None = None
-    owners: list = []  # (weak reference to an optimizer, ids of the parameters that it updates)  # noqa: RUF012
+    owners: Sequence[tuple[ref, set[int]]] = ()  # optimizers that update it, and which parameters, by id
     ignored = False  # fully_shard was told to leave it whole, and reduced by nobody
     exact_norm = False  # norms of the gradient are computed in integers
     writes = 0  # how often the shard was written

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from shardrt.comm import talk
 from shardrt.kernels.determinism import use_deterministic_algorithms
-from shardrt.nn.lora import LoRALinear
+from shardrt.nn.lora import adapted_layers
 from shardrt.nn.module import Module
 from shardrt.nn.storage import LocalStorage
 from shardrt.parallel.axis import Alone, Axis
@@ -70,10 +70,9 @@ def _check(model: Module, axis: Axis | Alone, chosen: Sequence[tuple[Module, Sty
             "set_tensor_invariant: NCCL adds in an order that depends on the number of ranks; make the mesh "
             "by init_device_mesh(..., reduction='tree')"
         )
-    adapted = next((path for path, part in model.named_modules() if isinstance(part, LoRALinear)), None)
-    if adapted is not None:
+    if adapted := adapted_layers(model):
         raise ValueError(
-            f"set_tensor_invariant: {adapted!r} has an adapter, whose sums are not made in parts"
+            f"set_tensor_invariant: {adapted[0].name!r} has an adapter, whose sums are not made in parts"
         )
     late = [p for p in model.parameters() if p.place is not None or not isinstance(p.storage, LocalStorage)]
     if axis.sequence and late:

@@ -12,7 +12,7 @@ from shardrt.comm.protocol import Communicator
 from shardrt.functional.in_parts import InParts
 from shardrt.functional.in_time import InTime
 from shardrt.nn.layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm
-from shardrt.nn.lora import LoRALinear
+from shardrt.nn.lora import is_adapted
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import Part, Runs, run
@@ -33,9 +33,8 @@ class Style:
 
     def fits(self, module: Module) -> bool:
         """Whether it is for such a module: one of `modules`, or a subclass without a forward of its own."""
-        kinds = (*self.modules, LoRALinear)
         known = isinstance(module, self.modules)
-        return known and any(type(module).forward is kind.forward for kind in kinds)
+        return known and any(type(module).forward is kind.forward for kind in self.modules)
 
     def apply(self, module: Module, axis: Axis) -> None:
         """Cut the parameters of `module`, and attach what converts activations. Raises ValueError."""
@@ -77,7 +76,7 @@ class ColwiseParallel(Style):
         _cut_rows(weight, axis, sizes)
         if module.bias is not None:
             _cut_rows(module.bias, axis, sizes)
-        if isinstance(module, LoRALinear):
+        if is_adapted(module):
             partial(module.lora_a, axis)
             _cut_rows(module.lora_b, axis, sizes)
         module.wrap_forward(Column(axis, self._shared(axis, sizes)))
@@ -142,8 +141,8 @@ class RowwiseParallel(Style):
         if module.gelu:
             raise ValueError(f"RowwiseParallel: the GELU of {module.name!r} would be of a part of the sum")
         _cut_columns(module.weight, axis)
-        if isinstance(module, LoRALinear):
-            if module.lora_dropout:
+        if is_adapted(module):
+            if module.adapter.dropout:
                 raise ValueError(f"RowwiseParallel: the adapter of {module.name!r} has dropout")
             _cut_columns(module.lora_a, axis)
             partial(module.lora_b, axis)

@@ -14,7 +14,7 @@ from shardrt.functional import vocabulary
 from shardrt.functional.in_parts import InParts
 from shardrt.functional.vocabulary import VocabularyPart, rows_of
 from shardrt.nn.layers import Embedding, Linear
-from shardrt.nn.lora import LoRALinear
+from shardrt.nn.lora import is_adapted
 from shardrt.nn.module import Module
 from shardrt.nn.runs import run
 from shardrt.parallel.axis import Alone, Axis
@@ -66,7 +66,7 @@ class VocabParallel(Style):
     def apply(self, module: Module, axis: Axis) -> None:
         if isinstance(module, Linear) and module.bias is not None:
             raise ValueError(f"VocabParallel: {module.name!r} has a bias, which the loss would leave out")
-        if isinstance(module, LoRALinear):
+        if is_adapted(module):
             raise ValueError(f"VocabParallel: {module.name!r} has an adapter, which the loss would leave out")
         weight = module.weight
         if isinstance(module, Linear):
