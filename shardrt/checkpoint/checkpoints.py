@@ -42,7 +42,7 @@ from shardrt.checkpoint.store import Store
 from shardrt.comm import DeviceMesh, talk
 from shardrt.device.cpu import ThreadStream
 from shardrt.nn.module import Module, is_stage_leader, ranks_of
-from shardrt.nn.placement import along_pipeline
+from shardrt.nn.parameter import along_pipeline
 from shardrt.nn.share import whole_shape
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice

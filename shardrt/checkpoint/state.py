@@ -12,8 +12,8 @@ from shardrt.fsdp.full import full_group
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module, is_leader, is_stage_leader, ranks_of
-from shardrt.nn.parameter import Parameter
-from shardrt.nn.placement import along_pipeline, on_first
+from shardrt.nn.parameter import Parameter, along_pipeline
+from shardrt.nn.placement import on_first
 from shardrt.nn.share import joined
 
 
@@ -91,7 +91,7 @@ def _of_stage(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
                 stack.enter_context(full_group(group))
             for member in members:
                 if first or member.share is not None or not groups:
-                    values = joined(member, here.to_numpy(member.data))
+                    values = joined(member.share, here.to_numpy(member.data))
                     if first:
                         yield member, values
                     del values

@@ -7,24 +7,29 @@ needs a piece of them, the whole array or one rank's shard, makes just that piec
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from shardrt import autograd, device, dtypes, late, random
 from shardrt.autograd import Edge
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.protocol import Communicator
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn.init import AsNamed, Initialiser, InitialiserOfRuns
-from shardrt.nn.placement import Absent, PipelinePlacement
+from shardrt.nn.placement import PipelinePlacement
 from shardrt.nn.runs import Part, spans, take
 from shardrt.nn.share import CUT, Share
-from shardrt.nn.storage import LocalStorage, Storage, read_only
+from shardrt.nn.storage import Absent, LocalStorage, Storage, read_only
 from shardrt.tensor import Tensor
 
-if TYPE_CHECKING:
-    from shardrt.nn.module import Module
-
 Array = Any
+
+
+class Named(Protocol):
+    """The module that a parameter is in, as the parameter knows it."""
+
+    name: str
 
 
 class Parameter(Tensor):
@@ -70,17 +75,17 @@ class Parameter(Tensor):
         self.in_parts: Any = None  # how products with it are made, where not at once; functional/in_parts.py
         self.float8 = False  # whether linear layers multiply by it in float8; MixedPrecisionPolicy says so
         self._words: Any = None
-        self._owner: weakref.ref[Module] | None = None
+        self._owner: weakref.ref[Named] | None = None
         self._attribute = ""
         self._hooks: Hooks | None = None
         self.storage: Storage = LocalStorage(self)
 
-    def belongs_to(self, module: "Module", attribute: str) -> None:
+    def belongs_to(self, module: Named, attribute: str) -> None:
         """Take the name `attribute` in `module`, unless there is a name already (a tied parameter's)."""
         if self._owner is None or self._owner() is None:
             self._owner, self._attribute = weakref.ref(module), attribute
 
-    def leaves(self, module: "Module", attribute: str) -> None:
+    def leaves(self, module: Named, attribute: str) -> None:
         """Give up the name `attribute` in `module`, if that is its name."""
         if self._owner is not None and self._owner() is module and self._attribute == attribute:
             self._owner, self._attribute = None, ""
@@ -392,3 +397,14 @@ def parameters_in(given: Any, wanted_by: str) -> list[Parameter]:
             kind = type(one).__name__
             raise TypeError(f"{wanted_by}: wants Parameters, such as model.parameters(), got {kind}")
     return found
+
+
+def pipeline_of(parameters: Iterable[Parameter]) -> DeviceMesh | None:
+    """PipelinePlacement.mesh, of a model with stages; None for other parameters."""
+    return next((p.place.mesh for p in parameters if p.place is not None), None)
+
+
+def along_pipeline(parameters: Iterable[Parameter]) -> Communicator | None:
+    """PipelinePlacement.control, of a model with stages; None for other parameters."""
+    mesh = pipeline_of(parameters)
+    return None if mesh is None else mesh.communicator("control")

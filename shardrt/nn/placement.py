@@ -6,9 +6,9 @@ belongs to the first.
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -16,13 +16,6 @@ from shardrt import device
 from shardrt.comm.digits import Digits
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
-from shardrt.nn.runs import Part
-from shardrt.nn.storage import Storage
-
-if TYPE_CHECKING:
-    from shardrt.nn.parameter import Parameter
-
-Array = Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,17 +94,6 @@ class ModulePlacement:
     inner_ends: tuple[bool, bool] = (False, False)
 
 
-def pipeline_of(parameters: "Iterable[Parameter]") -> DeviceMesh | None:
-    """PipelinePlacement.mesh, of a model with stages; None for other parameters."""
-    return next((p.place.mesh for p in parameters if p.place is not None), None)
-
-
-def along_pipeline(parameters: "Iterable[Parameter]") -> Communicator | None:
-    """PipelinePlacement.control, of a model with stages; None for other parameters."""
-    mesh = pipeline_of(parameters)
-    return None if mesh is None else mesh.communicator("control")
-
-
 def on_first(
     place: PipelinePlacement | None, values: np.ndarray | None, shape: tuple[int, ...], dtype: Any
 ) -> np.ndarray | None:
@@ -139,42 +121,3 @@ def on_first(
     control.recv(found.reshape(-1), peer=owner, stream=stream)
     here.wait_here()
     return found
-
-
-class Absent(Storage):
-    """In place of the values of a parameter that other ranks have."""
-
-    def __init__(self, parameter: "Parameter") -> None:
-        self._parameter = parameter
-
-    def owner(self, first: bool) -> bool:
-        return False
-
-    @property
-    def shard(self) -> Array:
-        return device.current().empty((0,), self._parameter.dtype)
-
-    @property
-    def gradient(self) -> None:
-        return None
-
-    def range_of(self, parameter: "Parameter") -> tuple[int, int]:
-        return 0, 0
-
-    def part_of(self, parameter: "Parameter") -> Part:
-        return ()
-
-    def full(self, parameter: "Parameter") -> NoReturn:
-        raise RuntimeError(f"parameter {parameter.name!r} is {parameter.place.description}")
-
-    def assign(self, parameter: "Parameter", values: Any) -> NoReturn:
-        self.full(parameter)
-
-    def edge(self, parameter: "Parameter") -> NoReturn:
-        self.full(parameter)
-
-    def gradient_target(self, parameter: "Parameter") -> NoReturn:
-        self.full(parameter)
-
-    def zero_grad(self) -> None:
-        pass

@@ -71,7 +71,7 @@ def whole_gradients(model):
     """Name -> whole gradient on rank 0; elsewhere None or a part. Collective."""
     found, parameters = {}, dict(model.named_parameters())
     for name, gradient in full_gradients(model):
-        whole = joined(parameters[name], np.array(gradient))
+        whole = joined(parameters[name].share, np.array(gradient))
         found[name] = None if whole is None else whole.copy()
     return found
 
