@@ -173,22 +173,22 @@ class Parameter(Tensor):
         Before its values are made, and once; what all ranks have alike may still be cut. Raises ValueError,
         naming it, for a second cut, RuntimeError where there are values, or it is sharded.
         """
-        told = f"parameter {self.name!r}"
+        described = f"parameter {self.name!r}"
         if self.place is not None:
             raise RuntimeError(
-                f"{told} is {self.place.description}; call parallelize_module before pipeline_stages"
+                f"{described} is {self.place.description}; call parallelize_module before pipeline_stages"
             )
         known = self.share
         if known is not None and (known.kind == CUT or not (share.own_data or share.mesh is known.mesh)):
-            raise ValueError(f"{told} is cut already, {self.share.whole} into {self.share.shape}")
+            raise ValueError(f"{described} is cut already, {self.share.whole} into {self.share.shape}")
         if not isinstance(self.storage, LocalStorage):
-            raise RuntimeError(f"{told} is sharded already; call parallelize_module before fully_shard")
+            raise RuntimeError(f"{described} is sharded already; call parallelize_module before fully_shard")
         if self.storage.materialised:
             raise RuntimeError(
-                f"{told} has values already; call parallelize_module before the model is used or loaded"
+                f"{described} has values already; call parallelize_module before the model is used or loaded"
             )
         if self.storage.owned:
-            raise RuntimeError(f"{told} has an optimizer already; call parallelize_module before")
+            raise RuntimeError(f"{described} has an optimizer already; call parallelize_module before")
         self.share, self._shape = share, share.shape
         self.storage.take_share(share)
 

@@ -87,7 +87,7 @@ class Storage(ABC):
     on_gradient: Callable[[], None] | None = None
     gradient_ready: Event | None = None
     owners: Sequence[tuple[ref, set[int]]] = ()  # optimizers that update it, and which parameters, by id
-    ignored = False  # fully_shard was told to leave it whole, and reduced by nobody
+    ignored = False  # fully_shard leaves it whole, and no unit reduces its gradient
     exact_norm = False  # norms of the gradient are computed in integers
     writes = 0  # how often the shard was written
     applied = False  # an update in backward has used the gradient: the optimizer sets it, zero_grad ends it

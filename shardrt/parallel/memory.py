@@ -41,8 +41,8 @@ def pipeline_plan(
     memory_plan does, and on all ranks of the pipeline what a stage's first forward would raise.
     """
     if not isinstance(pipeline, StagedModel) or not callable(loss):
-        told = f"{type(pipeline).__name__} and {type(loss).__name__}"
-        raise TypeError(f"pipeline_plan: it takes a Pipeline and a function, got {told}")
+        got = f"{type(pipeline).__name__} and {type(loss).__name__}"
+        raise TypeError(f"pipeline_plan: it takes a Pipeline and a function, got {got}")
     work = pipeline.work("pipeline_plan", loss, batches, inputs)
     pipeline.check_count("pipeline_plan", work)
     for stage in pipeline.stages:
@@ -89,21 +89,21 @@ def _messages(pipeline: StagedModel, work: Work) -> Messages:
         keys.setdefault(key_of(pipeline.model, batch), number)
     control, messages = pipeline.mesh.communicator("control"), {}
     for stage in range(pipeline.table.stages - 1):
-        told, raised = None, None
+        sent, raised = None, None
         if pipeline.table.rank_of(stage) == pipeline.mesh.rank:
             try:
                 row = [Action("F", stage, number) for number in keys.values()]
-                told = _sent(pipeline, work, row, messages)
+                sent = _sent(pipeline, work, row, messages)
             except (ValueError, OSError) as error:
                 raised = error
         with device.use(device.get("cpu")):  # also where the device is alone
-            everyone = talk.from_all(control, [told, raised and str(raised)])
-        told, wrong = everyone[pipeline.table.rank_of(stage)]
+            everyone = talk.from_all(control, [sent, raised and str(raised)])
+        sent, wrong = everyone[pipeline.table.rank_of(stage)]
         if raised is not None:
             raise raised
         if wrong is not None:
             raise ValueError(wrong)
-        for key, (shapes, form) in zip(keys, told, strict=True):
+        for key, (shapes, form) in zip(keys, sent, strict=True):
             there = tuple(shape and (tuple(shape[0]), shape[1]) for shape in shapes)
             messages["F", stage, key] = there, form
             back = tuple(s if s and dtypes.floating(np.dtype(s[1])) else None for s in there)

@@ -184,9 +184,9 @@ class Pipeline(StagedModel):
         """Raise ValueError where nobody would reduce the gradients of some stages."""
         trained = [stage for stage in self.stages if any(p.requires_grad for p in stage.parameters())]
         alone = [stage.number for stage in trained if not units_below(stage)]
-        told = talk.from_all(self.mesh.communicator("control"), [alone, len(alone) < len(trained)])
-        alone = sorted(number for numbers, _ in told for number in numbers)
-        if alone and any(sharded for _, sharded in told):
+        found = talk.from_all(self.mesh.communicator("control"), [alone, len(alone) < len(trained)])
+        alone = sorted(number for numbers, _ in found for number in numbers)
+        if alone and any(sharded for _, sharded in found):
             raise ValueError(
                 f"Pipeline: stage {alone[0]} is not sharded, and others are; call fully_shard on each stage"
             )
@@ -205,8 +205,8 @@ class Pipeline(StagedModel):
         """A tensor that the rank of the last stage has, on all ranks."""
         root = self.table.rank_of(self.table.stages - 1)
         control, here = self.mesh.communicator("control"), device.current()
-        told = None if output is None else [list(output.shape), dtypes.name_of(output.dtype)]
-        shape, dtype = talk.from_all(control, told)[root]
+        form = None if output is None else [list(output.shape), dtypes.name_of(output.dtype)]
+        shape, dtype = talk.from_all(control, form)[root]
         array = here.empty(tuple(shape), np.dtype(dtype))
         if output is not None:
             here.copy(array, output.data)

@@ -288,8 +288,8 @@ def listed(must: str, value: Any) -> list:
 def _check_batch(model: Module, batch: Any) -> None:
     """Raise TypeError for what are not the arguments of a model's forward by name."""
     if not isinstance(batch, Mapping):
-        told = type(batch).__name__
-        raise TypeError(f"pipeline_stages: batch must be the arguments of forward by name, got {told}")
+        got = type(batch).__name__
+        raise TypeError(f"pipeline_stages: batch must be the arguments of forward by name, got {got}")
     try:
         inspect.signature(model.forward).bind(**batch)
     except TypeError as error:
@@ -340,16 +340,16 @@ def _used(model: Module, pieces: list[Piece], begins: list[int]) -> dict[int, tu
         stage = sum(begin <= number for begin in begins) - 1
         tied = {id(parameter) for parameter in piece.tied_parameters()}
         for parameter in piece.parameters():
-            before, told = used.get(id(parameter), ()), f"pipeline_stages: parameter {parameter.name!r}"
+            before, described = used.get(id(parameter), ()), f"pipeline_stages: parameter {parameter.name!r}"
             used[id(parameter)] = stages = before if stage in before else (*before, stage)
             if len(stages) > 1 and id(parameter) not in tied:
                 raise ValueError(
-                    f"{told} is used on stages {before[-1]} and {stage}, and piece {piece.name!r} does not "
-                    "name it as tied"
+                    f"{described} is used on stages {before[-1]} and {stage}, and piece {piece.name!r} does "
+                    "not name it as tied"
                 )
             if len(stages) > 2:
                 on = ", ".join(map(str, stages))
-                raise ValueError(f"{told} is tied between stages {on}; it can be between two")
+                raise ValueError(f"{described} is tied between stages {on}; it can be between two")
     for name, parameter in model.named_parameters():
         if id(parameter) not in used:
             raise ValueError(f"pipeline_stages: parameter {name!r} is in no piece of {type(model).__name__}")

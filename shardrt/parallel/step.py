@@ -18,7 +18,7 @@ from shardrt.device import timeline
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
-from shardrt.parallel.carrier import Carrier, action_told, flat, key_of, nested
+from shardrt.parallel.carrier import Carrier, action_label, flat, key_of, nested
 from shardrt.parallel.stage import Stage, listed
 from shardrt.parallel.table import Action, Facts, Table
 from shardrt.tensor import Tensor
@@ -138,7 +138,7 @@ class Step:
         kept = pipeline.facts.kept if row is None else None
         self._carrier = carrier or Carrier(pipeline.links, pipeline.table, pipeline.mesh.rank, kept)
         self._calls = self.used = random.calls()  # of the model in this step, before
-        # With a tree, micro-batches are calls of several ranks at once, and told apart otherwise.
+        # With a tree, micro-batches are calls of several ranks at once; random.begin_turn distinguishes them.
         self._tree = by_tree(pipeline.model)
         self._calls_of_each = 0 if self._tree else 1
         self._sharded = {stage.number for stage in pipeline.stages if units_below(stage)}
@@ -157,9 +157,9 @@ class Step:
                 self._carrier.expect("B", stage + 1, micro_batch, self._keys[micro_batch])
         try:
             for action in self._row:
-                told = action_told(action.kind, action.stage, action.micro_batch)
-                self._pipeline.mesh.part("backward" if action.kind in "BIW" else "forward", told)
-                with timeline.span("compute", told):
+                label = action_label(action.kind, action.stage, action.micro_batch)
+                self._pipeline.mesh.part("backward" if action.kind in "BIW" else "forward", label)
+                with timeline.span("compute", label):
                     does = self._DOES[action.kind]  # of the class: bound ones would keep the step in a cycle
                     does(self, self._pipeline.stage(action.stage), action.micro_batch, action)
         finally:
@@ -240,7 +240,7 @@ class Step:
     def _reducing(self, stage: Stage, action: Action) -> AbstractContextManager:
         """Gradients are reduced with the last action of the stage that adds to them; in a tree, with each.
 
-        Forwards are told that backwards will not reduce, and so make memory for all gradients at once.
+        So is a forward: inside no_sync it makes memory for all gradients at once.
         """
         each = action.reduces or (action.kind == "F" and self._once) or self._tree
         return nullcontext() if each or stage.number not in self._sharded else fsdp.no_sync(stage)

@@ -45,8 +45,9 @@ class Style:
 
         parts: a multiple of the number of ranks. Raises ValueError if they do not divide what is cut.
         """
-        told = f"{type(self).__name__}, which {module.name!r} has, knows no sums in parts"
-        raise ValueError(f"set_tensor_invariant: {told}")
+        raise ValueError(
+            f"set_tensor_invariant: {type(self).__name__}, which {module.name!r} has, knows no sums in parts"
+        )
 
 
 def check_alone(kind: type[Style], chosen: Iterable[tuple[Module, Style]], where: str) -> None:
