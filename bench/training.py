@@ -137,13 +137,13 @@ def batches_of(inputs: np.ndarray, targets: np.ndarray, count: int) -> list[tupl
 
 def piped(pipeline: Pipeline, inputs: np.ndarray, targets: np.ndarray) -> list[Tensor]:
     """Gradients of the mean loss; gives its parts, one of each micro-batch, where the last stage is."""
-    count, found = pipeline.table.micro_batches, []
+    model, count, found = pipeline.model, pipeline.table.micro_batches, []
 
-    def loss(model: nn.Module, batch: tuple[np.ndarray, np.ndarray]) -> Tensor:
-        found.append(loss_of(model, *batch) * (1 / count))
+    def loss(output: Tensor, batch: tuple[np.ndarray, np.ndarray]) -> Tensor:
+        found.append(loss_from(model, output, batch[1]) * (1 / count))
         return found[-1]
 
-    pipeline.step(loss, batches_of(inputs, targets, count))
+    pipeline.step(loss, batches_of(inputs, targets, count), inputs=lambda batch: named(model, *batch))
     return [each.detach() for each in found]
 
 
@@ -183,9 +183,12 @@ def model_of(workload: w.Job, loss_chunk: int = 0) -> nn.Module:
 
 def loss_of(model: nn.Module, inputs: np.ndarray, targets: np.ndarray) -> Tensor:
     """The mean cross-entropy."""
-    if isinstance(getattr(model, "config", None), ViTConfig):  # a stage's model says its config, too
-        return F.cross_entropy(model(inputs), targets, inplace=True)
-    return model(inputs, targets)
+    return loss_from(model, model(**named(model, inputs, targets)), targets)
+
+
+def loss_from(model: nn.Module, output: Tensor, targets: np.ndarray) -> Tensor:
+    """The mean cross-entropy of what a model gives that has been called with targets where it takes them."""
+    return F.cross_entropy(output, targets, inplace=True) if isinstance(model, ViT) else output
 
 
 def gathered(values: Iterable[float], mesh: DeviceMesh) -> np.ndarray:

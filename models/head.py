@@ -5,7 +5,7 @@ from typing import Any
 
 from shardrt import Tensor, nn
 from shardrt import functional as F
-from shardrt.nn.lora import LoRALinear
+from shardrt.nn.lora import is_adapted
 
 
 def head(x: Tensor, layer: nn.Module, targets: Any, reduction: str, chunk: int) -> Tensor:
@@ -22,7 +22,7 @@ def head(x: Tensor, layer: nn.Module, targets: Any, reduction: str, chunk: int) 
 
 
 def _made(layer: nn.Module, x: Tensor, targets: Any, reduction: str, chunk: int) -> Tensor:
-    if isinstance(layer, LoRALinear):
+    if is_adapted(layer):
         logits = layer(x)
         return logits if targets is None else F.cross_entropy(logits, targets, reduction=reduction)
     weight = layer.weight

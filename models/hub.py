@@ -16,8 +16,8 @@ from shardrt import device, nn
 from shardrt.checkpoint import CheckpointError
 from shardrt.checkpoint.state import failures, gathered
 from shardrt.checkpoint.tensorfiles import FolderWriter, StoredTensor, open_folder, plain_files, read_json
-from shardrt.nn.lora import LoRALinear
-from shardrt.nn.module import speaks_for_all
+from shardrt.nn.lora import adapted_layers
+from shardrt.nn.module import is_leader
 from shardrt.nn.runs import Part, Runs
 
 from .config_file import Settings
@@ -160,12 +160,12 @@ def save_pretrained(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     shapes = {name: parameter.whole_shape for name, parameter in model.named_parameters()}
     places = dict(form.tensors(model.config))
-    adapted = {id(layer.weight): layer for layer in model.modules() if isinstance(layer, LoRALinear)}
+    adapted = {id(layer.weight): layer for layer in adapted_layers(model)}
     adapters = {names[id(p)]: p for layer in adapted.values() for p in (layer.lora_a, layer.lora_b)}
     if odd := shapes.keys() ^ places.keys() ^ adapters.keys():
         raise ValueError(f"save_pretrained: the format has no place for {sorted(odd)[:10]}")
     writer, error = None, None
-    if speaks_for_all(model):
+    if is_leader(model):
         try:
             tensors = {
                 form.full_name(part.name): shape
@@ -256,10 +256,10 @@ def _copies(model: nn.Module, parameters: Collection[nn.Parameter]) -> dict[int,
     return found
 
 
-def _merged(layer: LoRALinear, weight: np.ndarray, known: Mapping[int, np.ndarray]) -> np.ndarray:
+def _merged(layer: nn.Linear, weight: np.ndarray, known: Mapping[int, np.ndarray]) -> np.ndarray:
     """The weight with the adapter's product."""
     a, b = known[id(layer.lora_a)], known[id(layer.lora_b)]
-    return weight + (b @ a) * weight.dtype.type(layer.lora_scale)
+    return weight + (b @ a) * weight.dtype.type(layer.adapter.scale)
 
 
 def _opened(directory: Path) -> tuple[Settings, Format]:

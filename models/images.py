@@ -201,10 +201,13 @@ class ImageClassification:
         """As Task."""
         return len(samples)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def inputs(self, batch: Batch) -> dict[str, np.ndarray]:
+        """As Task."""
+        return {"images": batch[0]}
+
+    def loss(self, logits: Tensor, batch: Batch) -> Tensor:
         """As Task: the cross-entropy, of labels that are smoothed if the recipe says so."""
-        images, labels = batch
-        logits, smoothing = model(images), self.recipe.images.smoothing
+        labels, smoothing = batch[1], self.recipe.images.smoothing
         loss = F.cross_entropy(logits, labels, reduction="sum")
         if smoothing:
             spread = F.log_softmax(logits).sum() * (smoothing / logits.shape[1])
@@ -219,10 +222,10 @@ class ImageClassification:
         """As Task."""
         return len(self.others) if limit is None else min(limit, len(self.others))
 
-    def measure(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float, float]]:
+    def measure(self, logits: Tensor, batch: Batch) -> dict[str, tuple[float, float]]:
         """As Task: the loss and the accuracy."""
-        images, labels = batch
-        logits, count = model(images), float((labels != IGNORED).sum())
+        _, labels = batch
+        count = float((labels != IGNORED).sum())
         loss = float(F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"))
         right = float((np.asarray(logits).argmax(1) == labels).sum())
         return {"held_out_loss": (loss, count), "held_out_accuracy": (right, count)}

@@ -249,14 +249,18 @@ class Language:
         targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORED  # the first of a document can't be predicted
         return Batch(tokens, targets, starts_on_host(numbers[:, :-1]))
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """As Task."""
-        how: dict[str, Any] = {}
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """As Task: the targets too, since the model makes the loss."""
+        given = {"tokens": batch.tokens, "targets": batch.targets, "reduction": "sum"}
         if batch.starts is not None:
-            how["starts"] = device.current().asarray(batch.starts, np.int64)
+            given["starts"] = device.current().asarray(batch.starts, np.int64)
         if batch.positions is not None:
-            how["positions"] = batch.positions
-        return model(batch.tokens, batch.targets, reduction="sum", **how)
+            given["positions"] = batch.positions
+        return given
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        """As Task: what the model gives."""
+        return output
 
     def held_out(self, count: int, limit: int | None, rank: int, size: int) -> Iterator[Batch]:
         """As Task: neighbouring windows."""
@@ -272,9 +276,9 @@ class Language:
         windows = (self.corpus.held_out.size - 1) // self.per_sample
         return windows if limit is None else min(limit, windows)
 
-    def measure(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float, float]]:
+    def measure(self, output: Tensor, batch: Batch) -> dict[str, tuple[float, float]]:
         """As Task."""
-        return {"held_out_loss": (float(self.loss(model, batch)), float((batch.targets != IGNORED).sum()))}
+        return {"held_out_loss": (float(output), float((batch.targets != IGNORED).sum()))}
 
     def evaluation(self, figures: dict[str, float]) -> dict[str, float]:
         """As Task."""

@@ -19,7 +19,7 @@ from shardrt import autograd, device, pytree
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.device import Device, StreamError
 from shardrt.functional._arrays import broadcast
-from shardrt.nn.module import Module
+from shardrt.nn.module import Layer, Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage
 
@@ -42,14 +42,14 @@ def offload_activations(module: Module) -> Module:
         )
     if module.around(Offload) is not None:
         raise ValueError(f"offload_activations: {module.name or type(module).__name__} is offloaded already")
-    module.run_inside(Offload())
+    module.wrap_forward(Offload())
     return module
 
 
 class Offload:
     """What `offload_activations` attaches to a module."""
 
-    order, every_entry = 1, False  # so that of a recomputed module just the kept inputs travel
+    layer, every_entry = Layer.ACTIVATION_OFFLOAD, False
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Forward; then what the ops in it have saved departs."""

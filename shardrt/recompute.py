@@ -13,7 +13,7 @@ from typing import Any
 
 from shardrt import autograd, dtypes, pytree, random
 from shardrt.autograd import Function, Segment, Variable
-from shardrt.nn.module import Module
+from shardrt.nn.module import Layer, Module
 from shardrt.nn.parameter import Parameter
 
 Array = Any
@@ -40,7 +40,7 @@ def checkpoint(module: Module, policy: str = "full") -> Module:
         raise ValueError(f"checkpoint: policy must be 'full' or 'matmul', got {policy!r}")
     if module.around(Recomputation) is not None:
         raise ValueError(f"checkpoint: {module.name or type(module).__name__} is recomputed already")
-    module.run_inside(Recomputation(policy))
+    module.wrap_forward(Recomputation(policy))
     return module
 
 
@@ -58,7 +58,7 @@ def checkpoint_blocks(modules: Iterable[Module], every: int = 1, policy: str = "
 class Recomputation:
     """What `checkpoint` attaches to a module."""
 
-    order, every_entry = 0, False
+    layer, every_entry = Layer.RECOMPUTATION, False
 
     def __init__(self, policy: str) -> None:
         self.policy = policy

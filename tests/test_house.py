@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,13 @@ def test_no_circle_when_modules_are_imported():
     for name in graph:
         if name not in state:
             visit(name, [])
+
+
+@pytest.mark.parametrize("room", ["shardrt.nn", "shardrt.parallel"])
+def test_no_circle_in_a_room_not_even_lazily_or_for_types(room):
+    files = {name: path for name, path in MODULES.items() if name.startswith(room + ".")}
+    graph = {name: {module_of(each) for each in imports_of(name, path)} for name, path in files.items()}
+    TopologicalSorter({name: below & graph.keys() - {name} for name, below in graph.items()}).prepare()
 
 
 def _names(name, path, tree):

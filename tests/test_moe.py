@@ -14,6 +14,7 @@ from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, set_world_invariant, units
 from shardrt.late import Late
+from shardrt.nn.module import Layer
 from shardrt.recompute import checkpoint
 from tests import lab
 from tests.gradcheck import check_direction, leaf, normal
@@ -278,7 +279,7 @@ def test_mixed_precision_leaves_the_router_in_float32():
 class OnAnotherRank:
     """Around Experts, as if they were elsewhere, in another order: what comes back is put right again."""
 
-    order, every_entry = -1, False
+    layer, every_entry = Layer.CONVERSION, False
 
     def run(self, module, forward, /, rows, counts):
         stops = np.cumsum(counts)
@@ -293,7 +294,7 @@ def test_what_is_attached_to_the_experts_sees_all_their_rows_and_nothing_else(ro
     plain, elsewhere = moe(router), moe(router)
     elsewhere.experts.up.data[:] = plain.experts.up.data[::-1]
     elsewhere.experts.down.data[:] = plain.experts.down.data[::-1]
-    elsewhere.experts.run_inside(OnAnotherRank())
+    elsewhere.experts.wrap_forward(OnAnotherRank())
     for layer in (plain, elsewhere):
         loss_of(layer).backward()
     found, expected = gradients(elsewhere), gradients(plain)

@@ -41,8 +41,8 @@ from shardrt.checkpoint.snapshot import Snapshot
 from shardrt.checkpoint.store import Store
 from shardrt.comm import DeviceMesh, talk
 from shardrt.device.cpu import ThreadStream
-from shardrt.nn.module import Module, ranks_of, speaks_for_stage
-from shardrt.nn.place import along_pipeline
+from shardrt.nn.module import Module, is_stage_leader, ranks_of
+from shardrt.nn.parameter import along_pipeline
 from shardrt.nn.share import whole_shape
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice
@@ -170,7 +170,7 @@ class CheckpointManager:
             self._check_ranks()
             self._saved = list(pieces_of(self._model, self._optimizer, saving=True))
             in_stages = along_pipeline(self._model.parameters()) is not None
-            self._tells = in_stages and speaks_for_stage(self._model)
+            self._tells = in_stages and is_stage_leader(self._model)
         if copy and self._writer is None:
             self._writer = ThreadStream("checkpoint")
         root, tag = self._place

@@ -15,9 +15,9 @@ from shardrt.comm import talk
 from shardrt.comm.first import FromFirst
 from shardrt.comm.protocol import Communicator
 from shardrt.fsdp.full import whole_on_first
-from shardrt.nn.module import Module, everyone, speaks_for_all
-from shardrt.nn.parameter import Parameter
-from shardrt.nn.place import along_pipeline, on_first
+from shardrt.nn.module import Module, everyone, is_leader
+from shardrt.nn.parameter import Parameter, along_pipeline
+from shardrt.nn.placement import on_first
 from shardrt.nn.runs import take
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice, exact_state, kept_state
@@ -33,7 +33,7 @@ def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, A
     ranks need no memory for it. Parameters that were never updated have no state. Raises ValueError if the
     optimizer has parameters that `model` has not.
     """
-    names, first = _names(model, optimizer), speaks_for_all(model)
+    names, first = _names(model, optimizer), is_leader(model)
     others = _agreed(names, model)
     device.current().wait_here()  # updates may still write the arrays
     found = {name: at for name, at in counted(model, optimizer).items() if at[0].steps[at[1]]}

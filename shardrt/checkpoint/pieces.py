@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.nn.module import Module, place_of, speaks_for_all
-from shardrt.nn.place import Place
+from shardrt.nn.module import Module, is_leader, place_of
+from shardrt.nn.placement import PipelinePlacement
 from shardrt.nn.runs import Part, run
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import BITS, Slice, exact_state, kept_state
@@ -72,7 +72,7 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
     are saved, or those of the first rank of their stage.
     """
     states = {} if optimizer is None else {id(p): s for s in optimizer.slices for p, _ in s.members}
-    first = not saving or speaks_for_all(model)
+    first = not saving or is_leader(model)
     for name, parameter in model.named_parameters():
         storage, part = parameter.storage, parameter.part
         if not part or (saving and not (parameter.counts and storage.owner(first))):
@@ -83,11 +83,11 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
             for kind, state in states[id(parameter)].state.items():
                 yield Piece(kind, name, part, state, *held, trained)
     for name, buffer, place in placed_buffers(model):
-        if first if place is None or not saving else place.owner and place.speaks:
+        if first if place is None or not saving else place.owner and place.is_leader:
             yield Piece(PARAMETER, name, run(0, buffer.size), buffer.reshape(-1), 0, buffer.size)
 
 
-def placed_buffers(model: Module) -> Iterator[tuple[str, Array, Place | None]]:
+def placed_buffers(model: Module) -> Iterator[tuple[str, Array, PipelinePlacement | None]]:
     """(name, array, which stages of a pipeline have it) of the buffers of a model."""
     for path, module in model.named_modules():
         for name, array in module._buffers.items():

@@ -11,9 +11,9 @@ from shardrt.comm import talk
 from shardrt.fsdp.full import full_group
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.setup import units_below
-from shardrt.nn.module import Module, ranks_of, speaks_for_all, speaks_for_stage
-from shardrt.nn.parameter import Parameter
-from shardrt.nn.place import along_pipeline, on_first
+from shardrt.nn.module import Module, is_leader, is_stage_leader, ranks_of
+from shardrt.nn.parameter import Parameter, along_pipeline
+from shardrt.nn.placement import on_first
 from shardrt.nn.share import joined
 
 
@@ -28,10 +28,10 @@ def full_state_dict(model: Module) -> dict[str, np.ndarray]:
     for parameter, values in gathered(model):
         state[names[id(parameter)]] = np.array(values)
         del values
-    buffers, speaks = {}, speaks_for_stage(model)
-    for name, array, place in placed_buffers(model) if speaks else ():
+    buffers, leads = {}, is_stage_leader(model)
+    for name, array, place in placed_buffers(model) if leads else ():
         buffers[name] = on_first(place, np.array(here.to_numpy(array)), array.shape, array.dtype)
-    if not speaks_for_all(model):
+    if not is_leader(model):
         return {}
     return {name: state[name] for name in names.values()} | buffers
 
@@ -60,7 +60,7 @@ def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
         if values is not None:
             yield parameter, values
         del values
-    for name in (name for names in everyone[1:] for name in names) if speaks_for_all(model) else ():
+    for name in (name for names in everyone[1:] for name in names) if is_leader(model) else ():
         parameter = known[name]
         yield parameter, on_first(parameter.place, None, parameter.whole_shape, parameter.dtype)
 
@@ -86,15 +86,15 @@ def _together(model: Module) -> list[tuple[list[ParameterGroup], list[Parameter]
 
 
 def _of_stage(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
-    """As gathered, of what this rank's stages have, on the rank that speaks for them."""
-    here, first = device.current(), speaks_for_stage(model)
+    """As gathered, of what this rank's stages have, on their leader."""
+    here, first = device.current(), is_stage_leader(model)
     for groups, members in _together(model):
         with ExitStack() as stack:
             for group in groups:
                 stack.enter_context(full_group(group))
             for member in members:
                 if first or member.share is not None or not groups:
-                    values = joined(member, here.to_numpy(member.data))
+                    values = joined(member.share, here.to_numpy(member.data))
                     if first:
                         yield member, values
                     del values

@@ -112,7 +112,7 @@ def fully_shard(
         _choose_float8(modules, {id(parameter) for parameter, key in taken if key.param == dtypes.bfloat16})
     boundary = UnitBoundary(Unit(modules, taken, settings, build))
     for each in modules:
-        each.run_inside(boundary)
+        each.wrap_forward(boundary)
     return module
 
 
@@ -139,8 +139,8 @@ def _check_here(modules: list[Module]) -> None:
         absent = next((parameter for parameter in each.parameters() if parameter.absent), None)
         if absent is not None:
             raise ValueError(
-                f"fully_shard: parameter {absent.name!r} is {absent.place.told}; call it on the modules of "
-                "this rank's stages"
+                f"fully_shard: parameter {absent.name!r} is {absent.place.description}; call it on the "
+                "modules of this rank's stages"
             )
 
 
@@ -198,8 +198,8 @@ def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[Digits, Digits]:
     share, place = parameter.share, parameter.place
     if place is not None and (place.mesh.root is not mesh.root or meet(place.axes, mesh.axes)):
         raise ValueError(
-            f"fully_shard: parameter {parameter.name!r} is {place.told} of {place.mesh!r}; shard it along "
-            f"other axes of the same mesh, not {mesh!r}"
+            f"fully_shard: parameter {parameter.name!r} is {place.description} of {place.mesh!r}; shard it "
+            f"along other axes of the same mesh, not {mesh!r}"
         )
     if share is None:
         return (), ()

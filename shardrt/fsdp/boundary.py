@@ -14,14 +14,14 @@ from shardrt import functional as F
 from shardrt.autograd import Variable
 from shardrt.fsdp.nodes import own_array
 from shardrt.fsdp.unit import Unit
-from shardrt.nn.module import Module, inner_ends
+from shardrt.nn.module import Layer, Module, inner_ends
 from shardrt.pytree import exchanged, replaced, tensors
 
 
 class UnitBoundary:
     """Around the forwards of one unit's modules."""
 
-    order, every_entry = 2, True  # around recomputation: what runs again in backward has the unit gathered
+    layer, every_entry = Layer.UNIT, True
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit

@@ -98,14 +98,14 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
     start, stop = storage.range_of(parameter)
     own = np.ascontiguousarray(device.of(array).to_numpy(array[start:stop]))
     if isinstance(storage, LocalStorage):
-        return joined(parameter, own.reshape(parameter.shape).copy())  # each rank has its own
+        return joined(parameter.share, own.reshape(parameter.shape).copy())  # each rank has its own
     ranks, layout = storage.ranks, storage.layout
     if ranks.copies is not None and ranks.copies.rank > 0:
         return None  # rank 0's shard group has it all
     entry = layout.entries[storage.position[id(parameter)]]
     parts = [layout.held(entry, rank)[2] for rank in range(ranks.size)]
     whole = collected(ranks.control, own, parameter.shape, parts)
-    return None if whole is None else joined(parameter, whole)
+    return None if whole is None else joined(parameter.share, whole)
 
 
 def built_units(module: Module) -> list[Unit]:

@@ -17,7 +17,7 @@ from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module
-from shardrt.nn.place import along_pipeline
+from shardrt.nn.parameter import along_pipeline
 from shardrt.nn.storage import Storage
 
 Array = Any

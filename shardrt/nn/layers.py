@@ -3,6 +3,7 @@
 `init` says what a weight starts as (nn.init), `dtype` is float32 unless given.
 """
 
+from collections.abc import Callable
 from math import sqrt
 from typing import Any
 
@@ -38,12 +39,15 @@ class Linear(Module):
         bound = 1 / sqrt(in_features)
         even = initial.Uniform(-bound, bound)
         self.gelu = gelu
+        self.adapter: Callable[[Linear, Tensor], Tensor] | None = None  # computes in its place; see add_lora
         self.weight = Parameter((out_features, in_features), init or even, dtype=dtype)
         self.bias = (
             Parameter((out_features,), initial.Zeros() if init else even, dtype=dtype) if bias else None
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.adapter is not None:
+            return self.adapter(self, x)
         product = F.linear_gelu if self.gelu else F.linear
         return product(x, self.weight, self.bias)
 

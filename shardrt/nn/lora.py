@@ -6,6 +6,7 @@ model begins as it was. The layers stay the same objects and W and b keep their 
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from math import sqrt
 
@@ -20,19 +21,18 @@ from shardrt.tensor import Tensor
 Targets = tuple[str, ...] | Callable[[str, Linear], bool]  # paths of layers, or which of them
 
 
-class LoRALinear(Linear):
-    """What add_lora makes of a Linear: `lora_a`, `lora_b`, and a forward that adds their product."""
+@dataclass(frozen=True)
+class LowRank:
+    """The `adapter` that add_lora gives a Linear: adds the product of the layer's `lora_a` and `lora_b`."""
 
-    lora_a: Parameter
-    lora_b: Parameter
-    lora_scale: float
-    lora_dropout: float
+    scale: float
+    dropout: float
 
-    def forward(self, x: Tensor) -> Tensor:
-        beside = F.dropout(x, self.lora_dropout, self.training) if self.lora_dropout else x
-        small = F.linear(F.linear(beside, self.lora_a), self.lora_b)
-        y = F.linear(x, self.weight, self.bias) + small * self.lora_scale
-        return F.gelu(y, approximate="tanh") if self.gelu else y
+    def __call__(self, layer: Linear, x: Tensor) -> Tensor:
+        beside = F.dropout(x, self.dropout, layer.training) if self.dropout else x
+        small = F.linear(F.linear(beside, layer.lora_a), layer.lora_b)
+        y = F.linear(x, layer.weight, layer.bias) + small * self.scale
+        return F.gelu(y, approximate="tanh") if layer.gelu else y
 
 
 def add_lora(
@@ -72,9 +72,19 @@ def add_lora(
     return model
 
 
+def is_adapted(module: Module) -> bool:
+    """Whether it is a Linear with an adapter."""
+    return isinstance(module, Linear) and module.adapter is not None
+
+
+def adapted_layers(model: Module) -> list[Linear]:
+    """The layers with an adapter, in order."""
+    return [module for module in model.modules() if is_adapted(module)]
+
+
 def lora_parameters(model: Module) -> list[Parameter]:
     """The adapters' parameters: what the optimizer gets, and what is worth saving of a trained model."""
-    return [p for layer in _adapted(model) for p in (layer.lora_a, layer.lora_b)]
+    return [p for layer in adapted_layers(model) for p in (layer.lora_a, layer.lora_b)]
 
 
 def merge_lora(model: Module) -> Module:
@@ -85,12 +95,12 @@ def merge_lora(model: Module) -> Module:
     `with full_parameters(model, writeback=True)`.
     Raises ValueError if there is no adapter, RuntimeError for sharded parameters outside of that.
     """
-    layers = _adapted(model)
+    layers = adapted_layers(model)
     if not layers:
         raise ValueError(f"merge_lora: {type(model).__name__} has no adapters; see add_lora")
     for layer in (layer for layer in layers if not layer.weight.absent):
         weight, a, b = layer.weight.data, layer.lora_a.data, layer.lora_b.data
-        weight += (b @ a) * weight.dtype.type(layer.lora_scale)
+        weight += (b @ a) * weight.dtype.type(layer.adapter.scale)
         b[...] = 0
         for parameter in (layer.weight, layer.lora_b):
             parameter.storage.modified()
@@ -116,7 +126,7 @@ def _there(model: Module) -> str:
 
 
 def _check(layer: Linear, rank: int) -> None:
-    if isinstance(layer, LoRALinear):
+    if is_adapted(layer):
         raise ValueError(f"add_lora: {layer.name} has an adapter already")
     if layer.weight.place is not None:
         raise ValueError(f"add_lora: {layer.name} has a stage already; call add_lora before pipeline_stages")
@@ -134,17 +144,11 @@ def _adapt(layer: Linear, rank: int, scale: float, dropout: float) -> None:
     """Same object, same names: whoever refers to the layer, or ties its weight, need not know."""
     outputs, inputs = layer.weight.shape
     bound = 1 / sqrt(inputs)
-    layer.__class__ = LoRALinear
     layer.lora_a = Parameter((rank, inputs), Uniform(-bound, bound), dtype=layer.weight.dtype)
     layer.lora_b = Parameter((outputs, rank), Zeros(), dtype=layer.weight.dtype)
-    layer.lora_scale, layer.lora_dropout = scale, dropout
+    layer.adapter = LowRank(scale, dropout)
 
 
-def _take_out(layer: LoRALinear) -> None:
-    for name in ("lora_a", "lora_b", "lora_scale", "lora_dropout"):
-        delattr(layer, name)
-    layer.__class__ = Linear
-
-
-def _adapted(model: Module) -> list[LoRALinear]:
-    return [module for module in model.modules() if isinstance(module, LoRALinear)]
+def _take_out(layer: Linear) -> None:
+    del layer.lora_a, layer.lora_b
+    layer.adapter = None

@@ -1,15 +1,16 @@
 """Module: a tree of layers with named parameters, and the seams where sharding and saving memory attach.
 
-`Module.__call__` lets what was attached by `run_inside` run the forward, each inside the next: what converts
-activations of a module that is cut over ranks, recomputation, activation offload, the boundary of a sharded
-unit. That is all that a layer knows of them. Modules know their parent, so a parameter's full name, which its
-initial values depend on, can be told as soon as the tree stands.
+`Module.__call__` runs the forward inside the wrappers that `wrap_forward` attached; `Layer` lists them, and
+that is all that a module knows of them. Modules know their parent, so a parameter's full name, which its
+initial values depend on, is known as soon as the tree stands.
 """
 
 import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from enum import IntEnum, auto
 from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
 
@@ -22,21 +23,34 @@ from shardrt.comm.protocol import Communicator
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn import elsewhere
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.place import Place
+from shardrt.nn.placement import ModulePlacement, PipelinePlacement
 from shardrt.nn.storage import LocalStorage
 from shardrt.tensor import Tensor
 
 A = TypeVar("A")
+_NOWHERE = ModulePlacement()
 
 
-class Around(Protocol):
-    """What may be attached to a module to run its forward, and act when it begins and ends.
+class Layer(IntEnum):
+    """What runs inside what, around the forward of a module: the innermost layer first."""
 
-    order: those with a lower one run inside of those with a higher. every_entry: runs also where one method
-    of the module calls another that is an entry, not just around the outer one.
+    CONVERSION = auto()  # of a module that is cut over ranks; recomputation converts activations again
+    RECOMPUTATION = auto()
+    ACTIVATION_OFFLOAD = auto()  # around recomputation, so only the inputs that it keeps travel
+    UNIT = auto()  # around recomputation, so what runs again in backward finds the unit gathered
+    MODEL = auto()  # around all units: what a call of the whole model begins with
+    STAGES = auto()  # refuses the call of a model of which this rank runs stages
+    PIPELINE = auto()  # around that refusal: runs the stages of all ranks in place of the model
+
+
+class ForwardWrapper(Protocol):
+    """What `wrap_forward` attaches to a module: it runs the forward, and acts when that begins and ends.
+
+    layer: its place among the wrappers of the module. every_entry: it also runs where one entry of the module
+    calls another, not only around the outer entry.
     """
 
-    order: int
+    layer: Layer
     every_entry: bool
 
     def run(self, module: "Module", forward: Callable, /, *args: Any, **kwargs: Any) -> Any: ...
@@ -56,13 +70,8 @@ class Module:
         state["_attribute"] = ""
         state["training"] = True
         state["_block"] = None
-        state["_tp_styles"] = None  # what parallelize_module has made of it; see parallel/invariant.py
-        state["_pp_stages"] = ()  # weak references to what this rank runs instead of it: see stages_of
-        state["_pp_stage"] = None  # a weak reference: see caller_of
-        state["_pp_place"]: Place | None = None
-        state["_pp_label"] = ""
-        state["_pp_inner"] = False, False  # see inner_ends
-        state["_arounds"]: list[Around] = []  # innermost first
+        state["placement"]: ModulePlacement | None = None  # None of what belongs to no pipeline and no plan
+        state["_forward_wrappers"]: list[ForwardWrapper] = []  # innermost first
         state["_forward_pre_hooks"] = Hooks()
         state["_forward_hooks"] = Hooks()
 
@@ -290,14 +299,18 @@ class Module:
             output = output if changed is None else changed
         return output
 
-    def run_inside(self, around: Around) -> None:
-        """Let `around` run each forward from now on, at its place among the others."""
-        self._arounds.append(around)
-        self._arounds.sort(key=lambda other: other.order)
+    def take_placement(self, **facts: Any) -> None:
+        """Let `placement` have these fields, besides those that it has already."""
+        object.__setattr__(self, "placement", replace(self.placement or _NOWHERE, **facts))
+
+    def wrap_forward(self, wrapper: ForwardWrapper) -> None:
+        """Let `wrapper` run each forward from now on, in its layer; of one layer the first is inside."""
+        self._forward_wrappers.append(wrapper)
+        self._forward_wrappers.sort(key=lambda other: other.layer)
 
     def around(self, kind: type[A]) -> A | None:
-        """What was attached that is of this kind, or None."""
-        return next((around for around in self._arounds if isinstance(around, kind)), None)
+        """The wrapper of this kind, or None."""
+        return next((wrapper for wrapper in self._forward_wrappers if isinstance(wrapper, kind)), None)
 
     def entered_around(self, method: Callable) -> Callable:
         """`method` as another entry beside forward: what is attached to the module runs each call."""
@@ -314,9 +327,9 @@ class Module:
         depth, nested = len(running), self in running
         if not running:
             random.call_begins()
-        for around in self._arounds:
-            if around.every_entry or not nested:
-                method = partial(around.run, self, method)
+        for wrapper in self._forward_wrappers:
+            if wrapper.every_entry or not nested:
+                method = partial(wrapper.run, self, method)
         try:
             running.append(self)
             return method(*args, **kwargs)
@@ -393,7 +406,7 @@ class Module:
 
         Raises TypeError for a sharded one.
         """
-        copy.deepcopy(self._arounds)  # a unit's boundary refuses, before anything is copied
+        copy.deepcopy(self._forward_wrappers)  # a unit's boundary refuses, before anything is copied
         twin = memo[id(self)] = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
             object.__setattr__(twin, name, None if name == "_parent" else copy.deepcopy(value, memo))
@@ -424,7 +437,7 @@ def everyone(model: Module, call: str) -> Communicator | None:
     return ranks
 
 
-def speaks_for_all(model: Module) -> bool:
+def is_leader(model: Module) -> bool:
     """Whether this rank is rank 0 of those that train `model`, or of all, for one that is not sharded."""
     ranks = ranks_of(model)
     return world.first() if ranks is None else ranks.rank == 0
@@ -443,35 +456,39 @@ def ranks_of(model: Module) -> Communicator | None:
 
 def label_of(module: Module) -> str:
     """For messages: the path from the outermost module; for that one "(root)", or which stage it is."""
-    return module.name or module._pp_label or "(root)"
+    return module.name or (module.placement or _NOWHERE).label or "(root)"
 
 
 def inner_ends(module: Module) -> tuple[bool, bool]:
-    """Whether its first argument, and what it gives, lie inside of a model: of a stage, between two."""
-    return module._pp_inner
+    """Whether its first argument, and its output, lie inside of a model: of a stage, between two."""
+    return (module.placement or _NOWHERE).inner_ends
 
 
 def stages_of(module: Module) -> list[Module]:
-    """What this rank runs instead of it, of a pipeline (parallel/stage.py)."""
-    return [stage for stage in (reference() for reference in module._pp_stages) if stage is not None]
+    """The stages that this rank runs in place of the module (parallel/stage.py)."""
+    references = (module.placement or _NOWHERE).stages
+    return [stage for stage in (reference() for reference in references) if stage is not None]
 
 
 def caller_of(module: Module) -> Module | None:
-    """What calls this one: the module that holds it, or of a pipeline the stage with this in it."""
-    return module.parent if module._pp_stage is None else module._pp_stage()
+    """What calls this one: the module that holds it, or in a pipeline the stage that has it."""
+    stage = (module.placement or _NOWHERE).stage
+    return module.parent if stage is None else stage()
 
 
-def place_of(module: Module) -> Place | None:
+def place_of(module: Module) -> PipelinePlacement | None:
     """Which ranks of a pipeline run this module; None for a model without stages."""
-    while module is not None and module._pp_place is None:
+    while module is not None:
+        if module.placement is not None and module.placement.pipeline is not None:
+            return module.placement.pipeline
         module = module.parent
-    return None if module is None else module._pp_place
+    return None
 
 
-def speaks_for_stage(model: Module) -> bool:
-    """As speaks_for_all, of the ranks that have the stages that this one has."""
+def is_stage_leader(model: Module) -> bool:
+    """Like is_leader, among the ranks that have the same stages."""
     place = next((parameter.place for parameter in model.parameters()), None)
-    return speaks_for_all(model) if place is None else place.speaks
+    return is_leader(model) if place is None else place.is_leader
 
 
 def _warn_of_early_values(placed: "Parameter | Module") -> None:

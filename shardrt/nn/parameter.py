@@ -7,24 +7,29 @@ needs a piece of them, the whole array or one rank's shard, makes just that piec
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from shardrt import autograd, device, dtypes, random
 from shardrt.autograd import Edge
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.protocol import Communicator
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn.init import AsNamed, Initialiser, InitialiserOfRuns
-from shardrt.nn.place import Absent, Place
+from shardrt.nn.placement import PipelinePlacement
 from shardrt.nn.runs import Part, spans, take
 from shardrt.nn.share import CUT, Share
-from shardrt.nn.storage import LocalStorage, Storage, read_only
+from shardrt.nn.storage import Absent, LocalStorage, Storage, read_only
 from shardrt.tensor import Tensor
 
-if TYPE_CHECKING:
-    from shardrt.nn.module import Module
-
 Array = Any
+
+
+class Named(Protocol):
+    """The module that a parameter is in, as the parameter knows it."""
+
+    name: str
 
 
 class Parameter(Tensor):
@@ -66,21 +71,21 @@ class Parameter(Tensor):
         self.node = None
         self.index = 0
         self.share: Share | None = None  # what `shape` is of a larger whole, if it is cut; see take_share
-        self.place: Place | None = None  # which ranks of a pipeline have it; see take_place
+        self.place: PipelinePlacement | None = None  # which ranks of a pipeline have it; see take_place
         self.in_parts: Any = None  # how products with it are made, where not at once; functional/in_parts.py
         self.float8 = False  # whether linear layers multiply by it in float8; MixedPrecisionPolicy says so
         self._words: Any = None
-        self._owner: weakref.ref[Module] | None = None
+        self._owner: weakref.ref[Named] | None = None
         self._attribute = ""
         self._hooks: Hooks | None = None
         self.storage: Storage = LocalStorage(self)
 
-    def belongs_to(self, module: "Module", attribute: str) -> None:
+    def belongs_to(self, module: Named, attribute: str) -> None:
         """Take the name `attribute` in `module`, unless there is a name already (a tied parameter's)."""
         if self._owner is None or self._owner() is None:
             self._owner, self._attribute = weakref.ref(module), attribute
 
-    def leaves(self, module: "Module", attribute: str) -> None:
+    def leaves(self, module: Named, attribute: str) -> None:
         """Give up the name `attribute` in `module`, if that is its name."""
         if self._owner is not None and self._owner() is module and self._attribute == attribute:
             self._owner, self._attribute = None, ""
@@ -168,24 +173,26 @@ class Parameter(Tensor):
         Before its values are made, and once; what all ranks have alike may still be cut. Raises ValueError,
         naming it, for a second cut, RuntimeError where there are values, or it is sharded.
         """
-        told = f"parameter {self.name!r}"
+        described = f"parameter {self.name!r}"
         if self.place is not None:
-            raise RuntimeError(f"{told} is {self.place.told}; call parallelize_module before pipeline_stages")
+            raise RuntimeError(
+                f"{described} is {self.place.description}; call parallelize_module before pipeline_stages"
+            )
         known = self.share
         if known is not None and (known.kind == CUT or not (share.own_data or share.mesh is known.mesh)):
-            raise ValueError(f"{told} is cut already, {self.share.whole} into {self.share.shape}")
+            raise ValueError(f"{described} is cut already, {self.share.whole} into {self.share.shape}")
         if not isinstance(self.storage, LocalStorage):
-            raise RuntimeError(f"{told} is sharded already; call parallelize_module before fully_shard")
+            raise RuntimeError(f"{described} is sharded already; call parallelize_module before fully_shard")
         if self.storage.materialised:
             raise RuntimeError(
-                f"{told} has values already; call parallelize_module before the model is used or loaded"
+                f"{described} has values already; call parallelize_module before the model is used or loaded"
             )
         if self.storage.owned:
-            raise RuntimeError(f"{told} has an optimizer already; call parallelize_module before")
+            raise RuntimeError(f"{described} has an optimizer already; call parallelize_module before")
         self.share, self._shape = share, share.shape
         self.storage.take_share(share)
 
-    def take_place(self, place: Place) -> None:
+    def take_place(self, place: PipelinePlacement) -> None:
         """Be where `place` says from now on: on other ranks without values. Once.
 
         Raises RuntimeError, naming it, where it is sharded or has an optimizer.
@@ -299,7 +306,7 @@ class Parameter(Tensor):
         Raises TypeError, naming it, for a sharded parameter.
         """
         if self.place is not None:
-            raise TypeError(f"parameter {self.name!r} is {self.place.told}, and can't be copied")
+            raise TypeError(f"parameter {self.name!r} is {self.place.description}, and can't be copied")
         if not isinstance(self.storage, LocalStorage):
             raise TypeError(f"parameter {self.name!r} is sharded and can't be copied; see full_state_dict")
         if self.share is not None:
@@ -388,3 +395,14 @@ def parameters_in(given: Any, wanted_by: str) -> list[Parameter]:
             kind = type(one).__name__
             raise TypeError(f"{wanted_by}: wants Parameters, such as model.parameters(), got {kind}")
     return found
+
+
+def pipeline_of(parameters: Iterable[Parameter]) -> DeviceMesh | None:
+    """PipelinePlacement.mesh, of a model with stages; None for other parameters."""
+    return next((p.place.mesh for p in parameters if p.place is not None), None)
+
+
+def along_pipeline(parameters: Iterable[Parameter]) -> Communicator | None:
+    """PipelinePlacement.control, of a model with stages; None for other parameters."""
+    mesh = pipeline_of(parameters)
+    return None if mesh is None else mesh.communicator("control")

@@ -7,7 +7,7 @@ what that is of the whole, which initial values, loading, checkpoints and files 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.runs import Part, put, run, size_of, spans
 from shardrt.nn.runs import cut as cut_of
-
-if TYPE_CHECKING:
-    from shardrt.nn.parameter import Parameter
 
 CUT, SAME, PARTIAL = "cut", "same", "partial"
 
@@ -98,13 +95,12 @@ class Share:
         return self.mesh.communicator("control")
 
 
-def joined(parameter: "Parameter", own: np.ndarray) -> np.ndarray | None:
-    """The whole of what ranks have of a parameter, or of the state of one: host arrays in its `shape`.
+def joined(share: Share | None, own: np.ndarray) -> np.ndarray | None:
+    """The whole of what ranks have of a parameter of this share, or of the state of one: host arrays.
 
     Where the parameter is cut, on the first rank of that axis, with None elsewhere, and collective over it;
     else `own`.
     """
-    share = parameter.share
     if share is None or share.kind != CUT:
         return own
     return collected(share.communicator, own, share.whole, share.parts)
@@ -137,6 +133,6 @@ def whole_shape(array: Any) -> tuple[int, ...]:
     return getattr(array, "whole_shape", array.shape)
 
 
-def whole_size(parameter: "Parameter") -> int:
-    """How many elements a parameter has, on all ranks along whose axis it is cut together."""
-    return prod(parameter.whole_shape)
+def whole_size(array: Any) -> int:
+    """How many elements that are."""
+    return prod(whole_shape(array))

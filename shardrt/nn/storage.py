@@ -3,30 +3,41 @@
 A parameter is a name and a shape; its storage holds the values. A plain model has one LocalStorage per
 parameter. fully_shard gives the parameters of a unit one common storage, of which this rank holds a
 contiguous 1-D piece. The optimizer, clipping and state dicts see only this contract. `part_of` says which
-elements of a parameter a rank has, `owner` whether it is the one that speaks for them.
+elements of a parameter a rank has, `owner` whether this rank saves them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn, Protocol
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
 from shardrt import autograd, device
 from shardrt.autograd import WRITTEN, Edge
+from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.device.protocol import Event
+from shardrt.nn.placement import PipelinePlacement
 from shardrt.nn.runs import Part, run, take
 from shardrt.nn.share import CUT, Share
 
-if TYPE_CHECKING:
-    from shardrt.comm.mesh import DeviceMesh
-    from shardrt.nn.parameter import Parameter
-
 Array = Any
+
+
+class Stored(Protocol):
+    """A parameter, as its storage knows it; parameter.py has the class."""
+
+    name: str
+    shape: tuple[int, ...]
+    size: int
+    dtype: np.dtype
+    share: Share | None
+    place: PipelinePlacement | None
+
+    def fill(self, out: Array, part: Part, name: str | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -68,15 +79,15 @@ class Storage(ABC):
     """
 
     communicator: Communicator | None = None
-    holders: "DeviceMesh | None" = None
+    holders: DeviceMesh | None = None
     low_precision_copy: LowPrecisionCopy | None = None  # what it keeps of the shard in 16 bits, if it does
     gathers_bits = False  # what `lent_bits` gives
     everyone: Communicator | None = None  # joins all ranks that train with this one, once there is a shard
     placement = HostPlacement()
     on_gradient: Callable[[], None] | None = None
     gradient_ready: Event | None = None
-    owners: list = []  # (weak reference to an optimizer, ids of the parameters that it updates)  # noqa: RUF012
-    ignored = False  # fully_shard was told to leave it whole, and reduced by nobody
+    owners: Sequence[tuple[ref, set[int]]] = ()  # optimizers that update it, and which parameters, by id
+    ignored = False  # fully_shard leaves it whole, and no unit reduces its gradient
     exact_norm = False  # norms of the gradient are computed in integers
     writes = 0  # how often the shard was written
     applied = False  # an update in backward has used the gradient: the optimizer sets it, zero_grad ends it
@@ -84,7 +95,7 @@ class Storage(ABC):
     def owner(self, first: bool) -> bool:
         """Whether this rank saves what it holds: of the ranks that hold an element, one does.
 
-        first: whether this rank speaks for all of the model's. It does for what every rank holds.
+        first: whether this rank is the model's leader, which saves what every rank holds.
         """
         return first
 
@@ -139,7 +150,7 @@ class Storage(ABC):
     def gradient(self) -> Array | None:
         """The gradient of `shard`, or None if there is none since the last zero_grad."""
 
-    def refuse_incomplete(self, parameters: Iterable["Parameter"]) -> None:
+    def refuse_incomplete(self, parameters: Iterable[Stored]) -> None:
         """Raise RuntimeError, outside of backward, if one has put off what adds to one of these gradients."""
         if autograd.running() is None:
             for hook in autograd.before_read:
@@ -152,7 +163,7 @@ class Storage(ABC):
             device.of(gradient).current_stream.wait(self.gradient_ready)  # backward may still be reducing it
         return gradient
 
-    def has_gradient(self, parameter: "Parameter") -> bool:
+    def has_gradient(self, parameter: Stored) -> bool:
         """Whether the parameter has a gradient since the last zero_grad: the same on every rank.
 
         An optimizer leaves a parameter without one alone: no decay, no update, no count. It asks when
@@ -161,42 +172,42 @@ class Storage(ABC):
         return self.gradient is not None
 
     @abstractmethod
-    def range_of(self, parameter: "Parameter") -> tuple[int, int]:
+    def range_of(self, parameter: Stored) -> tuple[int, int]:
         """(start, stop): shard[start:stop] holds what this rank has of the parameter."""
 
     @abstractmethod
-    def part_of(self, parameter: "Parameter") -> Part:
+    def part_of(self, parameter: Stored) -> Part:
         """Which elements of the parameter those are, in their order."""
 
     @abstractmethod
-    def full(self, parameter: "Parameter") -> Array:
+    def full(self, parameter: Stored) -> Array:
         """All values of the parameter in its shape. Raises RuntimeError, naming it, while it is sharded."""
 
-    def lent(self, parameter: "Parameter") -> Array:
+    def lent(self, parameter: Stored) -> Array:
         """As `full`, for an op that reads it now and keeps nothing."""
         return self.full(parameter)
 
-    def lent_bits(self, parameter: "Parameter") -> Array:
+    def lent_bits(self, parameter: Stored) -> Array:
         """As `lent`, but the bits (uint16) where the values have 16 and are stored so."""
         return self.lent(parameter)
 
-    def value_dtype(self, parameter: "Parameter") -> Any:
+    def value_dtype(self, parameter: Stored) -> Any:
         """The dtype of what `full` gives."""
         return parameter.dtype
 
-    def assign(self, parameter: "Parameter", values: Any) -> None:
+    def assign(self, parameter: Stored, values: Any) -> None:
         """Set all values of the parameter. Raises RuntimeError, naming it, where that can't be done."""
         self.full(parameter)[...] = values
 
     @abstractmethod
-    def edge(self, parameter: "Parameter") -> Edge:
+    def edge(self, parameter: Stored) -> Edge:
         """Where the gradient of the parameter goes on the tape."""
 
     @abstractmethod
-    def gradient_target(self, parameter: "Parameter") -> tuple[Array, bool, Any]:
+    def gradient_target(self, parameter: Stored) -> tuple[Array, bool, Any]:
         """As Variable.gradient_target."""
 
-    def put_rows(self, parameter: "Parameter", fill: autograd.Fill) -> Any:
+    def put_rows(self, parameter: Stored, fill: autograd.Fill) -> Any:
         """As Variable.put_rows."""
         target, accumulate, token = self.gradient_target(parameter)
         fill(0, len(target), target, accumulate)
@@ -210,7 +221,7 @@ class Storage(ABC):
 class LocalStorage(Storage):
     """One parameter, whole, in an array of its own; filled with initial values when first asked for."""
 
-    def __init__(self, parameter: "Parameter", array: Array | None = None) -> None:
+    def __init__(self, parameter: Stored, array: Array | None = None) -> None:
         self._array = array
         self._made_as: str | None = None  # the name that the values were made for
         self._gradient: Array | None = None
@@ -231,7 +242,7 @@ class LocalStorage(Storage):
         share, place = self._parameter.share, self._parameter.place
         if share is not None:
             return share.owner(() if place is None else place.axes)
-        return first if place is None else place.speaks
+        return first if place is None else place.is_leader
 
     @property
     def materialised(self) -> bool:
@@ -277,19 +288,19 @@ class LocalStorage(Storage):
         self.refuse_incomplete([self._parameter])
         return None if self._gradient is None else self._gradient.reshape(-1)
 
-    def range_of(self, parameter: "Parameter") -> tuple[int, int]:
+    def range_of(self, parameter: Stored) -> tuple[int, int]:
         return 0, parameter.size
 
-    def part_of(self, parameter: "Parameter") -> Part:
+    def part_of(self, parameter: Stored) -> Part:
         return run(0, parameter.size)
 
-    def full(self, parameter: "Parameter") -> Array:
+    def full(self, parameter: Stored) -> Array:
         return self.array()
 
-    def edge(self, parameter: "Parameter") -> Edge:
+    def edge(self, parameter: Stored) -> Edge:
         return Edge(None, 0, parameter)
 
-    def gradient_target(self, parameter: "Parameter") -> tuple[Array, bool, Any]:
+    def gradient_target(self, parameter: Stored) -> tuple[Array, bool, Any]:
         run = autograd.running()
         if run is not None and parameter.share is not None and parameter.share.partial:
             return self._partial_target(parameter, run.outermost)
@@ -298,7 +309,7 @@ class LocalStorage(Storage):
             self._gradient = device.current().empty(parameter.shape, parameter.dtype)
         return self._gradient, accumulate, WRITTEN
 
-    def _partial_target(self, parameter: "Parameter", run: autograd.Backward) -> tuple[Array, bool, Any]:
+    def _partial_target(self, parameter: Stored, run: autograd.Backward) -> tuple[Array, bool, Any]:
         """As gradient_target, of this rank's part of what `run` adds; it is summed when that ends."""
         accumulate = run in self._partial
         if not accumulate:
@@ -320,6 +331,45 @@ class LocalStorage(Storage):
     def zero_grad(self) -> None:
         self._gradient = None
         self._partial.clear()
+
+
+class Absent(Storage):
+    """In place of the values of a parameter that other ranks have."""
+
+    def __init__(self, parameter: Stored) -> None:
+        self._parameter = parameter
+
+    def owner(self, first: bool) -> bool:
+        return False
+
+    @property
+    def shard(self) -> Array:
+        return device.current().empty((0,), self._parameter.dtype)
+
+    @property
+    def gradient(self) -> None:
+        return None
+
+    def range_of(self, parameter: Stored) -> tuple[int, int]:
+        return 0, 0
+
+    def part_of(self, parameter: Stored) -> Part:
+        return ()
+
+    def full(self, parameter: Stored) -> NoReturn:
+        raise RuntimeError(f"parameter {parameter.name!r} is {parameter.place.description}")
+
+    def assign(self, parameter: Stored, values: Any) -> NoReturn:
+        self.full(parameter)
+
+    def edge(self, parameter: Stored) -> NoReturn:
+        self.full(parameter)
+
+    def gradient_target(self, parameter: Stored) -> NoReturn:
+        self.full(parameter)
+
+    def zero_grad(self) -> None:
+        pass
 
 
 def shared(storages: Iterable[Storage]) -> bool:

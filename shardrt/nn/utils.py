@@ -10,8 +10,7 @@ from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.exact import norm_of
-from shardrt.nn.parameter import Parameter, parameters_in
-from shardrt.nn.place import along_pipeline, pipeline_of
+from shardrt.nn.parameter import Parameter, along_pipeline, parameters_in, pipeline_of
 from shardrt.nn.storage import LocalStorage, Storage, shared
 from shardrt.tensor import Tensor
 
@@ -218,15 +217,15 @@ def _norm(
         return _largest(by_communicator, others)
     if any(parameter.storage.exact_norm for parameter in parameters):
         return _exact_norm(by_communicator, others, norm_type)
-    told = _told(by_communicator, lambda some: _power_sums(some, norm_type))
-    values = [value for item in told.items() for value in _everyones_sums(*item)]
+    found = _on_host(by_communicator, lambda some: _power_sums(some, norm_type))
+    values = [value for item in found.items() for value in _everyones_sums(*item)]
     if others is not None:
         values = _everyones_sums(others, np.array(values))
     total = _rounded_sum(values)
     return sqrt(total) if norm_type == 2 else float(np.float64(total) ** (1 / norm_type))
 
 
-def _told(
+def _on_host(
     by_communicator: Pieces, numbers_of: Callable[[list[Array]], tuple[Array, list[int]]]
 ) -> dict[Communicator | None, np.ndarray]:
     """What kernels say of the pieces, on the host, by communicator; one copy, and one wait, for each device.
@@ -237,14 +236,14 @@ def _told(
     for communicator, pieces in by_communicator.items():
         for piece in pieces:
             by_device.setdefault(device.of(piece), []).append((communicator, piece))
-    told: dict[Communicator | None, list[np.ndarray]] = {communicator: [] for communicator in by_communicator}
+    found: dict[Communicator | None, list[np.ndarray]] = {each: [] for each in by_communicator}
     for there, some in by_device.items():
         numbers, rows = numbers_of([piece for _, piece in some])
         numbers, stop = there.to_numpy(numbers), 0
         for (communicator, _), count in zip(some, rows, strict=True):
             start, stop = stop, stop + count
-            told[communicator].append(numbers[start:stop])
-    return {communicator: np.concatenate(parts) for communicator, parts in told.items()}
+            found[communicator].append(numbers[start:stop])
+    return {communicator: np.concatenate(parts) for communicator, parts in found.items()}
 
 
 def _copies(parameters: list[Parameter]) -> set[Storage]:
@@ -259,7 +258,7 @@ def _exact_norm(by_communicator: Pieces, others: Communicator | None, norm_type:
             f"{norm_type}"
         )
     table = np.zeros((256, 2), np.int64)
-    for communicator, tables in _told(by_communicator, lambda some: _tables(some, int(norm_type))).items():
+    for communicator, tables in _on_host(by_communicator, lambda some: _tables(some, int(norm_type))).items():
         part = tables.reshape(-1, 256, 2).sum(0)
         if communicator is not None:
             communicator.all_reduce(part.reshape(-1), op="sum", stream=device.current().current_stream)
@@ -317,7 +316,7 @@ def _rounded_sum(values: list[float]) -> float:
 
 def _largest(by_communicator: Pieces, others: Communicator | None) -> float:
     largest = np.zeros(1, np.float64)
-    for communicator, values in _told(by_communicator, _largest_of).items():
+    for communicator, values in _on_host(by_communicator, _largest_of).items():
         value = values.max(0)
         if communicator is not None:
             communicator.all_reduce(value, op="max", stream=device.current().current_stream)

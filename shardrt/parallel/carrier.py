@@ -39,8 +39,8 @@ class Carrier:
         if to == self._rank:
             self._here[kind, stage, micro_batch] = arrays, form
         else:
-            told, keep = action_told(kind, stage, micro_batch), self._keep(Link(self._rank, to, kind))
-            self._links.send(kind, to, arrays, key=(kind, stage, key), what=told, about=form, keep=keep)
+            label, keep = action_label(kind, stage, micro_batch), self._keep(Link(self._rank, to, kind))
+            self._links.send(kind, to, arrays, key=(kind, stage, key), what=label, about=form, keep=keep)
 
     def _keep(self, link: Link) -> int | None:
         return next(self._kept[link]) if link in self._kept else None
@@ -49,8 +49,8 @@ class Carrier:
         """That message of `stage` will be received here, after those that are expected already."""
         source = self._table.rank_of(stage)
         if source != self._rank:
-            told = action_told(kind, stage, micro_batch)
-            self._links.expect(kind, source, key=(kind, stage, key), what=told)
+            label = action_label(kind, stage, micro_batch)
+            self._links.expect(kind, source, key=(kind, stage, key), what=label)
 
     def receive(self, kind: str, stage: int, micro_batch: int) -> tuple[Arrays, Any]:
         """What `stage` has sent, and its form. The arrays are the caller's.
@@ -60,7 +60,7 @@ class Carrier:
         source = self._table.rank_of(stage)
         if source == self._rank:
             return self._here.pop((kind, stage, micro_batch))
-        received = self._links.receive(kind, source, what=action_told(kind, stage, micro_batch))
+        received = self._links.receive(kind, source, what=action_label(kind, stage, micro_batch))
         arrays, form = tuple(map(_copy, received.arrays)), received.about
         received.free()
         return arrays, form
@@ -73,7 +73,7 @@ class Carrier:
 STEP = {"F": 1, "B": -1}  # from the stage that sends a message to the one that receives it
 
 
-def action_told(kind: str, stage: int, micro_batch: int) -> str:
+def action_label(kind: str, stage: int, micro_batch: int) -> str:
     """For messages and traces."""
     return f"{kind}{'' if micro_batch < 0 else micro_batch} of stage {stage}"
 

@@ -15,11 +15,11 @@ from shardrt.comm.digits import union, without
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.fsdp.setup import units_below
 from shardrt.functional.context import ROLE, context_attention, own_chunks, positions_of
-from shardrt.nn.module import Module
+from shardrt.nn.module import Layer, Module
 from shardrt.nn.moe import Router
 from shardrt.nn.storage import LocalStorage
-from shardrt.parallel.around import check_whole
 from shardrt.parallel.axis import Axis, batch_of, recorded
+from shardrt.parallel.conversion import check_whole
 from shardrt.parallel.styles import Style, check_alone
 from shardrt.tensor import Tensor
 
@@ -120,7 +120,7 @@ class Summing:
     Raises ValueError where nobody will, RuntimeError where the model is not the whole any more.
     """
 
-    order, every_entry = 3, False  # outermost
+    layer, every_entry = Layer.MODEL, False
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh, self._checked = mesh, False
@@ -192,4 +192,4 @@ def lay_out_sequences(model: Module, mesh: DeviceMesh, modules: Iterable[tuple[M
     for module in model.modules():
         if isinstance(module, Router):
             module.balance_along(mesh)
-    model.run_inside(Summing(mesh))
+    model.wrap_forward(Summing(mesh))

@@ -23,8 +23,8 @@ from shardrt.nn.moe import Experts
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import run
 from shardrt.nn.share import CUT, PARTIAL, Share
-from shardrt.parallel.around import Converting
 from shardrt.parallel.axis import Axis, batch_of
+from shardrt.parallel.conversion import Converting
 from shardrt.parallel.styles import Style, check_alone
 from shardrt.tensor import Tensor
 
@@ -58,7 +58,7 @@ class ExpertParallel(Style):
             )
         for weight in module._parameters.values():
             _cut_experts(weight, axis)
-        module.run_inside(ToExperts(axis, self.planned))
+        module.wrap_forward(ToExperts(axis, self.planned))
 
 
 def spread_experts(model: Module, mesh: DeviceMesh, modules: Sequence[tuple[Module, Style]]) -> None:

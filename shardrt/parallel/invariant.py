@@ -5,11 +5,11 @@ RowwiseParallel, the gradient of what goes into ColwiseParallel, the head of a V
 what SequenceParallel leaves whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardrt.comm import talk
 from shardrt.kernels.determinism import use_deterministic_algorithms
-from shardrt.nn.lora import LoRALinear
+from shardrt.nn.lora import adapted_layers
 from shardrt.nn.module import Module
 from shardrt.nn.storage import LocalStorage
 from shardrt.parallel.axis import Alone, Axis
@@ -47,31 +47,32 @@ def set_tensor_invariant(model: Module, parts: int = 4, *, plan: Mapping[str, St
 
 def _styles(
     model: Module, plan: Mapping[str, Style] | None
-) -> tuple[Axis | Alone, list[tuple[Module, Style]]]:
+) -> tuple[Axis | Alone, Sequence[tuple[Module, Style]]]:
     """The axis along which the model is cut, or could be, and its modules with their styles."""
+    known = model.placement
+    planned = known is not None and known.axis is not None
+    if plan is None and not planned:
+        raise ValueError(
+            "set_tensor_invariant: parallelize_module has not been called on this model; give the plan "
+            "by which it would be cut, plan=plan_of(model)"
+        )
     if plan is None:
-        if model._tp_styles is None:
-            raise ValueError(
-                "set_tensor_invariant: parallelize_module has not been called on this model; give the plan "
-                "by which it would be cut, plan=plan_of(model)"
-            )
-        return model._tp_styles
-    if model._tp_styles is not None:
+        return known.axis, known.styles
+    if planned:
         raise ValueError("set_tensor_invariant: the model has a plan, that of parallelize_module")
     return Alone(in_sequence(plan.values())), chosen_by(model, plan, "set_tensor_invariant")
 
 
-def _check(model: Module, axis: Axis | Alone, chosen: list[tuple[Module, Style]]) -> None:
+def _check(model: Module, axis: Axis | Alone, chosen: Sequence[tuple[Module, Style]]) -> None:
     """Raise ValueError for sums that are not made in parts."""
     if axis.communicator.reduction != "tree":
         raise ValueError(
             "set_tensor_invariant: NCCL adds in an order that depends on the number of ranks; make the mesh "
             "by init_device_mesh(..., reduction='tree')"
         )
-    adapted = next((path for path, part in model.named_modules() if isinstance(part, LoRALinear)), None)
-    if adapted is not None:
+    if adapted := adapted_layers(model):
         raise ValueError(
-            f"set_tensor_invariant: {adapted!r} has an adapter, whose sums are not made in parts"
+            f"set_tensor_invariant: {adapted[0].name!r} has an adapter, whose sums are not made in parts"
         )
     late = [p for p in model.parameters() if p.place is not None or not isinstance(p.storage, LocalStorage)]
     if axis.sequence and late:

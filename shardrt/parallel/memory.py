@@ -17,7 +17,7 @@ from shardrt.comm import talk
 from shardrt.fsdp.memory import MemoryPlan, memory_plan, run_dry, whole_of
 from shardrt.fsdp.setup import connect
 from shardrt.parallel.carrier import STEP, Arrays, Carrier, key_of
-from shardrt.parallel.pipeline import Loss, Pipeline, Step
+from shardrt.parallel.step import Inputs, Loss, StagedModel, Step, Work
 from shardrt.parallel.table import Action, Link
 
 Shape = tuple[tuple[int, ...], str]
@@ -26,25 +26,31 @@ Messages = dict[tuple[str, int, Hashable], Message]  # by kind, the stage that s
 
 
 def pipeline_plan(
-    pipeline: Pipeline, loss: Loss, batches: Sequence[Any], *, optimizer_states: float = 2
+    pipeline: StagedModel,
+    loss: Loss,
+    batches: Sequence[Any],
+    *,
+    inputs: Inputs | None = None,
+    optimizer_states: float = 2,
 ) -> MemoryPlan:
     """Bytes that training takes on this rank, as memory_plan says; "links": slots for what others send.
 
     Its own messages are activations until the table proves that they have been used (Facts.kept).
 
-    loss, batches: those of Pipeline.step. Collective, over the ranks of all stages too. Raises as memory_plan
-    does, and on all ranks of the pipeline what a stage's first forward would raise.
+    loss, batches, inputs: those of Pipeline.step. Collective, over the ranks of all stages too. Raises as
+    memory_plan does, and on all ranks of the pipeline what a stage's first forward would raise.
     """
-    if not isinstance(pipeline, Pipeline) or not callable(loss):
-        told = f"{type(pipeline).__name__} and {type(loss).__name__}"
-        raise TypeError(f"pipeline_plan: it takes a Pipeline and a function, got {told}")
-    batches = pipeline.batches("pipeline_plan", batches)
+    if not isinstance(pipeline, StagedModel) or not callable(loss):
+        got = f"{type(pipeline).__name__} and {type(loss).__name__}"
+        raise TypeError(f"pipeline_plan: it takes a Pipeline and a function, got {got}")
+    work = pipeline.work("pipeline_plan", loss, batches, inputs)
+    pipeline.check_count("pipeline_plan", work)
     for stage in pipeline.stages:
         connect(whole_of("pipeline_plan", stage))
-    messages = _messages(pipeline, loss, batches)
+    messages = _messages(pipeline, work)
 
     def step() -> None:
-        _run(pipeline, loss, batches, messages)
+        _run(pipeline, work, messages)
 
     plan = memory_plan(pipeline.model, step=step, optimizer_states=optimizer_states)
     on_device, on_host = pipeline.links.plan(_by_link(pipeline, messages))
@@ -52,19 +58,19 @@ def pipeline_plan(
     return MemoryPlan(plan.device | more[0], plan.host | more[1])
 
 
-def step_alone(pipeline: Pipeline, loss: Loss, batches: Sequence[Any]) -> None:
+def step_alone(pipeline: StagedModel, work: Work) -> None:
     """A step where nothing goes to other ranks (Device.alone), which tell each other shapes. Collective."""
-    _run(pipeline, loss, batches, _messages(pipeline, loss, batches))
+    _run(pipeline, work, _messages(pipeline, work))
 
 
-def _run(pipeline: Pipeline, loss: Loss, batches: Sequence[Any], messages: Messages) -> None:
+def _run(pipeline: StagedModel, work: Work, messages: Messages) -> None:
     carrier = Carrier(_Links(messages), pipeline.table, pipeline.mesh.rank, pipeline.facts.kept)
     with _without_twins(pipeline):
-        Step(pipeline, loss, batches, carrier=carrier).run()
+        Step(pipeline, work, carrier=carrier).run()
 
 
 @contextmanager
-def _without_twins(pipeline: Pipeline) -> Iterator[None]:
+def _without_twins(pipeline: StagedModel) -> Iterator[None]:
     """Inside a with block, stages do not copy values that are not there."""
     before = [(stage, stage.twins) for stage in pipeline.stages]
     for stage, _ in before:
@@ -76,28 +82,28 @@ def _without_twins(pipeline: Pipeline) -> Iterator[None]:
             stage.twins = twins
 
 
-def _messages(pipeline: Pipeline, loss: Loss, batches: Sequence[Any]) -> Messages:
+def _messages(pipeline: StagedModel, work: Work) -> Messages:
     """What stages send, of batches of all shapes that there are. Collective."""
     keys: dict[Hashable, int] = {}
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(work.batches):
         keys.setdefault(key_of(pipeline.model, batch), number)
     control, messages = pipeline.mesh.communicator("control"), {}
     for stage in range(pipeline.table.stages - 1):
-        told, raised = None, None
+        sent, raised = None, None
         if pipeline.table.rank_of(stage) == pipeline.mesh.rank:
             try:
                 row = [Action("F", stage, number) for number in keys.values()]
-                told = _sent(pipeline, loss, batches, row, messages)
+                sent = _sent(pipeline, work, row, messages)
             except (ValueError, OSError) as error:
                 raised = error
         with device.use(device.get("cpu")):  # also where the device is alone
-            everyone = talk.from_all(control, [told, raised and str(raised)])
-        told, wrong = everyone[pipeline.table.rank_of(stage)]
+            everyone = talk.from_all(control, [sent, raised and str(raised)])
+        sent, wrong = everyone[pipeline.table.rank_of(stage)]
         if raised is not None:
             raise raised
         if wrong is not None:
             raise ValueError(wrong)
-        for key, (shapes, form) in zip(keys, told, strict=True):
+        for key, (shapes, form) in zip(keys, sent, strict=True):
             there = tuple(shape and (tuple(shape[0]), shape[1]) for shape in shapes)
             messages["F", stage, key] = there, form
             back = tuple(s if s and dtypes.floating(np.dtype(s[1])) else None for s in there)
@@ -105,18 +111,16 @@ def _messages(pipeline: Pipeline, loss: Loss, batches: Sequence[Any]) -> Message
     return messages
 
 
-def _sent(
-    pipeline: Pipeline, loss: Loss, batches: Sequence[Any], row: list[Action], messages: Messages
-) -> list[Message]:
+def _sent(pipeline: StagedModel, work: Work, row: list[Action], messages: Messages) -> list[Message]:
     """What a stage of this rank sends in these forwards, without computing it."""
     stage, carrier = pipeline.stage(row[0].stage), _Shapes(messages)
     units = whole_of("pipeline_plan", stage)
     with _without_twins(pipeline):
-        run_dry(stage, units, lambda: Step(pipeline, loss, batches, row, carrier).run())
+        run_dry(stage, units, lambda: Step(pipeline, work, row, carrier).run())
     return carrier.sent
 
 
-def _by_link(pipeline: Pipeline, messages: Messages) -> dict[Link, list[tuple[Shape | None, ...]]]:
+def _by_link(pipeline: StagedModel, messages: Messages) -> dict[Link, list[tuple[Shape | None, ...]]]:
     """The shapes of all messages that go over each link."""
     found: dict[Link, list] = {}
     rank_of = pipeline.table.rank_of

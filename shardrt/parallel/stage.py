@@ -2,7 +2,7 @@
 
 Every rank builds the whole model, which allocates nothing, and keeps what its stages use, with its names: so
 initial values, masks of dropout and checkpoints are those of the whole. What it does not have is absent
-(nn/place.py). Ranks of different stages make their units, and gather and reduce them, without each other.
+(nn/placement.py). Ranks of different stages make their units, and gather and reduce them, without each other.
 """
 
 import inspect
@@ -17,11 +17,11 @@ from shardrt.comm.digits import meet
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.containers import ModuleList
-from shardrt.nn.module import Module, label_of, stages_of
+from shardrt.nn.module import Layer, Module, label_of, stages_of
 from shardrt.nn.moe import Router
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.pieces import Piece
-from shardrt.nn.place import Place
+from shardrt.nn.placement import PipelinePlacement
 from shardrt.nn.share import whole_size
 from shardrt.parallel.axis import batch_of
 from shardrt.parallel.cut import balanced, loop, vee
@@ -45,16 +45,15 @@ class Stage(Module):
 
     def __init__(self, model: Module, number: int, count: int, pieces: Sequence[Piece]) -> None:
         super().__init__()
-        object.__setattr__(self, "_pp_label", f"stage {number}")
+        self.take_placement(label=f"stage {number}", inner_ends=(True, number < count - 1))
         object.__setattr__(self, "model", model)  # not below this: it would have all of it
-        object.__setattr__(self, "_pp_inner", (True, number < count - 1))
         self.number, self.count, self.pieces = number, count, list(pieces)
         self.twins: list[Twin] = []  # of what an earlier stage of this rank uses as well
         self.blocks: list[Module] = []
         for item in {id(item): item for piece in pieces for item in (*piece.uses, *piece.tied)}.values():
             self._take(item)
-        for around in model._arounds:
-            self.run_inside(around)
+        for wrapper in model._forward_wrappers:
+            self.wrap_forward(wrapper)
 
     @property
     def first(self) -> bool:
@@ -114,7 +113,7 @@ class Stage(Module):
             holder._parameters[own] = item
             return
         holder._modules[own] = item
-        object.__setattr__(item, "_pp_stage", weakref.ref(self))
+        item.take_placement(stage=weakref.ref(self))
         if isinstance(item.parent, ModuleList):
             self.blocks.append(item)
 
@@ -163,16 +162,16 @@ def pipeline_stages(
     own = []
     for number, (start, stop) in enumerate(zip(begins, [*begins[1:], len(pieces)], strict=True)):
         for module in (module for piece in pieces[start:stop] for module in piece.modules()):
-            if module._pp_place is None:
-                object.__setattr__(module, "_pp_place", places[number,])
+            if module.placement is None or module.placement.pipeline is None:
+                module.take_placement(pipeline=places[number,])
         if ranks[number] == mesh.rank:
             again = _again(pieces[start:stop], number, ranks)
             seen = with_twins(model, again).pieces() if again else pieces
             own.append(Stage(model, number, len(begins), seen[start:stop]))
             own[-1].twins = again
-    object.__setattr__(model, "_pp_stages", tuple(map(weakref.ref, own)))
+    model.take_placement(stages=tuple(map(weakref.ref, own)))
     if len(begins) > 1:
-        model.run_inside(_Refusing())
+        model.wrap_forward(_Refusing())
     _place_batch(model, mesh)
     return own
 
@@ -180,7 +179,7 @@ def pipeline_stages(
 class _Refusing:
     """Around the forward of a model that has stages."""
 
-    order, every_entry = 4, False
+    layer, every_entry = Layer.STAGES, False
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
@@ -289,8 +288,8 @@ def listed(must: str, value: Any) -> list:
 def _check_batch(model: Module, batch: Any) -> None:
     """Raise TypeError for what are not the arguments of a model's forward by name."""
     if not isinstance(batch, Mapping):
-        told = type(batch).__name__
-        raise TypeError(f"pipeline_stages: batch must be the arguments of forward by name, got {told}")
+        got = type(batch).__name__
+        raise TypeError(f"pipeline_stages: batch must be the arguments of forward by name, got {got}")
     try:
         inspect.signature(model.forward).bind(**batch)
     except TypeError as error:
@@ -341,16 +340,16 @@ def _used(model: Module, pieces: list[Piece], begins: list[int]) -> dict[int, tu
         stage = sum(begin <= number for begin in begins) - 1
         tied = {id(parameter) for parameter in piece.tied_parameters()}
         for parameter in piece.parameters():
-            before, told = used.get(id(parameter), ()), f"pipeline_stages: parameter {parameter.name!r}"
+            before, described = used.get(id(parameter), ()), f"pipeline_stages: parameter {parameter.name!r}"
             used[id(parameter)] = stages = before if stage in before else (*before, stage)
             if len(stages) > 1 and id(parameter) not in tied:
                 raise ValueError(
-                    f"{told} is used on stages {before[-1]} and {stage}, and piece {piece.name!r} does not "
-                    "name it as tied"
+                    f"{described} is used on stages {before[-1]} and {stage}, and piece {piece.name!r} does "
+                    "not name it as tied"
                 )
             if len(stages) > 2:
                 on = ", ".join(map(str, stages))
-                raise ValueError(f"{told} is tied between stages {on}; it can be between two")
+                raise ValueError(f"{described} is tied between stages {on}; it can be between two")
     for name, parameter in model.named_parameters():
         if id(parameter) not in used:
             raise ValueError(f"pipeline_stages: parameter {name!r} is in no piece of {type(model).__name__}")
@@ -368,13 +367,13 @@ def _check_same_on_all_ranks(
 
 def _places(
     mesh: DeviceMesh, ranks: list[int], used: dict[int, tuple[int, ...]]
-) -> dict[tuple[int, ...], Place]:
+) -> dict[tuple[int, ...], PipelinePlacement]:
     """For each stage, and those that have something in common, who has it. Collective over `mesh`."""
-    alone = {(stage,): Place(mesh, (stage,), (rank,)) for stage, rank in enumerate(ranks)}
+    alone = {(stage,): PipelinePlacement(mesh, (stage,), (rank,)) for stage, rank in enumerate(ranks)}
     tied = {}
     for stages in sorted({stages for stages in used.values() if len(stages) > 1}):
         pair = tuple(ranks[stage] for stage in stages)
-        tied[stages] = Place(mesh, stages, pair, mesh.among(pair) if len({*pair}) > 1 else None)
+        tied[stages] = PipelinePlacement(mesh, stages, pair, mesh.among(pair) if len({*pair}) > 1 else None)
     return alone | tied
 
 

@@ -12,13 +12,13 @@ from shardrt.comm.protocol import Communicator
 from shardrt.functional.in_parts import InParts
 from shardrt.functional.in_time import InTime
 from shardrt.nn.layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm
-from shardrt.nn.lora import LoRALinear
+from shardrt.nn.lora import is_adapted
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import Part, Runs, run
 from shardrt.nn.share import PARTIAL, SAME, Share
-from shardrt.parallel.around import Column, OwnTime, Row, WholeTime
 from shardrt.parallel.axis import Alone, Axis
+from shardrt.parallel.conversion import Column, OwnTime, Row, WholeTime
 
 
 class Style:
@@ -33,9 +33,8 @@ class Style:
 
     def fits(self, module: Module) -> bool:
         """Whether it is for such a module: one of `modules`, or a subclass without a forward of its own."""
-        kinds = (*self.modules, LoRALinear)
         known = isinstance(module, self.modules)
-        return known and any(type(module).forward is kind.forward for kind in kinds)
+        return known and any(type(module).forward is kind.forward for kind in self.modules)
 
     def apply(self, module: Module, axis: Axis) -> None:
         """Cut the parameters of `module`, and attach what converts activations. Raises ValueError."""
@@ -46,8 +45,9 @@ class Style:
 
         parts: a multiple of the number of ranks. Raises ValueError if they do not divide what is cut.
         """
-        told = f"{type(self).__name__}, which {module.name!r} has, knows no sums in parts"
-        raise ValueError(f"set_tensor_invariant: {told}")
+        raise ValueError(
+            f"set_tensor_invariant: {type(self).__name__}, which {module.name!r} has, knows no sums in parts"
+        )
 
 
 def check_alone(kind: type[Style], chosen: Iterable[tuple[Module, Style]], where: str) -> None:
@@ -77,10 +77,10 @@ class ColwiseParallel(Style):
         _cut_rows(weight, axis, sizes)
         if module.bias is not None:
             _cut_rows(module.bias, axis, sizes)
-        if isinstance(module, LoRALinear):
+        if is_adapted(module):
             partial(module.lora_a, axis)
             _cut_rows(module.lora_b, axis, sizes)
-        module.run_inside(Column(axis, self._shared(axis, sizes)))
+        module.wrap_forward(Column(axis, self._shared(axis, sizes)))
 
     def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
         alike = isinstance(self.parts, int)
@@ -142,14 +142,14 @@ class RowwiseParallel(Style):
         if module.gelu:
             raise ValueError(f"RowwiseParallel: the GELU of {module.name!r} would be of a part of the sum")
         _cut_columns(module.weight, axis)
-        if isinstance(module, LoRALinear):
-            if module.lora_dropout:
+        if is_adapted(module):
+            if module.adapter.dropout:
                 raise ValueError(f"RowwiseParallel: the adapter of {module.name!r} has dropout")
             _cut_columns(module.lora_a, axis)
             partial(module.lora_b, axis)
         if module.bias is not None and axis.sequence:
             partial(module.bias, axis)
-        module.run_inside(Row(axis))
+        module.wrap_forward(Row(axis))
 
     def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
         inputs = module.weight.whole_shape[1]
@@ -182,9 +182,9 @@ class SequenceParallel(Style):
             partial(parameter, axis)
         module.set_batch_block(axis.block)
         if isinstance(module, Embedding):
-            module.run_inside(OwnTime(axis))
+            module.wrap_forward(OwnTime(axis))
         if self.output == "whole":
-            module.run_inside(WholeTime(axis))
+            module.wrap_forward(WholeTime(axis))
 
     def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
         for parameter in module._parameters.values():

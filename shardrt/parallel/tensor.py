@@ -9,9 +9,9 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.nn.module import Module
 from shardrt.nn.moe import MoE
 from shardrt.nn.share import CUT, SAME, Share
-from shardrt.parallel.around import Deciding
 from shardrt.parallel.axis import Alone, Axis, batch_of
 from shardrt.parallel.context import ContextParallel, lay_out_sequences
+from shardrt.parallel.conversion import Deciding
 from shardrt.parallel.experts import ExpertParallel, spread_experts
 from shardrt.parallel.styles import SequenceParallel, Style
 from shardrt.parallel.tokens import TokenParallel
@@ -56,7 +56,7 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
         _check_tied(model, mesh, {module for module, _ in chosen})
         _check_same_on_all_ranks(model, mesh, chosen)
     elif cut is _cut_modules:
-        object.__setattr__(model, "_tp_styles", (Alone(in_sequence(plan.values())), chosen))
+        model.take_placement(axis=Alone(in_sequence(plan.values())), styles=chosen)
     return model
 
 
@@ -87,8 +87,8 @@ def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Sty
     for parameter in model.parameters():
         if parameter.share is None:
             parameter.take_share(Share.of_all(SAME, mesh, parameter.shape))
-    model.run_inside(Deciding(axis))
-    object.__setattr__(model, "_tp_styles", (axis, chosen))
+    model.wrap_forward(Deciding(axis))
+    model.take_placement(axis=axis, styles=chosen)
 
 
 def _check_tokens(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Style]]) -> None:

@@ -12,8 +12,8 @@ from shardrt import random
 from shardrt.functional.collective import gather_same, scatter_to
 from shardrt.nn.module import Module
 from shardrt.nn.moe import MoE, Router
-from shardrt.parallel.around import Converting
 from shardrt.parallel.axis import Axis, recorded
+from shardrt.parallel.conversion import Converting
 from shardrt.parallel.styles import Style, partial
 from shardrt.tensor import Tensor
 
@@ -40,7 +40,7 @@ class TokenParallel(Style):
             if isinstance(router, Router):
                 router.balance_along(axis.mesh)
         module.set_batch_block(own.block)
-        module.run_inside(own)
+        module.wrap_forward(own)
 
 
 class OwnTokens(Converting):

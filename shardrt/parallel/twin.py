@@ -85,7 +85,7 @@ def with_twins(module: Module, twins: Collection[Twin]) -> Module:
         return module
     other = object.__new__(type(module))
     other.__dict__.update(module.__dict__, _parameters=parameters, _modules=modules, **parameters, **modules)
-    other.__dict__["_arounds"] = list(module._arounds)
+    other.__dict__["_forward_wrappers"] = list(module._forward_wrappers)
     for name, parameter in parameters.items():
         if parameter is not before[name]:
             parameter.belongs_to(other, name)

@@ -14,11 +14,11 @@ from shardrt.functional import vocabulary
 from shardrt.functional.in_parts import InParts
 from shardrt.functional.vocabulary import VocabularyPart, rows_of
 from shardrt.nn.layers import Embedding, Linear
-from shardrt.nn.lora import LoRALinear
+from shardrt.nn.lora import is_adapted
 from shardrt.nn.module import Module
 from shardrt.nn.runs import run
-from shardrt.parallel.around import Converting
 from shardrt.parallel.axis import Alone, Axis
+from shardrt.parallel.conversion import Converting
 from shardrt.parallel.styles import Style
 from shardrt.tensor import Tensor
 
@@ -66,11 +66,11 @@ class VocabParallel(Style):
     def apply(self, module: Module, axis: Axis) -> None:
         if isinstance(module, Linear) and module.bias is not None:
             raise ValueError(f"VocabParallel: {module.name!r} has a bias, which the loss would leave out")
-        if isinstance(module, LoRALinear):
+        if is_adapted(module):
             raise ValueError(f"VocabParallel: {module.name!r} has an adapter, which the loss would leave out")
         weight = module.weight
         if isinstance(module, Linear):
-            module.run_inside(Logits(axis))
+            module.wrap_forward(Logits(axis))
         if weight.words is not None and weight.words.axis is axis:
             return  # it is tied, and cut already
         vocab, width = weight.shape

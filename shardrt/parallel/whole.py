@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardrt import autograd
-from shardrt.nn.module import Module
+from shardrt.nn.module import Layer, Module
 
 
 class Piped:
@@ -16,7 +16,7 @@ class Piped:
     Raises RuntimeError where gradients are recorded.
     """
 
-    order, every_entry = 5, False  # outside of all: what the stages have as well, and what refuses a call
+    layer, every_entry = Layer.PIPELINE, False
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline

@@ -299,7 +299,7 @@ def planned_memory(
     pipeline = pipelines.pipeline_of(model)
     if pipeline is not None:
         shares = pipelines.Shares(task, unscaled, count=1)
-        return pipeline_plan(pipeline, shares, batches, optimizer_states=states)
+        return pipeline_plan(pipeline, shares, batches, inputs=task.inputs, optimizer_states=states)
     if mesh.world.device is not None:
         return memory_plan(model, optimizer_states=states)
     return memory_plan(

@@ -22,7 +22,7 @@ from shardrt.train import config as settings
 from shardrt.train.axes import counts, data_of
 from shardrt.train.errors import DATA, told
 from shardrt.train.metrics import RunLog, exact_sum, over_ranks
-from shardrt.train.pipelines import Shares, measured, pipeline_of
+from shardrt.train.pipelines import Shares, pipeline_of
 from shardrt.train.prefetch import Prefetched
 from shardrt.train.progress import Stopwatch, evaluation_line, expert_figures, step_line
 from shardrt.train.recipe import Recipe
@@ -130,19 +130,15 @@ def backward(
     add up to that of one large batch, however it is cut. Of a pipeline, the last stage's rank has them.
     """
     count = task.count(range(step * recipe.batch_size, (step + 1) * recipe.batch_size))
-    pipeline = pipeline_of(model)
+    share, pipeline = Shares(task, scaler, count), pipeline_of(model)
     if pipeline is not None:
-        shares = Shares(task, scaler, count)
-        pipeline.step(shares, batches)
-        return shares.losses
+        pipeline.step(share, batches, inputs=task.inputs)
+        return share.losses
     each = recipe.reduce_each or recipe.invariant
-    losses = []
     for number, batch in enumerate(batches, start=1):
         with nullcontext() if each or number == len(batches) else no_sync(model):
-            loss = task.loss(model, batch) * (1 / max(1, count))
-            scaler.scale(loss).backward()
-        losses.append(Tensor(loss.data))  # without what led to it
-    return losses
+            share(model(**task.inputs(batch)), batch).backward()
+    return share.losses
 
 
 def update(job: "Job", done: int) -> float:
@@ -268,12 +264,15 @@ def evaluate(job: "Job", done: int, limit: int | None) -> None:
         batches = read(part_of(task, mesh, batch) for batch in held_out)
         while some := list(islice(batches, pipeline.table.micro_batches if pipeline else 1)):
             job.run.screen.show("evaluating, batches", len(found), total, lines=True)
-            found += measured(pipeline, task, some) if pipeline else [task.measure(job.model, some[0])]
+            if pipeline is None:
+                found.append(task.measure(job.model(**task.inputs(some[0])), some[0]))
+            else:  # only the rank of the last stage has them
+                found += pipeline.evaluate(task.measure, some, inputs=task.inputs) or [{} for _ in some]
     job.model.train()
     if not found:
         return
     names = list(found[0])
-    if pipeline:  # only the rank of the last stage has them
+    if pipeline:
         names = next(filter(None, from_all(mesh.communicator("control"), names)))
     figures = {}
     for name in names:

@@ -1,6 +1,5 @@
 """The pipeline of a run: the number of its micro-batches, its table, and its losses."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,16 +9,16 @@ from shardrt.comm.talk import from_all
 from shardrt.fsdp.memory import MemoryPlan
 from shardrt.fsdp.memory import table as columns
 from shardrt.nn.module import Module
-from shardrt.parallel.pipeline import Pipeline, Step
+from shardrt.parallel.pipeline import Pipeline
 from shardrt.parallel.schedules import schedule
-from shardrt.parallel.table import Action, Table
+from shardrt.parallel.table import Table
 from shardrt.parallel.whole import pipeline_of
 from shardrt.tensor import Tensor
 from shardrt.train.recipe import Recipe
 from shardrt.train.tasks import Task
 from shardrt.untrusted import read_regular
 
-__all__ = ["Shares", "cut", "described", "measured", "pipeline_of", "settled", "written"]
+__all__ = ["Shares", "cut", "described", "pipeline_of", "settled", "written"]
 
 _COLUMNS = 8  # of a table on the screen
 _LARGEST = 1 << 24  # bytes of a file with a table
@@ -168,22 +167,6 @@ def _memory(heads: list[str], plans: list[MemoryPlan]) -> str:
     return columns(("place", "what, in MB", *heads), rows)
 
 
-def measured(pipeline: Pipeline, task: Task, batches: Sequence[Any]) -> list[dict[str, tuple[float, float]]]:
-    """The figures of some held-out batches, one behind the other; {} for each but on the last stage's rank.
-
-    Collective over the ranks of all stages.
-    """
-    row = [Action("F", stage.number, n) for stage in pipeline.stages for n in range(len(batches))]
-    found: list[dict[str, tuple[float, float]]] = []
-
-    def measure(model: Any, batch: Any) -> None:
-        found.append(task.measure(model, batch))  # which goes no further before the last stage
-
-    with pipeline.using_links():
-        Step(pipeline, measure, batches, row).run()
-    return found or [{} for _ in batches]
-
-
 class Shares:
     """The loss function of a step: of each micro-batch its share of the mean loss."""
 
@@ -191,7 +174,7 @@ class Shares:
         self._task, self._scaler, self._factor = task, scaler, 1 / max(1, count)
         self.losses: list[Tensor] = []  # that this rank has computed
 
-    def __call__(self, model: Any, batch: Any) -> Tensor:
-        loss = self._task.loss(model, batch) * self._factor
+    def __call__(self, output: Any, batch: Any) -> Tensor:
+        loss = self._task.loss(output, batch) * self._factor
         self.losses.append(Tensor(loss.data))  # without what led to it
         return self._scaler.scale(loss)

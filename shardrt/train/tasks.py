@@ -50,8 +50,11 @@ class Task(Protocol):
     def count(self, samples: range) -> int:
         """The number by which the summed loss of these samples is divided for the mean. Reads no sample."""
 
-    def loss(self, model: Module, batch: Any) -> Tensor:
-        """The loss of a batch, summed."""
+    def inputs(self, batch: Any) -> Mapping[str, Any]:
+        """What the model is called with for a batch, to train or to measure: arguments of forward by name."""
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        """The loss of a batch, summed, from what the model gives."""
 
     def held_out(self, count: int, limit: int | None, rank: int, size: int) -> Iterator[Any]:
         """This rank's batches of `count` held-out samples: of all samples, or `limit` spread over them.
@@ -62,8 +65,8 @@ class Task(Protocol):
     def held_out_samples(self, limit: int | None) -> int:
         """How many held-out samples there are, or `limit` if that is less."""
 
-    def measure(self, model: Module, batch: Any) -> dict[str, tuple[float, float]]:
-        """Name of a figure -> (sum, count) over a held-out batch. The figure is sum / count."""
+    def measure(self, output: Any, batch: Any) -> dict[str, tuple[float, float]]:
+        """Name of a figure -> (sum, count) over a held-out batch, from what the model gives: sum / count."""
 
     def evaluation(self, figures: dict[str, float]) -> dict[str, float]:
         """The figures over all ranks, with those that follow from them, "held_out_loss" among them."""

@@ -373,9 +373,9 @@ def by_stages(pipeline, model, options, scaler, tokens, targets, cut):
     """The same by steps of a pipeline, each of some micro-batches."""
     ways, count, told = turns(options), pipeline.table.micro_batches, []
 
-    def weighted(model, batch):
-        tokens, targets, positions, weight = batch
-        loss = loss_of(model(tokens, positions), targets) * weight
+    def weighted(output, batch):
+        _, targets, _, weight = batch
+        loss = loss_of(output, targets) * weight
         told.append(float(loss.item()))
         return scaler.scale(loss)
 
@@ -384,7 +384,7 @@ def by_stages(pipeline, model, options, scaler, tokens, targets, cut):
         parts = zip(np.array_split(own, count), np.array_split(wanted, count), strict=True)
         with no_sync(model) if way == "no_sync" else nullcontext():
             steps = [(*cut(x, y), len(x) / (len(own) * len(ways))) for x, y in parts]
-            pipeline.step(weighted, steps)
+            pipeline.step(weighted, steps, inputs=lambda batch: (batch[0], batch[2]))
     return sum(sum(talk.from_all(pipeline.mesh.communicator("control"), told), []))
 
 

@@ -233,11 +233,11 @@ def check_stages(counted, mesh, schedule, **choices):
     pipeline = in_stages(mesh, schedule, **choices)
     count = pipeline.table.micro_batches
     batches = np.split(np.tile(TOKENS, (max(2, count // 2), 1)), count)
-    loss = lambda model, tokens: model(tokens, tokens)  # noqa: E731
+    step = {"loss": lambda loss, _: loss, "batches": batches, "inputs": lambda tokens: (tokens, tokens)}
     counted.reset()
-    plan = pipeline_plan(pipeline, loss, batches)
+    plan = pipeline_plan(pipeline, **step)
     counted.reset()
-    return measured(counted, plan, pipeline.model, lambda: pipeline.step(loss, batches))
+    return measured(counted, plan, pipeline.model, lambda: pipeline.step(**step))
 
 
 def any_two(strategies, choose):

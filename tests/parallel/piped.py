@@ -93,9 +93,20 @@ def pictures():
     return random.random((8, 1, 4, 4), np.float32), random.integers(0, 5, 8)
 
 
-def picture_loss(model, batch):
-    images, labels = batch
-    return F.cross_entropy(model(shardrt.Tensor(images)), labels, reduction="sum") * (1 / 8)
+def picture_inputs(batch):
+    return {"images": shardrt.Tensor(batch[0])}
+
+
+def picture_loss(logits, batch):
+    return F.cross_entropy(logits, batch[1], reduction="sum") * (1 / 8)
+
+
+def token_inputs(batch):
+    return {"tokens": batch["tokens"]}
+
+
+def token_loss(logits, batch):
+    return F.cross_entropy(logits, batch["targets"])
 
 
 def batches_of(step, data):
@@ -104,8 +115,15 @@ def batches_of(step, data):
     return [{"tokens": part[:, :-1], "targets": part[:, 1:], "reduction": "sum"} for part in parts]
 
 
-def loss_of(model, batch):
-    return model(**batch) * (1 / (ROWS * TIME))
+def loss_of(loss, batch):
+    """Of what a model gives that is called with the micro-batch, targets too: the sum."""
+    return loss * (1 / (ROWS * TIME))
+
+
+def called(model, batch, inputs=None):
+    """What the model gives for a micro-batch."""
+    given = batch if inputs is None else inputs(batch)
+    return model(**given) if isinstance(given, dict) else model(*given)
 
 
 class Whole:
@@ -114,11 +132,11 @@ class Whole:
     def __init__(self, model):
         self.model, self.stages = model, [model]
 
-    def step(self, loss, batches):
+    def step(self, loss, batches, inputs=None):
         sharded = bool(units_below(self.model))
         for number, batch in enumerate(batches, start=1):
             with no_sync(self.model) if sharded and number < len(batches) else nullcontext():
-                loss(self.model, batch).backward()
+                loss(called(self.model, batch, inputs), batch).backward()
 
 
 def build(
@@ -183,8 +201,8 @@ def train(axes, schedule, steps=2, update=update, optimizer=optim.AdamW, lr=1e-2
     scaler = optim.GradScaler(init_scale=scale or 1.0, enabled=scale is not None)
     told = {"losses": [], "norms": []}
 
-    def loss(model, batch):
-        found = loss_of(model, batch)
+    def loss(output, batch):
+        found = loss_of(output, batch)
         told["losses"].append(found.item())
         return scaler.scale(found)
 

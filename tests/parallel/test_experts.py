@@ -70,7 +70,7 @@ def passed(size, ranks, routing, **how):
     x = Tensor(own, requires_grad=True)
     y, _ = layer(x)
     (y * np.split(tokens_of(ranks, number=1), size)[mesh.rank]).sum().backward()
-    found = {name: joined(p, p.grad) for name, p in layer.named_parameters()} | {"x": x.grad}
+    found = {name: joined(p.share, p.grad) for name, p in layer.named_parameters()} | {"x": x.grad}
     counts = layer.experts.n_experts, layer.experts.up.whole_shape[0]
     return y.numpy(), found, most_rows(layer), counts
 

@@ -103,7 +103,7 @@ def layer_on(size, ep, tokens, **how):
     x = Tensor(tokens, requires_grad=True)
     y, loss = layer(x)
     ((y * tokens[::-1]).sum() + loss).backward()
-    found = {name: joined(p, p.grad) for name, p in layer.named_parameters()}
+    found = {name: joined(p.share, p.grad) for name, p in layer.named_parameters()}
     return y.numpy(), loss.item(), x.grad, found
 
 

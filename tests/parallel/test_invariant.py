@@ -53,13 +53,15 @@ def batch_of(kind, step, rows):
     return text[:, :-1], text[:, 1:]
 
 
-def loss_of(model, batch):
+def inputs_of(batch):
+    inputs, targets = batch
+    return (Tensor(inputs),) if inputs.dtype.kind == "f" else (inputs, targets)
+
+
+def loss_of(output, batch):
     """Of some rows, as a part of the mean of all."""
     inputs, targets = batch
-    if inputs.dtype.kind == "f":
-        loss = F.cross_entropy(model(Tensor(inputs)), targets)
-    else:
-        loss = model(inputs, targets)
+    loss = F.cross_entropy(output, targets) if inputs.dtype.kind == "f" else output
     return loss * (len(inputs) / ROWS)
 
 
@@ -93,9 +95,9 @@ def train(kind, axes, parts, steps, tree, sequence, schedule, before, how):
     def step(number):
         batches, losses = [batch_of(kind, number, rows) for rows in own], []
         if pipeline is not None:
-            pipeline.step(loss_of, batches)
+            pipeline.step(loss_of, batches, inputs=inputs_of)
         for batch in batches if pipeline is None else ():
-            losses.append(loss_of(model, batch))
+            losses.append(loss_of(model(*inputs_of(batch)), batch))
             losses[-1].backward()
         return [loss.item() for loss in losses]
 

@@ -17,7 +17,7 @@ from shardrt.fsdp import fully_shard
 from shardrt.functional import collective
 from shardrt.nn import add_lora
 from shardrt.nn.share import CUT, PARTIAL
-from shardrt.parallel import around, axis, parallelize_module, styles, tokens
+from shardrt.parallel import axis, conversion, parallelize_module, styles, tokens
 from shardrt.recompute import checkpoint
 from tests.parallel.kinds import C, I, KindError, R, V, along, infer, on_tape, recording
 from tests.ranks import run_ranks
@@ -158,7 +158,7 @@ MISTAKES = {
     ),
     "bias on every rank": (
         ("gpt", 2, False),
-        (around.Row, "run", bias_on_every_rank),
+        (conversion.Row, "run", bias_on_every_rank),
         r"^Linear of blocks.0.attention.output: .*bias is I .*; what is not P is added on every rank",
     ),
     "norms and biases with sp that are not summed": (
@@ -173,7 +173,7 @@ MISTAKES = {
     ),
     "gather_same among ranks that share a head": (
         ("llama", 4, False),
-        (around, "gather", collective.gather_same),
+        (conversion, "gather", collective.gather_same),
         "^GatherSame of blocks.0.attention.qkv: x is V; it is among some ranks",
     ),
 }

@@ -25,9 +25,13 @@ STAGES = {  # per rank
 }
 
 
-def loss_of(model, batch):
+def inputs_of(batch):
     tokens, targets = batch
-    return model(tokens, targets, reduction="sum") * (1 / (ROWS * TIME))
+    return {"tokens": tokens, "targets": targets, "reduction": "sum"}
+
+
+def loss_of(loss, batch):
+    return loss * (1 / (ROWS * TIME))
 
 
 def batches_of(step, data):
@@ -49,7 +53,7 @@ def alone(kind, shards, **changes):
         losses = []
         for number, batch in enumerate(batches, start=1):
             with no_sync(model) if shards and number < len(batches) else nullcontext():
-                loss = loss_of(model, batch)
+                loss = loss_of(model(**inputs_of(batch)), batch)
                 loss.backward()
             losses.append(loss.item())
         return losses
@@ -75,12 +79,12 @@ def piped(kind, axes, schedule, sequence=False, **changes):
     def step(batches):
         losses = []
 
-        def loss(model, batch):
-            found = loss_of(model, batch)
+        def loss(output, batch):
+            found = loss_of(output, batch)
             losses.append(found.item())
             return found
 
-        pipeline.step(loss, batches)
+        pipeline.step(loss, batches, inputs=inputs_of)
         return losses
 
     return learn(model, step, mesh["dp_shard"])

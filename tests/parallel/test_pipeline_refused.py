@@ -1,6 +1,7 @@
 """What can't be a pipeline is refused when it is asked for, by one line that says what and where."""
 
 import re
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -103,55 +104,42 @@ test_ranks_with_other_tables = lab.refusals(
 )
 
 
-def caught(model, batch):
-    try:
-        return loss_of(model, batch)
-    except BaseException:
-        return None
-
-
 def losses(*rows):
-    """(loss function, exception, words)."""
+    """(loss function, inputs, exception, words)."""
 
-    def attempt(loss):
+    def attempt(loss, inputs):
         pipeline, data = build((2, 1, 1), "1F1B", sharded=False)
-        pipeline.step(loss, batches_of(0, data))
+        pipeline.step(loss, batches_of(0, data), inputs=inputs)
 
-    made = [(lambda loss=loss: attempt(loss), kind, words) for loss, kind, words in rows]
+    made = [(partial(attempt, loss, inputs), kind, words) for loss, inputs, kind, words in rows]
     return lab.refusals(*made, ranks=2, literal=True)
 
 
 test_loss_functions = losses(
     (
-        lambda model, batch: shardrt.Tensor(np.zeros((), np.float32)),
-        RuntimeError,
-        "the loss function has not called the model",
-    ),
-    (
-        lambda model, batch: loss_of(model, batch) + loss_of(model, batch),
-        RuntimeError,
-        "the loss function calls the model twice; one stage is all it has",
-    ),
-    (caught, RuntimeError, "has caught what ends it before the last stage"),
-    (
-        lambda model, batch: model(batch["tokens"]),
+        lambda logits, batch: logits,
+        lambda batch: {"tokens": batch["tokens"]},
         TypeError,
         "must give a tensor of one number, got [4, 4, 11]",
     ),
+    (lambda loss, batch: loss.item(), None, TypeError, "must give a tensor of one number, got float"),
     (
-        lambda model, batch: loss_of(model, batch).item(),
-        TypeError,
-        "must give a tensor of one number, got float",
-    ),
-    (
-        lambda model, batch: loss_of(model, batch).detach(),
+        lambda loss, batch: loss.detach(),
+        None,
         RuntimeError,
         "this tensor depends on nothing that requires a gradient",
     ),
     (
-        lambda model, batch: model(batch["tokens"], target=1),
+        loss_of,
+        lambda batch: {"tokens": batch["tokens"], "target": 1},
         TypeError,
         "Llama.forward: got an unexpected keyword argument 'target'",
+    ),
+    (
+        loss_of,
+        lambda batch: batch["tokens"],
+        TypeError,
+        "Pipeline.step: inputs gave ndarray; the model is called with a tuple, or a mapping from names",
     ),
 )
 
@@ -213,7 +201,7 @@ def a_set_for_the_next_stage():
             return [nn.Piece("first", lambda x, batch: {shardrt.Tensor([1.0])}, first.uses), *others]
 
     pipeline = piped(Sets, cuts=[1])
-    pipeline.step(lambda model, batch: model(batch["tokens"]).sum(), [{"tokens": np.ones((1, 2), int)}] * 2)
+    pipeline.step(lambda logits, batch: logits.sum(), [{"tokens": np.ones((1, 2), int)}] * 2)
 
 
 def parallelize_after():
@@ -319,6 +307,8 @@ NONSENSE = [  # what is called with it, and the words of the one line
     (lambda p: piped(costs="time", batch=[1]), "batch must be the arguments of forward by name, got list"),
     (lambda p: piped(costs="time", batch={}), "batch: Llama.forward: missing a required argument: 'tokens'"),
     (lambda p: p.step(None, []), "Pipeline.step: loss must be a function, got NoneType"),
+    (lambda p: p.step(loss_of, [], inputs=1), "Pipeline.step: inputs must be a function, got int"),
+    (lambda p: p.step(loss_of, [[]] * 2), "without inputs=, a micro-batch is list; the model is called with"),
     (lambda p: p.step(loss_of, None), "Pipeline.step: batches must be a list of micro-batches, got None"),
     (
         lambda p: pipeline_plan(p.model, loss_of, []),
@@ -347,13 +337,13 @@ def test_nonsense_is_told_in_a_line_that_names_it(tmp_path):
 def test_a_step_after_one_that_has_raised():
     """One rank goes on with what it has; several do not know what the others have had."""
 
-    def raises(model, batch):
+    def raises(batch):
         raise KeyError("data")
 
     def norm(size):
         pipeline, data = build((size, 1, 1), "ZB-H1")
         with pytest.raises(KeyError):
-            pipeline.step(raises, batches_of(0, data))
+            pipeline.step(loss_of, batches_of(0, data), inputs=raises)
         pipeline.step(loss_of, batches_of(0, data))
         return clip_grad_norm_(pipeline.model.parameters(), 1.0)
 

@@ -41,15 +41,19 @@ from tests.parallel.piped import (
     Whole,
     batches_of,
     build,
+    called,
     gpt,
     like_one_piece,
     llama,
     long_llama,
     loss_of,
+    picture_inputs,
     picture_loss,
     pictures,
     run,
     same_bits,
+    token_inputs,
+    token_loss,
     trained,
     vit,
 )
@@ -91,7 +95,7 @@ def test_batches_may_be_of_any_kind_and_of_any_shapes():
                 batches.append(Batch(rows[:, :-1], rows[:, 1:]))
             ways = {dict: Batch._asdict, list: list, Batch: Batch._make}
             batches = [ways[kind](b) if kind in ways else Batch(*map(kind, b)) for b in batches]
-            pipeline.step(lambda model, b: model(**b) if isinstance(b, dict) else model(*b), batches)
+            pipeline.step(lambda loss, _: loss, batches, inputs=tuple if kind is list else None)
             found.append(clip_grad_norm_(pipeline.model.parameters(), 1.0))
         return found
 
@@ -105,7 +109,8 @@ def test_images_are_learned_with_the_bits_of_one_piece(ranks, schedule):
         images, labels = pictures()
         for step in range(2):
             shardrt.manual_seed(3, step=step)
-            pipeline.step(picture_loss, list(zip(np.split(images, 4), np.split(labels, 4), strict=True)))
+            batches = list(zip(np.split(images, 4), np.split(labels, 4), strict=True))
+            pipeline.step(picture_loss, batches, inputs=picture_inputs)
             lab.update(optimizer)
         return full_state_dict(pipeline.model)
 
@@ -126,7 +131,8 @@ def test_evaluation_gives_every_rank_what_the_model_gives():
                 found.append(call(shardrt.Tensor(images)).numpy())
                 found.append(call(images=shardrt.Tensor(images[:3])).numpy())
             model.train()
-            pipeline.step(picture_loss, list(zip(np.split(images, 4), np.split(labels, 4), strict=True)))
+            batches = list(zip(np.split(images, 4), np.split(labels, 4), strict=True))
+            pipeline.step(picture_loss, batches, inputs=picture_inputs)
             found.append(clip_grad_norm_(model.parameters(), np.inf))
         return found
 
@@ -181,9 +187,9 @@ def invariant(axes, schedule):
         batches = [(images[row : row + 1], labels[row : row + 1]) for row in range(data.rank, 8, data.size)]
         if schedule is None:
             for batch in batches:
-                picture_loss(pipeline.model, batch).backward()
+                picture_loss(called(pipeline.model, batch, picture_inputs), batch).backward()
         else:
-            pipeline.step(picture_loss, batches)
+            pipeline.step(picture_loss, batches, inputs=picture_inputs)
 
     return lab.learn(pipeline.model, step, optimizer=partial(optim.AdamW, lr=1e-2), whole=None)
 
@@ -264,7 +270,7 @@ def test_a_table_of_ones_own_gathers_and_releases_where_it_says(tmp_path):
 def test_nests_of_tensors_go_from_stage_to_stage():
     def found(pipeline, data):
         batches = batches_of(0, data)
-        pipeline.step(lambda model, b: F.cross_entropy(model(b["tokens"]), b["targets"]), batches)
+        pipeline.step(token_loss, batches, inputs=token_inputs)
         with no_grad():
             call = pipeline.model if isinstance(pipeline, Whole) else pipeline
             logits = call(batches[0]["tokens"]).numpy()
@@ -310,7 +316,7 @@ def test_one_dropout_of_several_stages_draws_masks_of_its_own_in_each():
         batches = batches_of(0, data)
         for training in (True, False, True):
             model.train(training)
-            pipeline.step(lambda model, b: F.cross_entropy(model(b["tokens"]), b["targets"]), batches)
+            pipeline.step(token_loss, batches, inputs=token_inputs)
             with no_grad():
                 logits.append(call(batches[0]["tokens"]).numpy())
             shardrt.manual_seed(3, step=len(logits))  # an evaluation draws nothing, and is no call
@@ -350,9 +356,8 @@ class TwiceTied(nn.Module):
 def test_stages_may_have_what_is_tied_in_another_order(shards):
     def final(pipeline, data):
         optimizer = optim.SGD(pipeline.model.parameters(), lr=0.1)
-        loss = lambda model, b: F.cross_entropy(model(b["tokens"]), b["targets"])  # noqa: E731
         for step in range(2):
-            pipeline.step(loss, batches_of(step, data))
+            pipeline.step(token_loss, batches_of(step, data), inputs=token_inputs)
             norm = clip_grad_norm_(pipeline.model.parameters(), 1.0)
             lab.update(optimizer)
         return norm, full_state_dict(pipeline.model)

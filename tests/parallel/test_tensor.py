@@ -14,6 +14,7 @@ from shardrt import nn, no_grad
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
+from shardrt.nn.module import Layer
 from shardrt.nn.share import joined
 from shardrt.parallel import (
     ColwiseParallel,
@@ -219,7 +220,7 @@ def test_generation_and_evaluation_take_any_number_of_positions(kind, sequence):
 
 
 class WithoutRecording:
-    order, every_entry = 1, False
+    layer, every_entry = Layer.ACTIVATION_OFFLOAD, False
 
     def run(self, module, forward, *args, **kwargs):
         with no_grad():
@@ -228,12 +229,11 @@ class WithoutRecording:
 
 def with_a_block_that_is_not_recorded(tp):
     model = build("llama", mesh_of(1, 1, tp), sequence=True, sharded=False)
-    model.blocks[0].run_inside(WithoutRecording())
+    model.blocks[0].wrap_forward(WithoutRecording())
     loss = model(*batch_of(0))
     loss.backward()
-    return loss.item(), joined(
-        model.blocks[1].mlp.down.weight, np.array(model.blocks[1].mlp.down.weight.grad)
-    )
+    weight = model.blocks[1].mlp.down.weight
+    return loss.item(), joined(weight.share, np.array(weight.grad))
 
 
 def test_what_a_step_runs_without_recording_is_cut_along_time_as_the_rest():
@@ -324,7 +324,7 @@ def test_a_head_that_is_called_gives_the_logits_of_all_words():
 def test_an_axis_of_one_rank_changes_nothing():
     model = make("gpt")
     parallelize_module(model, mesh_of(1, 1, 1)["tp"], plan_of(model, sequence_parallel=True))
-    assert not any(module._arounds for module in model.modules())
+    assert not any(module._forward_wrappers for module in model.modules())
     assert not any(parameter.share for parameter in model.parameters())
 
 

@@ -109,7 +109,7 @@ def piped(schedule="GPipe", count=6):
     pipeline = Pipeline(model, init_device_mesh("auto"), schedule=schedule, micro_batches=count)
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
-        pipeline.step(loss_of, [TOKENS] * count)
+        pipeline.step(F.cross_entropy, [TOKENS] * count, inputs=lambda batch: (batch,))
         optimizer.step()
         optimizer.zero_grad()
 

@@ -66,7 +66,7 @@ def piped(stages=2):
     for stage in pipeline.stages:
         for module in (*stage.blocks, stage):
             fully_shard(module, mesh=mesh["dp"])
-    update(model, lambda: pipeline.step(loss_of, [TOKENS] * 4))
+    update(model, lambda: pipeline.step(F.cross_entropy, [TOKENS] * 4, inputs=lambda batch: (batch,)))
 
 
 def cut():

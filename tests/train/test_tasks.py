@@ -38,15 +38,18 @@ def test_the_loss_of_a_step_does_not_depend_on_how_its_batch_is_cut():
     recipe = digits(smoothing=0.1)
     task, mesh = recipe.task(), init_device_mesh("cpu")
     model = task.model(mesh)
-    whole = float(task.loss(model, task.batch(range(36, 48))))
+
+    def loss_of(samples):
+        batch = task.batch(samples)
+        return float(task.loss(model(**task.inputs(batch)), batch))
+
+    whole = loss_of(range(36, 48))
     assert 12 * 1.5 < whole < 12 * 4
     for ranks, parts in ((1, 3), (2, 2), (3, 1)):
         cut = replace(recipe, micro_batches=parts)
         samples = [part for rank in range(ranks) for part in cut.samples(3, rank, ranks)]
         assert sorted(n for part in samples for n in part) == list(range(36, 48))
-        assert sum(float(task.loss(model, task.batch(part))) for part in samples) == pytest.approx(
-            whole, rel=1e-5
-        )
+        assert sum(map(loss_of, samples)) == pytest.approx(whole, rel=1e-5)
 
 
 def test_all_ranks_together_measure_every_held_out_image_once():
@@ -56,7 +59,7 @@ def test_all_ranks_together_measure_every_held_out_image_once():
 
     def figures(ranks, limit):
         found = [
-            task.measure(model, batch)
+            task.measure(model(**task.inputs(batch)), batch)
             for rank in range(ranks)
             for batch in task.held_out(96 // ranks, limit, rank, ranks)
         ]

@@ -9,7 +9,7 @@ from shardrt import functional as F
 from shardrt.comm.protocol import Communicator
 from shardrt.functional.collective import gather, gather_same
 from shardrt.functional.in_time import add_bias
-from shardrt.nn.module import Module
+from shardrt.nn.module import Layer, Module
 from shardrt.parallel.axis import TIME, Axis
 from shardrt.parallel.saved import gather_again
 from shardrt.tensor import Tensor
@@ -25,9 +25,9 @@ def check_whole(module: Module) -> None:
 
 
 class Converting:
-    """Around the forward of a module that is cut. Innermost: what is recomputed converts again."""
+    """Around the forward of a module that is cut."""
 
-    order, every_entry = -1, False
+    layer, every_entry = Layer.CONVERSION, False
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -100,7 +100,7 @@ class Deciding(Converting):
     Raises RuntimeError where it is not the whole any more: dropout outside would differ between the ranks.
     """
 
-    order = 3  # outermost
+    layer = Layer.MODEL
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         check_whole(module)

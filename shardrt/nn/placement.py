@@ -1,13 +1,14 @@
-"""Place: which ranks of a pipeline have a parameter.
+"""Where parameters and modules are, once parallelize_module or pipeline_stages has spread a model over ranks.
 
 Every rank of a pipeline has the whole tree of modules, with its names. Of what only other ranks' stages use
 it has no values: such a parameter is absent. What two stages use is on the ranks of both, as two copies, and
 belongs to the first.
 """
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -15,18 +16,13 @@ from shardrt import device
 from shardrt.comm.digits import Digits
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
-from shardrt.nn.runs import Part
-from shardrt.nn.storage import Storage
-
-if TYPE_CHECKING:
-    from shardrt.nn.parameter import Parameter
-
-Array = Any
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """The stages that use something, in ascending order, and the rank of each on the one axis of `mesh`.
+class PipelinePlacement:
+    """Which ranks of a pipeline have a parameter or a module.
+
+    The stages that use it, in ascending order, and the rank of each on the one axis of `mesh`.
 
     copies: of what two ranks have, these two; None elsewhere, and on other ranks. twin: it is what the later
     of two stages on one rank uses (parallel/twin.py).
@@ -59,8 +55,8 @@ class Place:
         return self.mesh.axes
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank speaks for all that have the stages that it has."""
+    def is_leader(self) -> bool:
+        """Whether this rank is the first of those that have the same stages."""
         return not self.mesh.number_but(self.axes)
 
     @property
@@ -74,30 +70,38 @@ class Place:
         return self.mesh.root.communicator("control")
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """For messages: the stage that has it, and the rank that this one would ask."""
         return f"on stage {self.stages[0]}, rank {int(self.mesh.ranks[self.ranks[0]])}"
 
 
-def pipeline_of(parameters: "Iterable[Parameter]") -> DeviceMesh | None:
-    """Place.mesh, of a model with stages; None for other parameters."""
-    return next((p.place.mesh for p in parameters if p.place is not None), None)
+@dataclass(frozen=True, eq=False)
+class ModulePlacement:
+    """What parallelism has made of one module. It holds modules by weak references.
 
+    Of an outermost module: `axis` and `styles`, which parallelize_module has given its modules; `stages`,
+    which this rank runs in its place. Of a module in a stage: `pipeline`, the ranks that run it; `stage`,
+    which calls it, if this rank has that stage. Of a stage: `label`, for messages; `inner_ends`, whether its
+    first argument and its output lie inside of the model, between two stages.
+    """
 
-def along_pipeline(parameters: "Iterable[Parameter]") -> Communicator | None:
-    """Place.control, of a model with stages; None for other parameters."""
-    mesh = pipeline_of(parameters)
-    return None if mesh is None else mesh.communicator("control")
+    axis: Any = None
+    styles: Sequence[tuple[Any, Any]] = ()
+    stages: tuple[weakref.ref, ...] = ()
+    pipeline: PipelinePlacement | None = None
+    stage: weakref.ref | None = None
+    label: str = ""
+    inner_ends: tuple[bool, bool] = (False, False)
 
 
 def on_first(
-    place: Place | None, values: np.ndarray | None, shape: tuple[int, ...], dtype: Any
+    place: PipelinePlacement | None, values: np.ndarray | None, shape: tuple[int, ...], dtype: Any
 ) -> np.ndarray | None:
-    """On rank 0, `values` of the rank that speaks for the owner; None elsewhere.
+    """On rank 0, `values` of the owner's leader; None elsewhere.
 
-    Collective over the ranks that speak for their stages. values: a host array, or None on other ranks.
+    Collective over the leaders of all stages. values: a host array, or None on other ranks.
     """
-    if place is None or not place.speaks:
+    if place is None or not place.is_leader:
         return values if place is None else None
     owner, rank = place.ranks[0], place.mesh.rank
     if rank == owner == 0:
@@ -117,42 +121,3 @@ def on_first(
     control.recv(found.reshape(-1), peer=owner, stream=stream)
     here.wait_here()
     return found
-
-
-class Absent(Storage):
-    """In place of the values of a parameter that other ranks have."""
-
-    def __init__(self, parameter: "Parameter") -> None:
-        self._parameter = parameter
-
-    def owner(self, first: bool) -> bool:
-        return False
-
-    @property
-    def shard(self) -> Array:
-        return device.current().empty((0,), self._parameter.dtype)
-
-    @property
-    def gradient(self) -> None:
-        return None
-
-    def range_of(self, parameter: "Parameter") -> tuple[int, int]:
-        return 0, 0
-
-    def part_of(self, parameter: "Parameter") -> Part:
-        return ()
-
-    def full(self, parameter: "Parameter") -> NoReturn:
-        raise RuntimeError(f"parameter {parameter.name!r} is {parameter.place.told}")
-
-    def assign(self, parameter: "Parameter", values: Any) -> NoReturn:
-        self.full(parameter)
-
-    def edge(self, parameter: "Parameter") -> NoReturn:
-        self.full(parameter)
-
-    def gradient_target(self, parameter: "Parameter") -> NoReturn:
-        self.full(parameter)
-
-    def zero_grad(self) -> None:
-        pass
