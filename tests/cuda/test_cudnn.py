@@ -22,9 +22,9 @@ from shardrt.kernels.cuda import _cudnn_attention, _cudnn_documents, _launch, at
 from shardrt.kernels.cuda._cudnn import CuDNN
 from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
 from shardrt.kernels.determinism import use_deterministic_algorithms
+from tests.contracts.attention import heads_of
 from tests.cuda import fake_cudnn
-from tests.cuda.numbers import assert_close, guarded, normal
-from tests.cuda.test_attention import heads_of, in_double
+from tests.cuda.numbers import assert_close, guarded, in_double, normal
 from tests.softgpu.cuda import Work
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from shardrt.kernels.cpu import conv2d as cpu
-from tests.cuda.test_vision import output_shape
+from tests.contracts.vision import output_shape
 from tests.gpu.test_products import off, poisoned, random, there
 
 pytestmark = pytest.mark.gpu
