@@ -20,10 +20,10 @@ def matmul():
     for m, n, k in ((1, 1, 1), (5, 7, 3), (1, 4, 6), (33, 1, 17), (64, 64, 64)):
         for a in layouts(m, k, 0):
             for b in layouts(k, n, 1):
-                yield Call((a, b, Out()), np.matmul)
+                yield Call((a, b, Out()), np.matmul, factor=2)
         add = normal(m, n, seed=2)
         yield Call((a, b, Out(add)), lambda a, b, out: out + a @ b, {"accumulate": True}, factor=2)
-    yield Call((normal(3, 5, 7), normal(3, 7, 4, seed=1), Out()), np.matmul)
+    yield Call((normal(3, 5, 7), normal(3, 7, 4, seed=1), Out()), np.matmul, factor=2)
 
 
 LAYERS = [(3, 5, 7), (130, 8, 16), (65, 3, 520), (1, 1, 1)]  # rows, inputs, outputs
@@ -35,60 +35,72 @@ def operands(rows, inputs, outputs):
     return *arrays, normal(rows, outputs, seed=3)
 
 
-@contract("linear.forward")
-def forward():
-    for sizes in LAYERS:
-        x, weight, bias, _ = operands(*sizes)
-        yield Call((x, weight, bias, Out()), lambda x, w, b: x @ w.T + b)
-        yield Call((x, weight, None, Out()), lambda x, w: x @ w.T)
+def forward(*sizes):
+    x, weight, bias, _ = operands(*sizes)
+    yield Call((x, weight, bias, Out()), lambda x, w, b: x @ w.T + b, factor=2)
+    yield Call((x, weight, None, Out()), lambda x, w: x @ w.T, factor=2)
 
 
-@contract("linear.forward_gelu")
-def forward_gelu():
+def forward_gelu(*sizes):
     def values(x, weight, bias=0.0):
         inner = x @ weight.T + bias
         return inner, inner * bend(inner)
 
+    x, weight, bias, _ = operands(*sizes)
+    yield Call((x, weight, bias, Out(), Out()), values, factor=2)
+    yield Call((x, weight, None, Out(), Out()), values, factor=2)
+
+
+def backward_gelu(*sizes):
+    *_, inner = operands(*sizes)
+    dy, before = normal(*inner.shape, seed=4), np.full(inner.shape[1], 2.0)
+
+    def gradients(dy, inner, before=0.0):
+        dinner = dy * gelu_slope(inner)
+        return dinner, dinner.sum(0) + before
+
+    # What is summed has not been rounded.
+    yield Call((dy, inner, Out(), Out(before, wide=True), True), gradients, factor=(1, 5), over=0)
+    yield Call((dy, inner, Out(), Out(wide=True), False), gradients, factor=(1, 10))
+    yield Call((dy, inner, Out(), None, False), lambda dy, x: dy * gelu_slope(x), over=0)
+
+
+def backward_input(*sizes):
+    _, weight, _, dy = operands(*sizes)
+    yield Call((dy, weight, Out()), np.matmul, factor=2)
+
+
+def backward_weight(*sizes):
+    x, weight, _, dy = operands(*sizes)
+    for begins in (None, weight):
+        for wide in (False, True):
+            args = x, dy, Out(begins, wide), begins is not None
+            yield Call(args, lambda x, dy, before=0.0: dy.T @ x + before, factor=2)
+
+
+def backward_parameters(*sizes):
+    def gradients(x, dy, weight=0.0, bias=0.0):
+        return dy.T @ x + weight, dy.sum(0) + bias
+
+    x, weight, bias, dy = operands(*sizes)
+    yield Call((x, dy, Out(wide=True), False, Out(wide=True), False), gradients, factor=2)
+    yield Call((x, dy, Out(weight, True), True, Out(bias, True), True), gradients, factor=2)
+
+
+LINEAR = {
+    "linear.forward": forward,
+    "linear.forward_gelu": forward_gelu,
+    "linear.backward_gelu": backward_gelu,
+    "linear.backward_input": backward_input,
+    "linear.backward_weight": backward_weight,
+    "linear.backward_parameters": backward_parameters,
+}
+
+
+@contract(*LINEAR)
+def layers(kernel):
     for sizes in LAYERS:
-        x, weight, bias, _ = operands(*sizes)
-        yield Call((x, weight, bias, Out(), Out()), values, factor=2)
-        yield Call((x, weight, None, Out(), Out()), values, factor=2)
-
-
-@contract("linear.backward_gelu")
-def backward_gelu():
-    for sizes in LAYERS:
-        *_, inner = operands(*sizes)
-        dy, before = normal(*inner.shape, seed=4), np.full(inner.shape[1], 2.0)
-
-        def gradients(dy, inner, before=0.0):
-            dinner = dy * gelu_slope(inner)
-            return dinner, dinner.sum(0) + before
-
-        def without_bias(dy, inner):
-            return dy * gelu_slope(inner)
-
-        # What is summed has not been rounded.
-        yield Call((dy, inner, Out(), Out(before, wide=True), True), gradients, factor=(1, 5), over=0)
-        yield Call((dy, inner, Out(), Out(wide=True), False), gradients, factor=(1, 10))
-        yield Call((dy, inner, Out(), None, False), without_bias, over=0)
-
-
-@contract("linear.backward_input")
-def backward_input():
-    for sizes in LAYERS:
-        _, weight, _, dy = operands(*sizes)
-        yield Call((dy, weight, Out()), np.matmul)
-
-
-@contract("linear.backward_weight")
-def backward_weight():
-    for sizes in LAYERS:
-        x, weight, _, dy = operands(*sizes)
-        for begins in (None, weight):
-            for wide in (False, True):
-                args = x, dy, Out(begins, wide), begins is not None
-                yield Call(args, lambda x, dy, before=0.0: dy.T @ x + before, factor=2)
+        yield from LINEAR[kernel](*sizes)
 
 
 @contract("linear.backward_bias", "reduce.column_sum")
@@ -100,18 +112,6 @@ def column_sum(kernel):
                     args = normal(rows, columns), Out(begins, wide), begins is not None
                     offsets = (0, 1) if columns == 16 else (0,)
                     yield Call(args, lambda x, before=0.0: x.sum(0) + before, offsets=offsets)
-
-
-@contract("linear.backward_parameters")
-def backward_parameters():
-    def gradients(x, dy, weight=0.0, bias=0.0):
-        return dy.T @ x + weight, dy.sum(0) + bias
-
-    for sizes in LAYERS:
-        x, weight, bias, dy = operands(*sizes)
-        yield Call((x, dy, Out(wide=True), False, Out(wide=True), False), gradients, factor=2)
-        args = x, dy, Out(weight, wide=True), True, Out(bias, wide=True), True
-        yield Call(args, gradients, factor=2)
 
 
 GROUPS = [(3, 0, 1, 6), (0, 0, 10, 0), (0, 0, 0, 0), (4, 4, 4, 0)]

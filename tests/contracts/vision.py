@@ -90,39 +90,48 @@ def operands(case):
     return *arrays, geometry
 
 
-@contract("conv2d.forward")
-def forward():
+def forward(case):
+    x, weight, bias, _, geometry = operands(case)
+    for shift in (bias, None):
+        yield Call((x, weight, shift, Out(), *geometry), convolution(case)[0], factor=3)
+
+
+def backward_input(case):
+    _, weight, _, dy, geometry = operands(case)
+    yield Call((dy, weight, Out(), *geometry), convolution(case)[1], factor=3)
+
+
+def backward_weight(case):
+    x, weight, _, dy, geometry = operands(case)
+    for begins in (None, normal(*weight.shape, seed=4)):
+        for wide in (False, True):
+            args = x, dy, Out(begins, wide), begins is not None, *geometry
+            yield Call(args, convolution(case)[2], factor=3)
+
+
+def backward_bias(case):
+    *_, bias, dy, _ = operands(case)
+    for begins in (None, bias):
+        for wide in (False, True):
+            yield Call((dy, Out(begins, wide), begins is not None), sum_of_planes)
+
+
+def sum_of_planes(dy, before=0.0):
+    return dy.sum((0, 2, 3)) + before
+
+
+CALLS = {
+    "conv2d.forward": forward,
+    "conv2d.backward_input": backward_input,
+    "conv2d.backward_weight": backward_weight,
+    "conv2d.backward_bias": backward_bias,
+}
+
+
+@contract(*CALLS)
+def convolutions(kernel):
     for case in CONVOLUTIONS:
-        x, weight, bias, _, geometry = operands(case)
-        yield Call((x, weight, bias, Out(), *geometry), convolution(case)[0], factor=3)
-        yield Call((x, weight, None, Out(), *geometry), convolution(case)[0], factor=3)
-
-
-@contract("conv2d.backward_input")
-def backward_input():
-    for case in CONVOLUTIONS:
-        _, weight, _, dy, geometry = operands(case)
-        yield Call((dy, weight, Out(), *geometry), convolution(case)[1], factor=3)
-
-
-@contract("conv2d.backward_weight")
-def backward_weight():
-    for case in CONVOLUTIONS:
-        x, weight, _, dy, geometry = operands(case)
-        for begins in (None, normal(*weight.shape, seed=4)):
-            for wide in (False, True):
-                args = x, dy, Out(begins, wide), begins is not None, *geometry
-                yield Call(args, convolution(case)[2], factor=3)
-
-
-@contract("conv2d.backward_bias")
-def backward_bias():
-    for case in CONVOLUTIONS:
-        *_, bias, dy, _ = operands(case)
-        for begins in (None, bias):
-            for wide in (False, True):
-                args = dy, Out(begins, wide), begins is not None
-                yield Call(args, lambda dy, before=0.0: dy.sum((0, 2, 3)) + before)
+        yield from CALLS[kernel](case)
 
 
 def pools():
