@@ -1,27 +1,11 @@
-"""All contracts."""
+"""All contracts: of each file of this folder."""
 
-from tests.contracts import (
-    CONTRACTS,
-    attention,
-    casts,
-    elementwise,
-    losses,
-    norms,
-    optimizers,
-    products,
-    routes,
-    vision,
-)
+from importlib import import_module
+from pathlib import Path
 
-__all__ = [
-    "CONTRACTS",
-    "attention",
-    "casts",
-    "elementwise",
-    "losses",
-    "norms",
-    "optimizers",
-    "products",
-    "routes",
-    "vision",
-]
+from tests.contracts import CONTRACTS
+
+__all__ = ["CONTRACTS"]
+
+for _path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
+    import_module(f"tests.contracts.{_path.stem}")

@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="files or lines with this text in them")
     parser.add_argument("--json", type=Path, help="a file for what was found")
     parser.add_argument("-n", dest="jobs", type=int, default=2, help="at a time (2)")
-    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(Path(options.child[0]), options.child[1:])

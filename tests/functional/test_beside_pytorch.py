@@ -297,6 +297,33 @@ BY_KERNELS = {
             ((1, 1, 9, 4), (3, 1), (4, 1), 0),  # pixels that no window sees
         )
     },
+    **{
+        f"conv2d {x} {weight} {geometry}": (
+            lambda x, w, b, geometry=geometry: F.conv2d(x, w, b, *geometry),
+            f"TF.conv2d(x, y, z, *{geometry})",
+            [normal(*x), normal(*weight), normal(weight[0])],
+        )
+        for x, weight, *geometry in (  # stride, padding, dilation, groups
+            ((2, 3, 5, 4), (2, 3, 3, 2), 1, (1, 0), 1, 1),
+            ((1, 4, 5, 6), (6, 2, 2, 3), (2, 1), (0, 2), (1, 2), 2),
+            ((2, 2, 4, 5), (4, 1, 3, 3), (1, 2), 1, 1, 2),  # depthwise, two outputs for each channel
+            ((1, 2, 3, 3), (3, 2, 1, 1), 2, 0, 1, 1),  # pixels that no window sees
+            ((1, 2, 7, 7), (2, 1, 3, 2), (3, 2), (2, 1), 2, 2),
+        )
+    },
+    **{
+        f"conv_transpose2d {x} {weight} {geometry}": (
+            lambda x, w, b, geometry=geometry: F.conv_transpose2d(x, w, b, *geometry),
+            f"TF.conv_transpose2d(x, y, z, *{geometry})",
+            [normal(*x), normal(*weight), normal(outputs)],
+        )
+        for outputs, x, weight, *geometry in (  # stride, padding, output_padding, groups, dilation
+            (2, (2, 3, 4, 3), (3, 2, 3, 2)),
+            (4, (1, 4, 3, 4), (4, 2, 3, 3), (2, 3), (1, 0), (1, 2), 2, (1, 2)),
+            (4, (2, 4, 2, 3), (4, 1, 2, 2), 2, 0, 0, 4),
+            (3, (1, 2, 3, 3), (2, 3, 1, 1), 3, 0, 2),  # rows and columns that nothing adds to
+        )
+    },
     "global_avg_pool2d": (F.global_avg_pool2d, "x.mean((2, 3))", [normal(2, 3, 4, 5)]),
 }
 FORMULAS = {
