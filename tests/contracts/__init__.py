@@ -49,6 +49,7 @@ class Call:
     how: arguments by keyword. factor: of the tolerance, or one for each array that is written.
     over: which argument may also be the first that is written. exact: without rounding.
     elements: types that it is for. offsets: how many elements beyond 16 bytes its arrays begin.
+    rounds: the truth gets `rounded`, which rounds to the type of the elements.
     """
 
     args: tuple
@@ -59,6 +60,7 @@ class Call:
     exact: bool = False
     elements: tuple = ("float32", "float64", "float16", "bfloat16")
     offsets: tuple = (0, 1)
+    rounds: bool = False
 
 
 def contract(*kernels: str):
@@ -119,7 +121,8 @@ def run(function, call, element, offset=0, in_place=False):
             if isinstance(values, np.ndarray):
                 args[place] = laid(arg, values)
         arrays = [arg for arg in args if isinstance(arg, np.ndarray)]
-        expected = call.truth(*map(_in_double, arrays))
+        more = {"rounded": lambda x: x.astype(dtype_of(element)).astype(np.float64)} if call.rounds else {}
+        expected = call.truth(*map(_in_double, arrays), **more)
         expected = expected if isinstance(expected, tuple) else (expected,)
         outs = [place for place, arg in enumerate(call.args) if isinstance(arg, Out)]
         for place, values in zip(outs, expected, strict=True):
