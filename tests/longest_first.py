@@ -20,7 +20,7 @@ LONGEST = (  # by the seconds of a processor that each takes with its processes
     *("cuda/test_reduce.py", "cuda/test_vision_training.py", "bench/test_gpu.py"),
     *("parallel/test_schedules.py", "parity/test_tensor.py", "parallel/test_pipeline.py"),
     *("train/test_world_invariant.py", "functional/test_conv2d.py", "parity/test_pipeline.py"),
-    *("cuda/test_attention.py", "cuda/test_moe.py", "models/test_transformers.py"),
+    *("cuda/test_contracts.py", "cuda/test_moe.py", "models/test_transformers.py"),
     *("parallel/test_experts.py", "cuda/test_norms.py", "test_untrusted.py"),
     *("parallel/test_meshes.py", "parallel/test_pipeline_features.py", "softgpu/test_processes.py"),
     *("test_failure.py", "test_watching.py", "train/test_stop.py"),

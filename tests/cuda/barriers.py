@@ -22,9 +22,9 @@ from tests.cuda import emulator
 from tests.cuda.emulator import HERE, ROOT
 
 _BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
-_TESTS = dict.fromkeys(("batch_norm", "conv2d", "pool"), "vision") | dict.fromkeys(
-    ("layer_norm", "rms_norm"), "norms"
-)
+
+
+_TESTS = {"layer_norm": "norms", "rms_norm": "norms", "attention_cudnn": "cudnn"}
 
 
 def sites() -> list[tuple[str, int, str]]:
@@ -44,7 +44,7 @@ def included(path: Path) -> set[Path]:
 
 
 def tests_of(file: str) -> list[str]:
-    """The tests of the kernels in a file, or of all that have a header and ask a block for something."""
+    """Options of pytest for tests of the kernels in a file, or of all that have a header and ask a block."""
     stems = [Path(file).stem]
     if file.endswith(".cuh"):
         files = {path: included(path) - {path} for path in HERE.glob("*.cu")}
@@ -55,7 +55,10 @@ def tests_of(file: str) -> list[str]:
             for path, others in files.items()
             if any(asks.search(other.read_text()) for other in others if other.name != file)
         ]
-    return sorted({f"tests/cuda/test_{_TESTS.get(stem, stem)}.py" for stem in stems})
+    files = {f"test_{_TESTS.get(stem, stem)}.py" for stem in stems}
+    files = [name for name in sorted(files) if (ROOT / "tests/cuda" / name).exists()]
+    chosen = " or ".join([*files, *(f"contracts and {stem}." for stem in stems)])
+    return [*(f"tests/cuda/{name}" for name in (*files, "test_contracts.py")), "-k", chosen]
 
 
 class First:
@@ -98,7 +101,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="files or lines with this text in them")
     parser.add_argument("--json", type=Path, help="a file for what was found")
     parser.add_argument("-n", dest="jobs", type=int, default=2, help="at a time (2)")
-    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(Path(options.child[0]), options.child[1:])

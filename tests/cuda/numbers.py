@@ -18,6 +18,10 @@ def normal(*shape, seed=0):
     return np.random.default_rng((seed, *shape)).normal(size=shape)
 
 
+def in_double(*arrays):
+    return [array.astype(np.float64) for array in arrays]
+
+
 @contextmanager
 def guarded(element):
     """A function that makes arrays of a type with poison around them; at the end the poison must be there.

@@ -17,14 +17,15 @@ from shardrt import Tensor, device
 from shardrt import functional as F
 from shardrt.comm import init_device_mesh, thread, world
 from shardrt.functional.context import context_attention
-from shardrt.kernels.cpu import attention as cpu
 from shardrt.kernels.cuda import _cudnn_attention, _cudnn_documents, _launch, attention
 from shardrt.kernels.cuda._cudnn import CuDNN
 from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
 from shardrt.kernels.determinism import use_deterministic_algorithms
+from tests.contracts.attention import attention as attention_of
+from tests.contracts.attention import gradients as gradients_of
+from tests.contracts.attention import heads_of
 from tests.cuda import fake_cudnn
-from tests.cuda.numbers import assert_close, guarded, normal
-from tests.cuda.test_attention import heads_of, in_double
+from tests.cuda.numbers import assert_close, guarded, in_double, normal
 from tests.softgpu.cuda import Work
 
 
@@ -61,19 +62,28 @@ def run(q, k, v, y, lse, dy, gradients, causal=True, scale=0.3):
     attention.backward(dy, q, k, v, y, lse, *gradients, causal=causal, scale=scale)
 
 
+def exact(q, k, v, dy=None, y=None, lse=None, **how):
+    """y and lse in float64; with dy the gradients too, from y and lse as they are given."""
+    how = {"causal": True, "scale": 0.3} | how
+    q, k, v = in_double(q, k, v)
+    found = attention_of(q, k, v, **how)
+    if dy is None:
+        return found
+    return *found, *gradients_of(*in_double(dy), q, k, v, *(found if y is None else in_double(y, lse)), **how)
+
+
+def assert_exact(q, k, v, y, lse, dy, gradients, factor=1, **how):
+    expected = exact(q, k, v, dy, y, lse, **how)
+    for found, exactly in zip((y, lse, *gradients), expected, strict=True):
+        assert_close(found, exactly, factor)
+
+
 @pytest.mark.parametrize("element", ["float16", "bfloat16"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_heads_are_read_and_written_where_they_lie(cudnn, emulated, element, causal):
-    with packed(element) as (q, k, v, y, lse, dy, gradients):
-        run(q, k, v, y, lse, dy, gradients, causal)
-        expected = [np.empty(x.shape) for x in (y, lse)]
-        cpu.forward(*in_double(q, k, v), *expected, causal=causal, scale=0.3)
-        assert_close(y, expected[0])
-        assert_close(lse, expected[1])
-        expected = [np.empty(x.shape) for x in gradients]
-        cpu.backward(*in_double(dy, q, k, v, y, lse), *expected, causal=causal, scale=0.3)
-        for found, exactly in zip(gradients, expected, strict=True):
-            assert_close(found, exactly)
+    with packed(element) as arrays:
+        run(*arrays, causal)
+        assert_exact(*arrays, causal=causal)
         assert emulated.launches == []
 
 
@@ -84,16 +94,14 @@ def test_keys_may_have_another_time_and_fewer_heads(cudnn, emulated):
         y, lse = array(np.full(q.shape, np.nan)), array(np.full(q.shape[:3], np.nan), dtype=np.float32)
         gradients = [array(np.full(x.shape, np.nan)) for x in (q, k, v)]
         run(q, k, v, y, lse, dy, gradients, causal=False)
-        expected = [np.empty(x.shape) for x in gradients]
-        cpu.backward(*in_double(dy, q, k, v, y, lse), *expected, causal=False, scale=0.3)
-        assert_close(gradients[1], expected[1])
+        assert_exact(q, k, v, y, lse, dy, gradients, causal=False)
         assert len(cudnn.graphs) == 2 and emulated.launches == []
 
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_queries_may_go_in_groups(cudnn, emulated, heads):
     """Six heads of q share one head of k and v, or two do; in one array, of which each takes its part."""
-    fused, group = emulated.attention(), 6 // heads
+    fused = emulated.attention()
     with guarded("bfloat16") as array:
         packed = array(normal(2, 7, 6 + 2 * heads, 16)).transpose(0, 2, 1, 3)  # (batch, heads, time, width)
         q, k, v = packed[:, :6], packed[:, 6 : 6 + heads], packed[:, 6 + heads :]
@@ -103,19 +111,7 @@ def test_queries_may_go_in_groups(cudnn, emulated, heads):
         gradients = made[:, :6], made[:, 6 : 6 + heads], made[:, 6 + heads :]
         assert fused.forward(q, k, v, y, lse, causal=True, scale=0.3)
         assert fused.backward(dy, q, k, v, y, lse, *gradients, causal=True, scale=0.3)
-
-        exact = in_double(q, k, v)
-        exact[1:] = [np.stack([x[:, head // group] for head in range(6)], 1) for x in exact[1:]]
-        expected = np.empty(y.shape), np.empty(lse.shape)
-        cpu.forward(*exact, *expected, causal=True, scale=0.3)
-        assert_close(y, expected[0])
-        assert_close(lse, expected[1])
-        whole = [np.empty(q.shape) for _ in range(3)]
-        cpu.backward(*in_double(dy), *exact, *in_double(y, lse), *whole, causal=True, scale=0.3)
-        assert_close(gradients[0], whole[0])
-        for found, each in zip(gradients[1:], whole[1:], strict=True):
-            summed = [each[:, head * group : (head + 1) * group].sum(axis=1) for head in range(heads)]
-            assert_close(found, np.stack(summed, axis=1))
+        assert_exact(q, k, v, y, lse, dy, gradients)
         assert cudnn.graphs[0].tensors[1].dim == [2, heads, 7, 16] and emulated.launches == []
 
 
@@ -214,9 +210,7 @@ def test_what_cudnn_refuses_runs_by_the_reference_kernels_and_is_said_once(cudnn
             warnings.simplefilter("error")
             run(*arrays)
         assert len(cudnn.graphs) == 2
-        expected = np.empty(arrays[3].shape), np.empty(arrays[4].shape)
-        cpu.forward(*in_double(*arrays[:3]), *expected, causal=True, scale=0.3)
-        assert_close(arrays[3], expected[0], 2)
+        assert_close(arrays[3], exact(*arrays[:3])[0], 2)
 
 
 def test_backward_is_deterministic_only_where_it_is_asked_for(cudnn):
@@ -341,17 +335,13 @@ def test_chunks_of_queries_at_their_places_among_the_keys(cudnn, emulated, eleme
         attention.backward(dy, q, k, v, y, lse, *gradients, **how)
         assert sum(graph.runs for graph in cudnn.graphs) == 2 * len(offsets)
         assert emulated.launches == ["complete"]
+        assert_exact(q, k, v, y, lse, dy, gradients, **how)
         found = [x.copy() for x in (y, lse, *gradients)]
-        exact = [np.empty(x.shape) for x in (y, lse)]
-        cpu.forward(*in_double(q, k, v), *exact, **how)
-        exact += [np.empty(x.shape) for x in gradients]
-        cpu.backward(*in_double(dy, q, k, v, y, lse), *exact[2:], **how)
         emulated.attention = lambda: None
         attention.forward(q, k, v, y, lse, **how)
         attention.backward(dy, q, k, v, y, lse, *gradients, **how)
-        for one, expected, other in zip(found, exact, (y, lse, *gradients), strict=True):
-            assert_close(one, expected)
-            assert_close(other, expected, 2)
+        assert_exact(q, k, v, y, lse, dy, gradients, 2, **how)
+        for one, other in zip(found, (y, lse, *gradients), strict=True):
             assert_close(one, other.astype(np.float64), 2)
 
 
@@ -372,9 +362,7 @@ def test_a_chunk_whose_softmax_lies_in_place_has_no_copy(cudnn, emulated, monkey
     for offsets, shape in (((30,), {}), ((0, 30), single | {"each": 28})):
         with chunks_of("bfloat16", offsets, width=16, **shape) as (q, k, v, y, lse, *_):
             attention.forward(q, k, v, y, lse, causal=True, scale=0.1, offsets=offsets)
-            expected = np.empty(y.shape), np.empty(lse.shape)
-            cpu.forward(*in_double(q, k, v), *expected, causal=True, scale=0.1, offsets=offsets)
-            assert_close(lse, expected[1])
+            assert_close(lse, exact(q, k, v, scale=0.1, offsets=offsets)[1])
     assert {dtype for _, dtype in taken} == {np.uint8}
     with chunks_of("bfloat16", (0, 30), width=16, **single) as (q, k, v, y, lse, *_):  # not at 16 bytes
         attention.forward(q, k, v, y, lse, causal=True, scale=0.1, offsets=(0, 30))
@@ -398,9 +386,8 @@ def test_chunks_that_do_not_suit_run_by_the_reference_kernels(cudnn, emulated, e
             attention.forward(q, k, v, y, lse, **how)
             attention.backward(dy, q, k, v, y, lse, *gradients, **how)
         assert emulated.launches[-3:] == ["dots", "backward_queries", "backward_keys"]
-        expected = [np.empty(x.shape) for x in gradients]
-        cpu.backward(*in_double(dy, q, k, v, y, lse), *expected, **how)
-        for found, exactly in zip(gradients[1:], expected[1:], strict=True):
+        expected = exact(q, k, v, dy, y, lse, **how)
+        for found, exactly in zip(gradients[1:], expected[3:], strict=True):
             assert_close(found, exactly, 4)
 
 
@@ -440,13 +427,9 @@ def run_documents(q, k, v, y, lse, dy, gradients, starts):
     attention.backward(dy, q, k, v, y, lse, *gradients, **how)
 
 
-def assert_as_in_double(q, k, v, y, lse, dy, gradients, starts, factor=1):
-    how = {"causal": True, "scale": 0.1, "starts": starts}
-    exact = [np.empty(x.shape) for x in (y, lse, *gradients)]
-    cpu.forward(*in_double(q, k, v), *exact[:2], **how)
-    cpu.backward(*in_double(dy, q, k, v, y, lse), *exact[2:], **how)
-    for found, expected in zip((y, lse, *gradients), exact, strict=True):
-        assert_close(found, expected, factor)
+def assert_documents_exact(*arrays, factor=1):
+    *arrays, starts = arrays
+    assert_exact(*arrays, factor, scale=0.1, starts=starts)
 
 
 REFERENCE = ["forward", "dots", "backward_queries", "backward_keys"]
@@ -463,7 +446,7 @@ def test_documents_are_sequences_of_cudnn(cudnn, emulated, element, width, lengt
         assert [(graph.kind, graph.runs) for graph in cudnn.graphs] == [("forward", 1), ("backward", 1)]
         assert cudnn.graphs[1].bounded == (2 * sum(lengths),) * 2
         assert emulated.launches == ["documents", *REFERENCE[:1], "documents", *REFERENCE[1:]]
-        assert_as_in_double(*arrays)
+        assert_documents_exact(*arrays)
         found = [x.copy() for x in (y, lse, *gradients)]
         emulated.attention = lambda: None
         run_documents(*arrays)
@@ -482,7 +465,7 @@ def test_more_documents_than_a_plan_is_for_are_left_to_the_reference_kernels(
     monkeypatch.setattr(fake_cudnn.Graph, "_run", lambda self, *how: runs.append(self) or run_one(self, *how))
     with documents_of("bfloat16", lengths, width=16) as arrays:
         run_documents(*arrays)
-        assert_as_in_double(*arrays, factor=2)
+        assert_documents_exact(*arrays, factor=2)
     assert len(runs) == 2 * sequences
 
 
@@ -508,7 +491,7 @@ def test_documents_that_do_not_suit_run_by_the_reference_kernels(emulated, how, 
     module = played(emulated, **versions)
     with documents_of(**{"element": "bfloat16", "lengths": (30, 10), "width": 16} | how) as arrays:
         run_documents(*arrays)
-        assert_as_in_double(*arrays, factor=2)
+        assert_documents_exact(*arrays, factor=2)
     assert module.graphs == [] and emulated.launches == REFERENCE
 
 
@@ -517,7 +500,7 @@ def test_documents_of_which_cudnn_has_no_plan_run_by_the_reference_kernels(cudnn
     with documents_of("bfloat16", (30, 10), width=16) as arrays:
         with pytest.warns(UserWarning, match=r"cuDNN refuses documents of \(2, 4, 40, 16\) of bfloat16"):
             run_documents(*arrays)
-        assert_as_in_double(*arrays, factor=2)
+        assert_documents_exact(*arrays, factor=2)
 
 
 def test_rows_of_documents_that_lie_apart_run_by_the_reference_kernels(cudnn, emulated):
@@ -533,7 +516,7 @@ def test_deterministic_attention_of_documents_is_that_of_the_reference_kernels(c
     use_deterministic_algorithms(True)
     with documents_of("bfloat16", (30, 10), width=16) as arrays:
         run_documents(*arrays)
-        assert_as_in_double(*arrays, factor=2)
+        assert_documents_exact(*arrays, factor=2)
     assert cudnn.graphs == [] and emulated.launches == REFERENCE
 
 
@@ -561,12 +544,9 @@ def test_versions_that_can_not_build_backward_leave_it_to_others_and_say_so_once
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for time in (9, 10):
-            with packed("bfloat16", heads=1, batch=1, time=time) as (q, k, v, y, lse, dy, gradients):
-                run(q, k, v, y, lse, dy, gradients)
-                expected = [np.empty(x.shape) for x in gradients]
-                cpu.backward(*in_double(dy, q, k, v, y, lse), *expected, causal=True, scale=0.3)
-                for found, exactly in zip(gradients, expected, strict=True):
-                    assert_close(found, exactly)
+            with packed("bfloat16", heads=1, batch=1, time=time) as arrays:
+                run(*arrays)
+                assert_exact(*arrays)
     kinds = [graph.kind for graph in cudnn.graphs if graph.runs]
     assert kinds == (["forward", "backward"] if builds else ["forward"]) * 2 and len(kinds) == len(
         cudnn.graphs
@@ -640,8 +620,7 @@ def test_on_the_device_it_runs_in_the_current_stream(gpu, backend):
     """Late, as all that is there: after what the stream has before it, and before what comes then."""
     side, given = gpu.new_stream("side"), gpu.new_event()
     with packed("bfloat16") as (q, k, v, y, lse, dy, gradients):
-        expected = np.empty(y.shape), np.empty(lse.shape)
-        cpu.forward(*in_double(q, k, v), *expected, causal=True, scale=0.3)
+        expected = exact(q, k, v)
         there = [gpu.asarray(np.ascontiguousarray(x)) for x in (q, k, v, y, lse, dy, *gradients)]
         gpu.current_stream.record(given)
         side.wait(given)
@@ -682,9 +661,7 @@ def test_on_the_device_chunks_and_documents_wait_for_nobody(gpu, backend, kind):
     with made as (q, k, v, y, lse, dy, gradients, *starts):
         how = {"causal": True, "scale": 0.1}
         how |= {"starts": starts[0]} if starts else {"offsets": (26, 52)}
-        exact = [np.empty(x.shape) for x in (y, lse, *gradients)]
-        cpu.forward(*in_double(q, k, v), *exact[:2], **how)
-        cpu.backward(*in_double(dy, q, k, v), *exact[:2], *exact[2:], **how)
+        expected = exact(q, k, v, dy, **how)
         rows = [gpu.asarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for x in (q, y, dy, gradients[0])]
         if starts:  # side by side in one array
             packed = [np.concatenate(x, axis=1).transpose(0, 2, 1, 3) for x in ((q, k, v), gradients)]
@@ -700,8 +677,8 @@ def test_on_the_device_chunks_and_documents_wait_for_nobody(gpu, backend, kind):
         side.submit(lambda: attention.forward(q, k, v, y, lse, **how))
         side.submit(lambda: attention.backward(dy, q, k, v, y, lse, *gradients, **how))
         side.synchronize()
-        for found, expected in zip((y, lse, *gradients), exact, strict=True):
-            assert_close(gpu.to_numpy(found), expected, 2)
+        for found, exactly in zip((y, lse, *gradients), expected, strict=True):
+            assert_close(gpu.to_numpy(found), exactly, 2)
     assert list(sys.modules["cudnn"].handles.values()) == [side.handle.ptr]
     assert sum(graph.runs for graph in sys.modules["cudnn"].graphs) == (2 if starts else 4)
 

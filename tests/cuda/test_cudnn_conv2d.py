@@ -9,9 +9,9 @@ from shardrt.kernels.cpu import conv2d as cpu
 from shardrt.kernels.cuda import conv2d
 from shardrt.kernels.cuda._cudnn import CuDNN
 from shardrt.kernels.cuda._cudnn_conv2d import CuDNNConv2d
+from tests.contracts.vision import CONVOLUTIONS, output_shape
 from tests.cuda import fake_cudnn
-from tests.cuda.numbers import assert_close, guarded, normal
-from tests.cuda.test_vision import CONVOLUTIONS, output_shape
+from tests.cuda.numbers import assert_close, guarded, in_double, normal
 
 HALVES = ["float16", "bfloat16"]
 KINDS = ["conv_fprop", "conv_dgrad", "conv_wgrad"]
@@ -27,10 +27,6 @@ def cudnn(emulated):
     return module
 
 
-def exactly(*arrays):
-    return [x.astype(np.float64) for x in arrays]
-
-
 def everything(array, case, gradient=None, accumulate=True):
     """Forward with a bias and both gradients: [(what came out, what should)]. gradient: its dtype."""
     x_shape, w_shape, *geometry = case
@@ -38,9 +34,9 @@ def everything(array, case, gradient=None, accumulate=True):
     bias, dy = array(normal(w_shape[0], seed=2)), array(normal(*output_shape(*case), seed=3))
     y, dx = array(np.full(dy.shape, np.nan)), array(np.full(x.shape, np.nan))
     dweight = array(normal(*w_shape, seed=4) if accumulate else np.full(w_shape, np.nan), dtype=gradient)
-    expected = [np.full(dy.shape, np.nan), np.full(x.shape, np.nan), *exactly(dweight)]
+    expected = [np.full(dy.shape, np.nan), np.full(x.shape, np.nan), *in_double(dweight)]
     for kernels, numbers, outs in (
-        (cpu, exactly(x, weight, bias, dy), expected),
+        (cpu, in_double(x, weight, bias, dy), expected),
         (conv2d, (x, weight, bias, dy), (y, dx, dweight)),
     ):
         x, weight, bias, dy = numbers
@@ -96,7 +92,7 @@ def test_a_gradient_that_does_not_begin_at_16_bytes_is_made_beside_it(cudnn, emu
         x, dy = array(normal(*x_shape)), array(normal(*output_shape(*CONVOLUTIONS[0])))
         dweight, expected = array(np.full(w_shape, np.nan), 1, np.float32), np.zeros(w_shape)
         conv2d.backward_weight(x, dy, dweight, False, *geometry)
-        cpu.backward_weight(*exactly(x, dy), expected, False, *geometry)
+        cpu.backward_weight(*in_double(x, dy), expected, False, *geometry)
         assert_close(dweight, expected)
     assert emulated.launches == ["sum_parts"]
 
@@ -146,7 +142,7 @@ def test_what_does_not_suit_runs_by_the_reference(cudnn, emulated):
         x, weight = array(normal(*case[0]), 1), array(normal(*case[1]))  # x begins between 16 bytes
         y, expected = array(np.full(output_shape(*case), np.nan)), np.zeros(output_shape(*case))
         conv2d.forward(x, weight, None, y, *case[2:])
-        cpu.forward(*exactly(x, weight), None, expected, *case[2:])
+        cpu.forward(*in_double(x, weight), None, expected, *case[2:])
         assert_close(y, expected, 2)
         flat = array(normal(*case[0][1:]))[None]  # with a stride of 0
         conv2d.forward(flat, weight, None, y[:1], *case[2:])

@@ -1,77 +1,12 @@
-"""Rows by index, and their gradient: the CPU's sums, for whatever indices come together."""
+"""Rows by index, and their gradient: indices outside of a table, parts of tables, the order of sums."""
 
 import numpy as np
 import pytest
 
 from shardrt.kernels.cpu import embedding as cpu
 from shardrt.kernels.cuda import embedding as cuda
-from tests.cuda.numbers import ELEMENTS, assert_close, dtype_of, guarded, normal
-
-WIDTHS = [1, 16, 33]
-
-
-def indices_of(kind, count, vocab):
-    random = np.random.default_rng(count)
-    return {
-        "random": random.integers(0, vocab, count),
-        "equal": np.full(count, vocab - 1),
-        "ascending": np.arange(count) % vocab,
-        "often": np.where(random.random(count) < 0.5, min(3, vocab - 1), random.integers(0, vocab, count)),
-    }[kind]
-
-
-@pytest.mark.parametrize("element", ELEMENTS)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("shift", [0, 1])
-def test_forward(emulated, element, width, shift):
-    indices = indices_of("random", 77, 50)
-    with guarded(element) as array:
-        weight, y = array(normal(50, width), shift), array(np.full((77, width), np.nan), shift)
-        cuda.forward(indices, weight, y)
-        np.testing.assert_array_equal(y, weight[indices])
-
-
-def run_backward(array, indices, vocab, width, kinds, shift=0):
-    """(CUDA's gradient, the CPU's in float64), both added to the same numbers."""
-    dy = array(normal(indices.size, width), shift, dtype_of(kinds[0]))
-    dweight = array(normal(vocab, width, seed=1), shift, dtype_of(kinds[1]))
-    expected = dweight.astype(np.float64)
-    cuda.backward(indices, dy, dweight)
-    cpu.backward(indices, dy.astype(np.float64), expected)
-    return dweight, expected
-
-
-@pytest.mark.parametrize("element", ELEMENTS)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("shift", [0, 1])
-def test_backward(emulated, element, width, shift):
-    with guarded(element) as array:
-        indices = indices_of("often", 333, 40)
-        assert_close(*run_backward(array, indices, 40, width, (element, element), shift))
-
-
-@pytest.mark.parametrize("kind", ["random", "equal", "ascending", "often"])
-@pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 96, 257])
-@pytest.mark.parametrize("vocab", [1, 5, 300])
-def test_backward_of_many_patterns(emulated, kind, count, vocab):
-    with guarded("float32") as array:
-        indices = indices_of(kind, count, vocab)
-        assert_close(*run_backward(array, indices, vocab, 4, ("float32", "float32")))
-
-
-@pytest.mark.parametrize("vocab", [256, 257, 70_000])
-def test_backward_of_several_tiles_and_passes(emulated, vocab):
-    with guarded("float32") as array:
-        indices = indices_of("random", 2500, vocab)
-        assert_close(*run_backward(array, indices, vocab, 1, ("float32", "float32")))
-
-
-@pytest.mark.parametrize("element", ["float16", "bfloat16"])
-@pytest.mark.parametrize("width", [16, 33])
-def test_backward_into_float32(emulated, element, width):
-    with guarded(element) as array:
-        indices = indices_of("often", 100, 10)
-        assert_close(*run_backward(array, indices, 10, width, (element, "float32")))
+from tests.contracts.products import indices_of
+from tests.cuda.numbers import assert_close, guarded, normal
 
 
 def test_backward_touches_only_rows_that_are_named(emulated):

@@ -79,29 +79,6 @@ def test_sum_packed_refuses_other_kinds(emulated):
         cuda.sum_packed(np.zeros(1, np.float32), [np.zeros(1, np.uint16)], 1.0, False, "float32")
 
 
-@pytest.mark.parametrize("element", ELEMENTS)
-@pytest.mark.parametrize("rows", [1, 63, 65, 700])
-@pytest.mark.parametrize("columns", [1, 33, 48])
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_column_sum(emulated, element, rows, columns, accumulate):
-    with guarded(element) as array:
-        x = array(normal(rows, columns))
-        out = array(normal(columns) if accumulate else np.full(columns, np.nan))
-        expected = x.astype(np.float64).sum(axis=0) + (out.astype(np.float64) if accumulate else 0)
-        cuda.column_sum(x, out, accumulate)
-        assert_close(out, expected)
-
-
-@pytest.mark.parametrize("element", ["float16", "bfloat16"])
-@pytest.mark.parametrize("shift", [0, 1])
-def test_column_sum_into_float32(emulated, element, shift):
-    with guarded(element) as array:
-        x, out = array(normal(130, 16), shift), array(normal(16), 0, np.float32)
-        expected = out + x.astype(np.float64).sum(axis=0)
-        cuda.column_sum(x, out, True)
-        assert_close(out, expected)
-
-
 def test_column_sum_of_8192_rows_keeps_every_multiprocessor_busy(emulated, monkeypatch):
     """A block of 256 threads that each load eight times 16 bytes: 384 of them, an H200 has 132."""
     asked = []

@@ -1,4 +1,6 @@
-"""functional/conv2d.py: gradients against differences; both against PyTorch; bad arguments."""
+"""functional/conv2d.py: all ways of the CPU against PyTorch; bits, nan, bad arguments. Small cases are in
+test_beside_pytorch.py.
+"""
 
 import numpy as np
 import pytest
@@ -8,30 +10,7 @@ from shardrt import functional as F
 from shardrt.kernels import cpu
 from shardrt.kernels.cpu import _conv2d_plan, _conv2d_planes, _threads, conv2d
 from shardrt.kernels.cpu._vectors import WIDE
-from tests.gradcheck import LAYOUTS, check_gradients, leaf, normal
-
-# x, weight, stride, padding, dilation, groups
-SMALL = [
-    ((2, 3, 5, 4), (2, 3, 3, 2), 1, (1, 0), 1, 1),
-    ((1, 4, 5, 6), (6, 2, 2, 3), (2, 1), (0, 2), (1, 2), 2),
-    ((2, 2, 4, 5), (4, 1, 3, 3), (1, 2), 1, 1, 2),  # depthwise, two outputs for each channel
-    ((1, 2, 3, 3), (3, 2, 1, 1), 2, 0, 1, 1),  # pixels that no window sees
-    ((1, 2, 7, 7), (2, 1, 3, 2), (3, 2), (2, 1), 2, 2),
-]
-
-
-@pytest.mark.parametrize("case", SMALL, ids=str)
-def test_gradients(case):
-    x, weight, *geometry = case
-    function = lambda x, w, b: F.conv2d(x, w, b, *geometry)  # noqa: E731
-    check_gradients(function, leaf(normal(*x)), leaf(normal(*weight)), leaf(normal(weight[0])))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_any_layout(layout):
-    x, weight, *geometry = SMALL[1]
-    inputs = leaf(layout(normal(*x))), leaf(layout(normal(*weight)))
-    check_gradients(lambda x, w: F.conv2d(x, w, None, *geometry), *inputs)
+from tests.gradcheck import check_gradients, leaf, normal
 
 
 def test_a_weight_used_twice_gets_both_gradients():
@@ -44,7 +23,7 @@ def test_a_weight_used_twice_gets_both_gradients():
         check_gradients(lambda x, w: F.conv2d(x, w) + F.conv2d(x * x, w), x, leaf(normal(*weight)))
 
 
-# Whole vectors and what is left of them, in channels, pixels and images; groups; all geometries.
+# x, weight, stride, padding, dilation, groups: whole vectors and what is left of them.
 LARGE = [
     ((3, 3, 32, 32), (24, 3, 7, 7), 2, 3, 1, 1),  # few channels: rows of the window in one piece
     ((2, 40, 9, 14), (36, 40, 3, 3), 1, 1, 1, 1),
@@ -204,50 +183,6 @@ def test_bad_arguments_are_an_error():
             F.conv2d(*(normal(*shape) for shape in shapes), **options)
     with pytest.raises(TypeError, match="x float64, weight float32"):
         F.conv2d(normal(1, 1, 2, 2), normal(1, 1, 1, 1).astype("float32"))
-
-
-TRANSPOSED = [  # x, weight, (stride, padding, output_padding, groups, dilation)
-    ((2, 3, 4, 3), (3, 2, 3, 2), ()),
-    ((1, 4, 3, 4), (4, 2, 3, 3), ((2, 3), (1, 0), (1, 2), 2, (1, 2))),
-    ((2, 4, 2, 3), (4, 1, 2, 2), (2, 0, 0, 4)),
-    ((1, 2, 3, 3), (2, 3, 1, 1), (3, 0, 2)),  # rows and columns that nothing adds to
-]
-
-
-@pytest.mark.parametrize("case", range(len(TRANSPOSED)))
-def test_transposed_gradients(case):
-    x, weight, geometry = TRANSPOSED[case]
-    outputs = weight[1] * (geometry[3] if len(geometry) > 3 else 1)
-    check_gradients(
-        lambda x, w, b: F.conv_transpose2d(x, w, b, *geometry),
-        *(leaf(normal(*shape)) for shape in (x, weight, (outputs,))),
-    )
-    for layout in LAYOUTS:
-        check_gradients(
-            lambda x, w: F.conv_transpose2d(x, w, None, *geometry),
-            leaf(layout(normal(*x))),
-            leaf(layout(normal(*weight))),
-        )
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("case", range(len(TRANSPOSED)))
-def test_the_transposed_is_that_of_pytorch(case):
-    torch = pytest.importorskip("torch")
-    x, weight, geometry = TRANSPOSED[case]
-    arrays = [normal(*shape).astype("float32") for shape in (x, weight, (weight[1],))]
-    if len(geometry) > 3:
-        arrays[2] = normal(weight[1] * geometry[3]).astype("float32")
-    ours = [Tensor(a, requires_grad=True) for a in arrays]
-    theirs = [torch.tensor(a, requires_grad=True) for a in arrays]
-    y = F.conv_transpose2d(*ours, *geometry)
-    expected = torch.nn.functional.conv_transpose2d(*theirs, *geometry)
-    np.testing.assert_allclose(y.data, expected.detach().numpy(), rtol=1e-5, atol=1e-5)
-    dy = normal(*y.shape, seed=3).astype("float32")
-    y.backward(dy)
-    expected.backward(torch.from_numpy(dy))
-    for one, other in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(one.grad, other.grad.numpy(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

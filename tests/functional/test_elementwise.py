@@ -81,20 +81,6 @@ def test_equal_inputs_of_maximum_share_the_gradient():
     assert (x.grad.tolist(), y.grad.tolist()) == ([0.5, 1, 0], [0.5, 0, 1])
 
 
-@pytest.mark.parametrize("op", BINARY)
-@pytest.mark.parametrize("scalar", [2, 2.5, np.float64(2.5), np.float32(2.5), np.int64(2)], ids=repr)
-def test_scalars_keep_the_dtype_of_the_tensor(op, scalar):
-    for dtype in (np.float32, np.float64):
-        x = Tensor(np.ones((2, 3), dtype), requires_grad=True)
-        for y in (op(x, scalar), op(scalar, x)):
-            assert y.dtype == dtype
-            x.grad = None
-            y.sum().backward()
-            assert x.grad.dtype == dtype
-        check_gradients(lambda x: op(x, scalar), leaf(away_from_zero(normal(3))))  # noqa: B023
-        check_gradients(lambda x: op(scalar, x), leaf(away_from_zero(normal(3))))  # noqa: B023
-
-
 def test_integers_beside_floats_take_their_dtype():
     x = Tensor(np.ones(3, np.float32))
     for integers in (np.arange(3), Tensor(np.arange(3)), np.array([True, False, True])):

@@ -1,11 +1,11 @@
-"""functional/loss.py: gradients against differences, targets that are ignored, the gradient in place."""
+"""functional/loss.py: targets that are ignored, the gradient in place, chunks of rows."""
 
 import numpy as np
 import pytest
 
 from shardrt import Tensor, device
 from shardrt import functional as F
-from tests.gradcheck import LAYOUTS, check_direction, check_gradients, leaf, normal
+from tests.gradcheck import check_gradients, leaf, normal
 
 REDUCTIONS = ["mean", "sum", "none"]
 
@@ -15,25 +15,12 @@ def targets_for(shape, vocab, seed=0):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(4, 5), (2, 3, 7), (1, 1), (1, 1, 3), (5,)], ids=str)
-def test_gradients(reduction, layout, shape):
-    targets = targets_for(shape[:-1], shape[-1])
-    check_gradients(lambda x: F.cross_entropy(x, targets, reduction=reduction), leaf(layout(normal(*shape))))
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_gradients_with_ignored_targets(reduction, inplace):
     targets = np.array([[1, -100, 0], [-100, -100, 4]])
     check_gradients(
         lambda x: F.cross_entropy(x * 2, targets, reduction=reduction, inplace=inplace), leaf(normal(2, 3, 5))
     )
-
-
-def test_gradients_of_odd_sizes():
-    targets = targets_for((37,), 1031)
-    check_direction(lambda x: F.cross_entropy(x, targets), leaf(normal(37, 1031)))
 
 
 def test_an_ignored_index_that_is_a_class():
@@ -49,13 +36,6 @@ def test_all_targets_ignored_give_no_number_but_gradient_zero():
     loss.backward()
     assert np.isnan(loss.item()) and (x.grad == 0).all()
     assert F.cross_entropy(x, [-100, -100], reduction="sum").item() == 0
-
-
-def test_losses_are_minus_the_logarithm_of_softmax():
-    x, targets = normal(4, 5), targets_for((4,), 5)
-    losses = F.cross_entropy(x, targets, reduction="none").data
-    np.testing.assert_allclose(losses, -F.log_softmax(x).data[np.arange(4), targets], rtol=1e-13)
-    assert F.cross_entropy(x, targets).item() == pytest.approx(losses.mean(), rel=1e-14)
 
 
 def test_in_place_the_gradient_takes_the_memory_of_the_logits():
@@ -201,20 +181,3 @@ def test_what_does_not_fit_in_chunks_is_an_error():
         F.linear_cross_entropy(x, weight, [0, 5])
     with pytest.raises(ValueError, match="chunk must be at least 0, got -1"):
         F.linear_cross_entropy(x, weight, [0, 1], chunk=-1)
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_equal_to_torch(reduction):
-    torch = pytest.importorskip("torch")
-    values = normal(33, 515).astype(np.float32) * 5
-    targets = targets_for((33,), 515)
-    targets[::7] = -100
-    x, theirs = Tensor(values, requires_grad=True), torch.tensor(values, requires_grad=True)
-    loss = F.cross_entropy(x, targets, reduction=reduction)
-    their_loss = torch.nn.functional.cross_entropy(theirs, torch.tensor(targets), reduction=reduction)
-    dy = np.asarray(normal(*loss.shape), np.float32)
-    loss.backward(dy)
-    their_loss.backward(torch.tensor(dy))
-    np.testing.assert_allclose(loss.data, their_loss.detach().numpy(), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(x.grad, theirs.grad.numpy(), rtol=1e-4, atol=1e-6)

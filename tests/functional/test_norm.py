@@ -1,11 +1,11 @@
-"""functional/norm.py: gradients against differences; parameters that are used twice, or not trained."""
+"""functional/norm.py: norms of sums; parameters that are used twice, or not trained."""
 
 import numpy as np
 import pytest
 
 from shardrt import Tensor
 from shardrt import functional as F
-from tests.gradcheck import LAYOUTS, check_direction, check_gradients, contiguous, leaf, normal
+from tests.gradcheck import check_gradients, leaf, normal
 
 
 def layer_norm(x, weight, bias=None, eps=1e-5):
@@ -16,29 +16,8 @@ def rms_norm(x, weight, eps=1e-6):
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-SHAPES = [(3, 5), (1, 2), (2, 1, 7), (4,), (5, 1)]
-
-
 def parameters(width):
     return normal(width, seed=1) + 1, normal(width, seed=2)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layer_norm_gradients(shape, layout):
-    weight, bias = parameters(shape[-1])
-    x = normal(*shape)
-    check_gradients(layer_norm, leaf(layout(x)), leaf(contiguous(weight)), leaf(bias))
-    check_gradients(layer_norm, leaf(contiguous(x)), leaf(layout(weight)), leaf(layout(bias)))
-    check_gradients(layer_norm, leaf(layout(x)), leaf(weight))
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rms_norm_gradients(shape, layout):
-    weight, _ = parameters(shape[-1])
-    check_gradients(rms_norm, leaf(layout(normal(*shape))), leaf(contiguous(weight)))
-    check_gradients(rms_norm, leaf(normal(*shape)), leaf(layout(weight)))
 
 
 NORMS = {
@@ -94,12 +73,6 @@ def test_sums_of_other_shapes_are_an_error():
         F.add_layer_norm(normal(3, 5), normal(3, 5).astype(np.float32), normal(5))
 
 
-def test_gradients_of_odd_sizes():
-    weight, bias = parameters(193)
-    check_direction(layer_norm, leaf(normal(67, 193)), leaf(weight), leaf(bias))
-    check_direction(rms_norm, leaf(normal(67, 193)), leaf(weight))
-
-
 def test_parameters_used_twice_get_both_gradients():
     weight, bias = parameters(5)
     check_gradients(
@@ -147,15 +120,6 @@ def test_gradients_that_nobody_wants_are_not_made(trained):
         check_gradients(rms_norm, *inputs[:2])
 
 
-def test_rows_are_normalised():
-    x = normal(4, 64) * 3 + 2
-    y = layer_norm(x, np.ones(64), eps=0.0).data
-    np.testing.assert_allclose(y.mean(-1), 0, atol=1e-14)
-    np.testing.assert_allclose(y.var(-1), 1, rtol=1e-13)
-    z = rms_norm(x, np.ones(64), eps=0.0).data
-    np.testing.assert_allclose((z * z).mean(-1), 1, rtol=1e-13)
-
-
 def test_a_constant_row_is_no_trouble():
     y = F.layer_norm(np.full((2, 8), 3.0, np.float32), 8, np.ones(8, np.float32))
     assert (y.data == 0).all()
@@ -169,21 +133,3 @@ def test_sizes_that_do_not_fit_are_an_error(op):
         op(Tensor(1.0), normal(1))
     with pytest.raises(TypeError, match="x float64, weight float32"):
         op(normal(3, 5), np.ones(5, np.float32))
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("op", [layer_norm, rms_norm])
-def test_equal_to_torch(op):
-    torch = pytest.importorskip("torch")
-    arrays = [a.astype(np.float32) for a in (normal(7, 11, 193) * 2 + 1, *parameters(193))]
-    arrays = arrays if op is layer_norm else arrays[:2]
-    ours = [Tensor(a, requires_grad=True) for a in arrays]
-    theirs = [torch.tensor(a, requires_grad=True) for a in arrays]
-    y = op(*ours, eps=1e-5)
-    their_y = getattr(torch.nn.functional, op.__name__)(theirs[0], (193,), *theirs[1:], eps=1e-5)
-    dy = normal(7, 11, 193, seed=3).astype(np.float32)
-    y.backward(dy)
-    their_y.backward(torch.tensor(dy))
-    np.testing.assert_allclose(y.data, their_y.detach().numpy(), rtol=1e-5, atol=1e-5)
-    for one, other in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(one.grad, other.grad.numpy(), rtol=2e-5, atol=5e-5)

@@ -1,4 +1,4 @@
-"""functional/rotary.py: gradients against differences, values against the rotation, the rest untouched."""
+"""functional/rotary.py: gradients against differences, scores by distance, errors."""
 
 import numpy as np
 import pytest
@@ -18,18 +18,6 @@ def test_gradients(layout, sizes):
     batch, time, head_dim, heads, rest = sizes
     x = leaf(layout(normal(batch, time, heads * head_dim + rest)))
     check_gradients(lambda x: F.rotary(x, *tables(time, head_dim // 2), heads), x)
-
-
-def test_pairs_turn_as_complex_numbers_and_the_rest_stays():
-    batch, time, head_dim, heads = 2, 7, 6, 3
-    x = normal(batch, time, heads * head_dim + 5)
-    cos, sin = tables(time, 3)
-    y = F.rotary(x, cos, sin, heads).data
-    pairs = x[..., :18].reshape(batch, time, heads, 2, 3)
-    turned = (pairs[..., 0, :] + 1j * pairs[..., 1, :]) * (cos + 1j * sin)[:, None]
-    expected = np.stack([turned.real, turned.imag], axis=3).reshape(batch, time, 18)
-    np.testing.assert_allclose(y[..., :18], expected, rtol=1e-12, atol=1e-14)
-    np.testing.assert_array_equal(y[..., 18:], x[..., 18:])
 
 
 def test_scores_depend_on_the_distance_alone():

@@ -12,7 +12,7 @@ from shardrt.comm.counted import CountedCommunicator
 from shardrt.device.cpu import CPUDevice
 from shardrt.functional import collective as C
 from shardrt.functional import vocabulary as V
-from tests.gradcheck import check_gradients, leaf, normal
+from tests.gradcheck import leaf, normal
 from tests.ranks import run_ranks
 
 SIZES = [2, 3, 4]
@@ -171,61 +171,6 @@ def test_with_sequence_parallelism_each_rank_gets_the_gradient_of_its_rows(chunk
     found = run_ranks(3, body)
     close(joined(found, 0), given.grad)
     close(joined(found, 1), weight.grad)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_gradients_against_differences(reduction):
-    """Of whole tables, of which each rank cuts its part, and which all ranks move together."""
-    indices, targets = np.array([[0, 4, 4], [2, 1, 0]]), targets_of((2, 3), 5)
-
-    def body():
-        comm = create()
-        part = V.VocabularyPart(comm, 5)
-
-        def own(table, axis=0):
-            rows = slice(part.first, part.first + part.count)
-            return C.copy_to(table, comm)[rows if axis == 0 else (..., rows)]
-
-        def embed(table):
-            return C.reduce_from(V.embedding(indices, own(table), part), comm)
-
-        def lose(logits):
-            return V.cross_entropy(own(logits, -1), targets, part, reduction=reduction)
-
-        check_gradients(embed, leaf(normal(5, 3)))
-        check_gradients(lose, leaf(normal(2, 3, 5)))
-        for chunk in (0, 4):
-            check_gradients(
-                lambda x, w: head(x, own(w), targets, part, reduction, chunk),  # noqa: B023
-                leaf(normal(2, 3, WIDTH)),
-                leaf(normal(5, WIDTH)),
-            )
-
-    run_ranks(3, body)
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("chunk", [0, 16])
-def test_equal_to_torch(chunk):
-    torch = pytest.importorskip("torch")
-    x, matrix = normal(33, 16).astype(np.float32), normal(515, 16).astype(np.float32)
-    targets = targets_of((33,), 515)
-
-    def body():
-        part, weight = of_rank(create(), matrix)
-        given = Tensor(x, requires_grad=True)
-        loss = head(given, weight, targets, part, chunk=chunk)
-        loss.backward()
-        return loss.item(), np.array(given.grad), np.array(weight.grad)
-
-    theirs = [torch.tensor(array, requires_grad=True) for array in (x, matrix)]
-    loss = torch.nn.functional.cross_entropy(theirs[0] @ theirs[1].T, torch.tensor(targets))
-    loss.backward()
-    found = run_ranks(4, body)
-    for each in found:
-        assert each[0] == pytest.approx(loss.item(), rel=1e-6)
-        close(each[1], theirs[0].grad.numpy(), 2e-6)
-    close(joined(found, 2), theirs[1].grad.numpy(), 2e-6)
 
 
 @pytest.mark.parametrize("ignore_index", [3, 0, -1, -6])

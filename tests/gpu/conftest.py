@@ -1,6 +1,7 @@
 """What tests on a GPU share. Without one each file of this folder is one skip."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -8,6 +9,7 @@ from shardrt import device
 from shardrt.device import cuda
 from shardrt.kernels.cuda import _compile, _launch
 from shardrt.kernels.determinism import use_deterministic_algorithms
+from tests.contracts import check
 from tests.cuda import numbers
 
 TOLERANCE = {"float32": 2.5e-6, "bfloat16": 5e-3}  # tests multiply them by up to 4 and, mostly, up to 2
@@ -22,11 +24,12 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Of tests of tests/cuda, which run on the CPU, all but the first two cases of each are rest."""
+    """Of tests of tests/cuda, which run on the CPU, all but the first two cases of each kernel are rest."""
     seen = Counter()
     for item in items:
         if item.path.name == "test_kernels.py" and item.path.parent.name == "gpu":
-            name = f"{item.cls}.{item.originalname}"
+            params = getattr(item, "callspec", None)
+            name = item.cls, item.originalname, params and params.params.get("kernel")
             if seen[name] >= 2:
                 item.add_marker(pytest.mark.rest)
             seen[name] += 1
@@ -53,13 +56,26 @@ def real(pytestconfig):
 
 
 @pytest.fixture
-def emulated(real, monkeypatch):
-    """For the tests of tests/cuda: not emulated. Their tolerances become those of the GPU."""
+def tolerance(monkeypatch):
+    """That of tests/contracts becomes that of the GPU."""
+    for name, limit in TOLERANCE.items():
+        monkeypatch.setitem(numbers.TOLERANCE, name, limit)
+
+
+@pytest.fixture
+def on_gpu(gpu, tolerance):
+    """check of tests/contracts, of kernels as training calls them: with the libraries that are there."""
+    from tests.gpu.mirror import on_gpu
+
+    return partial(check, gpu.kernels, launch=on_gpu)
+
+
+@pytest.fixture
+def emulated(real, tolerance):
+    """For the tests of tests/cuda: not emulated."""
     from tests.gpu.mirror import Mirror
 
     device.get("cuda").enter()
-    for name, limit in TOLERANCE.items():
-        monkeypatch.setitem(numbers.TOLERANCE, name, limit)
     mirror = Mirror(real)
     before = _launch.use(mirror)
     yield mirror

@@ -35,6 +35,17 @@ class Mirror(Emulator):
         self._real.prepare(wanted)
 
 
+def on_gpu(function):
+    """A kernel of a GPU, libraries and all, for NumPy arrays."""
+
+    def launched(*args, **how):
+        there = _There()
+        function(*map(there, args), **{name: there(value) for name, value in how.items()})
+        there.bring_back()
+
+    return launched
+
+
 class _There:
     """NumPy arrays as arrays of the GPU: those that share memory here share it there, equally aligned."""
 

@@ -4,9 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shardrt.kernels.cpu import conv2d as cpu
-from tests.cuda.test_vision import output_shape
-from tests.gpu.test_products import off, poisoned, random, there
+from tests.contracts.vision import CALLS, output_shape
+from tests.gpu.test_products import poisoned, random, there
 
 pytestmark = pytest.mark.gpu
 
@@ -21,36 +20,18 @@ CASES = {
     "dilated, odd": ((3, 5, 17, 13), (7, 5, 3, 2), (1, 2), (2, 0), (2, 1), 1),
     "patches": ((2, 3, 32, 32), (64, 3, 16, 16), (16, 16), (0, 0), (1, 1), 1),
 }
-TYPES = {
-    "float32": (np.dtype(np.float32), 1e-5),
-    "bfloat16": (np.dtype(ml_dtypes.bfloat16), 1e-2),
-    "float16": (np.dtype(np.float16), 2e-3),
-}
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("element", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", CASES)
-def test_forward_and_both_gradients(gpu, kind, case):
-    (dtype, limit), (x_shape, w_shape, *geometry) = TYPES[kind], CASES[case]
-    shapes = x_shape, w_shape, w_shape[:1], output_shape(*CASES[case])
-    pairs = [there(gpu, random(*shape, seed=i), dtype) for i, shape in enumerate(shapes)]
-    outs = [poisoned(gpu, shapes[place], dtype) for place in (3, 0)]
-    dweight, before = there(gpu, random(*w_shape, seed=9), np.dtype(np.float32))
-    exact = [np.empty(shapes[3]), np.empty(x_shape), before.copy()]
-    for kernels, (x, weight, bias, dy), (y, dx, gradient) in (
-        (gpu.kernels.conv2d, [pair[0] for pair in pairs], [*outs, dweight]),
-        (cpu, [pair[1] for pair in pairs], exact),
-    ):
-        kernels.forward(x, weight, bias, y, *geometry)
-        kernels.backward_input(dy, weight, dx, *geometry)
-        kernels.backward_weight(x, dy, gradient, True, *geometry)
-    for name, found, expected in zip(("y", "dx", "dweight"), [*outs, dweight], exact, strict=True):
-        assert off(gpu, found, expected) < limit, name
+def test_forward_and_gradients(on_gpu, element, case):
+    for kernel, calls in CALLS.items():
+        on_gpu(kernel, element, calls(CASES[case]))
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16, np.float16])
 def test_the_same_bits_every_time(gpu, kind):
-    dtype, (x_shape, w_shape, *geometry) = TYPES[kind][0], CASES["3 x 3"]
+    dtype, (x_shape, w_shape, *geometry) = np.dtype(kind), CASES["3 x 3"]
     x, weight = (there(gpu, random(*shape), dtype)[0] for shape in (x_shape, w_shape))
     dy = there(gpu, random(*output_shape(*CASES["3 x 3"])), dtype)[0]
     found = []

@@ -1,5 +1,5 @@
-"""Every kernel against its CPU twin in float64, on odd sizes, with poison in and around what it writes: the
-tests of tests/cuda, launched on the GPU.
+"""Every kernel against tests/contracts, on odd sizes, with poison in and around what it writes, and what else
+tests/cuda says of single kernels: launched on the GPU.
 """
 
 import importlib
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 TESTS = Path(__file__).parents[1] / "cuda"
 OPS = [path.stem for path in sorted(Path(kernels.__file__).parent.glob("[a-z]*.py"))]
-FILES = [*OPS, "norms", "vision"]  # of tests; "vision" has convolution, batch norm and pooling
+FILES = ["contracts", *OPS, "norms", "optimizers"]  # of tests
 
 
 def _class_of(op):

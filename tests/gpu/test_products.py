@@ -1,6 +1,5 @@
 """Products by cublasLt: the twelve of GPT-2's layers, and layouts, against float64 on the host."""
 
-from itertools import product
 from math import pi, sqrt
 
 import ml_dtypes
@@ -10,6 +9,8 @@ import pytest
 from bench.gpu.products import layers
 from shardrt.kernels.cpu import grouped as cpu
 from shardrt.kernels.cuda import _launch
+from tests.contracts.elementwise import gelu_slope
+from tests.contracts.products import LINEAR
 from tests.gpu.sizes import ROWS, WIDTH
 
 pytestmark = pytest.mark.gpu
@@ -40,30 +41,14 @@ def off(gpu, found, expected):
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("rows", [ROWS, 77])
-def test_the_three_products_of_a_layer(gpu, kind, layer, rows):
-    (dtype, limit), (inputs, outputs) = TYPES[kind], LAYERS[layer]
-    linear = gpu.kernels.linear
-    x, exact_x = there(gpu, random(rows, inputs), dtype)
-    dy, exact_dy = there(gpu, random(rows, outputs, seed=1), dtype)
-    weight, exact_weight = there(gpu, random(outputs, inputs, seed=2), dtype)
-    y, dx, dweight = (poisoned(gpu, like.shape, dtype) for like in (dy, x, weight))
-    linear.forward(x, weight, None, y)
-    linear.backward_input(dy, weight, dx)
-    linear.backward_weight(x, dy, dweight, False)
-    assert off(gpu, y, exact_x @ exact_weight.T) < limit
-    assert off(gpu, dx, exact_dy @ exact_weight) < limit
-    assert off(gpu, dweight, exact_dy.T @ exact_x) < limit
+def test_the_products_of_a_layer(on_gpu, kind, layer, rows):
+    for kernel in ("forward", "backward_input", "backward_weight", "backward_parameters"):
+        on_gpu(f"linear.{kernel}", kind, LINEAR[f"linear.{kernel}"](rows, *LAYERS[layer]))
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_bias_in_the_epilogue(gpu, kind):
-    dtype, limit = TYPES[kind]
-    x, exact_x = there(gpu, random(77, 40), dtype)
-    weight, exact_weight = there(gpu, random(24, 40, seed=1), dtype)
-    bias, exact_bias = there(gpu, 10 * random(24, seed=2), dtype)
-    y = poisoned(gpu, (77, 24), dtype)
-    gpu.kernels.linear.forward(x, weight, bias, y)
-    assert off(gpu, y, exact_x @ exact_weight.T + exact_bias) < limit
+def test_layouts_odd_sizes_and_a_batch(on_gpu, kind):
+    on_gpu("matmul.matmul", kind)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -82,11 +67,6 @@ def test_gelu_in_the_epilogue(gpu, kind):
         assert _launch.backend().gemm_gelu(x, weight.T, bias, inner, y, lambda y: None)
 
 
-def slope(x):
-    t = np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))
-    return 0.5 * (1 + t) + 0.5 * x * (1 - t**2) * sqrt(2 / pi) * (1 + 3 * 0.044715 * x**2)
-
-
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_gradient_goes_on_through_gelu_in_the_epilogue(gpu, kind):
     dtype, limit = TYPES[kind]
@@ -94,59 +74,12 @@ def test_the_gradient_goes_on_through_gelu_in_the_epilogue(gpu, kind):
     weight, exact_weight = there(gpu, random(40, 24, seed=1), dtype)
     inner, exact_inner = there(gpu, random(72, 24, seed=2), dtype)
     dinner, apart = (poisoned(gpu, (72, 24), dtype) for _ in range(2))
-    exact = exact_dy @ exact_weight * slope(exact_inner)
+    exact = exact_dy @ exact_weight * gelu_slope(exact_inner)
     if gpu.kernels.linear.backward_input_gelu(dy, weight, inner, dinner):  # else it takes longer
         assert off(gpu, dinner, exact) < limit
     gpu.kernels.linear.backward_input(dy, weight, apart)
     gpu.kernels.linear.backward_gelu(apart, inner, apart, None, False)
     assert off(gpu, apart, exact) < 2 * limit
-
-
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("more", [False, True])
-def test_the_gradients_of_weight_and_bias_in_one_product(gpu, kind, more):
-    dtype = TYPES[kind][0]
-    dweight, dbias = gpu.asarray(np.ones((24, 40), np.float32)), gpu.asarray(np.ones(24, np.float32))
-    x, exact_x = there(gpu, random(77, 40), dtype)
-    dy, exact_dy = there(gpu, random(77, 24, seed=1), dtype)
-    gpu.kernels.linear.backward_parameters(x, dy, dweight, more, dbias, more)
-    assert off(gpu, dweight, more + exact_dy.T @ exact_x) < 1e-5
-    assert off(gpu, dbias, more + exact_dy.sum(0)) < 1e-5
-
-
-def test_weight_gradients_of_micro_batches_add_up_in_float32(gpu):
-    dtype = TYPES["bfloat16"][0]
-    dweight, expected = gpu.asarray(np.zeros((24, 40), np.float32)), 0.0
-    for seed in range(3):
-        x, exact_x = there(gpu, random(77, 40, seed=seed), dtype)
-        dy, exact_dy = there(gpu, random(77, 24, seed=seed + 10), dtype)
-        gpu.kernels.linear.backward_weight(x, dy, dweight, True)
-        expected = expected + exact_dy.T @ exact_x
-    assert off(gpu, dweight, expected) < 1e-5
-
-
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize(("first", "second"), list(product(["plain", "transposed", "cut"], repeat=2)))
-@pytest.mark.parametrize("sizes", [(5, 7, 3), (1, 4, 6), (33, 1, 17), (64, 64, 64)])
-def test_layouts_and_odd_sizes(gpu, kind, first, second, sizes):
-    (dtype, limit), (m, n, k) = TYPES[kind], sizes
-    a, exact_a = laid_out(gpu, random(m, k), dtype, first)
-    b, exact_b = laid_out(gpu, random(k, n, seed=1), dtype, second)
-    out = poisoned(gpu, (m, n), dtype)
-    gpu.kernels.matmul.matmul(a, b, out)
-    assert off(gpu, out, exact_a @ exact_b) < limit
-    gpu.kernels.matmul.matmul(a, b, out, accumulate=True)
-    assert off(gpu, out, 2 * (exact_a @ exact_b)) < 2 * limit
-
-
-def laid_out(gpu, values, dtype, layout):
-    if layout == "transposed":
-        array, exact = there(gpu, np.ascontiguousarray(values.T), dtype)
-        return array.T, exact.T
-    if layout == "cut":  # rows of a wider matrix, which begin at any multiple of two bytes
-        array, exact = there(gpu, np.pad(values, ((0, 0), (1, 2))), dtype)
-        return array[:, 1:-2], exact[:, 1:-2]
-    return there(gpu, values, dtype)
 
 
 @pytest.mark.parametrize("gradient", ["bfloat16", "float32"])
@@ -173,14 +106,6 @@ def test_experts_in_one_call(gpu, gradient, accumulate):
     assert off(gpu, dweight, exact) < TYPES[gradient][1]
     cublas = _launch.backend()._cublas_grouped
     assert cublas._handle is not None and not cublas._refused
-
-
-def test_a_batch(gpu):
-    a, exact_a = there(gpu, random(3, 5, 7), np.float32)
-    b, exact_b = there(gpu, random(3, 7, 4, seed=1), np.float32)
-    out = poisoned(gpu, (3, 5, 4), np.float32)
-    gpu.kernels.matmul.matmul(a, b, out)
-    assert off(gpu, out, exact_a @ exact_b) < 1e-5
 
 
 def test_a_plan_gives_the_same_bits_again(gpu):

@@ -1,0 +1,157 @@
+"""Contracts of activations, of softmax, of rotary embedding and of the runtime's own passes."""
+
+from math import erf, pi, sqrt
+
+import numpy as np
+
+from tests.contracts import Call, Out, Wide, contract
+from tests.cuda.numbers import normal
+
+COUNTS = [1, 3, 17, 256, 4099]
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def bell(x):
+    """The normal distribution's function."""
+    return 0.5 * (1 + np.vectorize(erf)(x / sqrt(2)))
+
+
+def bend(x):
+    """What GELU by tanh multiplies x with."""
+    return 0.5 * (1 + np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))
+
+
+def gelu_slope(x):
+    return bend(x) + 2 * x * bend(x) * (1 - bend(x)) * sqrt(2 / pi) * (1 + 3 * 0.044715 * x**2)
+
+
+ACTIVATIONS = {  # values and slopes
+    "gelu_tanh": (lambda x: x * bend(x), gelu_slope),
+    "gelu_erf": (lambda x: x * bell(x), lambda x: bell(x) + x * np.exp(-x * x / 2) / sqrt(2 * pi)),
+    "silu": (lambda x: x * sigmoid(x), lambda x: sigmoid(x) * (1 + x * (1 - sigmoid(x)))),
+    "relu": (lambda x: np.maximum(x, 0), lambda x: (x > 0) * 1.0),
+}
+
+
+def with_zero(count):
+    x = 3 * normal(count)
+    x[1:2] = 0
+    return x
+
+
+@contract(*(f"activation.{name}_forward" for name in ACTIVATIONS))
+def activation_forward(kernel):
+    value = ACTIVATIONS[kernel.removeprefix("activation.").removesuffix("_forward")][0]
+    for count in COUNTS:
+        yield Call((with_zero(count), Out()), value)
+
+
+@contract(*(f"activation.{name}_backward" for name in ACTIVATIONS))
+def activation_backward(kernel):
+    slope = ACTIVATIONS[kernel.removeprefix("activation.").removesuffix("_backward")][1]
+    for count in COUNTS:
+        args = normal(count, seed=1), with_zero(count), Out()
+        yield Call(args, lambda dy, x: dy * slope(x), over=0)
+
+
+@contract("activation.erf_forward")
+def erf_forward():
+    for count in COUNTS:
+        yield Call((3 * normal(count), Out()), np.vectorize(erf))
+
+
+SWIGLU = [(1, 1), (3, 17), (2, 64), (2, 4104)]  # rows, width
+
+
+@contract("swiglu.forward")
+def swiglu_forward():
+    def value(x):
+        gate, x = np.split(x, 2, 1)
+        return gate * sigmoid(gate) * x
+
+    for rows, width in SWIGLU:
+        yield Call((3 * normal(rows, 2 * width), Out()), value)
+
+
+@contract("swiglu.backward")
+def swiglu_backward():
+    def gradient(dy, x):
+        gate, x = np.split(x, 2, 1)
+        slope = ACTIVATIONS["silu"][1](gate)
+        return np.concatenate([dy * x * slope, dy * gate * sigmoid(gate)], 1)
+
+    for rows, width in SWIGLU:
+        args = normal(rows, width, seed=1), 3 * normal(rows, 2 * width), Out()
+        yield Call(args, gradient, over=1)
+
+
+@contract("rotary.forward", "rotary.backward")
+def rotary(kernel):
+    """Pairs turn as complex numbers, back in backward; the rest stays."""
+
+    def turned(x, cos, sin, heads):
+        time, half = cos.shape
+        pairs = x[:, : 2 * half * heads].reshape(len(x) // time, time, heads, 2, half)
+        by = (cos - 1j * sin if kernel == "rotary.backward" else cos + 1j * sin)[:, None]
+        turned = (pairs[..., 0, :] + 1j * pairs[..., 1, :]) * by
+        pairs = np.stack([turned.real, turned.imag], 3).reshape(len(x), 2 * half * heads)
+        return np.concatenate([pairs, x[:, 2 * half * heads :]], 1)
+
+    # sequences, time, half a head, heads that turn, width of the rest
+    for sequences, time, half, heads, rest in [
+        *((2, 3, 16, 3, 64), (1, 5, 3, 2, 7), (2, 2, 8, 1, 0)),
+        *((1, 1, 64, 5, 128), (3, 2, 4, 0, 9)),
+    ]:
+        angles = normal(time, half)
+        x = normal(sequences * time, 2 * half * heads + rest)
+        args = x, Wide(np.cos(angles)), Wide(np.sin(angles)), Out(), heads
+        yield Call(args, lambda *arrays, heads=heads: turned(*arrays, heads), over=0)
+
+
+SOFTMAX = [(1, 1), (3, 7), (5, 8), (9, 96), (2, 255), (3, 2048), (2, 2056), (3, 2051)]
+
+
+def softmax(x):
+    powers = np.exp(x - x.max(1, keepdims=True))
+    return powers / powers.sum(1, keepdims=True)
+
+
+@contract("softmax.forward")
+def softmax_forward():
+    for shape in SOFTMAX:
+        yield Call((4 * normal(*shape), Out()), softmax)
+    for width in (8, 2052, 17):
+        extreme = normal(3, width)
+        extreme[0] += 1e4
+        extreme[1] -= 1e4
+        extreme[2, :-1] = -np.inf
+        yield Call((extreme, Out()), softmax, elements=("float32",))
+
+
+@contract("softmax.backward")
+def softmax_backward():
+    for shape in SOFTMAX:
+        args = normal(*shape, seed=1), softmax(4 * normal(*shape)), Out()
+        yield Call(args, lambda dy, y: y * (dy - (dy * y).sum(1, keepdims=True)), over=0)
+
+
+@contract("elementwise.add")
+def add():
+    for count in COUNTS:
+        yield Call((normal(count), normal(count, seed=1), Out()), np.add)
+
+
+@contract("elementwise.scale_")
+def scale():
+    for count in COUNTS:
+        yield Call((Out(normal(count)), 0.3), lambda x: 0.3 * x)
+
+
+@contract("elementwise.clamp_")
+def clamp():
+    values = normal(1003)
+    values[7] = np.nan
+    yield Call((Out(values), 0.5), lambda x: np.clip(x, -0.5, 0.5))
