@@ -38,6 +38,7 @@ ROOMS = [
     ["shardrt.train"],
     ["shardrt.simulate"],
     ["shardrt.tools"],
+    ["shardrt._backends"],
     ["shardrt"],  # the package itself: the public names
     ["models"],
     ["bench"],

@@ -15,10 +15,10 @@ import numpy as np
 from shardrt import device as devices
 from shardrt.comm import digits as d
 from shardrt.comm import world as worlds
-from shardrt.comm.backends import DEVICE_KINDS, REDUCTIONS, create, for_device
+from shardrt.comm.backends import carriers, create, for_device, reductions
 from shardrt.comm.digits import Digits
 from shardrt.comm.protocol import Communicator
-from shardrt.device import Device, Stream, cuda
+from shardrt.device import Device, Stream
 from shardrt.faults.deadline import within
 from shardrt.faults.failure import HANG
 from shardrt.faults.flight import Recorder, group_name
@@ -46,8 +46,8 @@ def init_device_mesh(
     limit. Raises ValueError where the shape does not hold exactly the ranks that run, a communicator does not
     fit the device, or a reduction is unknown; RuntimeError where a GPU is asked for that can't be used.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: {reduction!r} is unknown; known are {', '.join(REDUCTIONS)}")
+    if reduction not in reductions():
+        raise ValueError(f"reduction: {reduction!r} is unknown; known are {', '.join(reductions())}")
     made = partial(_made, device, shape, mesh_dim_names, communicator, reduction, wrap)
     launched = worlds.launch()
     if launched is None:  # nobody else has to come
@@ -477,12 +477,12 @@ def _device(given: str | Device, world: worlds.World, communicator: str) -> Devi
         return given if isinstance(given, Device) else world.device
     name = given
     if name == "auto":
-        on_host = communicator not in ("auto", *DEVICE_KINDS)
-        name = "cpu" if on_host or not cuda.count() else "cuda"
-    if name == "cpu" and communicator in DEVICE_KINDS:
+        on_host = communicator not in ("auto", *carriers())
+        name = next((kind for kind in devices.accelerators() if not on_host and devices.count(kind)), "cpu")
+    if name == "cpu" and communicator in carriers():
         raise ValueError(f"communicator: {communicator!r} is for GPUs, and the device is 'cpu'")
-    if name == "cuda":
-        name = f"cuda:{world.local_rank % max(1, cuda.count())}"
+    if name in devices.accelerators():
+        name = f"{name}:{world.local_rank % max(1, devices.count(name))}"
     return devices.get(name)
 
 

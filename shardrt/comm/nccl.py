@@ -10,6 +10,7 @@ Never run on a GPU yet (docs/status.md); tests/softgpu runs it on the real CuPy 
 """
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,8 @@ _TYPES = {"uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float
 _TYPES["uint16"] = 6  # bits that nobody adds travel as float16
 _IN_PROGRESS = 7
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}
+
+_warned: "weakref.WeakSet[worlds.World]" = weakref.WeakSet()  # runs that know that their ranks share a GPU
 
 
 class NCCLTransport(Transport):
@@ -271,3 +274,26 @@ class NCCLCommunicator(Communicator):
             self._device.wait_here()  # work that was issued may use the memory that goes
             self.reserve(nbytes, 0)
         return self._scratch[:nbytes].view(like.dtype)
+
+
+def a_gpu_for_each(host: Communicator, device: Device) -> bool:
+    """Whether each rank has a GPU of its own. Else the first rank of a node warns. Collective."""
+    world = worlds.current()
+    if world.device is not None:
+        return True
+    first: dict[bytes, int] = {}  # GPU -> its first rank of the run
+    for each in host.talk(b"%d %b" % (world.rank, device.identity)):
+        number, gpu = each.split(b" ", 1)
+        rank = int(number)
+        if not gpu:
+            return False
+        if first.setdefault(gpu, rank) != rank:
+            if host.rank == world.local_rank == 0 and world not in _warned:
+                _warned.add(world)
+                warnings.warn(
+                    f"ranks {first[gpu]} and {rank} share a GPU: collectives are staged through host memory, "
+                    "which is slow. NCCL needs a GPU for each rank; communicator='staged' silences this",
+                    stacklevel=6,
+                )
+            return False
+    return True

@@ -1,9 +1,10 @@
-"""Devices by name, and the current one. The only place that maps a name to a class."""
+"""Devices by name, and the current one. The CPU is known, other kinds are registered (_backends.py)."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,10 +16,13 @@ __all__ = [
     "Event",
     "Stream",
     "StreamError",
+    "accelerators",
+    "count",
     "current",
     "get",
     "of",
     "on_host",
+    "register",
     "set_current",
     "set_threads",
     "use",
@@ -31,7 +35,34 @@ class _State(threading.local):
     device: Device | None = None  # of the class: to ask for what is not there takes five times as long
 
 
+class _Kind(NamedTuple):
+    """A kind of devices beside the CPU: how to make number N of them, and how many this process sees."""
+
+    make: Callable[[int, Device], Device]
+    count: Callable[[], int]
+
+
 _state = _State()
+_kinds: dict[str, _Kind] = {}
+
+
+def register(kind: str, make: Callable[[int, Device], Device], count: Callable[[], int]) -> None:
+    """Let devices be called `kind` and "kind:N".
+
+    make(N, cpu): raises RuntimeError for a device that can't be used. count(): how many this process sees.
+    Both are called when a device is asked for, not before.
+    """
+    _kinds[kind] = _Kind(make, count)
+
+
+def count(kind: str) -> int:
+    """How many devices of a registered kind this process sees."""
+    return _kinds[kind].count()
+
+
+def accelerators() -> tuple[str, ...]:
+    """The registered kinds."""
+    return tuple(_kinds)
 
 
 def get(name: str) -> Device:
@@ -39,7 +70,7 @@ def get(name: str) -> Device:
 
     Raises ValueError for a name that is not known, RuntimeError for a GPU that can't be used.
     """
-    return _get("cuda:0" if name == "cuda" else name)
+    return _get(f"{name}:0" if name in _kinds else name)
 
 
 @cache
@@ -49,13 +80,12 @@ def _get(name: str) -> Device:
         from shardrt.device.cpu import CPUDevice
 
         return CPUDevice()
-    if kind == "cuda" and index.isdigit():
-        from shardrt.device.cuda import CUDADevice
-
-        made = CUDADevice(int(index), _get("cpu"))
+    if kind in _kinds and index.isdigit():
+        made = _kinds[kind].make(int(index), _get("cpu"))
         current().enter()  # which making another one has left
         return made
-    raise ValueError(f"device: unknown device {name!r}; known: 'cpu', 'cuda', 'cuda:N'")
+    known = ["'cpu'", *(f"{kind!r}, '{kind}:N'" for kind in _kinds)]
+    raise ValueError(f"device: unknown device {name!r}; known: {', '.join(known)}")
 
 
 def current() -> Device:
