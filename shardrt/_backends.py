@@ -5,11 +5,12 @@ loaded before.
 """
 
 from shardrt import device
-from shardrt.comm import backends, world
+from shardrt.comm import backends, supervision, world
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.staged import StagedCommunicator
 from shardrt.comm.world import World
 from shardrt.device import Device
+from shardrt.faults.supervisor import Supervisor
 
 
 def _cuda(index: int, host: Device) -> Device:
@@ -60,6 +61,7 @@ def _ipc(host: Communicator, place: Device, reduction: str) -> Communicator:
     return IPCCommunicator(host, place)
 
 
+supervision.register(Supervisor())
 device.register("cuda", _cuda, _gpus)
 backends.register("auto", _by_nodes)
 backends.register("shm", _shm)

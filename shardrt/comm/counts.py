@@ -8,7 +8,7 @@ from itertools import accumulate, product
 
 import numpy as np
 
-from shardrt.faults.failure import CollectiveMismatch
+from shardrt.comm.errors import CollectiveMismatch
 
 _SHOWN = 3  # pairs of ranks that a message lists
 

@@ -18,13 +18,13 @@ from mpi4py import MPI
 
 from shardrt.comm import outbox
 from shardrt.comm.calls import Names
+from shardrt.comm.errors import PeerFailed
 from shardrt.comm.mpi import _CHUNK, _SCRATCH, _TAG, MPICommunicator, _pieces
 from shardrt.comm.patience import Patience
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
 from shardrt.comm.segments import Segments, SharedMemoryUnavailable
 from shardrt.comm.shm import ShmCommunicator
-from shardrt.faults.failure import PeerFailed
 
 
 def create(mpi: MPI.Intracomm, node: int | None = None, names: Names | None = None) -> Communicator:

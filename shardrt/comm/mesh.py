@@ -14,14 +14,13 @@ import numpy as np
 
 from shardrt import device as devices
 from shardrt.comm import digits as d
+from shardrt.comm import supervision
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import carriers, create, for_device, reductions
 from shardrt.comm.digits import Digits
+from shardrt.comm.interceptors import Recorder, group_name
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, Stream
-from shardrt.faults.deadline import within
-from shardrt.faults.failure import HANG
-from shardrt.faults.flight import Recorder, group_name
 
 
 def init_device_mesh(
@@ -54,10 +53,9 @@ def init_device_mesh(
         return made()
     missing = (
         f"hang: rank {launched.rank} of {launched.size} has waited {timeout:g} s for all ranks to come to "
-        f"init_device_mesh; those that have not still import, are stopped, or gone; the job ends with exit "
-        f"code {HANG}"
+        f"init_device_mesh; those that have not still import, are stopped, or gone"
     )
-    with within(timeout, HANG, missing):
+    with supervision.supervisor().within(timeout, missing):
         return made()
 
 

@@ -15,11 +15,11 @@ from mpi4py import MPI
 
 from shardrt.comm import counts, outbox
 from shardrt.comm.calls import MESSAGE, Names, array_of, mismatch, pack, pack_message, unlike, unpack
+from shardrt.comm.errors import PeerFailed
 from shardrt.comm.notices import Notices, Page
 from shardrt.comm.patience import Patience
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
-from shardrt.faults.failure import PeerFailed
 
 _CHUNK = 1 << 20  # bytes of one message of the reduce-scatter: large enough for the wire, small for the cache
 _GATHERED = 1 << 14  # bytes of a rank that go along with its call; more go sooner by a gather after it

@@ -11,8 +11,8 @@ import numpy as np
 from mpi4py import MPI
 
 from shardrt.comm.calls import HEAD, PACKED
+from shardrt.comm.errors import PeerFailed
 from shardrt.comm.patience import Patience
-from shardrt.faults.failure import PeerFailed
 
 LITTLE = 1 << 15  # bytes of data in a notice; for more, the copies cost what a second message does
 _FEW = 8  # ranks of which each writes to each; more of them gather what they call, and nothing goes along

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm import checks
-from shardrt.faults.flight import MESSAGES, message_from, message_to
+from shardrt.comm.interceptors import MESSAGES, message_from, message_to
 
 _SHORT = 248  # bytes of a message that one collective carries, in rows of 256
 _SMALL = 1 << 16  # bytes of all ranks together up to which an all_reduce sends everything to everyone

@@ -14,9 +14,9 @@ import numpy as np
 
 from shardrt.comm import counts, world
 from shardrt.comm.calls import Call, Names, abandoned, describe, encode, mismatch, pack_message, unlike
+from shardrt.comm.errors import CollectiveMismatch, PeerFailed
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
-from shardrt.faults.failure import CollectiveMismatch, PeerFailed
 
 _PATIENCE = 100.0  # seconds a rank waits for the others before it says which are missing
 _FAILED = object()  # wakes a rank that waits for a message

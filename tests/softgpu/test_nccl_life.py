@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from shardrt import device
-from shardrt.comm import init_device_mesh, thread
-from shardrt.faults import failure
+from shardrt.comm import init_device_mesh, nccl_watchdog, thread
 from tests.ranks import BACKSTOP, ROOT, clean_environment, mpirun
 from tests.softgpu import nccl
 from tests.softgpu.available import missing
@@ -38,11 +37,11 @@ mesh.device.current_stream.synchronize()
 ENDS = """
 import time
 from shardrt.comm import init_device_mesh
-from shardrt.faults import failure
+from shardrt.comm import supervision
 from tests.softgpu.nccl import INVALID_USAGE
 comm = init_device_mesh("cuda").communicator("gather")._transport.comm
 
-@failure.after_all_programs
+@supervision.after_all_programs
 def ends():
     comm.fault = INVALID_USAGE
     time.sleep(1.5)
@@ -196,7 +195,7 @@ def test_an_error_in_the_threads_of_nccl_ends_the_job_and_is_named(status, told)
     """CuPy has no names for the newer ones."""
     done = mpirun(2, ["-m", "tests.softgpu.run", "-c", BROKEN.format(status=status)])
     ended = time.time()
-    assert done.returncode == failure.NCCL, done.stderr
+    assert done.returncode == nccl_watchdog.EXIT_CODE, done.stderr
     assert f"NCCL failed on rank 1, communicator 'gather': {told}" in done.stderr
     assert ended - float(done.stdout.split()[1]) < 30, "the limit of a hang"
 
