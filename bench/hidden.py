@@ -28,21 +28,22 @@ class Delays:
     """Delays what a mesh communicates, from when it is told; give it to init_device_mesh as `wrap`."""
 
     def __init__(self) -> None:
-        self._made: list[DelayedCommunicator] = []
+        self._delays: list[DelayedCommunicator] = []
+        self._counts: list[CountedCommunicator] = []
 
-    def __call__(self, communicator: Communicator) -> DelayedCommunicator:
-        self._made.append(DelayedCommunicator(CountedCommunicator(communicator), 0.0))
-        return self._made[-1]
+    def __call__(self, communicator: Communicator) -> None:
+        self._delays.append(DelayedCommunicator(communicator, 0.0))
+        self._counts.append(CountedCommunicator(communicator))
 
     def set(self, seconds: float) -> None:
         """From now on each collective takes so much longer."""
-        for made in self._made:
+        for made in self._delays:
             made.delay = seconds
 
     @property
     def calls(self) -> int:
         """Collectives so far that a delay goes with."""
-        return sum(sum(made.inner.calls.values()) - made.inner.calls["barrier"] for made in self._made)
+        return sum(sum(made.calls.values()) - made.calls["barrier"] for made in self._counts)
 
 
 def race(

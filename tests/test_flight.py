@@ -260,12 +260,12 @@ def in_groups(folder):
     shard, replicate = mesh.communicator("gather", "shard"), mesh.communicator("gather", "replicate")
     for _ in range(3 if mesh.rank < 2 else 1):
         shard.barrier(stream=mesh.device.current_stream)
-    names = [shard.recorded_as, replicate.recorded_as, mesh.communicator("control").recorded_as]
+    names = [made.interceptors[0].name for made in (shard, replicate, mesh.communicator("control"))]
     if mesh.rank == 0:
-        recorder._write(flight.ENTERED, *recorder.facts(shard.recorded_as, 4, "barrier", "", None))
+        recorder._write(flight.ENTERED, *recorder.facts(names[0], 4, "barrier", "", None))
     other = init_device_mesh("cpu")
     other.record(recorder)
-    return [*names, other.communicator("control").recorded_as]
+    return [*names, other.communicator("control").interceptors[0].name]
 
 
 def test_a_group_is_not_taken_for_another_of_its_axis(tmp_path):

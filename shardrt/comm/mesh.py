@@ -18,7 +18,7 @@ from shardrt.comm import supervision
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import carriers, create, for_device, reductions
 from shardrt.comm.digits import Digits
-from shardrt.comm.interceptors import Recorder, group_name
+from shardrt.comm.interceptors import Recorded, Recorder, group_name
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, Stream
 
@@ -30,7 +30,7 @@ def init_device_mesh(
     *,
     communicator: str = "auto",
     reduction: str = "nccl",
-    wrap: Callable[[Communicator], Communicator] | None = None,
+    wrap: Callable[[Communicator], Any] | None = None,
     timeout: float = 300.0,
 ) -> "DeviceMesh":
     """A mesh over all ranks. Collective.
@@ -39,11 +39,12 @@ def init_device_mesh(
     mesh_dim_names: a name per axis. communicator: the backend (see `comm.create` and `comm.for_device`).
     reduction: how sums over ranks are made where NCCL carries them: "nccl", by NCCL itself, or "tree", by the
     fixed tree over ranks with which all other backends have the same bits (docs/gpu.md says what each
-    promises). wrap: applied to every communicator that the mesh makes. The device becomes the current one of
-    this thread; "auto" is a GPU where there is one; a simulated world has its own, whatever is named.
-    timeout: seconds in which all ranks must come here, or this one ends the job with exit code 124; 0: no
-    limit. Raises ValueError where the shape does not hold exactly the ranks that run, a communicator does not
-    fit the device, or a reduction is unknown; RuntimeError where a GPU is asked for that can't be used.
+    promises). wrap: called with every communicator that the mesh makes, to intercept its calls, such as
+    CountedCommunicator. The device becomes the current one of this thread; "auto" is a GPU where there is
+    one; a simulated world has its own, whatever is named. timeout: seconds in which all ranks must come here,
+    or this one ends the job with exit code 124; 0: no limit. Raises ValueError where the shape does not hold
+    exactly the ranks that run, a communicator does not fit the device, or a reduction is unknown;
+    RuntimeError where a GPU is asked for that can't be used.
     """
     if reduction not in reductions():
         raise ValueError(f"reduction: {reduction!r} is unknown; known are {', '.join(reductions())}")
@@ -65,7 +66,7 @@ def _made(
     mesh_dim_names: tuple[str, ...] | None,
     communicator: str,
     reduction: str,
-    wrap: Callable[[Communicator], Communicator] | None,
+    wrap: Callable[[Communicator], Any] | None,
 ) -> "DeviceMesh":
     world = worlds.current()
     place = _device(device, world, communicator)
@@ -97,7 +98,7 @@ class _Family:
         device: Device,
         kind: str,
         reduction: str,
-        wrap: Callable[[Communicator], Communicator] | None,
+        wrap: Callable[[Communicator], Any] | None,
     ) -> None:
         self.world = world
         self.device = device
@@ -108,14 +109,22 @@ class _Family:
         self.folded: dict[str, Digits] = {}  # axes of folds, by name
         self.recorder: Recorder | None = None
         self.number = 1  # of the meshes that are recorded
-        self.made: dict[tuple[str, tuple[int, ...]], Communicator] = {}  # by role and ranks, not wrapped yet
-        self.communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}
+        self.communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}  # by role and ranks
         self.streams: dict[str, Stream] = {}
 
     def record(self, role: str, ranks: tuple[int, ...]) -> None:
-        """Have a communicator recorded."""
-        made = self.made[role, ranks]
-        made.recorder, made.recorded_as = self.recorder, self.name(role, ranks)
+        """Have a communicator recorded by the recorder that there is now, if any."""
+        made = self.communicators[role, ranks]
+        made.interceptors = tuple(each for each in made.interceptors if not isinstance(each, Recorded))
+        if self.recorder is not None:
+            Recorded(made, self.recorder, self.name(role, ranks))
+
+    def carrier(self, host: Communicator, role: str) -> Communicator:
+        """What carries the device's arrays over the ranks of `host`, which it takes over. Collective."""
+        made = for_device(host, self.device, self.kind, role, self.reduction)
+        if self.wrap is not None:
+            self.wrap(made)
+        return made
 
     def name(self, role: str, ranks: tuple[int, ...]) -> str:
         """What a communicator is called, as no other one of this run."""
@@ -384,10 +393,7 @@ class DeviceMesh:
             return self.axis(dim).communicator(role)
         family, ranks = self._family, tuple(self.ranks.ravel().tolist())
         if (role, ranks) not in family.communicators:
-            base = self._base.duplicate()
-            made = for_device(base, family.device, family.kind, role, family.reduction)
-            family.made[role, ranks] = made
-            family.communicators[role, ranks] = family.wrap(made) if family.wrap else made
+            family.communicators[role, ranks] = family.carrier(self._base.duplicate(), role)
             family.record(role, ranks)
         return family.communicators[role, ranks]
 
@@ -400,9 +406,9 @@ class DeviceMesh:
         host = self._base.among((source, to), 0) if inside else self._base.split(None, 0)
         if host is None:
             return None
-        made = for_device(host.duplicate(), family.device, family.kind, "link", family.reduction)
+        made = family.carrier(host.duplicate(), "link")
         host.role = "shapes"
-        return (family.wrap(made) if family.wrap else made), host
+        return made, host
 
     def recorder_of(self, role: str, *ranks: int) -> tuple[Recorder | None, str]:
         """Who records calls of such a communicator of these ranks, if anybody, and by which name."""
@@ -419,7 +425,7 @@ class DeviceMesh:
         if recorder is not None:
             recorder.meshes += 1
             family.number = recorder.meshes
-        for role, ranks in family.made:
+        for role, ranks in family.communicators:
             family.record(role, ranks)
 
     def part(self, phase: str, action: str = "") -> None:

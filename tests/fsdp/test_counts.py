@@ -6,7 +6,7 @@ import pytest
 import shardrt
 from shardrt import optim
 from shardrt.comm import CountedCommunicator, init_device_mesh, thread
-from shardrt.comm.wrapper import Wrapper
+from shardrt.comm.interceptors import Interceptor
 from shardrt.fsdp import units
 from shardrt.fsdp.layout import ALIGNMENT
 from tests.fsdp.nets import CalledTwice, Net, NeverCalled, batches, loss_of, shard
@@ -74,19 +74,17 @@ def test_a_unit_that_is_not_called_costs_nothing():
     assert reductions == count - 1
 
 
-class Ordered(Wrapper):
+class Ordered(Interceptor):
     """Notes the number of elements of each gather, by which the units of this model can be told apart."""
 
-    def __init__(self, inner, log):
-        super().__init__(inner)
+    def __init__(self, communicator, log):
+        super().__init__(communicator)
         self.log = log
 
-    def _before(self, call, buffer, stream):
-        if call == "all_gather" and buffer.dtype == np.float32:
-            self.log.append(buffer.size)
-
-    def _wrap(self, inner):
-        return Ordered(inner, self.log)
+    def intercept(self, call, run):
+        if call.name == "all_gather" and call.array.dtype == np.float32:
+            self.log.append(call.array.size)
+        return run
 
 
 class Distinct(Net):
