@@ -19,7 +19,7 @@ from mpi4py import MPI
 from shardrt.comm import outbox
 from shardrt.comm.calls import Names
 from shardrt.comm.errors import PeerFailed
-from shardrt.comm.mpi import _CHUNK, _SCRATCH, _TAG, MPICommunicator, _pieces
+from shardrt.comm.mpi import MPICommunicator, begin_exchange, elements_at_once
 from shardrt.comm.patience import Patience
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
@@ -128,7 +128,7 @@ class HierarchicalCommunicator(MPICommunicator):
             return super()._reduce_scatter(output, buffer, scale, accumulate, op, kind, what)
         self._meet("reduce_scatter", buffer, op, what, kind, 0 if place is None else place.word)
         nodes, own = self._across.size, self._across.rank
-        each = min(output.size, max(1, min(_CHUNK, _SCRATCH // nodes) // output.itemsize))
+        each = min(output.size, elements_at_once(nodes, output.itemsize))
         memory = self._scratch_array(4 * nodes * each, output.dtype).reshape(2, 2, nodes, each)
         under_way = None
         for columns, everyone in self._columns(buffer.reshape(self.size, -1), each, op, what, kind):
@@ -170,15 +170,8 @@ class HierarchicalCommunicator(MPICommunicator):
         self, given: Sequence[np.ndarray], wanted: Sequence[np.ndarray]
     ) -> list[MPI.Request]:
         """Begin to send `given` to this rank's counterpart on each other node, and to receive `wanted`."""
-        nodes, own = self._across.size, self._across.rank
-        others = [(own + step) % nodes for step in range(1, nodes)]
-        requests = [
-            self._across.Irecv(piece, node, _TAG) for node in others for piece in _pieces(wanted[node])
-        ]
-        for node in others:
-            requests += [self._across.Isend(piece, node, _TAG) for piece in _pieces(given[node])]
-            self.bytes_across += given[node].nbytes
-        return requests
+        self.bytes_across += sum(part.nbytes for part in given) - given[self._across.rank].nbytes
+        return begin_exchange(self._across, given, wanted)
 
     def _finish(self, requests: list[MPI.Request], doing: str, memory: Any) -> None:
         """Wait for what was begun in `memory`."""

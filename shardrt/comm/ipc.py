@@ -19,7 +19,6 @@ import os
 from bisect import bisect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -221,12 +220,11 @@ class _Memory:
         """A 1-D array of zeros that every rank has mapped. Collective."""
         nbytes = count * np.dtype(dtype).itemsize
         own = self._device.buffer(_whole(nbytes), np.uint8)
-        exports = np.zeros(host.size, _EXPORT)
-        mine = exports[host.rank : host.rank + 1]
+        mine = np.zeros(1, _EXPORT)
         mine["process"], mine["address"] = np.frombuffer(_process(), np.uint8), own.data.ptr
         with _together(host):
             mine["handle"] = np.frombuffer(self._device.export_memory(own), np.uint8)
-        host._all_gather(exports.view(np.uint8), "")
+        exports = np.frombuffer(b"".join(host.talk(mine.tobytes())), _EXPORT)
         with _together(host):
             parts = [own if r == host.rank else self._map(exports[r], own.size) for r in range(host.size)]
         self._starts.insert(bisect(self._starts, (own.data.ptr, 0)), (own.data.ptr, len(self._parts)))
@@ -283,9 +281,7 @@ def _together(host: Communicator) -> Iterator[None]:
         yield
     except RuntimeError as raised:
         error = raised
-    fine = np.array([error is None], np.int64)
-    host._all_reduce(fine, "min", "")
-    if not fine[0]:
+    if any(host.talk(b"" if error is None else b"failed")):
         told = error or "another rank says why"
         raise RuntimeError(
             f"communicator: 'ipc' can't share GPU memory between these ranks ({told}); use 'nccl' or 'staged'"
@@ -293,17 +289,13 @@ def _together(host: Communicator) -> Iterator[None]:
 
 
 def _check_one_node(host: Communicator) -> None:
-    nodes = np.zeros(host.size, np.int64)
-    nodes[host.rank] = _node()
-    host._all_gather(nodes, "")
-    if len(set(nodes.tolist())) > 1:
+    if len(set(host.talk(_node()))) > 1:
         raise ValueError("communicator: 'ipc' needs all ranks on one node; use 'nccl' or 'staged'")
 
 
-def _node() -> int:
-    """A number that differs between machines."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    return int.from_bytes(blake2b(boot, digest_size=8).digest(), "little") >> 1
+def _node() -> bytes:
+    """What differs between machines."""
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes()
 
 
 def _process() -> bytes:

@@ -7,7 +7,7 @@ message, which then is all. The reduce-scatter is our own: MPI's takes twice as 
 sums in an order of its own.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -168,7 +168,7 @@ class MPICommunicator(Communicator):
         everyone = self._meet("reduce_scatter", buffer, op, what, kind, data=buffer, sliced=True)
         if everyone:
             return combine(output, everyone, scale, accumulate, op, kind)
-        chunk = max(1, min(_CHUNK, _SCRATCH // self.size) // buffer.itemsize)
+        chunk = elements_at_once(self.size, buffer.itemsize)
         theirs = self._scratch_array(self.size * min(chunk, n), buffer.dtype).reshape(self.size, -1)
         for start in range(0, n, chunk):
             stop = min(start + chunk, n)
@@ -223,11 +223,7 @@ class MPICommunicator(Communicator):
             self._tell_counts(buffer, counts.row(received, sent), what)
         given = [buffer[part] for part in counts.slices(sent)]
         wanted = [output[part] for part in counts.slices(received)]
-        requests = []
-        for step in range(1, self.size):
-            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            requests += [self._mpi.Irecv(piece, source, _TAG) for piece in _pieces(wanted[source])]
-            requests += [self._mpi.Isend(piece, to, _TAG) for piece in _pieces(given[to])]
+        requests = begin_exchange(self._mpi, given, wanted)
         wanted[self.rank][:] = given[self.rank]
         MPI.Request.Waitall(requests)
 
@@ -300,6 +296,23 @@ class MPICommunicator(Communicator):
         if self._scratch.size < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)
         return self._scratch[:nbytes].view(dtype)
+
+
+def elements_at_once(ranks: int, itemsize: int) -> int:
+    """Elements that each of so many ranks sends at a time in a reduce_scatter."""
+    return max(1, min(_CHUNK, _SCRATCH // ranks) // itemsize)
+
+
+def begin_exchange(
+    mpi: MPI.Intracomm, given: Sequence[np.ndarray], wanted: Sequence[np.ndarray]
+) -> list[MPI.Request]:
+    """Begin to send given[r] to each other rank r, and to receive wanted[r] from it."""
+    requests = []
+    for step in range(1, mpi.size):
+        to, source = (mpi.rank + step) % mpi.size, (mpi.rank - step) % mpi.size
+        requests += [mpi.Irecv(piece, source, _TAG) for piece in _pieces(wanted[source])]
+        requests += [mpi.Isend(piece, to, _TAG) for piece in _pieces(given[to])]
+    return requests
 
 
 def _pieces(buffer: np.ndarray) -> list[np.ndarray]:

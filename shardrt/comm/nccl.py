@@ -55,12 +55,9 @@ class NCCLTransport(Transport):
         self._life = threading.Lock()  # of `comm`: the watchdog asks it while another thread destroys it
         self.rank, self.world_rank = host.rank, worlds.current().rank
         self._size = host.size
-        key = np.zeros(128, np.uint8)
-        if host.rank == 0:
-            key[:] = np.frombuffer(nccl.get_unique_id(), np.uint8)
-        host._broadcast(key, 0, "")
+        key = host.talk(bytes(nccl.get_unique_id()) if host.rank == 0 else b"")[0]
         device.empty_cache()  # NCCL takes memory of its own, now and at its first calls
-        self.comm = nccl.NcclCommunicator(host.size, key.tobytes(), host.rank)
+        self.comm = nccl.NcclCommunicator(host.size, key, host.rank)
         self._closed = False
         nccl_watchdog.watch(self)
 

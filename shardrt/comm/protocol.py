@@ -260,7 +260,8 @@ class Communicator(ABC):
     def close(self) -> None:  # noqa: B027 (most backends hold nothing)
         """Give back what the backend holds. Collective; arrays from `allocate` stay valid."""
 
-    # What a backend implements. Blocking, run by the stream; arguments have been checked.
+    # What a backend implements. Blocking, run by the stream; arguments have been checked. A communicator that
+    # is made over another one calls these of it in turn, in its own stream, as a part of its own call.
 
     @abstractmethod
     def _all_gather(self, buffer: Any, what: str) -> None: ...
