@@ -151,6 +151,27 @@ def test_the_files_of_fsdp_import_only_what_is_read_before_them_not_even_lazily_
         assert not later, f"{name} imports {later}"
 
 
+PLUGS_IN = (  # into device and comm; shardrt/_backends.py registers them
+    "shardrt._backends",
+    "shardrt.faults",
+    *(f"shardrt.device.{name}" for name in ("cuda", "capture", "upload", "simulated", "program", "shapes")),
+    *(f"shardrt.comm.{name}" for name in ("shm", "flags", "futex", "segments", "mailbox", "hierarchical")),
+    *(f"shardrt.comm.{name}" for name in ("staged", "nccl", "nccl_watchdog", "ipc", "links", "simulated")),
+)
+
+
+def test_the_runtime_imports_nothing_that_plugs_into_device_and_comm_not_even_lazily_or_for_types():
+    todo = ["shardrt.fsdp.api", "shardrt.comm.mesh", "shardrt.comm.mpi", "shardrt.comm.thread"]
+    seen = set(todo)
+    while todo:
+        name = todo.pop()
+        found = {module_of(imported) for imported in imports_of(name, MODULES[name])} - {None}
+        wrong = [other for other in found if other.startswith(PLUGS_IN)]
+        assert not wrong, f"{name} imports {wrong}"
+        todo += found - seen
+        seen |= found
+
+
 PARTS_OF_THE_SCHEDULE = ("schedule", "forward", "gathers", "gradients", "plan", "watching", "unit", "nodes")
 
 
