@@ -5,12 +5,14 @@ loaded before.
 """
 
 from shardrt import device
-from shardrt.comm import backends, supervision, world
+from shardrt.comm import backends, supervision
+from shardrt.comm.backends import Carrier
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.staged import StagedCommunicator
+from shardrt.comm.supervision import Supervisor
 from shardrt.comm.world import World
 from shardrt.device import Device
-from shardrt.faults.supervisor import Supervisor
+from shardrt.faults import deadline, failure, guard
 
 
 def _cuda(index: int, host: Device) -> Device:
@@ -44,9 +46,9 @@ def _staged(host: Communicator, place: Device, reduction: str) -> Communicator:
 
 
 def _nccl(host: Communicator, place: Device, reduction: str) -> Communicator:
-    from shardrt.comm.nccl import NCCLCommunicator, NCCLTransport
+    from shardrt.comm import nccl
 
-    return NCCLCommunicator(host, place, reduction, world.current().transport or NCCLTransport)
+    return nccl.create(host, place, reduction)
 
 
 def _suits_nccl(host: Communicator, place: Device) -> bool:
@@ -61,10 +63,15 @@ def _ipc(host: Communicator, place: Device, reduction: str) -> Communicator:
     return IPCCommunicator(host, place)
 
 
-supervision.register(Supervisor())
-device.register("cuda", _cuda, _gpus)
-backends.register("auto", _by_nodes)
-backends.register("shm", _shm)
-backends.register_carrier("staged", _staged, carries_host=True)
-backends.register_carrier("nccl", _nccl, suits=_suits_nccl, reductions=("nccl",))
-backends.register_carrier("ipc", _ipc)
+supervision.register(
+    Supervisor(
+        guard.start, failure.install_hooks, failure.departed, failure.at, deadline.within, failure.end_job
+    )
+)
+device.KINDS["cuda"] = device.Kind(_cuda, _gpus)
+backends.OVER_MPI |= {"auto": _by_nodes, "shm": _shm}
+backends.CARRIERS |= {
+    "staged": Carrier(_staged, carries_host=True),
+    "nccl": Carrier(_nccl, _suits_nccl, reductions=("nccl",)),
+    "ipc": Carrier(_ipc),
+}

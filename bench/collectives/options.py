@@ -193,7 +193,7 @@ def _kinds(options: argparse.Namespace) -> list[str]:
     for kind in options.communicators:
         if kind not in backends.kinds():
             raise ValueError(f"-k: {kind!r} is unknown; known are {', '.join(backends.kinds())}, all")
-        if kind in backends.carriers() and cuda.count() == 0:
+        if kind in backends.CARRIERS and cuda.count() == 0:
             raise ValueError(f"-k: {kind!r} is for arrays of a GPU, and there is none here")
         if kind not in fitting and kind != "auto":
             raise ValueError(f"-k: {kind!r} {_why(kind, size, threads)}")

@@ -12,13 +12,13 @@ from shardrt.device import Device
 HOST_ROLES = ("control", "used")  # what they carry is mostly, or only, in the memory of the hosts
 
 
-class _Carrier(NamedTuple):
-    """See register_carrier."""
+class Carrier(NamedTuple):
+    """Communicators of GPU arrays, with a host communicator below them. Its functions are collective."""
 
-    make: Callable[[Communicator, Device, str], Communicator]
-    suits: Callable[[Communicator, Device], bool] | None
-    carries_host: bool
-    reductions: tuple[str, ...]
+    make: Callable[[Communicator, Device, str], Communicator]  # of (host, device, reduction)
+    suits: Callable[[Communicator, Device], bool] | None = None  # whether to take it unnamed; None: never
+    carries_host: bool = False  # whether it leaves arrays of the host where they are, and suits any ranks
+    reductions: tuple[str, ...] = ()  # how it can make sums, beside "tree", which is by our kernels
 
 
 def for_device(
@@ -43,17 +43,17 @@ def _made(host: Communicator, device: Device, kind: str, role: str, reduction: s
     world = worlds.current()
     if device.in_host_memory or (world.device is device and world.transport is None):
         return host
-    if role in HOST_ROLES or kind not in _carriers:
+    if role in HOST_ROLES or kind not in CARRIERS:
         kind = _chosen(host, device, kind, role)
-    return _carriers[kind].make(host, device, reduction)
+    return CARRIERS[kind].make(host, device, reduction)
 
 
 def _chosen(host: Communicator, device: Device, kind: str, role: str) -> str:
     """The first carrier that suits, else the one that carries the host's arrays. Collective."""
-    for name, carrier in _carriers.items():
+    for name, carrier in CARRIERS.items():
         if role not in HOST_ROLES and carrier.suits and (kind != "auto" or carrier.suits(host, device)):
             return name
-    return next(name for name, carrier in _carriers.items() if carrier.carries_host)
+    return next(name for name, carrier in CARRIERS.items() if carrier.carries_host)
 
 
 def create(kind: str = "auto") -> Communicator:
@@ -64,14 +64,14 @@ def create(kind: str = "auto") -> Communicator:
     for GPUs (see for_device), have the automatic one below them. A simulated world has one kind alone, its
     own. Raises ValueError for a kind that is unknown or does not fit this run.
     """
-    if kind in _carriers:
+    if kind in CARRIERS:
         kind = "auto"
     if kind not in kinds():
         raise ValueError(f"communicator: {kind!r} is unknown; known are {', '.join(kinds())}")
     world = worlds.current()
     if world.device is not None:
         return world.root.duplicate()
-    if kind in _over_mpi and kind != "auto":
+    if kind in OVER_MPI and kind != "auto":
         world = worlds.of_mpi()
     elif kind not in ("auto", world.kind):
         raise ValueError(f"communicator: {kind!r} does not fit this run, which is {world.kind!r}")
@@ -79,7 +79,7 @@ def create(kind: str = "auto") -> Communicator:
         from shardrt.comm.contexts import free_dropped
 
         free_dropped(world.root)
-        return _over_mpi[kind](world)
+        return OVER_MPI[kind](world)
     return world.root.duplicate() if world.kind == "thread" else SingleCommunicator()
 
 
@@ -89,45 +89,15 @@ def _plain(world: World) -> Communicator:
     return MPICommunicator(world.root.Dup())
 
 
-_over_mpi: dict[str, Callable[[World], Communicator]] = {"auto": _plain, "mpi": _plain}
-_carriers: dict[str, _Carrier] = {}
-
-
-def register(kind: str, make: Callable[[World], Communicator]) -> None:
-    """Let make(world) be the communicators called `kind` of processes under MPI. Both are collective.
-
-    "auto" replaces the one that is made where no kind is named.
-    """
-    _over_mpi[kind] = make
-
-
-def register_carrier(
-    kind: str,
-    make: Callable[[Communicator, Device, str], Communicator],
-    *,
-    suits: Callable[[Communicator, Device], bool] | None = None,
-    carries_host: bool = False,
-    reductions: tuple[str, ...] = (),
-) -> None:
-    """Let make(host, device, reduction) be the communicators called `kind` of GPU arrays. Collective.
-
-    suits(host, device): whether it is to be taken where no carrier is named, collective as well; None: never.
-    carries_host: whether it leaves the host's arrays where they are; such a carrier must suit all ranks.
-    reductions: names, beside "tree", of how it makes sums.
-    """
-    _carriers[kind] = _Carrier(make, suits, carries_host, reductions)
+OVER_MPI: dict[str, Callable[[World], Communicator]] = {"auto": _plain, "mpi": _plain}  # collective
+CARRIERS: dict[str, Carrier] = {}
 
 
 def kinds() -> tuple[str, ...]:
     """All names of communicators, "auto" first."""
-    return tuple(dict.fromkeys(("auto", "single", "thread", *_over_mpi, *_carriers)))
-
-
-def carriers() -> tuple[str, ...]:
-    """Names of those for arrays of a GPU; a host communicator is below them."""
-    return tuple(_carriers)
+    return tuple(dict.fromkeys(("auto", "single", "thread", *OVER_MPI, *CARRIERS)))
 
 
 def reductions() -> tuple[str, ...]:
     """How sums over ranks can be made: by a carrier's own means, or by our kernels ("tree")."""
-    return (*(name for carrier in _carriers.values() for name in carrier.reductions), "tree")
+    return (*(name for carrier in CARRIERS.values() for name in carrier.reductions), "tree")

@@ -1,7 +1,6 @@
 """What sees the calls of a communicator on their way: recording, and by which names; counting; delays."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 MESSAGES = ("send", "recv", "exchange")  # calls of two ranks, not of all
@@ -66,11 +65,7 @@ class Recorded(Interceptor):
     def _recorded(self, name: str, what: str, array: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         self._number += name not in MESSAGES
         facts = self._recorder.facts(self.name, self._number, name, what, array)
-        return partial(_around, self._recorder, facts, run)
-
-
-def _around(recorder: Recorder, facts: tuple, run: Callable[..., Any], *args: Any) -> Any:
-    return recorder.around(facts, run, args)
+        return lambda *args: self._recorder.around(facts, run, args)
 
 
 def group_name(role: str, ranks: Sequence[int], world: int) -> str:

@@ -5,8 +5,8 @@ that gathers never queue behind reductions. It does not say what is sharded alon
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, cached_property, partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ from shardrt import device as devices
 from shardrt.comm import digits as d
 from shardrt.comm import supervision
 from shardrt.comm import world as worlds
-from shardrt.comm.backends import carriers, create, for_device, reductions
+from shardrt.comm.backends import CARRIERS, create, for_device, reductions
 from shardrt.comm.digits import Digits
 from shardrt.comm.interceptors import Recorded, Recorder, group_name
 from shardrt.comm.protocol import Communicator
@@ -48,35 +48,23 @@ def init_device_mesh(
     """
     if reduction not in reductions():
         raise ValueError(f"reduction: {reduction!r} is unknown; known are {', '.join(reductions())}")
-    made = partial(_made, device, shape, mesh_dim_names, communicator, reduction, wrap)
-    launched = worlds.launch()
-    if launched is None:  # nobody else has to come
-        return made()
-    missing = (
-        f"hang: rank {launched.rank} of {launched.size} has waited {timeout:g} s for all ranks to come to "
-        f"init_device_mesh; those that have not still import, are stopped, or gone"
-    )
-    with supervision.supervisor().within(timeout, missing):
-        return made()
-
-
-def _made(
-    device: str | Device,
-    shape: tuple[int, ...] | None,
-    mesh_dim_names: tuple[str, ...] | None,
-    communicator: str,
-    reduction: str,
-    wrap: Callable[[Communicator], Any] | None,
-) -> "DeviceMesh":
-    world = worlds.current()
-    place = _device(device, world, communicator)
-    shape = tuple(shape or world.shape or (world.size,))
-    _check(shape, mesh_dim_names, world.size)
-    base = create(communicator)
-    devices.set_current(place)
-    family = _Family(world, place, communicator, reduction, wrap)
-    family.root = DeviceMesh(family, np.arange(base.size).reshape(shape), base, mesh_dim_names)
-    return family.root
+    limit: AbstractContextManager[None] = nullcontext()
+    if (launched := worlds.launch()) is not None:  # else nobody else has to come
+        missing = (
+            f"hang: rank {launched.rank} of {launched.size} has waited {timeout:g} s for all ranks to come "
+            f"to init_device_mesh; those that have not still import, are stopped, or gone"
+        )
+        limit = supervision.supervisor().within(timeout, missing)
+    with limit:
+        world = worlds.current()
+        place = _device(device, world, communicator)
+        shape = tuple(shape or world.shape or (world.size,))
+        _check(shape, mesh_dim_names, world.size)
+        base = create(communicator)
+        devices.set_current(place)
+        family = _Family(world, place, communicator, reduction, wrap)
+        family.root = DeviceMesh(family, np.arange(base.size).reshape(shape), base, mesh_dim_names)
+        return family.root
 
 
 @cache
@@ -481,12 +469,12 @@ def _device(given: str | Device, world: worlds.World, communicator: str) -> Devi
         return given if isinstance(given, Device) else world.device
     name = given
     if name == "auto":
-        on_host = communicator not in ("auto", *carriers())
-        name = next((kind for kind in devices.accelerators() if not on_host and devices.count(kind)), "cpu")
-    if name == "cpu" and communicator in carriers():
+        on_host = communicator not in ("auto", *CARRIERS)
+        name = next((kind for kind, found in devices.KINDS.items() if not on_host and found.count()), "cpu")
+    if name == "cpu" and communicator in CARRIERS:
         raise ValueError(f"communicator: {communicator!r} is for GPUs, and the device is 'cpu'")
-    if name in devices.accelerators():
-        name = f"{name}:{world.local_rank % max(1, devices.count(name))}"
+    if name in devices.KINDS:
+        name = f"{name}:{world.local_rank % max(1, devices.KINDS[name].count())}"
     return devices.get(name)
 
 

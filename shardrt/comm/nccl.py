@@ -273,6 +273,11 @@ class NCCLCommunicator(Communicator):
         return self._scratch[:nbytes].view(like.dtype)
 
 
+def create(host: Communicator, device: Device, reduction: str) -> NCCLCommunicator:
+    """Over NCCL, or what takes its place in this world. Collective."""
+    return NCCLCommunicator(host, device, reduction, worlds.current().transport or NCCLTransport)
+
+
 def a_gpu_for_each(host: Communicator, device: Device) -> bool:
     """Whether each rank has a GPU of its own. Else the first rank of a node warns. Collective."""
     world = worlds.current()

@@ -1,6 +1,6 @@
 """What communicators ask of the supervisor of their process, and what they leave to be done at its end.
 
-The supervisor is shardrt.faults', by registration (shardrt/_backends.py). Without one, a rank does not notice
+shardrt/_backends.py makes the supervisor of functions of shardrt.faults. Without it, a rank does not notice
 that another one has left.
 """
 
@@ -8,37 +8,32 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 last_words: list[Callable[[], None]] = []  # see at_program_end
 very_last: list[Callable[[], None]] = []  # see after_all_programs
 
 
-class Supervisor:
-    """Of one process that a launcher started, from before MPI to its end. This one does nothing."""
+def _end_job(report: str, code: int) -> None:
+    sys.stderr.write(report)
+    os._exit(code)
 
-    def launched(self, rank: int, variable: str) -> None:
-        """A launcher started this process as `rank`, with `variable` set. Before MPI is loaded."""
 
-    def met(self, everyone: Any, node: Any) -> None:
-        """MPI has started; its communicators of all ranks, and of those of this node. Collective."""
+class Supervisor(NamedTuple):
+    """Of one process. Unless something else is said, it does nothing."""
 
-    def departed(self) -> set[int]:
-        """The ranks whose programs have ended while this one runs, as far as they have said so."""
-        return set()
-
-    def at(self, ranks: Sequence[int]) -> str:
-        """ " on node1" for ranks that are all on one of several hosts; else ""."""
-        return ""
-
-    def within(self, seconds: float, words: str) -> AbstractContextManager[None]:
-        """A block that ends the job with these words when it takes longer; 0: it may."""
-        return nullcontext()
-
-    def end_job(self, report: str, code: int) -> None:
-        """Print `report` and end all ranks at once, from any thread."""
-        sys.stderr.write(report)
-        os._exit(code)
+    # A launcher started this process as this rank, with this variable set. Before MPI is loaded.
+    launched: Callable[[int, str], None] = lambda rank, variable: None
+    # MPI has started; its communicators of all ranks, and of those of this node. Collective.
+    met: Callable[[Any, Any], None] = lambda everyone, node: None
+    # The ranks whose programs have ended while this one runs, as far as they have said so.
+    departed: Callable[[], set[int]] = set
+    # " on node1" for ranks that are all on one of several hosts; else "".
+    at: Callable[[Sequence[int]], str] = lambda ranks: ""
+    # A block that ends the job with these words when it takes longer than so many seconds; 0: it may.
+    within: Callable[[float, str], AbstractContextManager[None]] = lambda seconds, words: nullcontext()
+    # Print a report and end all ranks at once with an exit code, from any thread.
+    end_job: Callable[[str, int], None] = _end_job
 
 
 _supervisor = Supervisor()

@@ -3,26 +3,25 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
 
 __all__ = [
+    "KINDS",
     "Array",
     "Device",
     "Event",
+    "Kind",
     "Stream",
     "StreamError",
-    "accelerators",
-    "count",
     "current",
     "get",
     "of",
     "on_host",
-    "register",
     "set_current",
     "set_threads",
     "use",
@@ -35,34 +34,16 @@ class _State(threading.local):
     device: Device | None = None  # of the class: to ask for what is not there takes five times as long
 
 
-class _Kind(NamedTuple):
-    """A kind of devices beside the CPU: how to make number N of them, and how many this process sees."""
+@dataclass(frozen=True)
+class Kind:
+    """A kind of devices beside the CPU, called "kind:N". Its functions are called when one is asked for."""
 
-    make: Callable[[int, Device], Device]
-    count: Callable[[], int]
+    make: Callable[[int, Device], Device]  # of N and the CPU; raises RuntimeError where it can't be used
+    count: Callable[[], int]  # how many this process sees
 
 
 _state = _State()
-_kinds: dict[str, _Kind] = {}
-
-
-def register(kind: str, make: Callable[[int, Device], Device], count: Callable[[], int]) -> None:
-    """Let devices be called `kind` and "kind:N".
-
-    make(N, cpu): raises RuntimeError for a device that can't be used. count(): how many this process sees.
-    Both are called when a device is asked for, not before.
-    """
-    _kinds[kind] = _Kind(make, count)
-
-
-def count(kind: str) -> int:
-    """How many devices of a registered kind this process sees."""
-    return _kinds[kind].count()
-
-
-def accelerators() -> tuple[str, ...]:
-    """The registered kinds."""
-    return tuple(_kinds)
+KINDS: dict[str, Kind] = {}
 
 
 def get(name: str) -> Device:
@@ -70,7 +51,7 @@ def get(name: str) -> Device:
 
     Raises ValueError for a name that is not known, RuntimeError for a GPU that can't be used.
     """
-    return _get(f"{name}:0" if name in _kinds else name)
+    return _get(f"{name}:0" if name in KINDS else name)
 
 
 @cache
@@ -80,11 +61,11 @@ def _get(name: str) -> Device:
         from shardrt.device.cpu import CPUDevice
 
         return CPUDevice()
-    if kind in _kinds and index.isdigit():
-        made = _kinds[kind].make(int(index), _get("cpu"))
+    if kind in KINDS and index.isdigit():
+        made = KINDS[kind].make(int(index), _get("cpu"))
         current().enter()  # which making another one has left
         return made
-    known = ["'cpu'", *(f"{kind!r}, '{kind}:N'" for kind in _kinds)]
+    known = ["'cpu'", *(f"{kind!r}, '{kind}:N'" for kind in KINDS)]
     raise ValueError(f"device: unknown device {name!r}; known: {', '.join(known)}")
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from shardrt import device
-from shardrt.comm import init_device_mesh, nccl_watchdog, thread
-from shardrt.faults import failure
+from shardrt.comm import init_device_mesh, nccl_watchdog, supervision, thread
 from tests.ranks import BACKSTOP, ROOT, clean_environment, mpirun
 from tests.softgpu import nccl
 from tests.softgpu.available import missing
@@ -209,7 +208,7 @@ def test_an_error_of_nccl_names_the_rank_of_the_job(software, monkeypatch):
         told.append(report)
         heard.set()
 
-    monkeypatch.setattr(failure, "end_job", end_job)
+    monkeypatch.setattr(supervision, "_supervisor", supervision.supervisor()._replace(end_job=end_job))
 
     def rank():
         mesh = init_device_mesh("cuda", (2, 2), ("dp", "tp"), communicator="nccl")
