@@ -63,10 +63,8 @@ def _ipc(host: Communicator, place: Device, reduction: str) -> Communicator:
     return IPCCommunicator(host, place)
 
 
-supervision.register(
-    Supervisor(
-        guard.start, failure.install_hooks, failure.departed, failure.at, deadline.within, failure.end_job
-    )
+supervision.supervisor = Supervisor(
+    guard.start, failure.install_hooks, failure.departed, failure.at, deadline.within, failure.end_job
 )
 device.KINDS["cuda"] = device.Kind(_cuda, _gpus)
 backends.OVER_MPI |= {"auto": _by_nodes, "shm": _shm}

@@ -121,7 +121,7 @@ def mismatch(
     alike = len({call[:3] + call[4:] for call in callers}) < len(callers)  # but for the memory
     said = []
     for call, ranks in callers.items():
-        where = supervision.supervisor().at([world[rank] for rank in ranks]) if world else ""
+        where = supervision.supervisor.at([world[rank] for rank in ranks]) if world else ""
         said.append(f"{_ranks(ranks)} called {describe(call, names, alike)}{where}")
     more = [f"and {len(said) - _SHOWN} other calls"] if len(said) > _SHOWN else []
     return CollectiveMismatch(

@@ -10,6 +10,8 @@ import numpy as np
 
 from shardrt.comm.errors import CollectiveMismatch
 
+Counts = tuple[int, ...] | None  # elements by peer; None: as many for each
+
 _SHOWN = 3  # pairs of ranks that a message lists
 
 

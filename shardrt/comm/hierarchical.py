@@ -22,7 +22,7 @@ from shardrt.comm.errors import PeerFailed
 from shardrt.comm.mpi import MPICommunicator, begin_exchange, elements_at_once
 from shardrt.comm.patience import Patience
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.reduction import combine
+from shardrt.comm.reduction import Reduction, combine
 from shardrt.comm.segments import Segments, SharedMemoryUnavailable
 from shardrt.comm.shm import ShmCommunicator
 
@@ -113,34 +113,25 @@ class HierarchicalCommunicator(MPICommunicator):
             self._local._all_gather(rows, what)
         return None
 
-    def _reduce_scatter(
-        self,
-        output: np.ndarray,
-        buffer: np.ndarray,
-        scale: float,
-        accumulate: bool,
-        op: str,
-        kind: str,
-        what: str,
-    ) -> None:
+    def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, what: str) -> None:
         place = self._local.separate("reduce_scatter", buffer)
         if not self._nested or self._teller.fits(buffer.nbytes, True):
-            return super()._reduce_scatter(output, buffer, scale, accumulate, op, kind, what)
-        self._meet("reduce_scatter", buffer, op, what, kind, 0 if place is None else place.word)
+            return super()._reduce_scatter(output, buffer, how, what)
+        self._meet("reduce_scatter", buffer, how.op, what, how.kind, 0 if place is None else place.word)
         nodes, own = self._across.size, self._across.rank
         each = min(output.size, elements_at_once(nodes, output.itemsize))
         memory = self._scratch_array(4 * nodes * each, output.dtype).reshape(2, 2, nodes, each)
         under_way = None
-        for columns, everyone in self._columns(buffer.reshape(self.size, -1), each, op, what, kind):
+        for columns, everyone in self._columns(buffer.reshape(self.size, -1), each, how.op, what, how.kind):
             memory = memory[::-1]  # two by turns: the next sums are made while these are sent
             sums, parts = memory[0, :, :, : columns.stop - columns.start]
             for part, rank in zip(sums, self._counterparts, strict=True):
-                combine(part, [rows[rank] for rows in everyone], op=op, kind=kind)
+                combine(part, [rows[rank] for rows in everyone], op=how.op, kind=how.kind)
             requests = self._exchange_across(sums, parts)
             if under_way is not None:
-                self._add(*under_way, scale, accumulate, op)
+                self._add(*under_way, how)
             under_way = output[columns], [*parts[:own], sums[own], *parts[own + 1 :]], requests, memory
-        return self._add(*under_way, scale, accumulate, op)
+        return self._add(*under_way, how)
 
     def _columns(
         self, rows: np.ndarray, each: int, op: str, what: str, kind: str
@@ -158,13 +149,11 @@ class HierarchicalCommunicator(MPICommunicator):
         parts: list[np.ndarray],
         requests: list[MPI.Request],
         memory: np.ndarray,
-        scale: float,
-        accumulate: bool,
-        op: str,
+        how: Reduction,
     ) -> None:
         """What has come from all nodes, in which every node's sum is one part."""
         self._finish(requests, "reduce_scatter", memory)
-        combine(output, parts, scale, accumulate, op)
+        combine(output, parts, how.scale, how.accumulate, how.op)
 
     def _exchange_across(
         self, given: Sequence[np.ndarray], wanted: Sequence[np.ndarray]

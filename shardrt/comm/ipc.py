@@ -27,7 +27,7 @@ import numpy as np
 from shardrt.comm import counts
 from shardrt.comm.calls import WORDS, Names, encode, mismatch
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.reduction import combine
+from shardrt.comm.reduction import Reduction, combine
 from shardrt.comm.staged import StagedCommunicator
 from shardrt.device import on_host
 from shardrt.device.cuda import CUDADevice
@@ -148,14 +148,12 @@ class IPCCommunicator(Communicator):
             self._device.copy(buffer[theirs], buffers[peer][theirs])
         return self._part()
 
-    def _reduce_scatter(
-        self, output: Array, buffer: Array, scale: float, accumulate: bool, op: str, kind: str, what: str
-    ) -> None:
-        buffers = self._meet("reduce_scatter", buffer, op, what, kind)
+    def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, what: str) -> None:
+        buffers = self._meet("reduce_scatter", buffer, how.op, what, how.kind)
         if not buffers:
-            return self._staged._reduce_scatter(output, buffer, scale, accumulate, op, kind, what)
+            return self._staged._reduce_scatter(output, buffer, how, what)
         own = slice(self.rank * output.size, (self.rank + 1) * output.size)
-        combine(output, [theirs[own] for theirs in buffers], scale, accumulate, op, kind)
+        combine(output, [theirs[own] for theirs in buffers], *how)
         return self._part()
 
     def _all_reduce_small(self, buffer: Array, op: str, what: str) -> None:

@@ -6,6 +6,7 @@ that gathers never queue behind reductions. It does not say what is sharded alon
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
 from typing import Any
@@ -54,7 +55,7 @@ def init_device_mesh(
             f"hang: rank {launched.rank} of {launched.size} has waited {timeout:g} s for all ranks to come "
             f"to init_device_mesh; those that have not still import, are stopped, or gone"
         )
-        limit = supervision.supervisor().within(timeout, missing)
+        limit = supervision.supervisor.within(timeout, missing)
     with limit:
         world = worlds.current()
         place = _device(device, world, communicator)
@@ -77,28 +78,23 @@ def default_mesh() -> "DeviceMesh":
     return _default(worlds.current())
 
 
+@dataclass(eq=False)
 class _Family:
     """What a mesh and all its sub-meshes have in common."""
 
-    def __init__(
-        self,
-        world: worlds.World,
-        device: Device,
-        kind: str,
-        reduction: str,
-        wrap: Callable[[Communicator], Any] | None,
-    ) -> None:
-        self.world = world
-        self.device = device
-        self.kind = kind
-        self.reduction = reduction
-        self.wrap = wrap
-        self.root: DeviceMesh
-        self.folded: dict[str, Digits] = {}  # axes of folds, by name
-        self.recorder: Recorder | None = None
-        self.number = 1  # of the meshes that are recorded
-        self.communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}  # by role and ranks
-        self.streams: dict[str, Stream] = {}
+    world: worlds.World
+    device: Device
+    kind: str
+    reduction: str
+    wrap: Callable[[Communicator], Any] | None
+    root: "DeviceMesh" = field(init=False)
+    folded: dict[str, Digits] = field(default_factory=dict)  # axes of folds, by name
+    recorder: Recorder | None = None
+    number: int = 1  # of the meshes that are recorded
+    communicators: dict[tuple[str, tuple[int, ...]], Communicator] = field(
+        default_factory=dict
+    )  # role, ranks
+    streams: dict[str, Stream] = field(default_factory=dict)
 
     def record(self, role: str, ranks: tuple[int, ...]) -> None:
         """Have a communicator recorded by the recorder that there is now, if any."""

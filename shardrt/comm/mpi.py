@@ -19,7 +19,7 @@ from shardrt.comm.errors import PeerFailed
 from shardrt.comm.notices import Notices, Page
 from shardrt.comm.patience import Patience
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.reduction import combine
+from shardrt.comm.reduction import Reduction, combine
 
 _CHUNK = 1 << 20  # bytes of one message of the reduce-scatter: large enough for the wire, small for the cache
 _GATHERED = 1 << 14  # bytes of a rank that go along with its call; more go sooner by a gather after it
@@ -154,20 +154,11 @@ class MPICommunicator(Communicator):
             for rank in range(self.size):
                 self._broadcast_pieces(buffer[rank * n : (rank + 1) * n], rank)
 
-    def _reduce_scatter(
-        self,
-        output: np.ndarray,
-        buffer: np.ndarray,
-        scale: float,
-        accumulate: bool,
-        op: str,
-        kind: str,
-        what: str,
-    ) -> None:
+    def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, what: str) -> None:
         n = output.size
-        everyone = self._meet("reduce_scatter", buffer, op, what, kind, data=buffer, sliced=True)
+        everyone = self._meet("reduce_scatter", buffer, how.op, what, how.kind, data=buffer, sliced=True)
         if everyone:
-            return combine(output, everyone, scale, accumulate, op, kind)
+            return combine(output, everyone, *how)
         chunk = elements_at_once(self.size, buffer.itemsize)
         theirs = self._scratch_array(self.size * min(chunk, n), buffer.dtype).reshape(self.size, -1)
         for start in range(0, n, chunk):
@@ -178,7 +169,7 @@ class MPICommunicator(Communicator):
                 to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
                 piece = buffer[to * n + start : to * n + stop]
                 self._mpi.Sendrecv(piece, to, _TAG, parts[source], source, _TAG)
-            combine(output[start:stop], parts, scale, accumulate, op, kind)
+            combine(output[start:stop], parts, *how)
         return None
 
     def _all_reduce_small(self, buffer: np.ndarray, op: str, what: str) -> None:
@@ -201,12 +192,7 @@ class MPICommunicator(Communicator):
             self._mpi.Bcast(buffer[start : start + _MESSAGE], root)
 
     def _all_to_all(
-        self,
-        output: np.ndarray,
-        buffer: np.ndarray,
-        received: tuple[int, ...] | None,
-        sent: tuple[int, ...] | None,
-        what: str,
+        self, output: np.ndarray, buffer: np.ndarray, received: counts.Counts, sent: counts.Counts, what: str
     ) -> None:
         if sent is None:
             everyone = self._meet("all_to_all", buffer, 0, what, data=buffer, sliced=True)

@@ -21,7 +21,7 @@ from shardrt.comm import counts, nccl_watchdog
 from shardrt.comm import world as worlds
 from shardrt.comm.checks import address
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.reduction import combine
+from shardrt.comm.reduction import Reduction, combine
 from shardrt.comm.transport import Transport
 from shardrt.device import Device
 
@@ -203,22 +203,20 @@ class NCCLCommunicator(Communicator):
     def _all_gather(self, buffer: Array, what: str) -> None:
         self._transport.gather(buffer)
 
-    def _reduce_scatter(
-        self, output: Array, buffer: Array, scale: float, accumulate: bool, op: str, kind: str, what: str
-    ) -> None:
+    def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, what: str) -> None:
         n = output.size
         own = buffer[self.rank * n : (self.rank + 1) * n]
-        if self._by_tree(op, buffer) or (accumulate and address(own) == address(output)):
+        if self._by_tree(how.op, buffer) or (how.accumulate and address(own) == address(output)):
             received = self._space(buffer)
             self._swap(received, buffer, None, None)
             parts = [received[r * n : (r + 1) * n] for r in range(self.size)]
-            combine(output, parts, scale, accumulate, op, kind)
+            combine(output, parts, *how)
             return
         # What `output` can't take as it is goes to this rank's slice first: so there is no scratch.
-        total = own if kind or accumulate else output
-        self._transport.reduce_scatter(total, buffer, op, kind or buffer.dtype.name)
-        if total is own or scale != 1.0:  # not NCCL's mean, which its sums in the switch don't have
-            combine(output, [total], scale, accumulate, op, kind)
+        total = own if how.kind or how.accumulate else output
+        self._transport.reduce_scatter(total, buffer, how.op, how.kind or buffer.dtype.name)
+        if total is own or how.scale != 1.0:  # not NCCL's mean, which its sums in the switch don't have
+            combine(output, [total], *how)
 
     def _all_reduce(self, buffer: Array, op: str, what: str) -> None:
         if self._by_tree(op, buffer):

@@ -39,5 +39,5 @@ def _run() -> None:
             if error:
                 where = f"rank {transport.world_rank}, communicator {transport.role!r}"
                 report = f"NCCL failed on {where}: {error}; NCCL_DEBUG=WARN says more\n"
-                supervision.supervisor().end_job(report, EXIT_CODE)
+                supervision.supervisor.end_job(report, EXIT_CODE)
         watched = transport = None  # else this thread would keep them alive

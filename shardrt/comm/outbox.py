@@ -92,4 +92,4 @@ def _report() -> None:
         time.sleep(0.001)
     for outbox in list(_open):
         if told := outbox.lost():
-            supervision.supervisor().end_job(f"{told}\n", 1)
+            supervision.supervisor.end_job(f"{told}\n", 1)

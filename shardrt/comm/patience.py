@@ -60,7 +60,7 @@ class Patience:
 
     def _departed(self) -> list[int]:
         """Ranks of this group whose programs have ended."""
-        left = sorted(supervision.supervisor().departed())
+        left = sorted(supervision.supervisor.departed())
         if not left:
             return []
         world, own = MPI.COMM_WORLD.Get_group(), self._mpi.Get_group()

@@ -13,7 +13,9 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm import checks
+from shardrt.comm.counts import Counts
 from shardrt.comm.interceptors import Call, Interceptor, message_from, message_to
+from shardrt.comm.reduction import Reduction
 
 _SHORT = 248  # bytes of a message that one collective carries, in rows of 256
 _SMALL = 1 << 16  # bytes of all ranks together up to which an all_reduce sends everything to everyone
@@ -87,8 +89,8 @@ class Communicator(ABC):
                 checks.check_sums("reduce_scatter", buffer, "sum", scale)
             checks.check_count("reduce_scatter", output, buffer, output.size * self.size)
             checks.check_overlap("reduce_scatter", output, buffer, None if kind else self.rank * output.size)
-        label, args = f"reduce_scatter {what}", (output, buffer, scale, accumulate, "sum", kind, what)
-        self._submit(stream, label, "reduce_scatter", what, buffer, *args)
+        label, how = f"reduce_scatter {what}", Reduction(scale, accumulate, "sum", kind)
+        self._submit(stream, label, "reduce_scatter", what, buffer, output, buffer, how, what)
 
     def all_reduce(self, buffer: Any, *, op: str = "sum", stream: Any, what: str = "") -> None:
         """In place: `buffer` becomes its "sum", "max", "min" or "prod" over ranks, the same bits on each."""
@@ -267,9 +269,7 @@ class Communicator(ABC):
     def _all_gather(self, buffer: Any, what: str) -> None: ...
 
     @abstractmethod
-    def _reduce_scatter(
-        self, output: Any, buffer: Any, scale: float, accumulate: bool, op: str, kind: str, what: str
-    ) -> None: ...
+    def _reduce_scatter(self, output: Any, buffer: Any, how: Reduction, what: str) -> None: ...
 
     def _all_reduce(self, buffer: Any, op: str, what: str) -> None:
         """Reduce-scatter and all-gather of what divides by size; the rest, or little, goes to everyone."""
@@ -279,7 +279,7 @@ class Communicator(ABC):
         if even:
             n = even // self.size
             own = buffer[self.rank * n : (self.rank + 1) * n]
-            self._reduce_scatter(own, buffer[:even], 1.0, False, op, "", what)
+            self._reduce_scatter(own, buffer[:even], Reduction(op=op), what)
             self._all_gather(buffer[:even], what)
         if even < buffer.size:
             self._all_reduce_small(buffer[even:], op, what)
@@ -305,14 +305,7 @@ class Communicator(ABC):
     def _broadcast(self, buffer: Any, root: int, what: str) -> None: ...
 
     @abstractmethod
-    def _all_to_all(
-        self,
-        output: Any,
-        buffer: Any,
-        received: tuple[int, ...] | None,
-        sent: tuple[int, ...] | None,
-        what: str,
-    ) -> None: ...
+    def _all_to_all(self, output: Any, buffer: Any, received: Counts, sent: Counts, what: str) -> None: ...
 
     @abstractmethod
     def _send(self, buffer: Any, peer: int, what: str, direct: bool) -> None: ...

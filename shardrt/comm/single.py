@@ -3,7 +3,7 @@
 from typing import Any
 
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.reduction import combine
+from shardrt.comm.reduction import Reduction, combine
 from shardrt.device import Device
 
 
@@ -29,10 +29,8 @@ class SingleCommunicator(Communicator):
     def _all_gather(self, buffer: Any, what: str) -> None:
         pass
 
-    def _reduce_scatter(
-        self, output: Any, buffer: Any, scale: float, accumulate: bool, op: str, kind: str, what: str
-    ) -> None:
-        combine(output, [buffer], scale, accumulate, op, kind)
+    def _reduce_scatter(self, output: Any, buffer: Any, how: Reduction, what: str) -> None:
+        combine(output, [buffer], *how)
 
     def _all_reduce(self, buffer: Any, op: str, what: str) -> None:
         pass

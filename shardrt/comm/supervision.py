@@ -36,18 +36,7 @@ class Supervisor(NamedTuple):
     end_job: Callable[[str, int], None] = _end_job
 
 
-_supervisor = Supervisor()
-
-
-def supervisor() -> Supervisor:
-    """That of this process."""
-    return _supervisor
-
-
-def register(supervisor: Supervisor) -> None:
-    """Have this process supervised by `supervisor` from now on."""
-    global _supervisor
-    _supervisor = supervisor
+supervisor = Supervisor()  # of this process
 
 
 def at_program_end(function: Callable[[], None]) -> Callable[[], None]:

@@ -120,7 +120,7 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
 def _of_process() -> World:
     launched = launch()
     if launched is not None:
-        supervision.supervisor().launched(launched.rank, launched.variable)
+        supervision.supervisor.launched(launched.rank, launched.variable)
     if launched is not None and launched.size > 1:
         return of_mpi()
     told = os.environ.get("WORLD_SIZE", "1")
@@ -137,7 +137,7 @@ def of_mpi() -> World:
     """The world of MPI.COMM_WORLD. Collective over all ranks at its first call."""
     launched = launch()
     if launched is not None:
-        supervision.supervisor().launched(launched.rank, launched.variable)
+        supervision.supervisor.launched(launched.rank, launched.variable)
         _check_room(launched)
     try:
         from mpi4py import MPI
@@ -160,7 +160,7 @@ def of_mpi() -> World:
 
     root = Droppable(MPI.COMM_WORLD.Dup())
     node = root.Split_type(MPI.COMM_TYPE_SHARED, key=root.rank)
-    supervision.supervisor().met(MPI.COMM_WORLD, node)
+    supervision.supervisor.met(MPI.COMM_WORLD, node)
     return World("mpi", root.rank, root.size, node.rank, node.size, root)
 
 

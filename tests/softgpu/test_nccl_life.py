@@ -208,7 +208,7 @@ def test_an_error_of_nccl_names_the_rank_of_the_job(software, monkeypatch):
         told.append(report)
         heard.set()
 
-    monkeypatch.setattr(supervision, "_supervisor", supervision.supervisor()._replace(end_job=end_job))
+    monkeypatch.setattr(supervision, "supervisor", supervision.Supervisor(end_job=end_job))
 
     def rank():
         mesh = init_device_mesh("cuda", (2, 2), ("dp", "tp"), communicator="nccl")
