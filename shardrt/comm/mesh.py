@@ -91,9 +91,7 @@ class _Family:
     folded: dict[str, Digits] = field(default_factory=dict)  # axes of folds, by name
     recorder: Recorder | None = None
     number: int = 1  # of the meshes that are recorded
-    communicators: dict[tuple[str, tuple[int, ...]], Communicator] = field(
-        default_factory=dict
-    )  # role, ranks
+    communicators: dict[tuple[str, tuple[int, ...]], Communicator] = field(default_factory=dict)
     streams: dict[str, Stream] = field(default_factory=dict)
 
     def record(self, role: str, ranks: tuple[int, ...]) -> None:

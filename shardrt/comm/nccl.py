@@ -146,7 +146,8 @@ class NCCLTransport(Transport):
 class NCCLCommunicator(Communicator):
     """`host`: over the same ranks, for the set-up; it is this communicator's own from now on.
 
-    reduction: "nccl" or "tree" (see above). transport: makes what is below it, of (host, device).
+    reduction: "nccl" or "tree" (see above). transport: makes what is below it, of (host, device); None: NCCL,
+    or what takes its place in this world.
     """
 
     keeps_host = False
@@ -156,7 +157,7 @@ class NCCLCommunicator(Communicator):
         host: Communicator,
         device: Device,
         reduction: str = "nccl",
-        transport: Callable[[Communicator, Device], Transport] = NCCLTransport,
+        transport: Callable[[Communicator, Device], Transport] | None = None,
     ) -> None:
         self.reduction = reduction
         self.rank = host.rank
@@ -164,8 +165,8 @@ class NCCLCommunicator(Communicator):
         self._host = host
         self._device = device
         self._scratch = device.buffer(0, np.uint8)
-        self._make_transport = transport
-        self._transport = transport(host, device)
+        self._make_transport = transport or worlds.current().transport or NCCLTransport
+        self._transport = self._make_transport(host, device)
 
     def _over(self, host: Communicator) -> "NCCLCommunicator":
         return NCCLCommunicator(host, self._device, self.reduction, self._make_transport)
@@ -269,11 +270,6 @@ class NCCLCommunicator(Communicator):
             self._device.wait_here()  # work that was issued may use the memory that goes
             self.reserve(nbytes, 0)
         return self._scratch[:nbytes].view(like.dtype)
-
-
-def create(host: Communicator, device: Device, reduction: str) -> NCCLCommunicator:
-    """Over NCCL, or what takes its place in this world. Collective."""
-    return NCCLCommunicator(host, device, reduction, worlds.current().transport or NCCLTransport)
 
 
 def a_gpu_for_each(host: Communicator, device: Device) -> bool:
