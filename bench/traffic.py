@@ -18,9 +18,8 @@ class Counter:
     def __init__(self) -> None:
         self._made: list[CountedCommunicator] = []
 
-    def __call__(self, communicator: Communicator) -> CountedCommunicator:
+    def __call__(self, communicator: Communicator) -> None:
         self._made.append(CountedCommunicator(communicator))
-        return self._made[-1]
 
     @property
     def bytes(self) -> int:

@@ -11,7 +11,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from shardrt import functional, nn, optim
+from shardrt import _backends, functional, nn, optim
 from shardrt.autograd import enable_grad, is_grad_enabled, no_grad
 from shardrt.device import set_threads
 from shardrt.kernels.determinism import are_deterministic_algorithms_enabled, use_deterministic_algorithms
@@ -41,7 +41,7 @@ __version__ = "0.1.0"
 
 _LATER = ("checkpoint", "comm", "fsdp", "models")
 
-del _environment
+del _backends, _environment
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -7,6 +7,7 @@ before NumPy. What the user has set is left alone.
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 _LOCAL_SIZE = (
@@ -48,19 +49,19 @@ def local_size(told: str, node: str) -> int:
     return counts[number] if number < len(counts) else counts[0]
 
 
-def _cores_of_launcher(variable: str) -> int:
-    """Cores of the nearest ancestor that is not a part of a rank, as a shell between it and mpirun is."""
+def launcher(variable: str) -> int:
+    """The nearest ancestor without `variable`, which is set for ranks; a shell before it has it as well."""
     process = os.getppid()
-    try:
-        while variable and variable.encode() + b"=" in Path(f"/proc/{process}/environ").read_bytes():
+    with suppress(OSError, ValueError):  # another user's, as slurmstepd is; it has just gone; or no /proc
+        while f"\0{variable}=".encode() in b"\0" + Path(f"/proc/{process}/environ").read_bytes():
             process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except PermissionError:  # another user's, as slurmstepd is: the launcher, then
-        pass
-    except OSError:  # no /proc
-        return _cores(0)
+    return process
+
+
+def _cores_of_launcher(variable: str) -> int:
     try:
-        return _cores(process if variable else 0)
-    except OSError:  # nor may that be asked
+        return _cores(launcher(variable) if variable else 0)
+    except OSError:  # which it does not tell
         return _cores(0)
 
 

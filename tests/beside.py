@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from shardrt.comm.reduction import Reduction
 from shardrt.comm.transport import Transport
 from shardrt.device import on_host
 from shardrt.device.cpu import CPUDevice
@@ -112,7 +113,7 @@ class OverHost(Transport):
     def reduce_scatter(self, output, buffer, op, kind):
         assert kind == output.dtype.name
         output, buffer = self._seen("reduce_scatter", output, buffer)
-        self._host._reduce_scatter(output, buffer, 1.0, False, op, "", "")
+        self._host._reduce_scatter(output, buffer, Reduction(op=op), "")
 
     def all_reduce(self, buffer, op):
         self._host._all_reduce(*self._seen("all_reduce", buffer), op, "")

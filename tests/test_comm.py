@@ -261,20 +261,21 @@ def test_output_may_lie_in_buffer_only_as_the_own_slice():
     run_ranks(2, body)
 
 
-# Wrappers
+# Interceptors
 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_counted_bytes_are_the_formulas(size):
     def body():
-        comm = CountedCommunicator(create())
+        comm = create()
+        counted = CountedCommunicator(comm)
         full, part = np.zeros(size * 10, np.float32), np.zeros(10, np.float32)
         comm.all_gather(full, stream=INLINE)
         comm.reduce_scatter(part, full, stream=INLINE)
         comm.reduce_scatter(part, full, stream=INLINE)
         comm.all_reduce(full, stream=INLINE)
         comm.barrier(stream=INLINE)
-        return comm.calls, comm.bytes
+        return counted.calls, counted.bytes
 
     for calls, sent in run_ranks(size, body):
         assert calls == {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 1, "barrier": 1}
@@ -285,22 +286,24 @@ def test_counted_bytes_are_the_formulas(size):
 
 def test_counted_bytes_of_a_16_bit_reduction_are_half():
     def body():
-        comm = CountedCommunicator(create())
+        comm = create()
+        counted = CountedCommunicator(comm)
         comm.reduce_scatter(np.zeros(10, np.float32), np.zeros(20, np.uint16), kind="float16", stream=INLINE)
-        return comm.bytes["reduce_scatter"]
+        return counted.bytes["reduce_scatter"]
 
     assert run_ranks(2, body) == [10 * 2] * 2
 
 
 def test_counted_bytes_of_counts_per_peer_are_what_comes_from_others():
     def body():
-        comm = CountedCommunicator(create())
+        comm = create()
+        counted = CountedCommunicator(comm)
         received = [2 * s + comm.rank for s in range(3)]
         sent = [2 * comm.rank + r for r in range(3)]
         comm.all_to_all(
             np.zeros(sum(received)), np.zeros(sum(sent)), received=received, sent=sent, stream=INLINE
         )
-        return comm.calls, comm.bytes["all_to_all"]
+        return counted.calls, counted.bytes["all_to_all"]
 
     counted = [sum(2 * s + r for s in range(3) if s != r) for r in range(3)]
     assert run_ranks(3, body) == [({"all_to_all": 1}, 8 * count) for count in counted]
@@ -309,7 +312,8 @@ def test_counted_bytes_of_counts_per_peer_are_what_comes_from_others():
 @pytest.mark.serial
 def test_a_delay_is_spent_in_the_stream_and_not_in_the_caller():
     stream = device.get("cpu").new_stream("gather")
-    comm = DelayedCommunicator(SingleCommunicator(), 0.1)
+    comm = SingleCommunicator()
+    DelayedCommunicator(comm, 0.1)
     start = time.perf_counter()
     comm.all_gather(np.zeros(4), stream=stream)
     later = []
@@ -319,11 +323,18 @@ def test_a_delay_is_spent_in_the_stream_and_not_in_the_caller():
     assert time.perf_counter() - start >= 0.1
 
 
-class TestWrapped(Contract):
-    """A wrapper is a communicator as well."""
+class TestIntercepted(Contract):
+    """What sees calls changes none."""
 
     def run(self, body):
-        run_ranks(2, lambda: body(CountedCommunicator(DelayedCommunicator(create(), 0.0))))
+        def intercepted():
+            comm = create()
+            DelayedCommunicator(comm, 0.0)
+            counted = CountedCommunicator(comm)
+            body(comm)
+            assert len(comm.interceptors) == 2 and sum(counted.calls.values())
+
+        run_ranks(2, intercepted)
 
 
 def test_ranks_agree_or_are_told_who_differs():
@@ -393,11 +404,13 @@ def test_groups_are_slices_of_the_array_of_ranks():
     assert run_ranks(6, body) == expected
 
 
-def test_a_mesh_wraps_each_communicator_it_makes():
-    mesh = init_device_mesh("cpu", wrap=CountedCommunicator)
+def test_a_mesh_has_each_communicator_it_makes_intercepted():
+    counted = []
+    mesh = init_device_mesh("cpu", wrap=lambda made: counted.append(CountedCommunicator(made)))
     mesh.communicator("gather").all_gather(np.zeros(4), stream=mesh.device.current_stream)
-    assert mesh.communicator("gather").calls == {"all_gather": 1}
-    assert not mesh.communicator("reduce").calls
+    assert counted[0].calls == {"all_gather": 1}
+    mesh.communicator("reduce")
+    assert len(counted) == 2 and not counted[1].calls
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from shardrt.comm import init_device_mesh, thread
+from shardrt.comm import init_device_mesh, interceptors, thread
 from shardrt.faults import diagnosis, flight
 from shardrt.faults.flight import DamagedFlight, Recorder, read, read_all
 from shardrt.tools import autopsy
@@ -238,7 +238,7 @@ def test_the_rank_that_is_behind_is_the_one_that_waits_for_nobody(tmp_path, call
 
 def test_a_rank_that_has_no_file_yet_is_behind_where_another_waits_for_its_message(tmp_path):
     recorder = Recorder(tmp_path, 0, 2)
-    recorder._write(flight.ENTERED, *recorder.facts("g", 1, "recv", flight.message_from(1, "u"), None))
+    recorder._write(flight.ENTERED, *recorder.facts("g", 1, "recv", interceptors.message_from(1, "u"), None))
     assert diagnosis.blame(read_all(tmp_path)[0]).startswith("rank 1 is behind: rank 0 waits in recv")
 
 
@@ -260,12 +260,12 @@ def in_groups(folder):
     shard, replicate = mesh.communicator("gather", "shard"), mesh.communicator("gather", "replicate")
     for _ in range(3 if mesh.rank < 2 else 1):
         shard.barrier(stream=mesh.device.current_stream)
-    names = [shard.recorded_as, replicate.recorded_as, mesh.communicator("control").recorded_as]
+    names = [made.interceptors[0].name for made in (shard, replicate, mesh.communicator("control"))]
     if mesh.rank == 0:
-        recorder._write(flight.ENTERED, *recorder.facts(shard.recorded_as, 4, "barrier", "", None))
+        recorder._write(flight.ENTERED, *recorder.facts(names[0], 4, "barrier", "", None))
     other = init_device_mesh("cpu")
     other.record(recorder)
-    return [*names, other.communicator("control").recorded_as]
+    return [*names, other.communicator("control").interceptors[0].name]
 
 
 def test_a_group_is_not_taken_for_another_of_its_axis(tmp_path):
@@ -289,7 +289,7 @@ def test_a_group_is_not_taken_for_another_of_its_axis(tmp_path):
     ],
 )
 def test_a_name_says_which_ranks_belong_to_a_communicator(ranks, name):
-    assert flight.group_name("g", list(ranks), 8) == name
+    assert interceptors.group_name("g", list(ranks), 8) == name
     assert list(flight.members(name, 8)) == list(flight.members(f"{name}~2", 8)) == list(ranks)
     assert flight.members("ther[0,1,4]~"[1:] + "[", 8) is None  # the end of a name that was too long
 

@@ -18,8 +18,8 @@ ROOMS = [
     ["shardrt.dtypes"],
     ["shardrt.kernels"],
     ["shardrt.device"],
-    ["shardrt.faults"],
     ["shardrt.comm"],
+    ["shardrt.faults"],
     ["shardrt.random"],
     ["shardrt.hooks"],
     ["shardrt.tape"],
@@ -38,6 +38,7 @@ ROOMS = [
     ["shardrt.train"],
     ["shardrt.simulate"],
     ["shardrt.tools"],
+    ["shardrt._backends"],
     ["shardrt"],  # the package itself: the public names
     ["models"],
     ["bench"],
@@ -154,6 +155,27 @@ def test_no_circle_in_a_room_not_even_lazily_or_for_types(room):
     files = {name: path for name, path in MODULES.items() if name.startswith(room + ".")}
     graph = {name: {module_of(each) for each in imports_of(name, path)} for name, path in files.items()}
     TopologicalSorter({name: below & graph.keys() - {name} for name, below in graph.items()}).prepare()
+
+
+PLUGS_IN = (  # into device and comm; shardrt/_backends.py registers them
+    "shardrt._backends",
+    "shardrt.faults",
+    *(f"shardrt.device.{name}" for name in ("cuda", "capture", "upload", "simulated", "program", "shapes")),
+    *(f"shardrt.comm.{name}" for name in ("shm", "flags", "futex", "segments", "mailbox", "hierarchical")),
+    *(f"shardrt.comm.{name}" for name in ("staged", "nccl", "nccl_watchdog", "ipc", "links", "simulated")),
+)
+
+
+def test_the_runtime_imports_nothing_that_plugs_into_device_and_comm_not_even_lazily_or_for_types():
+    todo = ["shardrt.fsdp.api", "shardrt.comm.mesh", "shardrt.comm.mpi", "shardrt.comm.thread"]
+    seen = set(todo)
+    while todo:
+        name = todo.pop()
+        found = {module_of(imported) for imported in imports_of(name, MODULES[name])} - {None}
+        wrong = [other for other in found if other.startswith(PLUGS_IN)]
+        assert not wrong, f"{name} imports {wrong}"
+        todo += found - seen
+        seen |= found
 
 
 def _names(name, path, tree):

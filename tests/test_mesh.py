@@ -55,7 +55,7 @@ def cube():
         ]
         sizes = [mesh.size_of("dp"), pair.size_of("tp"), mesh.rank_of("pp"), mesh.rank_of("tp"), fold.shape]
         names = [pair.mesh_dim_names, mesh.flat("dp", "tp").mesh_dim_names, fold.mesh_dim_names]
-        return facts, same, sizes, names, mesh.flat("dp", "tp").communicator("control").recorded_as
+        return facts, same, sizes, names, mesh.flat("dp", "tp").recorder_of("control", *range(4))[1]
 
     return run_ranks(8, body)
 
@@ -102,7 +102,7 @@ def _recorded_names(mesh):
     for part in (mesh, mesh["b"], mesh["a"], turned):
         part.communicator("x")
     mesh.record(Recorder())
-    return [part.communicator("x").recorded_as for part in (mesh, mesh["b"], mesh["a"], turned)]
+    return [part.communicator("x").interceptors[0].name for part in (mesh, mesh["b"], mesh["a"], turned)]
 
 
 def test_an_axis_that_is_missing_is_told_and_where_it_is():

@@ -75,8 +75,8 @@ def trained(name, steps=2, **options):
         optimizer.zero_grad()
     calls, nbytes = Counter(), Counter()
     for each in made:
-        calls.update({(each.inner.role, call): n for call, n in each.calls.items() if n})
-        nbytes.update({(each.inner.role, call): n for call, n in each.bytes.items() if n})
+        calls.update({(each.communicator.role, call): n for call, n in each.calls.items() if n})
+        nbytes.update({(each.communicator.role, call): n for call, n in each.bytes.items() if n})
     return calls, nbytes
 
 

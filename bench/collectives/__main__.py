@@ -23,7 +23,7 @@ from bench.collectives.options import cases, parse
 from shardrt import device as devices
 from shardrt.comm import Communicator, create, thread
 from shardrt.comm import world as worlds
-from shardrt.comm.backends import DEVICE_KINDS, for_device
+from shardrt.comm.backends import CARRIERS, for_device
 from shardrt.train.errors import USAGE, launched_rank, one_line
 
 Wrap = Callable[[Communicator], Communicator]
@@ -79,8 +79,8 @@ def measured(
 
 def _contestants(kind: str, nbytes: int, wrap: Wrap) -> tuple[Contestant, Contestant | None]:
     """Ours and, where there is one of the same work, the raw library. Collective."""
-    if kind in DEVICE_KINDS:
-        device = devices.get(f"cuda:{worlds.current().local_rank % devices.cuda.count()}")
+    if kind in CARRIERS:
+        device = devices.get(f"cuda:{worlds.current().local_rank % devices.KINDS['cuda'].count()}")
         devices.set_current(device)
         communicator = for_device(create("auto"), device, kind, "gather")
         raw = RawNCCL(communicator, nbytes) if kind == "nccl" else None

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from bench.collectives.ops import Case
-from shardrt.comm.backends import DEVICE_KINDS
+from shardrt.comm.backends import CARRIERS
 from shardrt.dtypes import LOW
 
 # A type that no communicator of ours names travels as the bits of another. Sums and products of whole numbers
@@ -38,6 +38,6 @@ def raw_nccl(case: Case) -> bool:
 
 def raw_of(kind: str, under_mpi: bool) -> Callable[[Case], bool] | None:
     """What the raw library beside a communicator of this kind offers; None where there is none."""
-    if kind in DEVICE_KINDS:
+    if kind in CARRIERS:
         return raw_nccl if kind == "nccl" else None
     return raw if under_mpi else None

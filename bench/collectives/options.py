@@ -8,8 +8,8 @@ from itertools import product
 from bench.collectives import offers
 from bench.collectives.ops import DTYPES, NOBODY, NONE, OPS, PLACES, REDUCTIONS, Case, Op, rounded
 from bench.command_line import Parser, add_forms, check_known, nbytes, words
+from shardrt.comm import backends
 from shardrt.comm import world as worlds
-from shardrt.comm.backends import DEVICE_KINDS, KINDS
 from shardrt.device import cuda
 
 _LEAST, _MOST, _FACTOR = 1 << 10, 32 << 20, 4  # what is swept when nothing is said
@@ -43,8 +43,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     _add_theirs(parser)
     add("--rounds", type=int, default=3, metavar="N", help="of -n calls, ours and raw by turns (3)")
     add("--place", dest="places", type=words, default=["all"], metavar="A,B", help="out, in, all (all)")
-    kinds = f"{', '.join(KINDS)}, or all that fit this run (auto)"
-    add("-k", "--communicators", type=words, default=["auto"], metavar="A,B", help=kinds)
+    known = f"{', '.join(backends.kinds())}, or all that fit this run (auto)"
+    add("-k", "--communicators", type=words, default=["auto"], metavar="A,B", help=known)
     add_forms(parser, "-J", "--output_file")
     options = parser.parse_args(arguments)
     given = sys.argv[1:] if arguments is None else arguments
@@ -191,9 +191,9 @@ def _kinds(options: argparse.Namespace) -> list[str]:
     if options.communicators == ["all"]:
         return list(fitting)
     for kind in options.communicators:
-        if kind not in KINDS:
-            raise ValueError(f"-k: {kind!r} is unknown; known are {', '.join(KINDS)}, all")
-        if kind in DEVICE_KINDS and cuda.count() == 0:
+        if kind not in backends.kinds():
+            raise ValueError(f"-k: {kind!r} is unknown; known are {', '.join(backends.kinds())}, all")
+        if kind in backends.CARRIERS and cuda.count() == 0:
             raise ValueError(f"-k: {kind!r} is for arrays of a GPU, and there is none here")
         if kind not in fitting and kind != "auto":
             raise ValueError(f"-k: {kind!r} {_why(kind, size, threads)}")

@@ -3,9 +3,9 @@
 from shardrt.comm.backends import create
 from shardrt.comm.counted import CountedCommunicator
 from shardrt.comm.delayed import DelayedCommunicator
+from shardrt.comm.errors import CollectiveMismatch, PeerFailed
 from shardrt.comm.mesh import DeviceMesh, init_device_mesh
 from shardrt.comm.protocol import Communicator
-from shardrt.faults.failure import CollectiveMismatch, PeerFailed
 
 __all__ = [
     "CollectiveMismatch",

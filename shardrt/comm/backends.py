@@ -1,20 +1,24 @@
-"""Communicators by name. Each backend's module is imported only here, and only when it is chosen."""
+"""Communicators by name: "single", "thread", "mpi", and those that are registered (shardrt/_backends.py)."""
 
-import warnings
-import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 from shardrt.comm import world as worlds
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.single import SingleCommunicator
-from shardrt.comm.staged import StagedCommunicator
+from shardrt.comm.world import World
 from shardrt.device import Device
 
-KINDS = ("auto", "single", "thread", "mpi", "shm", "staged", "nccl", "ipc")
-DEVICE_KINDS = ("staged", "nccl", "ipc")  # for arrays of a GPU; a host communicator is below them
-REDUCTIONS = ("nccl", "tree")  # who adds up over NCCL: it, or our kernels by the fixed tree over ranks
 HOST_ROLES = ("control", "used")  # what they carry is mostly, or only, in the memory of the hosts
 
-_warned: "weakref.WeakSet[worlds.World]" = weakref.WeakSet()  # runs that know that their ranks share a GPU
+
+class Carrier(NamedTuple):
+    """Communicators of GPU arrays, with a host communicator below them. Its functions are collective."""
+
+    make: Callable[[Communicator, Device, str], Communicator]  # of (host, device, reduction)
+    suits: Callable[[Communicator, Device], bool] | None = None  # whether to take it unnamed; None: never
+    carries_host: bool = False  # whether it leaves arrays of the host where they are, and suits any ranks
+    reductions: tuple[str, ...] = ()  # how it can make sums, beside "tree", which is by our kernels
 
 
 def for_device(
@@ -24,32 +28,32 @@ def for_device(
 
     It takes over `host`, which it is where arrays are the host's. On a GPU it is "staged", "nccl" or
     "ipc" (the ranks of one node); "auto" takes NCCL where every rank has a GPU of its own, else "staged".
-    HOST_ROLES are always staged, which leaves host arrays where they are. reduction: one of REDUCTIONS, for
-    NCCL.
+    HOST_ROLES are always staged, which leaves host arrays where they are. reduction: one of `reductions()`,
+    for NCCL.
     """
     host.role = role
-    made = _carrier(host, device, kind, role, reduction)
+    made = _made(host, device, kind, role, reduction)
     made.role = role
     return made
 
 
-def _carrier(host: Communicator, device: Device, kind: str, role: str, reduction: str) -> Communicator:
+def _made(host: Communicator, device: Device, kind: str, role: str, reduction: str) -> Communicator:
     if host.size == 1 and device is not device.host:
         return SingleCommunicator(device)
     world = worlds.current()
     if device.in_host_memory or (world.device is device and world.transport is None):
         return host
-    if role in HOST_ROLES or kind == "staged":
-        return StagedCommunicator(host, device)
-    if kind == "ipc":
-        from shardrt.comm.ipc import IPCCommunicator
+    if role in HOST_ROLES or kind not in CARRIERS:
+        kind = _chosen(host, device, kind, role)
+    return CARRIERS[kind].make(host, device, reduction)
 
-        return IPCCommunicator(host, device)
-    if kind == "auto" and not _a_gpu_for_each(host, device):
-        return StagedCommunicator(host, device)
-    from shardrt.comm.nccl import NCCLCommunicator, NCCLTransport
 
-    return NCCLCommunicator(host, device, reduction, world.transport or NCCLTransport)
+def _chosen(host: Communicator, device: Device, kind: str, role: str) -> str:
+    """The first carrier that suits, else the one that carries the host's arrays. Collective."""
+    for name, carrier in CARRIERS.items():
+        if role not in HOST_ROLES and carrier.suits and (kind != "auto" or carrier.suits(host, device)):
+            return name
+    return next(name for name, carrier in CARRIERS.items() if carrier.carries_host)
 
 
 def create(kind: str = "auto") -> Communicator:
@@ -60,61 +64,40 @@ def create(kind: str = "auto") -> Communicator:
     for GPUs (see for_device), have the automatic one below them. A simulated world has one kind alone, its
     own. Raises ValueError for a kind that is unknown or does not fit this run.
     """
-    if kind in DEVICE_KINDS:
+    if kind in CARRIERS:
         kind = "auto"
-    if kind not in KINDS:
-        raise ValueError(f"communicator: {kind!r} is unknown; known are {', '.join(KINDS)}")
+    if kind not in kinds():
+        raise ValueError(f"communicator: {kind!r} is unknown; known are {', '.join(kinds())}")
     world = worlds.current()
     if world.device is not None:
         return world.root.duplicate()
-    if kind in ("mpi", "shm"):
-        return _over_mpi(kind, worlds.of_mpi())
-    if kind not in ("auto", world.kind):
+    if kind in OVER_MPI and kind != "auto":
+        world = worlds.of_mpi()
+    elif kind not in ("auto", world.kind):
         raise ValueError(f"communicator: {kind!r} does not fit this run, which is {world.kind!r}")
     if world.kind == "mpi":
-        return _over_mpi(kind, world)
-    if world.kind == "thread":
-        return world.root.duplicate()
-    return SingleCommunicator()
+        from shardrt.comm.contexts import free_dropped
+
+        free_dropped(world.root)
+        return OVER_MPI[kind](world)
+    return world.root.duplicate() if world.kind == "thread" else SingleCommunicator()
 
 
-def _over_mpi(kind: str, world: worlds.World) -> Communicator:
-    from shardrt.comm.contexts import free_dropped
+def _plain(world: World) -> Communicator:
+    from shardrt.comm.mpi import MPICommunicator
 
-    free_dropped(world.root)
-    if kind == "mpi":
-        from shardrt.comm.mpi import MPICommunicator
-
-        return MPICommunicator(world.root.Dup())
-    if kind == "shm":
-        from shardrt.comm.shm import ShmCommunicator
-
-        if world.local_size < world.size:
-            raise ValueError("communicator: 'shm' needs all ranks on one node; 'auto' combines it with MPI")
-        return ShmCommunicator(world.root.Dup())
-    from shardrt.comm import hierarchical
-
-    return hierarchical.create(world.root.Dup())
+    return MPICommunicator(world.root.Dup())
 
 
-def _a_gpu_for_each(host: Communicator, device: Device) -> bool:
-    """Whether each rank has a GPU of its own. Else the first rank of a node warns. Collective."""
-    world = worlds.current()
-    if world.device is not None:
-        return True
-    first: dict[bytes, int] = {}  # GPU -> its first rank of the run
-    for each in host.talk(b"%d %b" % (world.rank, device.identity)):
-        number, gpu = each.split(b" ", 1)
-        rank = int(number)
-        if not gpu:
-            return False
-        if first.setdefault(gpu, rank) != rank:
-            if host.rank == world.local_rank == 0 and world not in _warned:
-                _warned.add(world)
-                warnings.warn(
-                    f"ranks {first[gpu]} and {rank} share a GPU: collectives are staged through host memory, "
-                    "which is slow. NCCL needs a GPU for each rank; communicator='staged' silences this",
-                    stacklevel=4,
-                )
-            return False
-    return True
+OVER_MPI: dict[str, Callable[[World], Communicator]] = {"auto": _plain, "mpi": _plain}  # collective
+CARRIERS: dict[str, Carrier] = {}
+
+
+def kinds() -> tuple[str, ...]:
+    """All names of communicators, "auto" first."""
+    return tuple(dict.fromkeys(("auto", "single", "thread", *OVER_MPI, *CARRIERS)))
+
+
+def reductions() -> tuple[str, ...]:
+    """How sums over ranks can be made: by a carrier's own means, or by our kernels ("tree")."""
+    return (*(name for carrier in CARRIERS.values() for name in carrier.reductions), "tree")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from shardrt.faults.failure import PeerFailed
+from shardrt.comm.errors import PeerFailed
 
 _PATIENCE = 600  # seconds a rank waits for another
 

@@ -11,9 +11,9 @@ from struct import Struct
 import numpy as np
 
 from shardrt import dtypes
+from shardrt.comm import supervision
 from shardrt.comm.checks import OPS
-from shardrt.faults.failure import CollectiveMismatch, PeerFailed, at
-from shardrt.faults.flight import tail
+from shardrt.comm.errors import CollectiveMismatch, PeerFailed
 
 Call = tuple[int, int, int, int, int]  # collective and element type, count, op or root, memory, name
 WORDS = 5
@@ -121,7 +121,7 @@ def mismatch(
     alike = len({call[:3] + call[4:] for call in callers}) < len(callers)  # but for the memory
     said = []
     for call, ranks in callers.items():
-        where = at([world[rank] for rank in ranks]) if world else ""
+        where = supervision.supervisor.at([world[rank] for rank in ranks]) if world else ""
         said.append(f"{_ranks(ranks)} called {describe(call, names, alike)}{where}")
     more = [f"and {len(said) - _SHOWN} other calls"] if len(said) > _SHOWN else []
     return CollectiveMismatch(
@@ -132,7 +132,7 @@ def mismatch(
 
 def pack_message(array: np.ndarray, what: str) -> bytes:
     """What is said of an array that goes from one rank to another."""
-    return _MESSAGE.pack(array.size, dtypes.CODES[array.dtype], tail(what, 112))
+    return _MESSAGE.pack(array.size, dtypes.CODES[array.dtype], what.encode()[-112:])
 
 
 def array_of(packed: bytes) -> np.ndarray:

@@ -1,22 +1,24 @@
 """Counts calls and bytes per collective: what tests hold against the formulas."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from shardrt.comm.protocol import Communicator
-from shardrt.comm.wrapper import Wrapper
+from shardrt.comm.interceptors import Call, Interceptor
 
 
-class CountedCommunicator(Wrapper):
-    """`calls[name]` and `bytes[name]` per collective; bytes are what this rank receives from others.
+class CountedCommunicator(Interceptor):
+    """`calls[name]` and `bytes[name]` per collective of a communicator, from when this is made.
+
+    Bytes are what this rank receives from others.
 
     Where a collective is symmetric (all but broadcast, send, recv, exchange, and an all_to_all with counts
-    per peer) it sends as much. A backend
-    that shares memory moves less: the formula, not the machine, is counted.
+    per peer) it sends as much. A backend that shares memory moves less: the formula, not the machine, is
+    counted.
     """
 
-    def __init__(self, inner: Communicator) -> None:
-        super().__init__(inner)
+    def __init__(self, communicator: Any) -> None:
+        super().__init__(communicator)
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
@@ -25,17 +27,15 @@ class CountedCommunicator(Wrapper):
         self.calls.clear()
         self.bytes.clear()
 
-    def _wrap(self, inner: Communicator) -> "CountedCommunicator":
-        return CountedCommunicator(inner)
-
-    def _submit(self, stream: Any, label: str, call: str, what: str, array: Any, *args: Any) -> None:
-        self.calls[call] += 1
-        received = args[2] if call == "all_to_all" else None
+    def intercept(self, call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
+        name, array, group = call.name, call.array, self.communicator
+        self.calls[name] += 1
+        received = call.args[2] if name == "all_to_all" else None
         if received is not None:
-            self.bytes[call] += (sum(received) - received[self.rank]) * array.itemsize
+            self.bytes[name] += (sum(received) - received[group.rank]) * array.itemsize
         elif array is not None:
-            self.bytes[call] += wire_bytes(call, array.nbytes, self.size)
-        self.inner._submit(stream, label, call, what, array, *args)
+            self.bytes[name] += wire_bytes(name, array.nbytes, group.size)
+        return run
 
 
 def wire_bytes(call: str, nbytes: int, size: int) -> int:

@@ -8,7 +8,9 @@ from itertools import accumulate, product
 
 import numpy as np
 
-from shardrt.faults.failure import CollectiveMismatch
+from shardrt.comm.errors import CollectiveMismatch
+
+Counts = tuple[int, ...] | None  # elements by peer; None: as many for each
 
 _SHOWN = 3  # pairs of ranks that a message lists
 

@@ -4,20 +4,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shardrt.comm.protocol import Communicator
-from shardrt.comm.wrapper import Wrapper
+from shardrt.comm.interceptors import Call, Interceptor
 
 
-class DelayedCommunicator(Wrapper):
+class DelayedCommunicator(Interceptor):
     """Calls wait(delay) in the stream before each collective (not before barriers): by default, seconds."""
 
-    def __init__(self, inner: Communicator, delay: float, wait: Callable[[float], Any] = time.sleep) -> None:
-        super().__init__(inner)
+    def __init__(self, communicator: Any, delay: float, wait: Callable[[float], Any] = time.sleep) -> None:
+        super().__init__(communicator)
         self.delay, self.wait = delay, wait
 
-    def _wrap(self, inner: Communicator) -> "DelayedCommunicator":
-        return DelayedCommunicator(inner, self.delay, self.wait)
-
-    def _before(self, call: str, buffer: Any, stream: Any) -> None:
-        if buffer is not None:
-            stream.submit(self.wait, self.delay, label=f"delay {call}")
+    def intercept(self, call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
+        if call.array is not None:
+            call.stream.submit(self.wait, self.delay, label=f"delay {call.name}")
+        return run

@@ -10,11 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from shardrt.comm import futex
+from shardrt.comm import futex, supervision
 from shardrt.comm.calls import HEAD, PACKED, left
 from shardrt.comm.notices import Page, parts_of
 from shardrt.comm.segments import map_shared
-from shardrt.faults import failure
 
 LITTLE = 1 << 13  # bytes of data that go along, for which there is room in shared memory
 _READY, _DONE, _LEFT, _ASLEEP = range(4)  # int64 words at the start of a rank's row
@@ -166,7 +165,7 @@ class Flags:
         futex.wake(self._address + 8 * (self._own + column))
 
 
-@failure.at_program_end
+@supervision.at_program_end
 def _leave() -> None:
     for flags in list(_open):
         flags.leave()

@@ -11,8 +11,8 @@ from functools import cache
 
 from mpi4py import MPI
 
+from shardrt.comm import supervision
 from shardrt.comm.segments import SharedMemoryUnavailable
-from shardrt.faults import failure
 
 # The number of the system call.
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
@@ -64,7 +64,7 @@ class _Time(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-@failure.after_all_programs
+@supervision.after_all_programs
 def _free() -> None:
     if fence.cache_info().currsize:
         window = fence()

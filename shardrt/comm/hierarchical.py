@@ -18,13 +18,13 @@ from mpi4py import MPI
 
 from shardrt.comm import outbox
 from shardrt.comm.calls import Names
-from shardrt.comm.mpi import _CHUNK, _SCRATCH, _TAG, MPICommunicator, _pieces
+from shardrt.comm.errors import PeerFailed
+from shardrt.comm.mpi import MPICommunicator, begin_exchange, elements_at_once
 from shardrt.comm.patience import Patience
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.reduction import combine
+from shardrt.comm.reduction import Reduction, combine
 from shardrt.comm.segments import Segments, SharedMemoryUnavailable
 from shardrt.comm.shm import ShmCommunicator
-from shardrt.faults.failure import PeerFailed
 
 
 def create(mpi: MPI.Intracomm, node: int | None = None, names: Names | None = None) -> Communicator:
@@ -113,34 +113,25 @@ class HierarchicalCommunicator(MPICommunicator):
             self._local._all_gather(rows, what)
         return None
 
-    def _reduce_scatter(
-        self,
-        output: np.ndarray,
-        buffer: np.ndarray,
-        scale: float,
-        accumulate: bool,
-        op: str,
-        kind: str,
-        what: str,
-    ) -> None:
+    def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, what: str) -> None:
         place = self._local.separate("reduce_scatter", buffer)
         if not self._nested or self._teller.fits(buffer.nbytes, True):
-            return super()._reduce_scatter(output, buffer, scale, accumulate, op, kind, what)
-        self._meet("reduce_scatter", buffer, op, what, kind, 0 if place is None else place.word)
+            return super()._reduce_scatter(output, buffer, how, what)
+        self._meet("reduce_scatter", buffer, how.op, what, how.kind, 0 if place is None else place.word)
         nodes, own = self._across.size, self._across.rank
-        each = min(output.size, max(1, min(_CHUNK, _SCRATCH // nodes) // output.itemsize))
+        each = min(output.size, elements_at_once(nodes, output.itemsize))
         memory = self._scratch_array(4 * nodes * each, output.dtype).reshape(2, 2, nodes, each)
         under_way = None
-        for columns, everyone in self._columns(buffer.reshape(self.size, -1), each, op, what, kind):
+        for columns, everyone in self._columns(buffer.reshape(self.size, -1), each, how.op, what, how.kind):
             memory = memory[::-1]  # two by turns: the next sums are made while these are sent
             sums, parts = memory[0, :, :, : columns.stop - columns.start]
             for part, rank in zip(sums, self._counterparts, strict=True):
-                combine(part, [rows[rank] for rows in everyone], op=op, kind=kind)
+                combine(part, [rows[rank] for rows in everyone], op=how.op, kind=how.kind)
             requests = self._exchange_across(sums, parts)
             if under_way is not None:
-                self._add(*under_way, scale, accumulate, op)
+                self._add(*under_way, how)
             under_way = output[columns], [*parts[:own], sums[own], *parts[own + 1 :]], requests, memory
-        return self._add(*under_way, scale, accumulate, op)
+        return self._add(*under_way, how)
 
     def _columns(
         self, rows: np.ndarray, each: int, op: str, what: str, kind: str
@@ -158,27 +149,18 @@ class HierarchicalCommunicator(MPICommunicator):
         parts: list[np.ndarray],
         requests: list[MPI.Request],
         memory: np.ndarray,
-        scale: float,
-        accumulate: bool,
-        op: str,
+        how: Reduction,
     ) -> None:
         """What has come from all nodes, in which every node's sum is one part."""
         self._finish(requests, "reduce_scatter", memory)
-        combine(output, parts, scale, accumulate, op)
+        combine(output, parts, how.scale, how.accumulate, how.op)
 
     def _exchange_across(
         self, given: Sequence[np.ndarray], wanted: Sequence[np.ndarray]
     ) -> list[MPI.Request]:
         """Begin to send `given` to this rank's counterpart on each other node, and to receive `wanted`."""
-        nodes, own = self._across.size, self._across.rank
-        others = [(own + step) % nodes for step in range(1, nodes)]
-        requests = [
-            self._across.Irecv(piece, node, _TAG) for node in others for piece in _pieces(wanted[node])
-        ]
-        for node in others:
-            requests += [self._across.Isend(piece, node, _TAG) for piece in _pieces(given[node])]
-            self.bytes_across += given[node].nbytes
-        return requests
+        self.bytes_across += sum(part.nbytes for part in given) - given[self._across.rank].nbytes
+        return begin_exchange(self._across, given, wanted)
 
     def _finish(self, requests: list[MPI.Request], doing: str, memory: Any) -> None:
         """Wait for what was begun in `memory`."""

@@ -19,7 +19,6 @@ import os
 from bisect import bisect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import numpy as np
 from shardrt.comm import counts
 from shardrt.comm.calls import WORDS, Names, encode, mismatch
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.reduction import combine
+from shardrt.comm.reduction import Reduction, combine
 from shardrt.comm.staged import StagedCommunicator
 from shardrt.device import on_host
 from shardrt.device.cuda import CUDADevice
@@ -149,14 +148,12 @@ class IPCCommunicator(Communicator):
             self._device.copy(buffer[theirs], buffers[peer][theirs])
         return self._part()
 
-    def _reduce_scatter(
-        self, output: Array, buffer: Array, scale: float, accumulate: bool, op: str, kind: str, what: str
-    ) -> None:
-        buffers = self._meet("reduce_scatter", buffer, op, what, kind)
+    def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, what: str) -> None:
+        buffers = self._meet("reduce_scatter", buffer, how.op, what, how.kind)
         if not buffers:
-            return self._staged._reduce_scatter(output, buffer, scale, accumulate, op, kind, what)
+            return self._staged._reduce_scatter(output, buffer, how, what)
         own = slice(self.rank * output.size, (self.rank + 1) * output.size)
-        combine(output, [theirs[own] for theirs in buffers], scale, accumulate, op, kind)
+        combine(output, [theirs[own] for theirs in buffers], *how)
         return self._part()
 
     def _all_reduce_small(self, buffer: Array, op: str, what: str) -> None:
@@ -221,12 +218,11 @@ class _Memory:
         """A 1-D array of zeros that every rank has mapped. Collective."""
         nbytes = count * np.dtype(dtype).itemsize
         own = self._device.buffer(_whole(nbytes), np.uint8)
-        exports = np.zeros(host.size, _EXPORT)
-        mine = exports[host.rank : host.rank + 1]
+        mine = np.zeros(1, _EXPORT)
         mine["process"], mine["address"] = np.frombuffer(_process(), np.uint8), own.data.ptr
         with _together(host):
             mine["handle"] = np.frombuffer(self._device.export_memory(own), np.uint8)
-        host._all_gather(exports.view(np.uint8), "")
+        exports = np.frombuffer(b"".join(host.talk(mine.tobytes())), _EXPORT)
         with _together(host):
             parts = [own if r == host.rank else self._map(exports[r], own.size) for r in range(host.size)]
         self._starts.insert(bisect(self._starts, (own.data.ptr, 0)), (own.data.ptr, len(self._parts)))
@@ -283,9 +279,7 @@ def _together(host: Communicator) -> Iterator[None]:
         yield
     except RuntimeError as raised:
         error = raised
-    fine = np.array([error is None], np.int64)
-    host._all_reduce(fine, "min", "")
-    if not fine[0]:
+    if any(host.talk(b"" if error is None else b"failed")):
         told = error or "another rank says why"
         raise RuntimeError(
             f"communicator: 'ipc' can't share GPU memory between these ranks ({told}); use 'nccl' or 'staged'"
@@ -293,17 +287,13 @@ def _together(host: Communicator) -> Iterator[None]:
 
 
 def _check_one_node(host: Communicator) -> None:
-    nodes = np.zeros(host.size, np.int64)
-    nodes[host.rank] = _node()
-    host._all_gather(nodes, "")
-    if len(set(nodes.tolist())) > 1:
+    if len(set(host.talk(_node()))) > 1:
         raise ValueError("communicator: 'ipc' needs all ranks on one node; use 'nccl' or 'staged'")
 
 
-def _node() -> int:
-    """A number that differs between machines."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    return int.from_bytes(blake2b(boot, digest_size=8).digest(), "little") >> 1
+def _node() -> bytes:
+    """What differs between machines."""
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes()
 
 
 def _process() -> bytes:

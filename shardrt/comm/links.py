@@ -31,11 +31,11 @@ import numpy as np
 
 from shardrt import dtypes
 from shardrt.comm import talk
+from shardrt.comm.interceptors import message_from, message_to
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, Event, Stream
 from shardrt.device.arena import Arena, Slot
-from shardrt.faults.flight import message_from, message_to
 
 Array = Any
 Link = tuple[int, int, str]  # sender and receiver, ranks of the mesh, and kind

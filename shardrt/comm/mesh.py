@@ -5,8 +5,9 @@ that gathers never queue behind reductions. It does not say what is sharded alon
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, cached_property, partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -14,14 +15,13 @@ import numpy as np
 
 from shardrt import device as devices
 from shardrt.comm import digits as d
+from shardrt.comm import supervision
 from shardrt.comm import world as worlds
-from shardrt.comm.backends import DEVICE_KINDS, REDUCTIONS, create, for_device
+from shardrt.comm.backends import CARRIERS, create, for_device, reductions
 from shardrt.comm.digits import Digits
+from shardrt.comm.interceptors import Recorded, Recorder, group_name
 from shardrt.comm.protocol import Communicator
-from shardrt.device import Device, Stream, cuda
-from shardrt.faults.deadline import within
-from shardrt.faults.failure import HANG
-from shardrt.faults.flight import Recorder, group_name
+from shardrt.device import Device, Stream
 
 
 def init_device_mesh(
@@ -31,7 +31,7 @@ def init_device_mesh(
     *,
     communicator: str = "auto",
     reduction: str = "nccl",
-    wrap: Callable[[Communicator], Communicator] | None = None,
+    wrap: Callable[[Communicator], Any] | None = None,
     timeout: float = 300.0,
 ) -> "DeviceMesh":
     """A mesh over all ranks. Collective.
@@ -40,44 +40,32 @@ def init_device_mesh(
     mesh_dim_names: a name per axis. communicator: the backend (see `comm.create` and `comm.for_device`).
     reduction: how sums over ranks are made where NCCL carries them: "nccl", by NCCL itself, or "tree", by the
     fixed tree over ranks with which all other backends have the same bits (docs/gpu.md says what each
-    promises). wrap: applied to every communicator that the mesh makes. The device becomes the current one of
-    this thread; "auto" is a GPU where there is one; a simulated world has its own, whatever is named.
-    timeout: seconds in which all ranks must come here, or this one ends the job with exit code 124; 0: no
-    limit. Raises ValueError where the shape does not hold exactly the ranks that run, a communicator does not
-    fit the device, or a reduction is unknown; RuntimeError where a GPU is asked for that can't be used.
+    promises). wrap: called with every communicator that the mesh makes, to intercept its calls, such as
+    CountedCommunicator. The device becomes the current one of this thread; "auto" is a GPU where there is
+    one; a simulated world has its own, whatever is named. timeout: seconds in which all ranks must come here,
+    or this one ends the job with exit code 124; 0: no limit. Raises ValueError where the shape does not hold
+    exactly the ranks that run, a communicator does not fit the device, or a reduction is unknown;
+    RuntimeError where a GPU is asked for that can't be used.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: {reduction!r} is unknown; known are {', '.join(REDUCTIONS)}")
-    made = partial(_made, device, shape, mesh_dim_names, communicator, reduction, wrap)
-    launched = worlds.launch()
-    if launched is None:  # nobody else has to come
-        return made()
-    missing = (
-        f"hang: rank {launched.rank} of {launched.size} has waited {timeout:g} s for all ranks to come to "
-        f"init_device_mesh; those that have not still import, are stopped, or gone; the job ends with exit "
-        f"code {HANG}"
-    )
-    with within(timeout, HANG, missing):
-        return made()
-
-
-def _made(
-    device: str | Device,
-    shape: tuple[int, ...] | None,
-    mesh_dim_names: tuple[str, ...] | None,
-    communicator: str,
-    reduction: str,
-    wrap: Callable[[Communicator], Communicator] | None,
-) -> "DeviceMesh":
-    world = worlds.current()
-    place = _device(device, world, communicator)
-    shape = tuple(shape or world.shape or (world.size,))
-    _check(shape, mesh_dim_names, world.size)
-    base = create(communicator)
-    devices.set_current(place)
-    family = _Family(world, place, communicator, reduction, wrap)
-    family.root = DeviceMesh(family, np.arange(base.size).reshape(shape), base, mesh_dim_names)
-    return family.root
+    if reduction not in reductions():
+        raise ValueError(f"reduction: {reduction!r} is unknown; known are {', '.join(reductions())}")
+    limit: AbstractContextManager[None] = nullcontext()
+    if (launched := worlds.launch()) is not None:  # else nobody else has to come
+        missing = (
+            f"hang: rank {launched.rank} of {launched.size} has waited {timeout:g} s for all ranks to come "
+            f"to init_device_mesh; those that have not still import, are stopped, or gone"
+        )
+        limit = supervision.supervisor.within(timeout, missing)
+    with limit:
+        world = worlds.current()
+        place = _device(device, world, communicator)
+        shape = tuple(shape or world.shape or (world.size,))
+        _check(shape, mesh_dim_names, world.size)
+        base = create(communicator)
+        devices.set_current(place)
+        family = _Family(world, place, communicator, reduction, wrap)
+        family.root = DeviceMesh(family, np.arange(base.size).reshape(shape), base, mesh_dim_names)
+        return family.root
 
 
 @cache
@@ -90,34 +78,35 @@ def default_mesh() -> "DeviceMesh":
     return _default(worlds.current())
 
 
+@dataclass(eq=False)
 class _Family:
     """What a mesh and all its sub-meshes have in common."""
 
-    def __init__(
-        self,
-        world: worlds.World,
-        device: Device,
-        kind: str,
-        reduction: str,
-        wrap: Callable[[Communicator], Communicator] | None,
-    ) -> None:
-        self.world = world
-        self.device = device
-        self.kind = kind
-        self.reduction = reduction
-        self.wrap = wrap
-        self.root: DeviceMesh
-        self.folded: dict[str, Digits] = {}  # axes of folds, by name
-        self.recorder: Recorder | None = None
-        self.number = 1  # of the meshes that are recorded
-        self.made: dict[tuple[str, tuple[int, ...]], Communicator] = {}  # by role and ranks, not wrapped yet
-        self.communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}
-        self.streams: dict[str, Stream] = {}
+    world: worlds.World
+    device: Device
+    kind: str
+    reduction: str
+    wrap: Callable[[Communicator], Any] | None
+    root: "DeviceMesh" = field(init=False)
+    folded: dict[str, Digits] = field(default_factory=dict)  # axes of folds, by name
+    recorder: Recorder | None = None
+    number: int = 1  # of the meshes that are recorded
+    communicators: dict[tuple[str, tuple[int, ...]], Communicator] = field(default_factory=dict)
+    streams: dict[str, Stream] = field(default_factory=dict)
 
     def record(self, role: str, ranks: tuple[int, ...]) -> None:
-        """Have a communicator recorded."""
-        made = self.made[role, ranks]
-        made.recorder, made.recorded_as = self.recorder, self.name(role, ranks)
+        """Have a communicator recorded by the recorder that there is now, if any."""
+        made = self.communicators[role, ranks]
+        made.interceptors = tuple(each for each in made.interceptors if not isinstance(each, Recorded))
+        if self.recorder is not None:
+            Recorded(made, self.recorder, self.name(role, ranks))
+
+    def carrier(self, host: Communicator, role: str) -> Communicator:
+        """What carries the device's arrays over the ranks of `host`, which it takes over. Collective."""
+        made = for_device(host, self.device, self.kind, role, self.reduction)
+        if self.wrap is not None:
+            self.wrap(made)
+        return made
 
     def name(self, role: str, ranks: tuple[int, ...]) -> str:
         """What a communicator is called, as no other one of this run."""
@@ -386,10 +375,7 @@ class DeviceMesh:
             return self.axis(dim).communicator(role)
         family, ranks = self._family, tuple(self.ranks.ravel().tolist())
         if (role, ranks) not in family.communicators:
-            base = self._base.duplicate()
-            made = for_device(base, family.device, family.kind, role, family.reduction)
-            family.made[role, ranks] = made
-            family.communicators[role, ranks] = family.wrap(made) if family.wrap else made
+            family.communicators[role, ranks] = family.carrier(self._base.duplicate(), role)
             family.record(role, ranks)
         return family.communicators[role, ranks]
 
@@ -402,9 +388,9 @@ class DeviceMesh:
         host = self._base.among((source, to), 0) if inside else self._base.split(None, 0)
         if host is None:
             return None
-        made = for_device(host.duplicate(), family.device, family.kind, "link", family.reduction)
+        made = family.carrier(host.duplicate(), "link")
         host.role = "shapes"
-        return (family.wrap(made) if family.wrap else made), host
+        return made, host
 
     def recorder_of(self, role: str, *ranks: int) -> tuple[Recorder | None, str]:
         """Who records calls of such a communicator of these ranks, if anybody, and by which name."""
@@ -421,7 +407,7 @@ class DeviceMesh:
         if recorder is not None:
             recorder.meshes += 1
             family.number = recorder.meshes
-        for role, ranks in family.made:
+        for role, ranks in family.communicators:
             family.record(role, ranks)
 
     def part(self, phase: str, action: str = "") -> None:
@@ -491,12 +477,12 @@ def _device(given: str | Device, world: worlds.World, communicator: str) -> Devi
         return given if isinstance(given, Device) else world.device
     name = given
     if name == "auto":
-        on_host = communicator not in ("auto", *DEVICE_KINDS)
-        name = "cpu" if on_host or not cuda.count() else "cuda"
-    if name == "cpu" and communicator in DEVICE_KINDS:
+        on_host = communicator not in ("auto", *CARRIERS)
+        name = next((kind for kind, found in devices.KINDS.items() if not on_host and found.count()), "cpu")
+    if name == "cpu" and communicator in CARRIERS:
         raise ValueError(f"communicator: {communicator!r} is for GPUs, and the device is 'cpu'")
-    if name == "cuda":
-        name = f"cuda:{world.local_rank % max(1, cuda.count())}"
+    if name in devices.KINDS:
+        name = f"{name}:{world.local_rank % max(1, devices.KINDS[name].count())}"
     return devices.get(name)
 
 

@@ -7,7 +7,7 @@ message, which then is all. The reduce-scatter is our own: MPI's takes twice as 
 sums in an order of its own.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,11 +15,11 @@ from mpi4py import MPI
 
 from shardrt.comm import counts, outbox
 from shardrt.comm.calls import MESSAGE, Names, array_of, mismatch, pack, pack_message, unlike, unpack
+from shardrt.comm.errors import PeerFailed
 from shardrt.comm.notices import Notices, Page
 from shardrt.comm.patience import Patience
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.reduction import combine
-from shardrt.faults.failure import PeerFailed
+from shardrt.comm.reduction import Reduction, combine
 
 _CHUNK = 1 << 20  # bytes of one message of the reduce-scatter: large enough for the wire, small for the cache
 _GATHERED = 1 << 14  # bytes of a rank that go along with its call; more go sooner by a gather after it
@@ -154,21 +154,12 @@ class MPICommunicator(Communicator):
             for rank in range(self.size):
                 self._broadcast_pieces(buffer[rank * n : (rank + 1) * n], rank)
 
-    def _reduce_scatter(
-        self,
-        output: np.ndarray,
-        buffer: np.ndarray,
-        scale: float,
-        accumulate: bool,
-        op: str,
-        kind: str,
-        what: str,
-    ) -> None:
+    def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, what: str) -> None:
         n = output.size
-        everyone = self._meet("reduce_scatter", buffer, op, what, kind, data=buffer, sliced=True)
+        everyone = self._meet("reduce_scatter", buffer, how.op, what, how.kind, data=buffer, sliced=True)
         if everyone:
-            return combine(output, everyone, scale, accumulate, op, kind)
-        chunk = max(1, min(_CHUNK, _SCRATCH // self.size) // buffer.itemsize)
+            return combine(output, everyone, *how)
+        chunk = elements_at_once(self.size, buffer.itemsize)
         theirs = self._scratch_array(self.size * min(chunk, n), buffer.dtype).reshape(self.size, -1)
         for start in range(0, n, chunk):
             stop = min(start + chunk, n)
@@ -178,7 +169,7 @@ class MPICommunicator(Communicator):
                 to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
                 piece = buffer[to * n + start : to * n + stop]
                 self._mpi.Sendrecv(piece, to, _TAG, parts[source], source, _TAG)
-            combine(output[start:stop], parts, scale, accumulate, op, kind)
+            combine(output[start:stop], parts, *how)
         return None
 
     def _all_reduce_small(self, buffer: np.ndarray, op: str, what: str) -> None:
@@ -201,12 +192,7 @@ class MPICommunicator(Communicator):
             self._mpi.Bcast(buffer[start : start + _MESSAGE], root)
 
     def _all_to_all(
-        self,
-        output: np.ndarray,
-        buffer: np.ndarray,
-        received: tuple[int, ...] | None,
-        sent: tuple[int, ...] | None,
-        what: str,
+        self, output: np.ndarray, buffer: np.ndarray, received: counts.Counts, sent: counts.Counts, what: str
     ) -> None:
         if sent is None:
             everyone = self._meet("all_to_all", buffer, 0, what, data=buffer, sliced=True)
@@ -223,11 +209,7 @@ class MPICommunicator(Communicator):
             self._tell_counts(buffer, counts.row(received, sent), what)
         given = [buffer[part] for part in counts.slices(sent)]
         wanted = [output[part] for part in counts.slices(received)]
-        requests = []
-        for step in range(1, self.size):
-            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            requests += [self._mpi.Irecv(piece, source, _TAG) for piece in _pieces(wanted[source])]
-            requests += [self._mpi.Isend(piece, to, _TAG) for piece in _pieces(given[to])]
+        requests = begin_exchange(self._mpi, given, wanted)
         wanted[self.rank][:] = given[self.rank]
         MPI.Request.Waitall(requests)
 
@@ -300,6 +282,23 @@ class MPICommunicator(Communicator):
         if self._scratch.size < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)
         return self._scratch[:nbytes].view(dtype)
+
+
+def elements_at_once(ranks: int, itemsize: int) -> int:
+    """Elements that each of so many ranks sends at a time in a reduce_scatter."""
+    return max(1, min(_CHUNK, _SCRATCH // ranks) // itemsize)
+
+
+def begin_exchange(
+    mpi: MPI.Intracomm, given: Sequence[np.ndarray], wanted: Sequence[np.ndarray]
+) -> list[MPI.Request]:
+    """Begin to send given[r] to each other rank r, and to receive wanted[r] from it."""
+    requests = []
+    for step in range(1, mpi.size):
+        to, source = (mpi.rank + step) % mpi.size, (mpi.rank - step) % mpi.size
+        requests += [mpi.Irecv(piece, source, _TAG) for piece in _pieces(wanted[source])]
+        requests += [mpi.Isend(piece, to, _TAG) for piece in _pieces(given[to])]
+    return requests
 
 
 def _pieces(buffer: np.ndarray) -> list[np.ndarray]:

@@ -11,6 +11,7 @@ Never run on a GPU yet (docs/status.md); tests/softgpu runs it on the real CuPy 
 
 import ctypes
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
@@ -18,15 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.comm import counts, nccl_watchdog
+from shardrt.comm import counts, nccl_watchdog, supervision
 from shardrt.comm import world as worlds
 from shardrt.comm.checks import address
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.reduction import combine
+from shardrt.comm.reduction import Reduction, combine
 from shardrt.comm.transport import Transport
 from shardrt.device import Device
-from shardrt.faults import failure
-from shardrt.faults.deadline import within
 
 Array = Any
 
@@ -42,6 +41,7 @@ _PATIENCE = 60.0  # seconds for the end of all communicators
 # Of processes, in the order in which all ranks make them. To destroy one is collective, so it must not depend
 # on when a rank's garbage is collected.
 _open: "dict[NCCLTransport, None]" = {}
+_warned: "weakref.WeakSet[worlds.World]" = weakref.WeakSet()  # runs that know that their ranks share a GPU
 
 
 @cache
@@ -105,12 +105,9 @@ class NCCLTransport(Transport):
         self._life = threading.Lock()  # of `comm`: the watchdog asks it while another thread destroys it
         self.rank, self.world_rank = host.rank, worlds.current().rank
         self._size = host.size
-        key = np.zeros(128, np.uint8)
-        if host.rank == 0:
-            key[:] = np.frombuffer(nccl.get_unique_id(), np.uint8)
-        host._broadcast(key, 0, "")
+        key = host.talk(bytes(nccl.get_unique_id()) if host.rank == 0 else b"")[0]
         device.empty_cache()  # NCCL takes memory of its own, now and at its first calls
-        self.comm = self._create(key.tobytes())
+        self.comm = self._create(key)
         self._closed = False
         if worlds.current().kind == "mpi":  # threads share the collector, and NCCL waits for none of them
             _open[self] = None
@@ -210,11 +207,11 @@ class NCCLTransport(Transport):
         _open.pop(self, None)
 
 
-@failure.after_all_programs
+@supervision.after_all_programs
 def _close_all() -> None:
     """Before MPI ends, and Python, which would destroy them in an order of its own."""
     words = f"NCCL has not destroyed its communicators in {_PATIENCE:g} s, though all programs have ended"
-    with within(_PATIENCE if _open else 0, failure.HANG, words):
+    with supervision.supervisor.within(_PATIENCE if _open else 0, words):
         for transport in list(_open):
             transport.close()
 
@@ -222,7 +219,8 @@ def _close_all() -> None:
 class NCCLCommunicator(Communicator):
     """`host`: over the same ranks, for the set-up; it is this communicator's own from now on.
 
-    reduction: "nccl" or "tree" (see above). transport: makes what is below it, of (host, device).
+    reduction: "nccl" or "tree" (see above). transport: makes what is below it, of (host, device); None: NCCL,
+    or what takes its place in this world.
     """
 
     keeps_host = False
@@ -232,7 +230,7 @@ class NCCLCommunicator(Communicator):
         host: Communicator,
         device: Device,
         reduction: str = "nccl",
-        transport: Callable[[Communicator, Device], Transport] = NCCLTransport,
+        transport: Callable[[Communicator, Device], Transport] | None = None,
     ) -> None:
         self.reduction = reduction
         self.rank = host.rank
@@ -240,8 +238,8 @@ class NCCLCommunicator(Communicator):
         self._host = host
         self._device = device
         self._scratch = device.buffer(0, np.uint8)
-        self._make_transport = transport
-        self._transport = transport(host, device)
+        self._make_transport = transport or worlds.current().transport or NCCLTransport
+        self._transport = self._make_transport(host, device)
 
     def _over(self, host: Communicator) -> "NCCLCommunicator":
         return NCCLCommunicator(host, self._device, self.reduction, self._make_transport)
@@ -279,22 +277,20 @@ class NCCLCommunicator(Communicator):
     def _all_gather(self, buffer: Array, what: str) -> None:
         self._transport.gather(buffer)
 
-    def _reduce_scatter(
-        self, output: Array, buffer: Array, scale: float, accumulate: bool, op: str, kind: str, what: str
-    ) -> None:
+    def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, what: str) -> None:
         n = output.size
         own = buffer[self.rank * n : (self.rank + 1) * n]
-        if self._by_tree(op, buffer) or (accumulate and address(own) == address(output)):
+        if self._by_tree(how.op, buffer) or (how.accumulate and address(own) == address(output)):
             received = self._space(buffer)
             self._swap(received, buffer, None, None)
             parts = [received[r * n : (r + 1) * n] for r in range(self.size)]
-            combine(output, parts, scale, accumulate, op, kind)
+            combine(output, parts, *how)
             return
         # What `output` can't take as it is goes to this rank's slice first: so there is no scratch.
-        total = own if kind or accumulate else output
-        self._transport.reduce_scatter(total, buffer, op, kind or buffer.dtype.name)
-        if total is own or scale != 1.0:  # not NCCL's mean, which its sums in the switch don't have
-            combine(output, [total], scale, accumulate, op, kind)
+        total = own if how.kind or how.accumulate else output
+        self._transport.reduce_scatter(total, buffer, how.op, how.kind or buffer.dtype.name)
+        if total is own or how.scale != 1.0:  # not NCCL's mean, which its sums in the switch don't have
+            combine(output, [total], *how)
 
     def _all_reduce(self, buffer: Array, op: str, what: str) -> None:
         if self._by_tree(op, buffer):
@@ -347,3 +343,26 @@ class NCCLCommunicator(Communicator):
             self._device.wait_here()  # work that was issued may use the memory that goes
             self.reserve(nbytes, 0)
         return self._scratch[:nbytes].view(like.dtype)
+
+
+def a_gpu_for_each(host: Communicator, device: Device) -> bool:
+    """Whether each rank has a GPU of its own. Else the first rank of a node warns. Collective."""
+    world = worlds.current()
+    if world.device is not None:
+        return True
+    first: dict[bytes, int] = {}  # GPU -> its first rank of the run
+    for each in host.talk(b"%d %b" % (world.rank, device.identity)):
+        number, gpu = each.split(b" ", 1)
+        rank = int(number)
+        if not gpu:
+            return False
+        if first.setdefault(gpu, rank) != rank:
+            if host.rank == world.local_rank == 0 and world not in _warned:
+                _warned.add(world)
+                warnings.warn(
+                    f"ranks {first[gpu]} and {rank} share a GPU: collectives are staged through host memory, "
+                    "which is slow. NCCL needs a GPU for each rank; communicator='staged' silences this",
+                    stacklevel=6,
+                )
+            return False
+    return True

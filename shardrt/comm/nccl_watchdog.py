@@ -9,15 +9,16 @@ import threading
 import weakref
 from typing import Any
 
+from shardrt.comm import supervision
 from shardrt.device import threads
-from shardrt.faults import failure
 
+EXIT_CODE = 83
 _PERIOD = 0.5  # seconds
 _watched: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
 _over = threading.Event()  # set when peers may go without that being an error
-failure.after_all_programs(_over.set)
+supervision.after_all_programs(_over.set)
 
 
 def watch(transport: Any) -> None:
@@ -40,5 +41,5 @@ def _run() -> None:
             if error:
                 where = f"rank {transport.world_rank}, communicator {transport.role!r}"
                 report = f"NCCL failed on {where}: {error}; NCCL_DEBUG=WARN says more\n"
-                failure.end_job(report, failure.NCCL)
+                supervision.supervisor.end_job(report, EXIT_CODE)
         watched = transport = None  # else this thread would keep them alive

@@ -11,8 +11,9 @@ import numpy as np
 from mpi4py import MPI
 
 from shardrt.comm.calls import HEAD, PACKED
+from shardrt.comm.errors import PeerFailed
+from shardrt.comm.outbox import keep
 from shardrt.comm.patience import Patience
-from shardrt.faults.failure import PeerFailed
 
 LITTLE = 1 << 15  # bytes of data in a notice; for more, the copies cost what a second message does
 _FEW = 8  # ranks of which each writes to each; more of them gather what they call, and nothing goes along
@@ -129,7 +130,7 @@ class Notices:
             self._exchange(notice, doing)
         except PeerFailed as error:
             self._failed = error
-            _abandoned.append(self)
+            keep([], self)  # messages are under way in its memory, which must stay
             raise
         return notice.page
 
@@ -147,6 +148,3 @@ class Notices:
         for request in notice.sends:
             if not request.Test():
                 self._patience.wait(request, doing)
-
-
-_abandoned: list[Notices] = []  # messages are under way in their memory, which must stay

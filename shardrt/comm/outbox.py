@@ -12,10 +12,10 @@ from typing import Any
 
 from mpi4py import MPI
 
+from shardrt.comm import supervision
+from shardrt.comm.errors import PeerFailed
 from shardrt.comm.patience import Patience
 from shardrt.device import threads
-from shardrt.faults import failure
-from shardrt.faults.failure import PeerFailed
 
 _open: "weakref.WeakSet[Outbox]" = weakref.WeakSet()
 _abandoned: list[Any] = []
@@ -86,7 +86,7 @@ def keep(requests: list[MPI.Request], memory: Any) -> None:
     _abandoned.append((requests, memory))
 
 
-@failure.after_all_programs
+@supervision.after_all_programs
 def _report() -> None:
     """A message that nobody took, and nobody was told of, is a failure."""
     deadline = time.monotonic() + _MOMENT
@@ -94,4 +94,4 @@ def _report() -> None:
         time.sleep(0.001)
     for outbox in list(_open):
         if told := outbox.lost():
-            failure.end_job(f"{told}\n", 1)
+            supervision.supervisor.end_job(f"{told}\n", 1)

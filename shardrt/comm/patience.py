@@ -8,8 +8,8 @@ import time
 
 from mpi4py import MPI
 
+from shardrt.comm import supervision
 from shardrt.comm.calls import abandoned, left
-from shardrt.faults import failure
 
 _SPIN = 2e-5  # seconds of polling before a waiting rank lets others go first
 _YIELD = 1e-4  # seconds before it sleeps
@@ -60,7 +60,7 @@ class Patience:
 
     def _departed(self) -> list[int]:
         """Ranks of this group whose programs have ended."""
-        left = sorted(failure.departed())
+        left = sorted(supervision.supervisor.departed())
         if not left:
             return []
         world, own = MPI.COMM_WORLD.Get_group(), self._mpi.Get_group()

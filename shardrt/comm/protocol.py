@@ -2,7 +2,7 @@
 
 A public method checks its arguments in the caller (checks.py), then submits the blocking `_method` to the
 stream. So a backend implements `_all_gather(buffer)` and its like and nothing else. Nothing here knows a
-model, a unit or a mean over ranks; counting and delays are wrappers (wrapper.py), not flags.
+model, a unit or a mean over ranks; what records, counts and delays calls are interceptors (interceptors.py).
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +13,9 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm import checks
-from shardrt.faults.flight import MESSAGES, message_from, message_to
+from shardrt.comm.counts import Counts
+from shardrt.comm.interceptors import Call, Interceptor, message_from, message_to
+from shardrt.comm.reduction import Reduction
 
 _SHORT = 248  # bytes of a message that one collective carries, in rows of 256
 _SMALL = 1 << 16  # bytes of all ranks together up to which an all_reduce sends everything to everyone
@@ -40,10 +42,8 @@ class Communicator(ABC):
     reduction = "tree"  # how sums are made; "nccl": as NCCL likes, and 16 bits in 16 bits
     shares_memory = False  # whether allocate(shared=True) is one physical buffer for several ranks
     keeps_host = True  # whether a call keeps the thread that runs it until it is done
-    recorder: Any = None  # a flight.Recorder, told of every call by the name that this communicator has there
-    recorded_as = ""
     role = ""  # what its mesh wants it for
-    _call_number = 0
+    interceptors: tuple[Interceptor, ...] = ()  # of its calls; the last one's is what runs in the stream
 
     def all_gather(self, buffer: Any, *, stream: Any, what: str = "") -> None:
         """In place: `buffer` (size * n,) holds this rank's slice [rank*n : (rank+1)*n] on entry, all on exit.
@@ -89,8 +89,8 @@ class Communicator(ABC):
                 checks.check_sums("reduce_scatter", buffer, "sum", scale)
             checks.check_count("reduce_scatter", output, buffer, output.size * self.size)
             checks.check_overlap("reduce_scatter", output, buffer, None if kind else self.rank * output.size)
-        label, args = f"reduce_scatter {what}", (output, buffer, scale, accumulate, "sum", kind, what)
-        self._submit(stream, label, "reduce_scatter", what, buffer, *args)
+        label, how = f"reduce_scatter {what}", Reduction(scale, accumulate, "sum", kind)
+        self._submit(stream, label, "reduce_scatter", what, buffer, output, buffer, how, what)
 
     def all_reduce(self, buffer: Any, *, op: str = "sum", stream: Any, what: str = "") -> None:
         """In place: `buffer` becomes its "sum", "max", "min" or "prod" over ranks, the same bits on each."""
@@ -191,26 +191,19 @@ class Communicator(ABC):
         """
         if device.current().alone:
             return [data] * self.size
-        if self.recorder is None:
-            return self._talk(data)
-        self._call_number += 1
-        facts = self.recorder.facts(self.recorded_as, self._call_number, "talk", "", None)
-        return self.recorder.around(facts, self._talk, (data,))
+        run = self._talk
+        for interceptor in self.interceptors:
+            run = interceptor.intercept_talk(run)
+        return run(data)
 
     def _submit(self, stream: Any, label: str, call: str, what: str, array: Any, *args: Any) -> None:
-        """Run `_call(*args)` in the stream, and have it recorded with `array`. Wrappers put theirs before it.
-
-        Messages do not count: the number of a collective is the same on all ranks.
-        """
+        """Run `_call(*args)` in the stream, or what the interceptors make of it."""
         if device.current().alone:
             return
-        method = getattr(self, f"_{call}")
-        if self.recorder is None:
-            stream.submit(method, *args, label=label)
-            return
-        self._call_number += call not in MESSAGES
-        facts = self.recorder.facts(self.recorded_as, self._call_number, call, what, array)
-        stream.submit(self.recorder.around, facts, method, args, label=label)
+        run = getattr(self, f"_{call}")
+        for interceptor in self.interceptors:
+            run = interceptor.intercept(Call(call, what, array, args, stream), run)
+        stream.submit(run, *args, label=label)
 
     def register_names(self, names: Iterable[str]) -> None:  # noqa: B027 (a world of one has nobody to name)
         """Say beforehand which `what` will come, so that an error can print the one a peer gave.
@@ -269,15 +262,14 @@ class Communicator(ABC):
     def close(self) -> None:  # noqa: B027 (most backends hold nothing)
         """Give back what the backend holds. Collective; arrays from `allocate` stay valid."""
 
-    # What a backend implements. Blocking, run by the stream; arguments have been checked.
+    # What a backend implements. Blocking, run by the stream; arguments have been checked. A communicator that
+    # is made over another one calls these of it in turn, in its own stream, as a part of its own call.
 
     @abstractmethod
     def _all_gather(self, buffer: Any, what: str) -> None: ...
 
     @abstractmethod
-    def _reduce_scatter(
-        self, output: Any, buffer: Any, scale: float, accumulate: bool, op: str, kind: str, what: str
-    ) -> None: ...
+    def _reduce_scatter(self, output: Any, buffer: Any, how: Reduction, what: str) -> None: ...
 
     def _all_reduce(self, buffer: Any, op: str, what: str) -> None:
         """Reduce-scatter and all-gather of what divides by size; the rest, or little, goes to everyone."""
@@ -287,7 +279,7 @@ class Communicator(ABC):
         if even:
             n = even // self.size
             own = buffer[self.rank * n : (self.rank + 1) * n]
-            self._reduce_scatter(own, buffer[:even], 1.0, False, op, "", what)
+            self._reduce_scatter(own, buffer[:even], Reduction(op=op), what)
             self._all_gather(buffer[:even], what)
         if even < buffer.size:
             self._all_reduce_small(buffer[even:], op, what)
@@ -313,14 +305,7 @@ class Communicator(ABC):
     def _broadcast(self, buffer: Any, root: int, what: str) -> None: ...
 
     @abstractmethod
-    def _all_to_all(
-        self,
-        output: Any,
-        buffer: Any,
-        received: tuple[int, ...] | None,
-        sent: tuple[int, ...] | None,
-        what: str,
-    ) -> None: ...
+    def _all_to_all(self, output: Any, buffer: Any, received: Counts, sent: Counts, what: str) -> None: ...
 
     @abstractmethod
     def _send(self, buffer: Any, peer: int, what: str, direct: bool) -> None: ...

@@ -6,7 +6,7 @@ ranks. Integers, and all that is no sum, go through NumPy, or CuPy, by the same 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,15 @@ from shardrt import device
 Array = Any
 
 _PAIRWISE = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+
+
+class Reduction(NamedTuple):
+    """How parts become one array: the arguments of `combine` that say so."""
+
+    scale: float = 1.0
+    accumulate: bool = False
+    op: str = "sum"
+    kind: str = ""
 
 
 def combine(

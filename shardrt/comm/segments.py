@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from shardrt.faults.failure import Refused
+from shardrt.comm.errors import Refused
 
 _PAGE = mmap.PAGESIZE
 _HUGE = 1 << 21

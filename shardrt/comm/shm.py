@@ -19,7 +19,7 @@ from shardrt.comm.calls import Names
 from shardrt.comm.flags import Flags
 from shardrt.comm.mailbox import Mailbox
 from shardrt.comm.mpi import MPICommunicator
-from shardrt.comm.reduction import combine
+from shardrt.comm.reduction import Reduction, combine
 from shardrt.comm.segments import Place, Segments
 
 _STAGED = 1 << 20  # bytes of a rank that are copied to where others read them at a time: they stay in a cache
@@ -76,22 +76,13 @@ class ShmCommunicator(MPICommunicator):
             buffer[peer * n : (peer + 1) * n] = place.of(peer, buffer)[peer * n : (peer + 1) * n]
         return self._flags.part("all_gather")
 
-    def _reduce_scatter(
-        self,
-        output: np.ndarray,
-        buffer: np.ndarray,
-        scale: float,
-        accumulate: bool,
-        op: str,
-        kind: str,
-        what: str,
-    ) -> None:
+    def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, what: str) -> None:
         if self._flags.fits(buffer.nbytes, True):
             self.separate("reduce_scatter", buffer)
-            return super()._reduce_scatter(output, buffer, scale, accumulate, op, kind, what)
-        for columns, everyone in self.columns(buffer.reshape(self.size, -1), op, what, kind):
+            return super()._reduce_scatter(output, buffer, how, what)
+        for columns, everyone in self.columns(buffer.reshape(self.size, -1), how.op, what, how.kind):
             own = [rows[self.rank] for rows in everyone]
-            combine(output[columns], own, scale, accumulate, op, kind)
+            combine(output[columns], own, *how)
         return None
 
     def columns(
@@ -173,12 +164,7 @@ class ShmCommunicator(MPICommunicator):
             self._meet("broadcast", buffer, root, what, "", place.word)
 
     def _all_to_all(
-        self,
-        output: np.ndarray,
-        buffer: np.ndarray,
-        received: tuple[int, ...] | None,
-        sent: tuple[int, ...] | None,
-        what: str,
+        self, output: np.ndarray, buffer: np.ndarray, received: counts.Counts, sent: counts.Counts, what: str
     ) -> None:
         place = self.separate("all_to_all", buffer)
         if sent is not None:

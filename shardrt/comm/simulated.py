@@ -22,6 +22,7 @@ from shardrt.comm import world as worlds
 from shardrt.comm.board import Board
 from shardrt.comm.counts import equal, slices
 from shardrt.comm.protocol import Communicator
+from shardrt.comm.reduction import Reduction
 from shardrt.comm.transport import Transport
 from shardrt.device.addresses import block_of, joined, ranges_of
 from shardrt.device.program import HOST, Collective, Group
@@ -276,15 +277,13 @@ class SimulatedCommunicator(Communicator):
             for row, speaker in zip(buffer.reshape(self.size, -1), self._speakers, strict=True):
                 row[:] = told[speaker]
 
-    def _reduce_scatter(
-        self, output: Array, buffer: Array, scale: float, accumulate: bool, op: str, kind: str, what: str
-    ) -> None:
-        reads = [buffer, output] if accumulate else [buffer]
+    def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, what: str) -> None:
+        reads = [buffer, output] if how.accumulate else [buffer]
         number = self._keep("reduce_scatter", buffer.nbytes, reads, [output])
         if _has_values(output):
             own = slice(self.rank * output.size, (self.rank + 1) * output.size)
-            total = scale * self._combined(number, buffer, op)[own]
-            output[...] = output + total if accumulate else total
+            total = how.scale * self._combined(number, buffer, how.op)[own]
+            output[...] = output + total if how.accumulate else total
 
     def _all_reduce(self, buffer: Array, op: str, what: str) -> None:
         number = self._keep("all_reduce", buffer.nbytes, [buffer], [buffer])

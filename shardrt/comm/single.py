@@ -3,7 +3,7 @@
 from typing import Any
 
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.reduction import combine
+from shardrt.comm.reduction import Reduction, combine
 from shardrt.device import Device
 
 
@@ -26,34 +26,17 @@ class SingleCommunicator(Communicator):
             return super().allocate(count, dtype, shared=shared)
         return self._device.buffer(count, dtype)
 
-    def _all_gather(self, buffer: Any, what: str) -> None:
-        pass
-
-    def _reduce_scatter(
-        self, output: Any, buffer: Any, scale: float, accumulate: bool, op: str, kind: str, what: str
-    ) -> None:
-        combine(output, [buffer], scale, accumulate, op, kind)
-
-    def _all_reduce(self, buffer: Any, op: str, what: str) -> None:
-        pass
-
-    def _all_reduce_small(self, buffer: Any, op: str, what: str) -> None:
-        pass
-
-    def _broadcast(self, buffer: Any, root: int, what: str) -> None:
-        pass
+    def _reduce_scatter(self, output: Any, buffer: Any, how: Reduction, what: str) -> None:
+        combine(output, [buffer], *how)
 
     def _all_to_all(self, output: Any, buffer: Any, received: Any, sent: Any, what: str) -> None:
         output[...] = buffer
 
-    def _send(self, buffer: Any, peer: int, what: str, direct: bool) -> None:
+    def _nothing(self, *args: Any) -> None:
+        """What the only rank has is what all have."""
+
+    def _no_peer(self, *args: Any) -> None:
         raise AssertionError("a world of one has no peer")
 
-    def _recv(self, buffer: Any, peer: int, what: str, direct: bool) -> None:
-        raise AssertionError("a world of one has no peer")
-
-    def _exchange(self, output: Any, buffer: Any, to: int, source: int) -> None:
-        raise AssertionError("a world of one has no peer")
-
-    def _barrier(self, what: str) -> None:
-        pass
+    _all_gather = _all_reduce = _all_reduce_small = _broadcast = _barrier = _nothing
+    _send = _recv = _exchange = _no_peer

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.comm.protocol import Communicator
+from shardrt.comm.reduction import Reduction
 from shardrt.device import Device, on_host
 
 Array = Any
@@ -81,14 +82,12 @@ class StagedCommunicator(Communicator):
         self._host._all_gather(host, what)
         self._copy(buffer, host)
 
-    def _reduce_scatter(
-        self, output: Array, buffer: Array, scale: float, accumulate: bool, op: str, kind: str, what: str
-    ) -> None:
+    def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, what: str) -> None:
         host_output, host_buffer = self._stage(output, buffer)
         self._copy(host_buffer, buffer)
-        if accumulate:
+        if how.accumulate:
             self._copy(host_output, output)
-        self._host._reduce_scatter(host_output, host_buffer, scale, accumulate, op, kind, what)
+        self._host._reduce_scatter(host_output, host_buffer, how, what)
         self._copy(output, host_output)
 
     def _all_reduce(self, buffer: Array, op: str, what: str) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 
 from shardrt.comm import counts, world
 from shardrt.comm.calls import Call, Names, abandoned, describe, encode, mismatch, pack_message, unlike
+from shardrt.comm.errors import CollectiveMismatch, PeerFailed
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.reduction import combine
-from shardrt.faults.failure import CollectiveMismatch, PeerFailed
+from shardrt.comm.reduction import Reduction, combine
 
 _PATIENCE = 100.0  # seconds a rank waits for the others before it says which are missing
 _FAILED = object()  # wakes a rank that waits for a message
@@ -190,19 +190,10 @@ class ThreadCommunicator(Communicator):
                 if rank != self.rank:
                     buffer[rank * n : (rank + 1) * n] = theirs[rank * n : (rank + 1) * n]
 
-    def _reduce_scatter(
-        self,
-        output: np.ndarray,
-        buffer: np.ndarray,
-        scale: float,
-        accumulate: bool,
-        op: str,
-        kind: str,
-        what: str,
-    ) -> None:
+    def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, what: str) -> None:
         own = slice(self.rank * output.size, (self.rank + 1) * output.size)
-        with self._meet(buffer, "reduce_scatter", buffer, op, what, kind) as buffers:
-            combine(output, [theirs[own] for theirs in buffers], scale, accumulate, op, kind)
+        with self._meet(buffer, "reduce_scatter", buffer, how.op, what, how.kind) as buffers:
+            combine(output, [theirs[own] for theirs in buffers], *how)
 
     def _all_reduce_small(self, buffer: np.ndarray, op: str, what: str) -> None:
         with self._meet(buffer.copy(), "all_reduce", buffer, op, what) as copies:
@@ -214,12 +205,7 @@ class ThreadCommunicator(Communicator):
                 buffer[...] = buffers[root]
 
     def _all_to_all(
-        self,
-        output: np.ndarray,
-        buffer: np.ndarray,
-        received: tuple[int, ...] | None,
-        sent: tuple[int, ...] | None,
-        what: str,
+        self, output: np.ndarray, buffer: np.ndarray, received: counts.Counts, sent: counts.Counts, what: str
     ) -> None:
         facts = (buffer, 0) if sent is None else (buffer[:0], 1)
         received, sent = (given or counts.equal(buffer.size, self.size) for given in (received, sent))

@@ -17,8 +17,8 @@ from glob import glob
 from typing import Any
 
 from shardrt._environment import local_size as _ranks_of_host
+from shardrt.comm import supervision
 from shardrt.device import Device
-from shardrt.faults import failure, guard
 
 
 @dataclass(frozen=True, eq=False)  # one object per run: what is cached for it need not compare its root
@@ -120,7 +120,7 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
 def _of_process() -> World:
     launched = launch()
     if launched is not None:
-        guard.start(launched.rank, launched.variable)
+        supervision.supervisor.launched(launched.rank, launched.variable)
     if launched is not None and launched.size > 1:
         return of_mpi()
     told = os.environ.get("WORLD_SIZE", "1")
@@ -137,7 +137,7 @@ def of_mpi() -> World:
     """The world of MPI.COMM_WORLD. Collective over all ranks at its first call."""
     launched = launch()
     if launched is not None:
-        guard.start(launched.rank, launched.variable)
+        supervision.supervisor.launched(launched.rank, launched.variable)
         _check_room(launched)
     try:
         from mpi4py import MPI
@@ -160,7 +160,7 @@ def of_mpi() -> World:
 
     root = Droppable(MPI.COMM_WORLD.Dup())
     node = root.Split_type(MPI.COMM_TYPE_SHARED, key=root.rank)
-    failure.install_hooks(MPI.COMM_WORLD, node)  # as early as possible: from here on a lost rank is a hang
+    supervision.supervisor.met(MPI.COMM_WORLD, node)
     return World("mpi", root.rank, root.size, node.rank, node.size, root)
 
 

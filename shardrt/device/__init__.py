@@ -1,8 +1,9 @@
-"""Devices by name, and the current one. The only place that maps a name to a class."""
+"""Devices by name, and the current one. The CPU is known, other kinds are registered (_backends.py)."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -10,9 +11,11 @@ import numpy as np
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
 
 __all__ = [
+    "KINDS",
     "Array",
     "Device",
     "Event",
+    "Kind",
     "Stream",
     "StreamError",
     "current",
@@ -31,7 +34,16 @@ class _State(threading.local):
     device: Device | None = None  # of the class: to ask for what is not there takes five times as long
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A kind of devices beside the CPU, called "kind:N". Its functions are called when one is asked for."""
+
+    make: Callable[[int, Device], Device]  # of N and the CPU; raises RuntimeError where it can't be used
+    count: Callable[[], int]  # how many this process sees
+
+
 _state = _State()
+KINDS: dict[str, Kind] = {}
 
 
 def get(name: str) -> Device:
@@ -39,7 +51,7 @@ def get(name: str) -> Device:
 
     Raises ValueError for a name that is not known, RuntimeError for a GPU that can't be used.
     """
-    return _get("cuda:0" if name == "cuda" else name)
+    return _get(f"{name}:0" if name in KINDS else name)
 
 
 @cache
@@ -49,13 +61,12 @@ def _get(name: str) -> Device:
         from shardrt.device.cpu import CPUDevice
 
         return CPUDevice()
-    if kind == "cuda" and index.isdigit():
-        from shardrt.device.cuda import CUDADevice
-
-        made = CUDADevice(int(index), _get("cpu"))
+    if kind in KINDS and index.isdigit():
+        made = KINDS[kind].make(int(index), _get("cpu"))
         current().enter()  # which making another one has left
         return made
-    raise ValueError(f"device: unknown device {name!r}; known: 'cpu', 'cuda', 'cuda:N'")
+    known = ["'cpu'", *(f"{kind!r}, '{kind}:N'" for kind in KINDS)]
+    raise ValueError(f"device: unknown device {name!r}; known: {', '.join(known)}")
 
 
 def current() -> Device:

@@ -474,7 +474,7 @@ _INSIDE = (
     str(_ROOT / "tensor.py"),
     # How a call comes to who carries it; links between ranks have places of their own.
     *(str(_ROOT / "comm" / name) for name in ("protocol.py", "nccl.py", "staged.py", "simulated.py")),
-    *(str(_ROOT / "comm" / name) for name in ("reduction.py", "wrapper.py", "counted.py")),
+    *(str(_ROOT / "comm" / name) for name in ("reduction.py", "interceptors.py")),
     str(_ROOT / "faults" / "flight.py"),
 )
 _files: dict[CodeType, str] = {}

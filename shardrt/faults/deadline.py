@@ -8,6 +8,8 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
+from shardrt.faults.failure import HANG
+
 _SIGEV_THREAD = 2
 _SAYING = 0.1  # seconds between the last words and the end
 
@@ -60,13 +62,13 @@ class Deadline:
 
 
 @contextmanager
-def within(seconds: float, code: int, words: str) -> Iterator[None]:
-    """A block that ends the process with these words and this code when it takes longer; 0: it may."""
+def within(seconds: float, words: str) -> Iterator[None]:
+    """A block that ends the process as one that hangs, with these words, when it takes longer; 0: it may."""
     if not seconds:
         yield
         return
     try:
-        deadline = Deadline(code, words)
+        deadline = Deadline(HANG, f"{words}; the job ends with exit code {HANG}")
     except OSError:  # not this system, or no memory for a thread
         yield
         return

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from shardrt.comm import supervision
+from shardrt.comm.errors import OUT_OF_MEMORY, CollectiveMismatch, PeerFailed, Refused
 from shardrt.device.cpu import finish_streams
 from shardrt.faults.flight import resident_bytes
 from shardrt.untrusted import encodable, printable
 
 MISMATCH = 70  # ranks are out of step; EX_SOFTWARE of sysexits.h
-OUT_OF_MEMORY = 81
-NCCL = 83
 HANG = 124  # as timeout(1) has it
 
 _PATIENCE = 1.0  # seconds: for MPI to end the job before this process just ends; for all ranks to leave
@@ -35,33 +35,8 @@ _SILENCE = 0.1  # seconds until a rank that has left tells those that go on
 _LEFT = 1  # tag of that message
 
 _job: "_Job | None" = None
-_last_words: list[Callable[[], None]] = []
-_very_last: list[Callable[[], None]] = []
 _witnesses: list[Callable[[str], None]] = []
 _memory: list[Callable[[], str]] = []
-
-
-class CollectiveMismatch(RuntimeError):
-    """Ranks entered one collective with different calls, dtypes, sizes, ops, roots or names.
-
-    speaks: whether this rank is to tell of it; False where rank 0 of the same ranks raises the same.
-    """
-
-    def __init__(self, told: str, speaks: bool = True) -> None:
-        super().__init__(told)
-        self.speaks = speaks
-
-
-class Refused(RuntimeError):
-    """The system refused this rank shared memory or a thread. The job ends with `exit_code` and one line."""
-
-    def __init__(self, told: str, exit_code: int = OUT_OF_MEMORY) -> None:
-        super().__init__(told)
-        self.exit_code = exit_code
-
-
-class PeerFailed(RuntimeError):
-    """Another rank failed or left while this one waited for it."""
 
 
 def install_hooks(mpi: Any, node: Any) -> None:
@@ -84,17 +59,6 @@ def install_hooks(mpi: Any, node: Any) -> None:
     _job.share_lock(node)
     if node.rank == 0:  # every rank of the node has mapped the segment: all have met in share_lock
         _secure_segments()
-
-
-def at_program_end(function: Callable[[], None]) -> None:
-    """Call `function` when this rank's program ends without having to end the job; MPI still works then."""
-    _last_words.append(function)
-
-
-def after_all_programs(function: Callable[[], None]) -> Callable[[], None]:
-    """Call `function` when the programs of all ranks have ended, and their streams; MPI still works then."""
-    _very_last.append(function)
-    return function
 
 
 def tell(witness: Callable[[str], None]) -> None:
@@ -224,7 +188,7 @@ class _Job:
             self.end(f"{self._name} called sys.exit({_Exit.status!r})\n", code)
         finish_streams()  # a rank of which a stream takes part in a collective has not left
         everyone = self._leaving.Ibarrier()
-        for function in _last_words:
+        for function in supervision.last_words:
             function()
         if not _done(everyone, _SILENCE):
             self._wait_for(everyone)
@@ -232,7 +196,7 @@ class _Job:
         while {rank for rank, said in enumerate(told) if said} - {self._mpi.rank} - self.departed():
             time.sleep(0.001)
         MPI.Request.Waitall([programs, *self._farewells])
-        for function in _very_last:
+        for function in supervision.very_last:
             function()
 
     def departed(self) -> set[int]:

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from shardrt import dtypes
+from shardrt.comm.interceptors import MESSAGES
 from shardrt.untrusted import Refused, read_regular
 
 RECORDS = 256
 PHASES = ("set-up", "data", "forward", "backward", "optimizer", "report", "save", "eval", "sample", "end")
 _IN_STEP = ("data", "forward", "backward", "optimizer", "report")
 BEGUN, ENTERED, DONE = 0, 1, 2  # a phase; a collective
-MESSAGES = ("send", "recv", "exchange")  # calls of two ranks, not of all
 OPERATIONS = ("", "barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 OPERATIONS += (*MESSAGES, "talk")
 
@@ -312,30 +312,6 @@ def read(path: Path) -> Flight:
     monotonic, wall, resident = beat
     times = monotonic, wall - ahead, resident, ended_wall and ended_wall - ahead
     return Flight(rank, size, pid, _text(host), began, *times, _text(ended), tuple(ring))
-
-
-def group_name(role: str, ranks: Sequence[int], world: int) -> str:
-    """What a communicator is called: its role, and its ranks where they are not all: gather[0:8:2].
-
-    So that two groups of one axis are not taken for one, and whoever reads it knows who belongs to it.
-    """
-    if list(ranks) == list(range(world)):
-        return role
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    run = range(ranks[0], ranks[-1] + 1, step) if step > 0 else range(0)
-    if list(run) != list(ranks):
-        return f"{role}[{','.join(map(str, ranks))}]"
-    return f"{role}[{run.start}:{run.stop}{f':{step}' * (step > 1)}]"
-
-
-def message_to(peer: int, what: str) -> str:
-    """What is recorded of a message to a rank of its communicator."""
-    return f"{what} to rank {peer}".lstrip()
-
-
-def message_from(peer: int, what: str) -> str:
-    """What is recorded of a message from a rank of its communicator."""
-    return f"{what} from rank {peer}".lstrip()
 
 
 def members(name: str, world: int) -> Sequence[int] | None:

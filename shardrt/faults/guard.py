@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from shardrt.comm import supervision
 from shardrt.device import threads
 from shardrt.faults import failure, launcher
 from shardrt.faults.deadline import Deadline
@@ -151,7 +152,7 @@ def _to_nobody() -> None:
     os.close(null)
 
 
-@failure.after_all_programs
+@supervision.after_all_programs
 def _end() -> None:
     """Of an exit that MPI's own comes after, which asks the launcher, and waits for all ranks."""
     if _guard is not None and not _guard.has_launcher():

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from shardrt._environment import launcher
+
 _FORWARDING = 0.1  # seconds in which MPICH's helper passes on what was printed
 
 
@@ -27,16 +29,8 @@ class Launcher(NamedTuple):
 
 
 def find(variable: str) -> Launcher | None:
-    """The nearest ancestor without `variable`, which is set for ranks; None where there is no /proc.
-
-    A shell or numactl between a rank and its launcher has it as well.
-    """
-    pid = os.getppid()
-    try:
-        while _has(pid, variable):
-            pid = int(_stat(pid)[1])
-    except (OSError, ValueError):  # of another user, as slurmstepd is; or it has just gone
-        pass
+    """That of this process, of which `variable` is set for its ranks; None where there is no /proc."""
+    pid = launcher(variable)
     started = _stat(pid)[2]
     return Launcher(pid, started) if started else None
 
@@ -52,11 +46,6 @@ def end_job(code: int) -> None:
         time.sleep(_FORWARDING)
         with suppress(OSError, ValueError):
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
-
-
-def _has(pid: int, variable: str) -> bool:
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return any(each.startswith(f"{variable}=".encode()) for each in variables)
 
 
 def _stat(pid: int) -> tuple[str, str, str]:

@@ -114,7 +114,7 @@ class Watch:
         self._steps_done = 0
         told = f"hang: rank {mesh.rank} has waited {self.limits.set_up:g} s for all ranks to begin a Watch"
         limit = self.limits.set_up if mesh.world.kind == "mpi" else 0
-        with within(limit, failure.HANG, f"{told}; the job ends with exit code {failure.HANG}"):
+        with within(limit, told):
             made = _temporary_folder() if mesh.rank == 0 else ""
             told = mesh.communicator("control").talk(os.fsencode(f"{socket.gethostname()}\0{made}"))
         self._hosts = [os.fsdecode(each).partition("\0")[0] for each in told]  # by rank

@@ -11,7 +11,9 @@ import warnings
 from itertools import zip_longest
 
 from shardrt.autograd import Function, Segment
-from shardrt.comm import CollectiveMismatch, Communicator, talk
+from shardrt.comm import talk
+from shardrt.comm.errors import CollectiveMismatch
+from shardrt.comm.protocol import Communicator
 from shardrt.fsdp.unit import State, Unit
 
 

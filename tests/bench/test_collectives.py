@@ -14,7 +14,7 @@ from bench.collectives.options import cases, parse
 from bench.collectives.values import count_wrong, fill, poison, values
 from bench.peers.launch import ONE_THREAD
 from shardrt import device
-from shardrt.comm.wrapper import Wrapper
+from shardrt.comm.interceptors import Interceptor
 from tests.bench.nonsense import assert_refused
 from tests.ranks import mpirun
 
@@ -33,19 +33,20 @@ SLICED = (
 MOVING = ("all_gather", "broadcast", "all_to_all", "gather", "scatter", "sendrecv")
 
 
-class Wrong(Wrapper):
+class Wrong(Interceptor):
     """Changes one element of what rank 1 gathers."""
 
-    def _before(self, call, buffer, stream):
-        pass
-
-    def _wrap(self, inner):
-        return Wrong(inner)
-
-    def all_gather(self, buffer, *, stream, what=""):
-        self.inner.all_gather(buffer, stream=stream, what=what)
-        if self.rank == 1:
+    def intercept(self, call, run):
+        def wrong(buffer, what):
+            run(buffer, what)
             buffer[-1] += 1
+
+        return wrong if call.name == "all_gather" and self.communicator.rank == 1 else run
+
+
+def wronged(communicator):
+    Wrong(communicator)
+    return communicator
 
 
 def test_every_op_type_reduction_place_and_root_is_right_in_a_thread_world(capsys):
@@ -79,7 +80,7 @@ def test_every_op_type_reduction_place_and_root_is_right_in_a_thread_world(capsy
 
 
 def test_no_figure_of_a_communicator_that_is_wrong_is_printed(capsys):
-    assert main([*THREADS, "all_gather", "broadcast", "--place", "in", "-c", "4"], wrap=Wrong) == 1
+    assert main([*THREADS, "all_gather", "broadcast", "--place", "in", "-c", "4"], wrap=wronged) == 1
     printed = capsys.readouterr().out.splitlines()
     gathers = [line.split() for line in printed if line.startswith("  thread all_gather")]
     assert len(gathers) == 2
@@ -88,7 +89,7 @@ def test_no_figure_of_a_communicator_that_is_wrong_is_printed(capsys):
     broadcasts = [line.split() for line in printed if line.startswith("  thread broadcast")]
     assert len(broadcasts) == 2 and all(float(words[8]) > 0 and words[13] == "0" for words in broadcasts)
     assert "wrong elements: 8 " in printed[-1] and "OK" not in printed[-1]
-    assert main([*THREADS, "all_gather", "--place", "in", "--csv"], wrap=Wrong) == 1
+    assert main([*THREADS, "all_gather", "--place", "in", "--csv"], wrap=wronged) == 1
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     figures = [name for name in rows[0] if name.endswith(("_us", "_gb_s", "ratio"))]
     assert len(figures) >= 9 and all(not row[name] for row in rows for name in figures)

@@ -233,7 +233,7 @@ def test_ranks_in_different_calls_are_told_so(gpu):
 
 
 def test_ranks_of_several_nodes_are_refused(gpu, monkeypatch):
-    monkeypatch.setattr(ipc, "_node", threading.get_ident)
+    monkeypatch.setattr(ipc, "_node", lambda: threading.get_ident().to_bytes(16, "big"))
     with pytest.raises(ValueError, match="'ipc' needs all ranks on one node"):
         on_ranks(2, lambda *given: None)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import shardrt
-from shardrt.comm.wrapper import Wrapper
+from shardrt.comm.interceptors import Interceptor
 from shardrt.fsdp import units
 from shardrt.fsdp.layout import ALIGNMENT
 from tests import lab
@@ -24,19 +24,17 @@ def test_units_are_gathered_for_forward_and_backward_and_reduced_once(make, sett
     assert lab.calls_of_a_step(make, **settings) == ([gathers, reductions], 4)
 
 
-class Ordered(Wrapper):
+class Ordered(Interceptor):
     """Notes the number of elements of each gather, by which the units of this model can be told apart."""
 
-    def __init__(self, inner, log):
-        super().__init__(inner)
+    def __init__(self, communicator, log):
+        super().__init__(communicator)
         self.log = log
 
-    def _before(self, call, buffer, stream):
-        if call == "all_gather" and buffer.dtype == np.float32:
-            self.log.append(buffer.size)
-
-    def _wrap(self, inner):
-        return Ordered(inner, self.log)
+    def intercept(self, call, run):
+        if call.name == "all_gather" and call.array.dtype == np.float32:
+            self.log.append(call.array.size)
+        return run
 
 
 class Distinct(lab.Net):

@@ -10,7 +10,7 @@ import shardrt
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import thread
-from shardrt.comm.wrapper import Wrapper
+from shardrt.comm.interceptors import Interceptor
 from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -226,21 +226,19 @@ def test_what_a_backward_only_passed_is_there_for_the_next():
     lab.assert_close(lab.first(2, in_two_backwards), lab.gradients(plain), rtol=1e-4, atol=1e-7)
 
 
-class Held(Wrapper):
+class Held(Interceptor):
     """Holds back the messages about what ranks have used, until `gate` is set."""
 
-    def __init__(self, inner, gate, sent, came):
-        super().__init__(inner)
+    def __init__(self, communicator, gate, sent, came):
+        super().__init__(communicator)
         self.args = gate, sent, came
 
-    def _before(self, call, buffer, stream):
+    def intercept(self, call, run):
         gate, sent, came = self.args
-        if stream.name == "used":
-            sent.append((call, buffer.size))
-            stream.submit(lambda: came.append(gate.wait(10)))
-
-    def _wrap(self, inner):
-        return Held(inner, *self.args)
+        if call.stream.name == "used":
+            sent.append((call.name, call.array.size))
+            call.stream.submit(lambda: came.append(gate.wait(10)))
+        return run
 
 
 def two_backwards(uses, find=False):

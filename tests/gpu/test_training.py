@@ -152,8 +152,13 @@ def make_late(monkeypatch, poison):
         spin(0.3)
         copy(self, target, source)
 
+    def delayed(*how):
+        communicator = made(*how)
+        DelayedCommunicator(communicator, 0.3, spin)
+        return communicator
+
     monkeypatch.setattr(CUDADevice, "copy", late)
-    monkeypatch.setattr(comm_mesh, "for_device", lambda *how: DelayedCommunicator(made(*how), 0.3, spin))
+    monkeypatch.setattr(comm_mesh, "for_device", delayed)
     monkeypatch.setattr(
         Arena, "poison", property(lambda arena: poison, lambda arena, value: None), raising=False
     )

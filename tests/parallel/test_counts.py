@@ -22,11 +22,11 @@ def moved(size, sequence):
     """{call: (how often, bytes that each rank receives)} of forward, then of backward."""
 
     def rank():
-        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",), wrap=CountedCommunicator)
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
         model = GPT(GPTConfig(n_layer=LAYERS, n_head=HEADS, n_embd=WIDTH, block_size=TIME, vocab_size=60))
         parallelize_module(model, mesh, plan_of(model, sequence_parallel=sequence))
         tokens = np.zeros((BATCH, TIME), np.int64)
-        counted, told = mesh.communicator("tensor"), []
+        counted, told = CountedCommunicator(mesh.communicator("tensor")), []
         loss = None
         for part in ("forward", "backward"):
             counted.reset()
@@ -69,11 +69,11 @@ def moved_by_experts(size):
     """As `moved`, of one layer of experts whose tokens all ranks have."""
 
     def rank():
-        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",), wrap=CountedCommunicator)
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
         router = nn.TopKRouter(WIDTH, 4, 2, balance_loss=0.1)
         layer = nn.ModuleList([nn.MoE(router, nn.Experts(4, WIDTH, 6, activation="gelu"))])
         parallelize_module(layer, mesh, {"0": TokenParallel()})
-        counted, told = mesh.communicator("tensor"), []
+        counted, told = CountedCommunicator(mesh.communicator("tensor")), []
         x = Tensor(np.ones((BATCH, TIME, WIDTH), np.float32), requires_grad=True)
         found = []
         for run in (lambda: found.extend(layer[0](x)), lambda: (found[0].sum() + found[1]).backward()):

@@ -35,17 +35,13 @@ here = threading.local()  # told: what this rank has begun, in order
 class Apart(DelayedCommunicator):
     """Sums are slow, and do not keep whoever asks for them."""
 
-    def __init__(self, inner, delay=0.003, wait=time.sleep):
-        super().__init__(inner, delay, wait)
-        self.keeps_host = False
+    def __init__(self, communicator):
+        super().__init__(communicator, 0.003)
+        communicator.keeps_host = False
 
-    def _wrap(self, inner):
-        return Apart(inner)
-
-    def _before(self, call, buffer, stream):
-        here.told.append((call, stream.name))
-        if stream.name == "tensor":
-            super()._before(call, buffer, stream)
+    def intercept(self, call, run):
+        here.told.append((call.name, call.stream.name))
+        return super().intercept(call, run) if call.stream.name == "tensor" else run
 
 
 def gradients(

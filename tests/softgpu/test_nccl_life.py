@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from shardrt import device
-from shardrt.comm import init_device_mesh, thread
-from shardrt.faults import failure
+from shardrt.comm import init_device_mesh, nccl_watchdog, supervision, thread
 from tests.ranks import BACKSTOP, ROOT, clean_environment, mpirun
 from tests.softgpu import nccl
 from tests.softgpu.available import missing
@@ -66,11 +65,11 @@ print(f"{rank}: end", flush=True)
 ENDS = """
 import time
 from shardrt.comm import init_device_mesh
-from shardrt.faults import failure
+from shardrt.comm import supervision
 from tests.softgpu.nccl import INVALID_USAGE
 comm = init_device_mesh("cuda").communicator("gather")._transport.comm
 
-@failure.after_all_programs
+@supervision.after_all_programs
 def ends():
     comm.fault = INVALID_USAGE
     time.sleep(1.5)
@@ -224,7 +223,7 @@ def test_an_error_in_the_threads_of_nccl_ends_the_job_and_is_named(status, told)
     """CuPy has no names for the newer ones."""
     done = mpirun(2, ["-m", "tests.softgpu.run", "-c", BROKEN.format(status=status)])
     ended = time.time()
-    assert done.returncode == failure.NCCL, done.stderr
+    assert done.returncode == nccl_watchdog.EXIT_CODE, done.stderr
     assert f"NCCL failed on rank 1, communicator 'gather': {told}" in done.stderr
     assert ended - float(done.stdout.split()[1]) < 30, "the limit of a hang"
 
@@ -237,7 +236,7 @@ def test_an_error_of_nccl_names_the_rank_of_the_job(software, monkeypatch):
         told.append(report)
         heard.set()
 
-    monkeypatch.setattr(failure, "end_job", end_job)
+    monkeypatch.setattr(supervision, "supervisor", supervision.Supervisor(end_job=end_job))
 
     def rank():
         mesh = init_device_mesh("cuda", (2, 2), ("dp", "tp"), communicator="nccl")

@@ -5,7 +5,7 @@ from threading import get_ident
 
 import pytest
 
-from shardrt.comm import backends
+from shardrt.comm.backends import CARRIERS
 from shardrt.optim import AdamW
 from shardrt.train import config as settings
 from shardrt.train import loop
@@ -29,7 +29,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def nccl(software, monkeypatch):
     """Ranks that are threads have a GPU each."""
-    monkeypatch.setattr(backends, "_a_gpu_for_each", lambda *_: True)
+    monkeypatch.setitem(CARRIERS, "nccl", CARRIERS["nccl"]._replace(suits=lambda *_: True))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

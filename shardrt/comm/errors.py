@@ -1,0 +1,26 @@
+"""What communicators raise where ranks do not do the same, or one is lost."""
+
+OUT_OF_MEMORY = 81  # exit code
+
+
+class CollectiveMismatch(RuntimeError):
+    """Ranks entered one collective with different calls, dtypes, sizes, ops, roots or names.
+
+    speaks: whether this rank is to tell of it; False where rank 0 of the same ranks raises the same.
+    """
+
+    def __init__(self, told: str, speaks: bool = True) -> None:
+        super().__init__(told)
+        self.speaks = speaks
+
+
+class Refused(RuntimeError):
+    """The system refused this rank shared memory or a thread. The job ends with `exit_code` and one line."""
+
+    def __init__(self, told: str, exit_code: int = OUT_OF_MEMORY) -> None:
+        super().__init__(told)
+        self.exit_code = exit_code
+
+
+class PeerFailed(RuntimeError):
+    """Another rank failed or left while this one waited for it."""
