@@ -436,9 +436,8 @@ class DeviceMesh:
         family = self._family
         for stream in (self.device.current_stream, *family.streams.values()):
             stream.synchronize()
-        for made in family.made.values():
-            made.close()
-        family.made.clear()
+        for communicator in family.communicators.values():
+            communicator.close()
         family.communicators.clear()
 
     def size_of(self, dim: int | str) -> int:

@@ -13,6 +13,7 @@ import pytest
 
 from shardrt import device
 from shardrt.comm import init_device_mesh, nccl_watchdog, supervision, thread
+from shardrt.faults import failure
 from tests.ranks import BACKSTOP, ROOT, clean_environment, mpirun
 from tests.softgpu import nccl
 from tests.softgpu.available import missing
