@@ -347,7 +347,7 @@ def two_prefetches():
 
 
 def test_prefetch_is_one_number():
-    with pytest.raises(ValueError, match="unit blocks.0 has prefetch=3, the outermost one 1"):
+    with pytest.raises(ValueError, match="unit blocks.0 has prefetch=3, the outermost unit has 1"):
         thread.run(2, two_prefetches)
 
 
