@@ -92,7 +92,7 @@ class ForwardPass:
             observer.enter(unit)
 
     def leave(self, unit: Unit, module: object, outputs: list) -> list:
-        """End the forward of a module of `unit`: mark the outputs on the tape, release the unit if allowed."""
+        """End the forward of a module of `unit`: mark its outputs on the tape, release it if allowed."""
         route = self._present_route()
         for observer in self._observers:
             observer.leave(unit)

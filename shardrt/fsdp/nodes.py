@@ -9,10 +9,10 @@ not its inputs need a gradient.
 Regather is newer than every node of one call of a unit, so its backward runs first and gathers the unit
 again. An edge without an array leads from Regather to Unshard: every unit that backward gathers is reduced.
 
-Exit is the identity on those outputs of a call that backward can reach. An edge leads from it to Regather. The
-Exit of the outermost unit has edges to every Regather of its forward: ranks whose losses use different units
-then gather and reduce the same units. A unit that this rank skipped, but other ranks may use, has a Regather
-and no Exit.
+Exit is the identity on those outputs of a call that backward can reach. It has an edge to Regather. The Exit
+of the outermost unit has edges to every Regather of its forward: ranks whose losses use different units then
+gather and reduce the same units. A unit that this rank skipped, but other ranks may use, has a Regather and
+no Exit.
 """
 
 from collections.abc import Callable, Iterable
