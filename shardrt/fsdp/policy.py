@@ -58,7 +58,7 @@ class MixedPrecisionPolicy:
                 object.__setattr__(self, name, value)
                 if value == dtypes.float64:
                     raise ValueError(
-                        f"MixedPrecisionPolicy: {name}: float64 is not a type of mixed precision; leave it None"
+                        f"MixedPrecisionPolicy: {name}: float64 is not a type of mixed precision; omit it"
                     )
         if self.float8 and self.param_dtype != dtypes.bfloat16:
             raise ValueError(
