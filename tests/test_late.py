@@ -254,7 +254,7 @@ def test_weights_wait_and_inputs_do_not():
     autograd.backward(y, np.ones(y.shape, np.float32), late=late)
     assert x.grad is not None and not late.done
     for layer in model:
-        with pytest.raises(RuntimeError, match="has put off what adds to it; call late.run"):
+        with pytest.raises(RuntimeError, match="has deferred a call that adds to it; call late.run"):
             _ = layer.weight.grad
     late.run()
     assert late.done and all(layer.weight.grad is not None for layer in model)

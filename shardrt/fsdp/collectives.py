@@ -76,9 +76,8 @@ def _native(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
         return
     stream.wait(slot.free)  # compute has finished with the unit that had the slot
     if group.slot_shared:
-        group.ranks.gather.barrier(
-            stream=stream, what=group.called
-        )  # of all ranks: they read this rank's part
+        # All ranks must have finished with the slot's last unit: they read the part that this rank writes.
+        group.ranks.gather.barrier(stream=stream, what=group.called)
     bits = slot.array[: group.layout.total].view(dtypes.storage(group.key.param))
     if not new:
         own = bits[slice(*group.layout.shard_range(group.ranks.rank))]

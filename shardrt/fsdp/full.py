@@ -91,9 +91,8 @@ def full_parameters(module: Module, *, writeback: bool = False) -> Iterator[Modu
             for unit in units:
                 _take_back(unit)
     for schedule in {unit.built() for unit in units} if writeback else ():
-        schedule.control.barrier(
-            stream=schedule.streams.compute
-        )  # peers may gather when every rank has written
+        # A gather reads the other ranks' shards: all must be written.
+        schedule.control.barrier(stream=schedule.streams.compute)
 
 
 def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:

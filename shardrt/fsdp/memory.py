@@ -191,9 +191,8 @@ def _add_optimizer(
 def explain(model: Module) -> str:
     """A table of the units of `model`: their parameters, how they are cut, the order of prefetching.
 
-    The column "MB per rank" is the size of the parameters that this rank holds. "computed" is the type in
-    which
-    matmuls take the parameters: "float32 of bfloat16" if the device has no bfloat16 matmuls, float8 if
+    The column "MB per rank" has the size of the parameters that this rank holds. "computed" is the type in
+    which matmuls take the parameters: "float32 of bfloat16" if the device has no bfloat16 matmuls, float8 if
     mp_policy asks for it. "gathered" is the unit at whose start the gather is issued, by the present plan.
     The plan is the order of declaration until the first forward has recorded another. If axes of the mesh are
     joined, folded, or split modules, the table names the axes and the ranks that hold the other parts.

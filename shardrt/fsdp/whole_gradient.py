@@ -32,9 +32,8 @@ class WholeGradient(GradientPath):
         if self.slot is None:
             self.slot = self.acquire()
             return
-        self.streams.compute.wait(
-            self.group.gradient_ready
-        )  # a reduction of a pass that raised may still write
+        # A reduction of a pass that raised may still write the slot.
+        self.streams.compute.wait(self.group.gradient_ready)
 
     def _its_own_sum(self) -> Slot | None:
         """The slot of the sharded gradient if backward can write the full gradient there, else None."""
