@@ -1,9 +1,11 @@
 """Random numbers. Each number is a function of a seed and of its purpose; there is no generator state.
 
-A parameter's initial values depend on (seed, name, element). A dropout mask depends on (seed, step, number of
-the model's call in the step, name of the innermost module, number of the module's use in the call, element of
-the global batch). So no state has to be saved, and numbers are the same at every world size. A process that
-holds only some layers of a model draws the same masks as the whole model.
+    initial value of a parameter   seed, name, element
+    dropout mask                   seed, step, number of the model's call in the step, name of the innermost
+                                   module, number of the module's use in the call, element of the global batch
+
+So no state has to be saved, and numbers are the same at every world size. A process that holds only some
+layers of a model draws the same masks as the whole model.
 
 With fsdp.set_world_invariant, ranks share the micro-batches of a step. Each rank then sets the number of its
 micro-batch here, and the micro-batch replaces the rank's part of the global batch.

@@ -87,7 +87,7 @@ def enable_grad() -> Any:
 
 
 def now() -> int:
-    """A sequence number that is greater than those of all nodes so far and less than those of later nodes."""
+    """A sequence number above those of all nodes so far and below those of all later nodes."""
     return next(_numbers)
 
 

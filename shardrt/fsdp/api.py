@@ -65,9 +65,9 @@ def fully_shard(
         mp_policy: element types, see MixedPrecisionPolicy.
         offload_policy: parts that live in host memory, see CPUOffloadPolicy.
         ignored: modules and parameters that stay whole on each rank. Their gradients are not reduced.
-        by_rank: some ranks may use the unit in a later step although no rank used it in the first forward (an
-            expert, an adapter of a rare language). It is then gathered and reduced in every step. A unit that
-            some ranks use from the first forward on does not need the argument.
+        by_rank: ranks may use the unit later although no rank uses it in the first forward (an expert, an
+            adapter of a rare language). The unit is then gathered and reduced in every step. A unit that some
+            ranks use from the first forward on does not need the argument.
 
     Returns:
         `module`.

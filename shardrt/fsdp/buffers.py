@@ -4,9 +4,9 @@
 them up. Groups share slots if their units are gathered one after the other. A unit that stays gathered while
 other units are (it contains them, or is kept for backward) has a slot of its own.
 
-Where the ranks of a node share memory, the gathered buffer of a unit consists of the ranks' shards, next to
-each other, so every unit has a buffer of its own. 16-bit slots are shared by the ranks, too: each rank rounds
-its shard into its part of the slot.
+Where the ranks of a node share memory, the ranks' shards lie next to each other and are the gathered buffer
+of a unit. Every unit then has a buffer of its own. Ranks share 16-bit slots, too: each rank rounds its shard
+into its part of the slot.
 """
 
 from collections.abc import Iterable, Iterator
@@ -68,7 +68,7 @@ ROLES = {
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """The inputs of `plan` beside units and layouts."""
+    """The inputs of `plan` besides units and layouts."""
 
     device: Device
     prefetch: int

@@ -205,7 +205,7 @@ def sum_over_ranks(
 
     Ranks that hold copies all-reduce `own`: a reduce-scatter and an all-gather on the same memory. Each
     reduction adds by a binary tree over its ranks. If the size of a shard group is a power of two, the two
-    levels together are the tree over all ranks, so the sum is bitwise identical.
+    levels together are the tree over all ranks. The sum is then bitwise identical.
     """
     ranks, stream = group.ranks, streams.reduce
     if ranks.size > 1 or ranks.copies is None:

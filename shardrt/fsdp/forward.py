@@ -130,9 +130,9 @@ class ForwardPass:
     def _skip(self, count: int) -> None:
         """Gather and release the next `count` planned units as if this rank called them, without computing.
 
-        The collectives of these units need every rank. They are issued here, in the planned order. If this
-        rank issued them at the end of forward instead, the other ranks would wait for it that long in the
-        first one.
+        The collectives of these units need every rank. This rank issues them here, in the planned order. At
+        the end of forward it would be too late: the other ranks would wait in the first collective until
+        then.
         """
         around: list[tuple[Unit, bool]] = []
         for _ in range(count):
@@ -162,7 +162,7 @@ class ForwardPass:
         return self._needed.get(unit, unit.trainable or self._route.gives_gradients)
 
     def _finish(self, unit: Unit, needed: bool) -> None:
-        """Release `unit`, or leave it gathered, after a call of it that has ended or was skipped."""
+        """After a call of `unit` that ran or was skipped: release the unit, or leave it gathered."""
         if unit.gathered and unit not in self.entered:
             all_called = len(self._done[unit]) == len(unit.modules)
             last = self._route.agreed and unit not in self._route.upcoming()

@@ -68,7 +68,7 @@ def full_parameters(module: Module, *, writeback: bool = False) -> Iterator[Modu
     """Make Parameter.data a whole array for all parameters of `module`, inside a with block. Collective.
 
     The arrays are copies in the type of the shards (float32). This costs the bytes of the whole parameters of
-    `module`; use it on one block after the other if that is too much. For a parameter that parallelize_module
+    `module`; use it on one block after the other to need less. For a parameter that parallelize_module
     has split, the array is the whole of this rank's part. Parameters that no unit has stay as they are.
 
     Args:

@@ -114,4 +114,4 @@ class GradientPath(ABC):
             slot.give_back()
 
 
-PATHS: list[type[GradientPath]] = []  # of options; the first one whose `choose` accepts a group takes it
+PATHS: list[type[GradientPath]] = []  # of options; the first that accepts a group in `choose` takes it

@@ -1,9 +1,9 @@
 """Gradients: opens and reduces the full gradients of all groups, and finds out which gradients exist.
 
-A gradient that no rank has written is None, and optimizers skip it. A rank that has written a gradient knows
-that it exists. A rank that has not needs the other ranks' answer, and waits for it only when the gradient is
-asked for. So ranks don't wait for each other where backward ends: one small all-reduce in a host stream
-carries the answers.
+A gradient that no rank has written is None, and optimizers skip it. A rank knows the gradients that it has
+written itself. For others it needs the other ranks' answer, and waits only when such a gradient is asked for.
+So ranks don't wait for each other where backward ends: one small all-reduce in a host stream carries the
+answers.
 """
 
 from collections.abc import Callable
@@ -83,8 +83,8 @@ class Gradients:
         path.reduce()
         own.issued(group.trained)
         self._reduced.append(group)
-        # This rank knows that a gradient exists if it has written one now or one existed before. Otherwise
-        # `_ask` asks the other ranks at the end of backward.
+        # This rank knows that the gradient exists if this backward has written it, or it existed before.
+        # Otherwise `_ask` asks the other ranks at the end of backward.
         if group.finds_unused:
             own.wrote_gradient = True  # the reduction itself carries the answer for each parameter
         elif group in self._wrote or not own.any_rank_wrote_gradient():

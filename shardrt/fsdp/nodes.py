@@ -32,8 +32,8 @@ Array = Any
 class Tape:
     """The Unshard nodes of one forward of the outermost unit, for its backward.
 
-    Several forwards may precede a backward of all of them. Each has a Tape of its own and is gathered and
-    reduced by itself, so the memory for gathers and reductions does not grow with their number.
+    Several forwards may precede a backward of all of them. Each has a Tape of its own. Backward gathers and
+    reduces for each forward separately, so memory for that does not grow with the number of forwards.
 
     before: before(unit, tape) is called when backward comes to a call of the unit.
     after: after(unit) is called when all nodes that use the unit's parameters have run.

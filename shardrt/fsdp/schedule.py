@@ -6,7 +6,7 @@
 
 There are three streams: compute, gather and reduce. Gather and reduce have a communicator each: on a shared
 one, every gather would queue behind a reduction. All decisions follow from the order of the program, never
-from the progress of a stream, so all ranks issue the same collectives in the same order.
+from the progress of a stream. So all ranks issue the same collectives in the same order.
 docs/fsdp.md walks through one step. This file drives backward; forward.py, gathers.py and gradients.py have
 the rest.
 
@@ -35,8 +35,7 @@ from shardrt.fsdp.unit import State, Unit
 class Schedule:
     """The schedule of one model on one rank. Built by setup.build.
 
-    UnitBoundary calls it around each forward, the nodes of nodes.py call it in backward, and groups call it
-    through group.Runtime.
+    UnitBoundary calls it around each forward, the nodes of nodes.py in backward, groups by group.Runtime.
     """
 
     def __init__(

@@ -178,7 +178,7 @@ def plan_inputs(
     ranks_of: dict[ParameterGroup, ProcessGroups],
     no_sync: bool = False,
 ) -> PlanInputs:
-    """The inputs of buffers.plan beside the units and layouts."""
+    """The inputs of buffers.plan besides the units and layouts."""
     gathers = [ranks.gather for group, ranks in ranks_of.items() if group.settings.cut[1] != "none"]
     shared = all(gather.shares_memory for gather in gathers)
     tops = units[0].modules

@@ -183,7 +183,7 @@ class PackedGradient(WholeGradient):
 
 
 def set_find_unused_parameters(module: Module, find: bool = True) -> None:
-    """Give parameters that no rank has used since zero_grad no gradient, in all units of `module`.
+    """Leave parameters without a gradient if no rank has used them since zero_grad, in all units of `module`.
 
     By default such a parameter has the gradient 0 if a rank used another parameter of its unit, so AdamW
     decays and moves it. With this setting its `grad` is None and optimizers skip it, as in PyTorch. If any
