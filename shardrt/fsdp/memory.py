@@ -114,7 +114,8 @@ def memory_plan(
         if isinstance(parameter.storage, LocalStorage):
             nbytes = parameter.size * parameter.dtype.itemsize
             _add(device, "ignored parameters", nbytes)
-            _add(device, "optimizer state", int(optimizer_states * nbytes) * parameter.requires_grad)
+            if parameter.requires_grad:
+                _add(device, "optimizer state", int(optimizer_states * nbytes))
     if taken is not None:
         _add(device, "activations", taken.device_bytes)
         _add(host, "offloaded activations", taken.host_bytes)

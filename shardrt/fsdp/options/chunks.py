@@ -27,7 +27,8 @@ Array = Any
 
 IN_CHUNKS = 1 << 25  # bytes of full gradients at which an outer unit begins to use chunks
 # The least rows of the largest matrix that a chunk must have of each shard. The CPU kernel computes tiles of
-# 256 rows, and a chunk repeats the tiles at both its ends. At 512 rows the gradient costs 1.5 times as much.
+# 256 rows, and a chunk repeats the tiles at both its ends. At 512 rows, chunks cost 1.5 times as much as one
+# whole gradient.
 SHORTEST = 512
 
 
