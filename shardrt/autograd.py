@@ -354,7 +354,7 @@ def _checked(variable: Variable, gradient: Array | None) -> Array:
         raise RuntimeError("backward: this tensor depends on nothing that requires a gradient")
     if gradient is None:
         if variable.data.size != 1:
-            raise ValueError(f"backward: gradient is needed for shape {variable.data.shape}, not a scalar")
+            raise ValueError(f"backward: pass a gradient for shape {variable.data.shape}: it is not a scalar")
         gradient = np.ones_like(variable.data)
     if gradient.shape != variable.data.shape:
         raise ValueError(f"backward: gradient has shape {gradient.shape}, the tensor {variable.data.shape}")

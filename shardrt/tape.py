@@ -255,7 +255,7 @@ class Function:
     again_low: tuple[int, ...] = ()
 
     def forward(self, *args: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__}.forward")
+        raise NotImplementedError(f"{type(self).__name__} must define forward")
 
     def keep(self, result: Any) -> tuple[Array, ...]:
         """The arrays of an expensive op that only forward can compute. Called after forward."""
@@ -263,18 +263,18 @@ class Function:
 
     def resume(self, kept: tuple[Array, ...], *args: Any) -> Any:
         """Set `self.saved` and return the result, in place of forward."""
-        raise NotImplementedError(f"{type(self).__name__}.resume")
+        raise NotImplementedError(f"{type(self).__name__} must define resume, since it is expensive")
 
     def again(self, index: int) -> Array:
         """Compute result `index` once more, bitwise identical."""
-        raise NotImplementedError(f"{type(self).__name__}.again")
+        raise NotImplementedError(f"{type(self).__name__} must define again, since it sets again_cheap")
 
     def again_for_product(self, index: int) -> Array:
         """As `again`, for a matmul that takes 16 bits: gives 16 bits if that is cheaper than packing."""
         return self.again(index)
 
     def backward(self, *dy: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__}.backward")
+        raise NotImplementedError(f"{type(self).__name__} must define backward")
 
     def waits(self) -> bool:
         """Whether backward waits for other ranks. It then calls `Backward.fill` while it waits."""

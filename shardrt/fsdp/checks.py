@@ -92,7 +92,7 @@ def check_same_on_all_ranks(schedule: Schedule, units: list[Unit]) -> None:
         seeds = sorted({p.seed for u in units for p in u.parameters})
         raise ValueError(
             f"fully_shard: ranks {differing} have another model, seed or sharding than rank 0 "
-            f"(rank {rank}: {len(units)} units, seeds {seeds})"
+            f"(rank {rank}: {len(units)} units, seeds {seeds}); build and shard the same model on every rank"
         )
 
 

@@ -132,7 +132,10 @@ class Unit:
     def move(self, state: State) -> None:
         """Change the state. Raises RuntimeError for a transition that `_MOVES` does not allow."""
         if state not in _MOVES[self.state]:
-            raise RuntimeError(f"unit {self.label}: illegal move from {self.state.name} to {state.name}")
+            raise RuntimeError(
+                f"unit {self.label}: illegal move from {self.state.name} to {state.name}; this is an error of "
+                "shardrt itself, please report it"
+            )
         self.state, self.gathered = state, state not in (State.SHARDED, State.GATHERING)
 
     def state_after(self, *, needed: bool, done: bool) -> State:
