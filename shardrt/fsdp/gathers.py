@@ -76,7 +76,11 @@ class Gathers:
                 self.finish(unit, unit.state_after(needed=False, done=True))
 
     def refresh(self) -> None:
-        """Make later gathers see the shards as the optimizer or a load has written them, in compute."""
+        """Before a pass: let later gathers read the shards as they are now.
+
+        The optimizer or a load has written them in the compute stream, so gather and upload wait for its work
+        so far. Out-of-date units are released, and units that the user holds are gathered again.
+        """
         streams = self.streams
         streams.compute.record(self._shards_ready)
         streams.gather.wait(self._shards_ready)
@@ -125,6 +129,7 @@ class Gathers:
                 self._release(unit)
 
     def _gather(self, unit: Unit, slots: list[Slot]) -> None:
+        """Issue the gather of `unit` into these slots, one for each group."""
         for group, slot in zip(unit.groups, slots, strict=True):
             group.attach(slot)
         unit.move(State.GATHERING)  # so that `drop_prefetched` finds the slots if a transfer raises
@@ -139,13 +144,14 @@ class Gathers:
             observer.gather(unit)
 
     def _release(self, unit: Unit) -> None:
+        """Give back the slots of a gathered unit. The next gather into a slot waits for `slot.free`."""
         unit.move(State.SHARDED)
         for group in unit.groups:
             slot = group.detach()
             if slot.arena.poison:
                 group.copy_is_fresh = False
                 slot.array.fill(float("nan") if slot.array.dtype.kind == "f" else -1)
-            self.streams.compute.record(slot.free)
+            self.streams.compute.record(slot.free)  # behind compute's last read of the slot
             slot.arena.release(slot)
         for observer in self._observers:
             observer.release(unit)

@@ -108,9 +108,9 @@ class ShardedGradient:
             # first and last page also hold elements of the neighbouring parts.
             streams.device.take_pages(self.arrays[0])
         send(out, accumulate)
-        streams.reduce.record(slot.free)
+        streams.reduce.record(slot.free)  # the full gradients have been read
         self._carry(streams)
-        streams.reduce.record(self.ready)
+        streams.reduce.record(self.ready)  # the sum is in place
 
     def _goes_to(self) -> tuple[int, bool]:
         """(index into `arrays` of the next reduction's target, whether it adds to the target)."""

@@ -133,8 +133,8 @@ class Unit:
         """Change the state. Raises RuntimeError for a transition that `_MOVES` does not allow."""
         if state not in _MOVES[self.state]:
             raise RuntimeError(
-                f"unit {self.label}: illegal move from {self.state.name} to {state.name}; this is an error of "
-                "shardrt itself, please report it"
+                f"unit {self.label}: illegal move from {self.state.name} to {state.name}; this is a bug of "
+                "shardrt, please report it"
             )
         self.state, self.gathered = state, state not in (State.SHARDED, State.GATHERING)
 

@@ -64,7 +64,7 @@ class WholeGradient(GradientPath):
 
     def discard(self) -> None:
         slot = self._close()
-        self.streams.compute.record(slot.free)
+        self.streams.compute.record(slot.free)  # behind compute's last write to the slot
         slot.give_back()
 
     def _close(self) -> Slot:

@@ -86,7 +86,7 @@ class HostGradient(ShardedGradient):
         else:
             streams.reduce.wait(staged.free)  # the last gradient in the staging slot is on the host
         send(array, accumulate)
-        streams.reduce.record(slot.free)
+        streams.reduce.record(slot.free)  # the full gradients have been read
         streams.reduce.record(staged.ready)
         streams.download.wait(staged.ready)  # the sum is complete
         streams.download.submit(streams.device.copy, on_host, array, label=f"download {self.label}")
