@@ -364,9 +364,9 @@ def _checked(variable: Variable, gradient: Array | None) -> Array:
 def later(function: Any, *args: Any, into: tuple = ()) -> tuple:
     """In backward: call function(*args, *into), which writes gradients, now or later; gives their tokens.
 
-    The call is deferred if the running backward defers calls. Otherwise, if the next node waits for other
-    ranks, the call runs during that wait. A gradient that travels on to an op is needed at once, so then the
-    call is made now.
+    The call is deferred if the running backward defers calls. Otherwise, if `into` has handles and the next
+    node waits for other ranks, the call runs during that wait. A gradient that travels on to an op is needed
+    at once, so then the call is made now.
 
     args: for the function. Arrays among them must not change until the call.
     into: the handles whose gradients the function writes; None for a gradient that is not wanted. If all are

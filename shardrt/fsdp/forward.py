@@ -43,7 +43,7 @@ class ForwardPass:
 
     @property
     def depth(self) -> int:
-        """How many units are entered now, nested."""
+        """Number of units that are entered now, one inside the other."""
         return len(self._entered)
 
     @property
@@ -158,7 +158,7 @@ class ForwardPass:
         return [node for node in nodes if node not in struck and on_tape(node)]
 
     def _is_needed(self, unit: Unit) -> bool:
-        """Whether backward comes to `unit` on the ranks that use it. This rank skips it, and infers that."""
+        """Whether backward comes to `unit` on ranks that use it, judged by this rank, which skips it."""
         return self._needed.get(unit, unit.trainable or self._route.gives_gradients)
 
     def _finish(self, unit: Unit, needed: bool) -> None:
