@@ -1,8 +1,9 @@
-"""Backward: gradients, along the tape that tape.py has recorded, whose names are all here.
+"""Backward: computes gradients along the tape. It exports all names of tape.py, too.
 
-It runs the reachable nodes in strictly decreasing order of their numbers: every consumer of a node is newer
-than the node, so its gradients are complete when its turn comes, and the whole order is known before it
-starts. With a `Deferral` what nothing but gradients of parameters needs is put off (late.py).
+It runs the reachable nodes in strictly decreasing order of their sequence numbers. Every consumer of a node
+is newer than the node, so a node's gradients are complete when it runs. The whole order is known before the
+run starts, so prefetch can look ahead. With a `Deferral` (late.py), calls that only gradients of parameters
+depend on are deferred.
 """
 
 import threading
@@ -80,7 +81,7 @@ Array = Any
 
 
 class _State(threading.local):
-    """Of this thread: ranks that are threads of one process each have their own."""
+    """The state of this thread. Ranks may be threads of one process; each has a state of its own."""
 
     def __init__(self) -> None:
         self.running: Backward | None = None
@@ -90,29 +91,30 @@ _state = _State()
 
 
 class Deferral(Protocol):
-    """Where one backward puts off what it can; `late.Late` is one."""
+    """The calls that one backward defers. `late.Late` implements it."""
 
     def take(self) -> None:
-        """A backward begins that has it."""
+        """Begin a backward with this object."""
 
     def put_off(self, backward: "Backward", function: Any, args: tuple, into: tuple) -> None:
-        """Have function(*args, *into) called later, by `backward.call`."""
+        """Defer function(*args, *into). `backward.call` makes the call later."""
 
     def ready(self, backward: "Backward") -> None:
-        """That backward has ended, but for what was put off; `backward.run_late` does that."""
+        """End the first half of the backward. `backward.run_late` runs the deferred calls."""
 
     def forget(self) -> None:
-        """Hold nothing: the backward has raised."""
+        """Drop all deferred calls, since the backward has raised."""
 
 
 class Backward:
-    """One run of backward: the nodes in the order in which they run, and where it stands.
+    """One run of backward: the nodes in the order in which they run, and the position of the present node.
 
-    A piece of the graph that a node records while it runs has a run of its own, with the other as `outer`:
-    it runs the nodes newer than `since`. What it finds for older ones goes to the outer run, whose turn for
-    them is to come, so gradients add up in the same order as if the piece had always been there.
+    A node may record a piece of graph while its backward runs (recomputation). The piece gets a run of its
+    own, with the first run as `outer`, for the nodes newer than `since`. Gradients of older nodes go to the
+    outer run, which comes to these nodes later. So gradients add up in the same order as if the piece had
+    been recorded in forward.
 
-    With a `late` it has two halves: in the second one is run what was put off in the first.
+    With `late`, a run has two halves. The second half makes the calls that the first half has deferred.
     """
 
     def __init__(
@@ -128,21 +130,22 @@ class Backward:
         self.retain_graph = retain_graph
         self.since = since
         self.outer = outer
-        self.late = late  # of the outermost run, until its second half
-        self.second_half = False  # is to come, or runs, or has run
-        self.busy = False  # one of its halves runs
-        self._calls = 0  # under way, of what was put off: they put nothing off themselves
+        self.late = late  # in the first half of the outermost run only
+        self.second_half = False  # the first half of a backward with `late` has ended
+        self.busy = False  # a half runs now
+        self._calls = 0  # nesting depth of deferred calls that run now: they defer nothing themselves
         self.gradients: dict[Function, list] = {} if outer is None else outer.gradients
-        self.passed: Function | None = None  # whose gradient the op before it has taken further than asked
-        self._for_next: list = []  # calls that the node that runs has left to the next one, which waits
-        self._for_this: list = []  # those that it was left itself
+        # A node whose incoming gradient already includes the derivative of its activation (a fused kernel).
+        self.passed: Function | None = None
+        self._for_next: list = []  # calls that the running node leaves to the next node
+        self._for_this: list = []  # calls that the node before left to the running node
         self._after_nodes: list = []
         self._at_end: list = []
         self._in_any_case: list = []
         self._hooks: list = []
 
     def upcoming(self, kind: type[Function] | tuple[type[Function], ...]) -> Iterator[Function]:
-        """The nodes of one kind that run after the present one, in order: what prefetch looks ahead to."""
+        """Yield the nodes of one kind that run after the present node, in order, for prefetch."""
         for position in range(self.position + 1, len(self.nodes)):
             if isinstance(self.nodes[position], kind):
                 yield self.nodes[position]
@@ -151,32 +154,30 @@ class Backward:
 
     @property
     def outermost(self) -> "Backward":
-        """The run that is inside of no other."""
+        """The run that contains this run and is not inside of another."""
         return self if self.outer is None else self.outer.outermost
 
     def after_nodes(self, function: Any) -> None:
-        """Call `function()` once, when the last node of the outermost run has run: no values are needed more.
+        """Call `function()` once, when the last node of the outermost run has run.
 
-        What was put off is still to come.
+        From then on no parameter values are needed, except by deferred calls.
         """
         _add_once(self.outermost._after_nodes, function)
 
     def at_end(self, function: Any, hook: bool = False) -> None:
-        """Call `function()` once, when all of the outermost run has run; users' hooks last.
+        """Call `function()` once, when the outermost run has ended, deferred calls included.
 
-        Then gradients are reduced, and updates that an optimizer makes during backward are there.
+        hook: call it after all functions that are no hooks. Gradients are then reduced, and an optimizer that
+        updates during backward has updated.
         """
         _add_once(self.outermost._hooks if hook else self.outermost._at_end, function)
 
     def in_any_case(self, function: Any) -> None:
-        """Call `function()` once, when this half of the outermost run ends or raises an Exception.
-
-        Before users' hooks.
-        """
+        """Call `function()` once, when this half of the outermost run ends or raises, before users' hooks."""
         _add_once(self.outermost._in_any_case, function)
 
     def is_to_come(self, node: Function) -> bool:
-        """Whether `node` runs after the present one, in this run or in one around it."""
+        """Whether `node` runs after the present node, in this run or in a run around it."""
         run = self
         while node.sequence <= run.since and run.outer is not None:
             run = run.outer
@@ -184,15 +185,16 @@ class Backward:
         return run.position < place < len(run.nodes) and run.nodes[place] is node
 
     def feeds_only(self, node: Function) -> bool:
-        """Whether `node` runs next and has received nothing: its gradient is that from the present one."""
+        """Whether `node` runs next and gets its gradient from the present node alone."""
         following = self.position + 1
         ready = following < len(self.nodes) and self.nodes[following] is node
         return ready and node not in self.gradients
 
     def leave_to_next(self, function: Any, args: tuple) -> bool:
-        """Have function(*args) called while the next node waits for other ranks; False where it does not.
+        """Have function(*args) called while the next node waits for other ranks; False if it does not wait.
 
-        Nothing is added to a gradient in between, so the order of all terms stays as it is.
+        No other call adds to a gradient in between, so the order of all terms, and with it every bit of the
+        sums, stays the same.
         """
         following = self.position + 1
         node = self.nodes[following] if following < len(self.nodes) else None
@@ -203,17 +205,17 @@ class Backward:
 
     @property
     def has_left(self) -> bool:
-        """Whether there is something to do for `fill`."""
+        """Whether `fill` has calls to make."""
         return bool(self._for_this)
 
     def fill(self) -> None:
-        """Do what the node before has left to this one."""
+        """Make the calls that the node before has left to this node."""
         while self._for_this:
             function, args = self._for_this.pop(0)
             function(*args)
 
     def run(self) -> None:
-        """Run the nodes. A node whose gradient nobody has produced is passed over."""
+        """Run the nodes in order. A node that has received no gradient is skipped."""
         with self._half():
             for position, node in enumerate(self.nodes):
                 self.position = position
@@ -221,7 +223,7 @@ class Backward:
                 received = self.gradients.pop(node, None)
                 if received is not None:
                     self._run(node, received)
-                self.fill()  # where it was passed over
+                self.fill()  # for a node that was skipped
             _call_all(self._after_nodes)
             if self.late is None:
                 self._end()
@@ -233,14 +235,14 @@ class Backward:
             late.ready(self)
 
     def run_late(self, works: Iterator[Callable[[], None]]) -> None:
-        """The second half. Each of the works is dropped, with its arrays, before the next one begins."""
+        """Run the second half. Each work is dropped, and its arrays freed, before the next work begins."""
         with self._half():
             for work in works:
                 work()
             self._end()
 
     def call(self, function: Any, args: tuple) -> None:
-        """Call function(*args), which this run has put off, as a part of it."""
+        """Call function(*args), which this run has deferred, as a part of this run."""
         before, _state.running = _state.running, self
         self._calls += 1
         try:
@@ -251,7 +253,7 @@ class Backward:
 
     @property
     def puts_off(self) -> Deferral | None:
-        """Where things are put off now, if they are."""
+        """The Deferral that takes calls now, or None."""
         run = self.outermost
         return None if run._calls else run.late
 
@@ -262,12 +264,12 @@ class Backward:
             yield
         except Exception:
             for function in self._in_any_case:
-                with suppress(Exception):  # what was raised first is told
+                with suppress(Exception):  # report the first error
                     function()
             raise
         finally:
             _state.running, self.busy = before, False
-            self.nodes = []  # what was put off leads here, and must hold no graph
+            self.nodes = []  # deferred calls refer to this object, which must not keep the graph alive
 
     def _end(self) -> None:
         for functions in (self._at_end, self._in_any_case, self._hooks):
@@ -276,7 +278,7 @@ class Backward:
     def _run(self, node: Function, received: list) -> None:
         if node.saved is None:
             if not wanted(received):
-                return  # it has run before, and nothing more is asked of it
+                return  # the node has run before, and this run needs no gradient from it
             raise RuntimeError(
                 f"backward: the saved arrays of {describe(node)} were freed by an earlier backward; "
                 "call that one with retain_graph=True"
@@ -297,7 +299,7 @@ def _add_once(functions: list, function: Any) -> None:
 
 
 def _call_all(functions: list) -> None:
-    for function in functions:  # which may add more
+    for function in functions:  # a function may append more
         function()
 
 
@@ -310,13 +312,18 @@ def backward(
 ) -> None:
     """Add the gradients of a variable, or of several in one run, to the `grad` of all leaves they depend on.
 
-    gradients: one for each variable, of its shape. None for a single element, where it is 1.
-    late: puts off what nothing but gradients of parameters needs, with all that comes after it, until
-    `late.run()`: products for weights, reductions, updates, hooks. Until then the arrays in `gradients` and
-    the inputs of the forward must stay as they are. The gradients are those of a usual backward, to the bit.
+    Args:
+        variables: one or several results of ops.
+        gradients: one for each variable, an array of its shape. None for a single element means 1.
+        retain_graph: keep the saved arrays, so that a later backward can use the graph again.
+        late: defers the calls that only gradients of parameters depend on: matmuls for weight gradients,
+            reductions, updates, hooks. `late.run()` makes them. Until then, the arrays in `gradients` and the
+            inputs of the forward must not change. Gradients are bitwise identical to those without it.
 
-    Raises RuntimeError if nothing was recorded, or `late` was given to another backward; ValueError if a
-    gradient is missing or has a wrong shape.
+    Raises:
+        RuntimeError: if a variable depends on nothing that requires a gradient, or another backward has used
+            `late`.
+        ValueError: if a gradient is missing or has a wrong shape.
     """
     if isinstance(variables, Variable):
         variables, gradients = [variables], [gradients]
@@ -347,7 +354,7 @@ def _checked(variable: Variable, gradient: Array | None) -> Array:
         raise RuntimeError("backward: this tensor depends on nothing that requires a gradient")
     if gradient is None:
         if variable.data.size != 1:
-            raise ValueError(f"backward: gradient is needed for shape {variable.data.shape}, not a scalar")
+            raise ValueError(f"backward: pass a gradient for shape {variable.data.shape}: it is not a scalar")
         gradient = np.ones_like(variable.data)
     if gradient.shape != variable.data.shape:
         raise ValueError(f"backward: gradient has shape {gradient.shape}, the tensor {variable.data.shape}")
@@ -355,18 +362,21 @@ def _checked(variable: Variable, gradient: Array | None) -> Array:
 
 
 def later(function: Any, *args: Any, into: tuple = ()) -> tuple:
-    """In backward: function(*args, *into), which puts gradients where they belong and gives their tokens.
+    """In backward: call function(*args, *into), which writes gradients, now or later; gives their tokens.
 
-    into: the handles whose gradients these are, None for one that is not wanted; if none is, nothing is done.
-    If the backward that runs puts things off, so is this, and the tokens are given at once. If not, and the
-    next node waits for other ranks, the function is called meanwhile. args: for the function; arrays among
-    them must stay as they are.
+    The call is deferred if the running backward defers calls. Otherwise, if `into` has handles and the next
+    node waits for other ranks, the call runs during that wait. A gradient that travels on to an op is needed
+    at once, so then the call is made now.
+
+    args: for the function. Arrays among them must not change until the call.
+    into: the handles whose gradients the function writes; None for a gradient that is not wanted. If all are
+    None, the function is not called.
     """
     handles, run = [handle for handle in into if handle is not None], _state.running
     late = None if run is None else run.puts_off
     if into and not handles:
         return into
-    travels = any(handle.node is not None for handle in handles)  # on, to the op that made it
+    travels = any(handle.node is not None for handle in handles)  # a gradient goes on to another op
     if late is not None and not travels:
         late.put_off(run.outermost, function, args, into)
     elif travels or not handles or run is None or not run.leave_to_next(function, (*args, *into)):
@@ -395,14 +405,14 @@ def backward_of_piece(
     since: int,
     besides: Iterable[Function] = (),
 ) -> None:
-    """Inside the backward of a node: differentiate what was recorded since the sequence number `since`.
+    """Inside the backward of a node: run backward through the nodes recorded since the number `since`.
 
-    outputs, gradients: the results of the piece, and the gradient of each (None where nothing used it).
-    besides: nodes of the piece, without a gradient of their own, that run in any case. Gradients of what went
-    into the piece are left to the backward that is running.
+    outputs, gradients: the results of these nodes, and the gradient of each; None if it was not used.
+    besides: nodes among them that run even without a gradient.
+    The gradients of the nodes' inputs are left to the running backward.
 
-    Raises RuntimeError if the piece uses the result of an op that this backward does not come to after the
-    present node: the gradient would be lost.
+    Raises RuntimeError if an input is the result of an op that the running backward does not come to after
+    the present node: the gradient would be lost.
     """
     outer = _state.running
     wanted = [(v, g) for v, g in zip(outputs, gradients, strict=True) if g is not None and v.requires_grad]
@@ -413,8 +423,8 @@ def backward_of_piece(
         if not outer.is_to_come(node):
             present = describe(outer.nodes[outer.position])
             raise RuntimeError(
-                f"backward: what {present} runs again uses the result of {describe(node)}, whose gradient "
-                "would be lost, since it is not among its inputs; pass it as an argument"
+                f"backward: the forward that {present} runs again uses the result of {describe(node)}, which "
+                "is no input of it, so the gradient would be lost; pass the result as an argument"
             )
     for variable, gradient in wanted:
         _deliver(variable.edge(), gradient, run.gradients)
@@ -429,12 +439,12 @@ def running() -> Backward | None:
 
 
 def wanted(received: Iterable[Array | None]) -> bool:
-    """Whether a gradient came to a node. It may run without, for the order alone, and then frees nothing."""
+    """Whether a node has received a gradient. Without one it runs for the order alone and frees nothing."""
     return any(dy is not None for dy in received)
 
 
 def _distribute(node: Function, results: Any, gradients: dict[Function, list]) -> None:
-    """Pass what backward returned along the edges of `node`."""
+    """Pass the values that backward returned along the edges of `node`."""
     if not isinstance(results, tuple):
         results = (results,)
     if len(results) != len(node.edges):
@@ -447,7 +457,7 @@ def _distribute(node: Function, results: Any, gradients: dict[Function, list]) -
 
 
 def _deliver(edge: Edge, gradient: Any, gradients: dict[Function, list]) -> None:
-    """Put a gradient, or the token that it is where it belongs, to the end of an edge."""
+    """Deliver a gradient, or WRITTEN, to the end of an edge."""
     if edge.leaf is not None and gradient is not WRITTEN:
         edge.leaf.accumulate_gradient(gradient)
     if edge.node is None:
@@ -459,7 +469,7 @@ def _deliver(edge: Edge, gradient: Any, gradients: dict[Function, list]) -> None
 
 
 def _sum(first: Array, second: Array) -> Array:
-    """A new array: the first gradient may be held by another node too."""
+    """The sum in a new array: another node may hold the first gradient, too."""
     here = device.current()
     total = here.empty(first.shape, first.dtype)
     here.kernels.elementwise.add(

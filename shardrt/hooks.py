@@ -1,4 +1,4 @@
-"""Hooks: functions that a user adds to an event, and the handles that take them out again. Knows no event."""
+"""Hooks: the functions that a user attaches to an event, and handles that remove them."""
 
 import weakref
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ _keys = count()
 
 
 class Hooks:
-    """What was added, in the order in which it is called."""
+    """Hooks of one event, in the order in which they are called."""
 
     __slots__ = ("_items", "__weakref__")
 
@@ -17,13 +17,13 @@ class Hooks:
         self._items: dict[int, Any] = {}
 
     def add(self, item: Any, first: bool = False) -> "RemovableHandle":
-        """Add at the end, or before all others."""
+        """Add a hook at the end, or before all others."""
         key = next(_keys)
         self._items = {key: item} | self._items if first else self._items | {key: item}
         return RemovableHandle(self, key)
 
     def remove(self, key: int) -> None:
-        """Take out what the handle with this key stands for, if it is there."""
+        """Remove the hook with this key, if it is there."""
         self._items = {other: item for other, item in self._items.items() if other != key}
 
     def __iter__(self) -> Iterator[Any]:
@@ -34,14 +34,14 @@ class Hooks:
 
 
 class RemovableHandle:
-    """Takes a hook out; so does the end of a `with` block of it."""
+    """Removes a hook, by `remove` or at the end of a with block."""
 
     def __init__(self, hooks: Hooks | None = None, key: int = -1) -> None:
         self._hooks = weakref.ref(hooks) if hooks is not None else None
         self._key = key
 
     def remove(self) -> None:
-        """Let the hook not be called any more; once or more often."""
+        """Remove the hook. Further calls do nothing."""
         hooks = self._hooks() if self._hooks is not None else None
         if hooks is not None:
             hooks.remove(self._key)

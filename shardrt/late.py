@@ -1,8 +1,9 @@
-"""Late: what a backward puts off until later, and in which order that is done.
+"""Late: the calls that a backward defers, and the order in which they run.
 
-A gradient is a sum, and its bits depend on the order of its terms. Terms are added in the order in which
-backward reached them, however the runs of several backwards are interleaved: before the tape adds a term
-(tape.before_add), `settle` does what was put off earlier and adds to the same gradient.
+A gradient is a sum, and its bits depend on the order of its terms. Terms are always added in the order in
+which backwards reached them, even if several deferred backwards are interleaved. For that, `settle` runs
+before the tape adds a term (tape.before_add): it makes all earlier deferred calls that add to the same
+gradient.
 """
 
 import threading
@@ -19,7 +20,7 @@ _numbers = count(1)
 
 
 class Work:
-    """One call that was put off."""
+    """One deferred call."""
 
     __slots__ = ("number", "_backward", "_function", "_args")
 
@@ -29,11 +30,11 @@ class Work:
 
     @property
     def waits(self) -> bool:
-        """Whether it has not been called."""
+        """Whether the call has not been made yet."""
         return self._function is not None
 
     def run(self) -> None:
-        """Call it, unless that has been done, and hold nothing of it any more."""
+        """Make the call, unless it was made before, and drop its arguments."""
         function, args = self._function, self._args
         if function is None:
             return
@@ -46,26 +47,36 @@ class Work:
 
 
 class Late:
-    """What one backward has put off: give it to `autograd.backward(..., late=)`, then `run` it, once.
+    """The deferred calls of one backward. Pass it to `autograd.backward(..., late=)`, then call `run` once.
 
-    done: whether it has run. Until then it holds the arrays that are needed for it: inputs of layers and
-    gradients of their outputs. One that is dropped frees them, and gradients lack what it would have added.
+    Until `run`, it holds the arrays that the calls need: inputs of layers and gradients of their outputs. If
+    it is dropped instead, the arrays are freed and the gradients lack the deferred terms.
+
+    Attributes:
+        done: whether it has run.
+
+    Example:
+        >>> late = Late()
+        >>> backward(loss, late=late)
+        >>> late.run()
     """
 
     __slots__ = ("done", "_number", "_backward", "_works", "_writers", "__weakref__")
 
     def __init__(self) -> None:
         self.done = False
-        self._number: int | None = None  # among all, from when a backward begins that has it
-        self._backward: Backward | None = None  # once it has put off all that it will, until `run`
+        self._number: int | None = None  # order among all Lates; set when its backward begins
+        self._backward: Backward | None = None  # from the end of the first half until `run`
         self._works: deque[Work] = deque()
-        self._writers: dict[int, list[Work]] = {}  # by id of the variable to whose gradient they add
+        self._writers: dict[int, list[Work]] = {}  # id of a variable -> calls that add to its gradient
 
     def run(self) -> None:
-        """Do what was put off, in order, and free its arrays one by one. Gradients are then complete.
+        """Make the deferred calls in order, and free each call's arrays. Gradients are then complete.
 
-        Whatever else happens at the end of a backward happens now: reductions, updates, hooks. Raises
-        RuntimeError if it has run, or no backward has ended that it was given to.
+        The end of the backward follows: reductions, updates by an optimizer, hooks.
+
+        Raises:
+            RuntimeError: if it has run already, or no backward with this object has ended.
         """
         backward, self._backward = self._backward, None
         if backward is None:
@@ -81,27 +92,27 @@ class Late:
         while self._works:
             yield self._works.popleft().run
 
-    # For the backward that it is given to
+    # -- called by the backward (autograd.Deferral)
 
     def take(self) -> None:
-        """A backward begins. Raises RuntimeError if another one had it."""
+        """Begin a backward with this object. Raises RuntimeError if another backward has used it."""
         if self._number is not None:
             raise RuntimeError("backward: this Late was given to another backward; each needs its own")
         self._number = next(_numbers)
         _state.lates[self._number] = self
 
     def ready(self, backward: Backward) -> None:
-        """That backward has ended, but for what was put off."""
+        """End the first half of the backward."""
         self._backward = backward
 
     def forget(self) -> None:
-        """Hold nothing."""
+        """Drop all deferred calls."""
         self._works.clear()
         self._writers.clear()
         _state.lates.pop(self._number, None)
 
     def put_off(self, backward: Backward, function: Any, args: tuple, into: tuple) -> None:
-        """Have function(*args, *into) called by `run`."""
+        """Defer function(*args, *into) until `run`. into: the variables to whose gradients the call adds."""
         work = Work(backward, function, (*args, *into))
         self._works.append(work)
         for variable in into:
@@ -109,23 +120,23 @@ class Late:
                 self._writers.setdefault(id(variable), []).append(work)
 
     def writers(self, variable: Any) -> list[Work]:
-        """What adds to the gradient of `variable`."""
+        """The deferred calls that add to the gradient of `variable`."""
         return self._writers.get(id(variable), [])
 
 
 class _State(threading.local):
-    """Of this thread: ranks that are threads of one process each have their own."""
+    """The state of this thread. Ranks may be threads of one process; each has a state of its own."""
 
     def __init__(self) -> None:
-        self.lates: WeakValueDictionary[int, Late] = WeakValueDictionary()  # not run yet, the oldest first
-        self.work: Work | None = None  # that was put off, and runs now
+        self.lates: WeakValueDictionary[int, Late] = WeakValueDictionary()  # not run yet, oldest first
+        self.work: Work | None = None  # the deferred call that runs now
 
 
 _state = _State()
 
 
 def settle(variable: Any) -> None:
-    """A gradient is about to be added to: what was put off and should be there before runs now."""
+    """Before an addition to the gradient of `variable`: make all earlier calls that add to it."""
     if not _state.lates:
         return
     now = _state.work
@@ -136,13 +147,13 @@ def settle(variable: Any) -> None:
 
 
 def refuse_incomplete(variables: Iterable) -> None:
-    """Raise RuntimeError if something is to be added to one of these gradients that was put off."""
+    """Raise RuntimeError if a deferred call still has to add to the gradient of one of these variables."""
     lates = list(_state.lates.values()) if _state.lates else []
     for variable in variables if lates else ():
         if any(work.waits for late in lates for work in late.writers(variable)):
             raise RuntimeError(
-                f"the gradient of {variable.name!r} is not complete: a backward with late= has put off what "
-                "adds to it; call late.run() first"
+                f"the gradient of {variable.name!r} is not complete: a backward with late= has deferred a "
+                "call that adds to it; call late.run() first"
             )
 
 

@@ -1,7 +1,6 @@
-"""Tensors in pytrees: what a forward takes and returns is a tensor, or containers of them, however deep.
+"""Pytrees: finds and replaces tensors in the arguments and results of forwards, in containers of any depth.
 
-Containers are tuples, lists, dicts, their subclasses, and dataclasses. What tensors mean it does not know.
-Beside autograd, for all that acts around a forward.
+Containers are tuples, lists, dicts, their subclasses, and dataclasses.
 """
 
 import copy
@@ -17,10 +16,11 @@ Array = Any
 
 
 def replaced(tree: Any, function: Callable[[Any], Any], kinds: type | tuple[type, ...] = Variable) -> Any:
-    """The same tree with `function` applied to its tensors, in order; whatever else is in it stays.
+    """The tree with function(tensor) in place of each tensor, in order. Other leaves stay.
 
-    kinds: the types of what it is applied to. A container in which nothing changes
-    is given back itself; else a copy of it, of its own type.
+    A container without changes is returned itself; otherwise a copy of its own type is.
+
+    kinds: the types of leaves that `function` is applied to.
     """
     if isinstance(tree, kinds):
         return function(tree)
@@ -28,7 +28,7 @@ def replaced(tree: Any, function: Callable[[Any], Any], kinds: type | tuple[type
         items = [replaced(item, function, kinds) for item in tree]
         if all(map(operator.is_, items, tree)):
             return tree
-        return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)  # _make: of named tuples
+        return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)  # named tuples have _make
     pairs = [(put, key, old, replaced(old, function, kinds)) for put, key, old in _held(tree)]
     changed = [(put, key, new) for put, key, old, new in pairs if new is not old]
     if changed:
@@ -39,7 +39,7 @@ def replaced(tree: Any, function: Callable[[Any], Any], kinds: type | tuple[type
 
 
 def _held(tree: Any) -> list[tuple[Callable, Any, Any]]:
-    """(how to replace it, key, item) for what a container holds. A class may be a dict and a dataclass."""
+    """(setter, key, item) for each item of a container. A class may be both a dict and a dataclass."""
     held: list[tuple[Callable, Any, Any]] = []
     if isinstance(tree, list):
         held += [(operator.setitem, index, item) for index, item in enumerate(tree)]
@@ -47,7 +47,7 @@ def _held(tree: Any) -> list[tuple[Callable, Any, Any]]:
         held += [(operator.setitem, key, item) for key, item in tree.items()]
     if is_dataclass(tree) and not isinstance(tree, type):
         names = [field.name for field in fields(tree) if hasattr(tree, field.name)]
-        held += [(object.__setattr__, name, getattr(tree, name)) for name in names]  # frozen ones as well
+        held += [(object.__setattr__, name, getattr(tree, name)) for name in names]  # also if it is frozen
     return held
 
 
@@ -59,31 +59,34 @@ def tensors(tree: Any) -> list[Variable]:
 
 
 def returned(output: Any, call: str, module: str) -> list[Variable]:
-    """The tensors in what the forward of `module` returned. Raises TypeError, for `call`, without any."""
+    """The tensors in the value that forward of `module` returned.
+
+    Raises TypeError, which names `call`, if there are none.
+    """
     found = tensors(output)
     if not found:
         raise TypeError(
             f"{call}: forward of {module} returned {type(output).__name__}, in which no tensor is found; "
-            "return tensors, tuples, lists, dicts or dataclasses"
+            "return tensors, or tuples, lists, dicts or dataclasses of them"
         )
     return found
 
 
 def exchanged(tree: Any, old: list[Variable], new: tuple) -> Any:
-    """The same tree with each of the tensors `old` in it replaced by the one of `new` at its position."""
+    """The tree with each tensor of `old` replaced by the tensor of `new` at the same index."""
     pairs = dict(zip(map(id, old), new, strict=True))
     return replaced(tree, lambda tensor: pairs.get(id(tensor), tensor))
 
 
 def hollow(tensor: Variable) -> Variable:
-    """A tensor at the same place in the graph, without its array, which may then be freed."""
+    """A stand-in at the same place in the graph, without the array, which may then be freed."""
     stand_in = Variable(None, tensor.requires_grad)
     stand_in.node, stand_in.index = tensor.node, tensor.index
     return stand_in
 
 
 def filled(stand_in: Variable, array: Array) -> Variable:
-    """The tensor for which `hollow` made the stand-in, around `array`."""
+    """A tensor of `array` at the stand-in's place in the graph. Inverse of `hollow`."""
     tensor = Variable.result_type(array, stand_in.requires_grad)
     tensor.node, tensor.index = stand_in.node, stand_in.index
     return tensor

@@ -1,11 +1,14 @@
-"""Seeds. Every random number is a function of a seed and of what it is for; no generator is carried along.
+"""Random numbers. Each number is a function of a seed and of its purpose; there is no generator state.
 
-A parameter's initial values depend on (seed, its name, element), a dropout mask on (seed, step, which call of
-the model in the step, name of the innermost module, which use by that module in the call, element of the
-global batch). So there is nothing to save, the numbers are the same at every world size, and a process that
-has some layers of a model draws the masks that they have in the whole one. Where a step goes through the
-model in micro-batches that are shared among the ranks (fsdp.set_world_invariant), "the step" is a round, in
-which each rank has the micro-batch whose number is set here.
+    initial value of a parameter   seed, name, element
+    dropout mask                   seed, step, number of the model's call in the step, name of the innermost
+                                   module, number of the module's use in the call, element of the global batch
+
+So no state has to be saved, and numbers are the same at every world size. A process that holds only some
+layers of a model draws the same masks as the whole model.
+
+With fsdp.set_world_invariant, ranks share the micro-batches of a step. Each rank then sets the number of its
+micro-batch here. Elements are numbered as if that micro-batch were the part of this number of a global batch.
 """
 
 import threading
@@ -20,10 +23,13 @@ State = tuple[int, int, int, bool, dict[str, int], int | None, dict[str, int]]
 
 @dataclass(frozen=True)
 class Block:
-    """What a rank has of a tensor of the whole batch: of part `part`, along time some of `count` blocks.
+    """The part of a global batch's tensor that a rank has.
 
-    Batch parts are all of one size, as are blocks; time is the axis before the last. indices: which blocks,
-    in the order in which they lie one behind the other.
+    The batch is split into equal parts, and the time axis (the one before the last) into `count` equal
+    blocks.
+
+    part: index of the batch part.
+    indices: the rank's blocks along time, in the order in which they lie in its tensor.
     """
 
     part: int
@@ -32,11 +38,11 @@ class Block:
 
     @property
     def together(self) -> int:
-        """How many ranks have blocks of the same part."""
+        """Number of ranks that have blocks of the same batch part."""
         return self.count // len(self.indices)
 
     def cut(self, index: int, count: int) -> "Block":
-        """Of these blocks together, equal part `index` of `count` along time."""
+        """Split these blocks into `count` equal parts along time; gives part `index`."""
         finer = count // gcd(count, len(self.indices))
         every = [finer * place + piece for place in self.indices for piece in range(finer)]
         each = len(every) // count
@@ -47,10 +53,10 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.seed = 0
         self.step = 0
-        self.calls = 0  # of the model in the step, that have used random numbers
+        self.calls = 0  # calls of the model in this step that have used random numbers
         self.new_call = True  # the next use is the first of a call
-        self.uses: dict[str, int] = {}  # in the latest call, by name of the module
-        self.elsewhere: dict[str, int] = {}  # in the parts of the next call that other ranks have computed
+        self.uses: dict[str, int] = {}  # name of a module -> its uses in the latest call
+        self.elsewhere: dict[str, int] = {}  # uses in the parts of the next call that other ranks computed
         self.micro_batch: int | None = None
         self.turn: int | None = None
         self.rewound = False
@@ -60,9 +66,14 @@ _state = _State()
 
 
 def manual_seed(seed: int, step: int = 0) -> None:
-    """Set this thread's seed, a non-negative integer, and the step that dropout masks belong to.
+    """Set this thread's seed and the step that dropout masks belong to.
 
-    Raises ValueError for a negative seed or step.
+    Args:
+        seed: a non-negative integer.
+        step: number of the training step.
+
+    Raises:
+        ValueError: for a negative seed or step.
     """
     if seed < 0 or step < 0:
         raise ValueError(f"manual_seed: seed and step must not be negative, got {seed} and {step}")
@@ -70,38 +81,40 @@ def manual_seed(seed: int, step: int = 0) -> None:
 
 
 def initial_seed() -> int:
-    """The seed in force."""
+    """The present seed of this thread."""
     return _state.seed
 
 
 def call_begins() -> None:
-    """The outermost module is called: what it uses first begins a call."""
+    """Note that the outermost module is called. The next use of random numbers begins a new call."""
     _state.new_call = True
 
 
 def begin_call(number: int, uses: Mapping[str, int] | None = None) -> None:
-    """The call of the model that follows is that number of the step, from 0.
+    """Set the number of the model's next call in the step, from 0.
 
-    For a model that is called in parts: each part of a call draws the numbers of that call. uses: those of
-    modules in the parts before, by name.
+    It serves models that run in parts (pipeline stages): each part of a call draws the numbers of that call.
+
+    uses: name of a module -> its uses in the parts before.
     """
     _state.calls, _state.elsewhere = number, dict(uses or {})
 
 
 def uses() -> dict[str, int]:
-    """How often modules have used random numbers in this call, in the parts before as well, by name."""
+    """Name of a module -> its uses of random numbers in this call, including the parts before."""
     return dict(_state.elsewhere if _state.new_call else _state.uses)
 
 
 def next_call() -> None:
-    """Go on to the next call of the model, which uses random numbers."""
+    """Begin the next call of the model that uses random numbers."""
     _state.calls, _state.new_call, _state.uses = _state.calls + 1, False, dict(_state.elsewhere)
 
 
 def draw(module: str | None) -> tuple[int, int, int]:
-    """(seed, call, use) of one use of random numbers by the module of this name, another one each time.
+    """(seed, call, use) of the next use of random numbers by the module of this name.
 
-    Its numbers are those of (seed, (call + use) % 2**64). Outside of all modules (None) a use is a call.
+    The use draws the numbers of (seed, (call + use) % 2**64). Outside of all modules (None), each use is a
+    call of its own.
     """
     if _state.new_call or module is None:
         next_call()
@@ -116,48 +129,52 @@ def upcoming() -> tuple[int, int]:
 
 
 def restore(earlier: State) -> None:
-    """Go on from where this thread stood when `state()` was `earlier`."""
+    """Continue from the state of this thread at which `state()` returned `earlier`."""
     _state.seed, _state.step, _state.calls, _state.new_call, uses, _state.micro_batch, elsewhere = earlier
     _state.uses, _state.elsewhere = dict(uses), elsewhere
 
 
 def rewound() -> bool:
-    """Whether numbers are given out again (`at`)."""
+    """Whether earlier numbers are drawn again (see `at`)."""
     return _state.rewound
 
 
 def calls() -> int:
-    """How many calls of the model in the step have used random numbers."""
+    """Number of calls of the model in this step that have used random numbers."""
     return _state.calls
 
 
 def micro_batch() -> int | None:
-    """Which micro-batch of the step is computed; None where the ranks' parts are in the order of ranks."""
+    """Number of the present micro-batch in the step; None if the ranks' parts follow the order of ranks."""
     return _state.micro_batch
 
 
 def turn() -> int | None:
-    """Which of this rank's micro-batches is computed, if that is not to be seen from what is done."""
+    """Which of this rank's micro-batches is computed, if begin_turn has set it, else None."""
     return _state.turn
 
 
 def begin_turn(number: int | None) -> None:
-    """What follows is of that one, from 0: forwards of several come before the backward of the first."""
+    """Set which of this rank's micro-batches follows, from 0; None: unknown.
+
+    A pipeline needs this: it runs several forwards before the first backward, so the number of finished
+    backwards does not tell.
+    """
     _state.turn = number
 
 
 def begin_micro_batch(number: int, calls: int) -> None:
-    """Micro-batch `number` of the step follows, and uses random numbers as if `calls` calls had been."""
+    """Begin micro-batch `number` of the step; it draws random numbers as if `calls` calls had preceded."""
     _state.micro_batch, _state.calls = number, calls
 
 
 def end_micro_batch() -> None:
-    """What follows belongs to no micro-batch."""
+    """End the micro-batch: later numbers belong to none."""
     _state.micro_batch = None
 
 
 def state() -> State:
-    """Where this thread stands, for `restore` and `at`."""
+    """The state of this thread's random numbers, for `restore` and `at`."""
     here = _state
     uses = dict(here.uses)
     return here.seed, here.step, here.calls, here.new_call, uses, here.micro_batch, here.elsewhere
@@ -165,7 +182,7 @@ def state() -> State:
 
 @contextmanager
 def at(earlier: State) -> Iterator[None]:
-    """Inside a with block, give out again the numbers that followed when `state()` was `earlier`."""
+    """Inside a with block, draw again the numbers that followed when `state()` returned `earlier`."""
     before, was_rewound = state(), _state.rewound
     restore(earlier)
     _state.rewound = True
@@ -177,6 +194,6 @@ def at(earlier: State) -> Iterator[None]:
 
 
 def name_key(name: str) -> int:
-    """A 64-bit number for a parameter's name; unlike hash() it is the same in every process."""
+    """A 64-bit hash of a parameter's name. Unlike hash(), it is the same in every process."""
     data = name.encode()
     return zlib.crc32(data) << 32 | zlib.crc32(data[::-1] + b"shardrt")

@@ -1,11 +1,11 @@
-"""The tape: Variable, Function, no_grad. Knows no op, no layer, no rank.
+"""The tape: Variable, Function, no_grad. It knows no op, no layer and no rank.
 
-A Function object is one call of one op and a node of the graph. Nodes carry a sequence number, greater than
-those of all nodes that made its inputs. How gradients come back along the nodes is in autograd.py, which has
-all names of this file.
+A Function object is one call of one op, and a node of the graph. Each node has a sequence number, greater
+than those of all nodes that made its inputs. autograd.py runs backward along the nodes; it exports all names
+of this file, too.
 
-Gradients of parameters accumulate, gradients of activations are written. An op that writes a parameter's
-gradient where it belongs returns WRITTEN for it: the edge then carries order, but no array.
+Gradients of parameters accumulate; gradients of activations are written once. An op may write a parameter's
+gradient into its final place itself. It then returns WRITTEN: the edge carries order, but no array.
 """
 
 import threading
@@ -22,14 +22,15 @@ Array = Any
 Fill = Callable[[int, int, Array, bool], None]
 
 
-# Called with a variable before something is added to its gradient, or before that is read outside backward.
-# What has put additions off (late.py) does them first, or refuses.
+# Hooks of deferred backwards (late.py). The tape calls before_add(variable) before it adds to the variable's
+# gradient, and before_read(variables) before gradients are read outside of backward. A hook makes the
+# deferred additions first, or raises.
 before_add: "list[Callable[[Variable], None]]" = []
 before_read: "list[Callable[[Iterable[Variable]], None]]" = []
 
 
 class _Written:
-    """The token of an edge whose gradient the op itself has put into its place."""
+    """The token for a gradient that the op itself has written into its final place."""
 
     def __repr__(self) -> str:
         return "WRITTEN"
@@ -39,19 +40,19 @@ WRITTEN = _Written()
 
 
 class _State(threading.local):
-    """This thread's tape: ranks that are threads of one process each have their own."""
+    """The tape of this thread. Ranks may be threads of one process; each has a tape of its own."""
 
     def __init__(self) -> None:
         self.grad_enabled = True
         self.newest = 0  # sequence number of the node that this thread recorded last
         self.modules: list = []  # the layers whose forward runs now, outermost first
         self.keeper: Keeper | None = None
-        self.first_runs: list[Segment] = []  # of segments, that are under way: outermost first
-        self.second_runs: list[Segment] = []
+        self.first_runs: list[Segment] = []  # segments in their first run now, outermost first
+        self.second_runs: list[Segment] = []  # segments in their second run now, outermost first
 
 
 _state = _State()
-_numbers = count(1)  # one for all threads: a forward that goes on in another thread must go on counting
+_numbers = count(1)  # shared by all threads: a forward may continue in another thread, with greater numbers
 
 
 def is_grad_enabled() -> bool:
@@ -61,7 +62,7 @@ def is_grad_enabled() -> bool:
 
 @contextmanager
 def set_grad_enabled(enabled: bool) -> Iterator[None]:
-    """Record ops, or not, inside a with block."""
+    """Turn the recording of ops on or off inside a with block."""
     before = _state.grad_enabled
     _state.grad_enabled = enabled
     try:
@@ -71,7 +72,7 @@ def set_grad_enabled(enabled: bool) -> Iterator[None]:
 
 
 def modules() -> list:
-    """The stack of layers whose forward runs now; nn.Module keeps it, nodes remember the innermost."""
+    """The stack of layers whose forward runs now. nn.Module maintains it; nodes store the innermost layer."""
     return _state.modules
 
 
@@ -86,24 +87,24 @@ def enable_grad() -> Any:
 
 
 def now() -> int:
-    """A sequence number above those of all nodes so far: what is recorded from now on has a greater one."""
+    """A sequence number above those of all nodes so far and below those of all later nodes."""
     return next(_numbers)
 
 
 def recorded_since(number: int) -> bool:
-    """Whether this thread has recorded a node since `now` gave that number."""
+    """Whether this thread has recorded a node since `now` returned `number`."""
     return _state.newest > number
 
 
 class Keeper(Protocol):
-    """Computes expensive ops in their place: to keep their results, or to take results that were kept."""
+    """Runs expensive ops instead of the tape, to keep their results or to reuse kept results."""
 
     def result_of(self, node: "Function", raw: list) -> Any: ...
 
 
 @contextmanager
 def keeping(keeper: Keeper | None) -> Iterator[None]:
-    """Let `keeper` compute the expensive ops inside a with block (None: as usual)."""
+    """Let `keeper` run the expensive ops inside a with block. None: the tape runs them."""
     before, _state.keeper = _state.keeper, keeper
     try:
         yield
@@ -112,20 +113,20 @@ def keeping(keeper: Keeper | None) -> Iterator[None]:
 
 
 def keeper() -> Keeper | None:
-    """Who computes expensive ops now, if somebody does."""
+    """The keeper that runs expensive ops now, or None."""
     return _state.keeper
 
 
 class Variable:
-    """An array with a place in the graph: what a Tensor is to the tape.
+    """An array with a place in the graph. Tensor is a subclass.
 
-    `node` is the Function that made it (None for a leaf) and `index` which of its outputs it is. A leaf that
-    requires a gradient gets it in `grad`, an array of the shape and dtype of `data`.
+    node: the Function that made it; None for a leaf. index: which of the node's outputs it is.
+    grad: the gradient of a leaf that requires one, an array of the shape and dtype of `data`.
     """
 
     __slots__ = ("data", "grad", "requires_grad", "node", "index", "__weakref__")
 
-    # The class of op results: the tensor library registers its own (a parameter's ops give plain tensors).
+    # The class of op results, the same for tensors and parameters. tensor.py sets it to Tensor.
     result_type: "type[Variable]"
 
     def __init__(self, data: Array, requires_grad: bool = False) -> None:
@@ -145,23 +146,23 @@ class Variable:
         return self.data
 
     def lent(self) -> Array:
-        """The array that an op reads by a handle: while it runs, and no longer."""
+        """The array that an op reads by a handle. It is valid only while the op runs."""
         return self.data
 
     def lent_bits(self) -> Array:
-        """As `lent`; of a parameter gathered in bfloat16 where ops compute in float32, the bits (uint16)."""
+        """As `lent`, but a parameter gathered in 16 bits while ops compute in float32 comes as raw uint16."""
         return self.lent()
 
     def edge(self) -> "Edge":
-        """Where the gradient of this variable goes, as the graph stands now."""
+        """The edge along which the gradient of this variable travels, in the present graph."""
         return Edge(self.node, self.index, self if self.node is None else None)
 
     def gradient_target(self) -> tuple[Array, bool, Any]:
-        """Where an op puts the gradient of this handle: (array, accumulate, token).
+        """(array, accumulate, token): the place for the gradient of this handle.
 
-        The op writes the array, or adds to it where `accumulate` is True, and returns the token from
-        backward: WRITTEN for a leaf; for the result of another op the array itself, which travels on.
-        Subclasses say in `_gradient_target` where that is.
+        The op writes the array, or adds to it if `accumulate`, and returns the token from backward. The token
+        is WRITTEN for a leaf. For a result of another op it is the array itself, which travels on. Subclasses
+        override `_gradient_target`.
         """
         for hook in before_add:
             hook(self)
@@ -177,10 +178,10 @@ class Variable:
         return self.grad, False, WRITTEN
 
     def put_rows(self, fill: Fill) -> Any:
-        """Put the gradient of this handle, a matrix, where it belongs, by calls of `fill`; gives the token.
+        """Have `fill` write the gradient of this handle, a matrix, in ranges of rows; gives the token.
 
-        As gradient_target, for an op that can make rows of the gradient by themselves. They may be asked for
-        later in this backward: what `fill` reads must stay as it is.
+        It replaces gradient_target for an op that can compute any rows of the gradient by themselves. `fill`
+        may be called later in this backward, so the arrays that it reads must not change.
         """
         for hook in before_add:
             hook(self)
@@ -192,7 +193,7 @@ class Variable:
         return token
 
     def accumulate_gradient(self, gradient: Array) -> None:
-        """Put an array that an op returned for this leaf where its gradient belongs."""
+        """Add an array that an op returned for this leaf to the leaf's gradient."""
         target, accumulate, _ = self.gradient_target()
         if accumulate:
             target += gradient
@@ -204,10 +205,10 @@ Variable.result_type = Variable
 
 
 class Edge:
-    """From a node to where the gradient of one of its inputs goes: another node, a leaf, or both.
+    """Leads from a node to the target of one input's gradient: another node, a leaf, or both.
 
-    Both: a parameter of a sharded unit. Its gradient has a place of its own, and the unit's Unshard node
-    must run after everything that puts a gradient there.
+    It is both for a parameter of a sharded unit. The gradient goes to the leaf, and the unit's Unshard node
+    must run after all nodes that write such gradients.
     """
 
     __slots__ = ("node", "index", "leaf")
@@ -219,25 +220,24 @@ class Edge:
 
 
 class Function:
-    """One op. A subclass has `forward` and `backward`, both on raw arrays, both calling kernels.
+    """One op. A subclass defines `forward` and `backward`. Both work on raw arrays and call kernels.
 
-    forward(*args) gets the arguments of `apply` with each Variable replaced by its array, except at the
-    positions in `handles`: parameters arrive as Variables, because their storage comes and goes with the
-    unit that shards them, and are saved as such. It returns an array or a tuple of arrays and may set
-    `self.saved`, the one tuple that backward unpacks. `self.needs[i]` tells whether the gradient of
-    argument i is wanted.
+    forward(*args) gets the arguments of `apply`, each Variable replaced by its array. At the positions in
+    `handles`, arguments stay Variables. Parameters are passed and saved as handles, because the memory of
+    their values comes and goes with the unit that shards them. forward returns an array or a tuple of arrays.
+    It may set `self.saved`, a tuple for backward. `self.needs[i]` says whether the gradient of argument i is
+    wanted.
 
-    backward(*dy) gets one gradient per output (None for an output that nothing used) and returns one entry
-    per argument, or just the entry where there is one argument: an array, WRITTEN, or None. It must not
-    write into dy, which other nodes may hold.
+    backward(*dy) gets one gradient for each output; None for an output that was not used. It returns one
+    entry for each argument: an array, WRITTEN, or None. With one argument it may return the bare entry. It
+    must not write into dy, which other nodes may hold.
 
-    Arrays are made C-contiguous on the way in, unless `strided` says that the op takes any strides.
-
-    The results in `again_cheap` (0 for the only one) can be made again by `again` from what is saved: who
-    uses one need not save it as well (functional/_again.py). So those in `again_low`, for who takes bits.
-
-    An `expensive` op can also be recorded without being computed, from a result that was kept: what `keep`
-    returned after forward, `resume` takes, and leaves the op as forward would have.
+    strided: the op takes arrays of any strides. Other ops get C-contiguous arrays.
+    expensive: a Keeper may replace forward. `keep` gives the arrays to keep after forward, and `resume` takes
+    them in place of forward and leaves the op in the same state.
+    again_cheap: indices of results (0 for a single result) that `again` can compute once more from saved
+    arrays. An op that uses such a result need not save it (functional/_again.py).
+    again_low: the same, for ops that take a result in 16 bits.
     """
 
     __slots__ = ("saved", "needs", "edges", "sequence", "outputs", "module", "hooks", "__weakref__")
@@ -255,34 +255,34 @@ class Function:
     again_low: tuple[int, ...] = ()
 
     def forward(self, *args: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__}.forward")
+        raise NotImplementedError(f"{type(self).__name__} must define forward")
 
     def keep(self, result: Any) -> tuple[Array, ...]:
-        """Called after forward, of an expensive op: the arrays that only forward can compute."""
+        """The arrays of an expensive op that only forward can compute. Called after forward."""
         return (result,)
 
     def resume(self, kept: tuple[Array, ...], *args: Any) -> Any:
-        """In place of forward: set `self.saved`, return the result."""
-        raise NotImplementedError(f"{type(self).__name__}.resume")
+        """Set `self.saved` and return the result, in place of forward."""
+        raise NotImplementedError(f"{type(self).__name__} must define resume, since it is expensive")
 
     def again(self, index: int) -> Array:
-        """Result `index` once more, to the bit."""
-        raise NotImplementedError(f"{type(self).__name__}.again")
+        """Compute result `index` once more, bitwise identical."""
+        raise NotImplementedError(f"{type(self).__name__} must define again, since it sets again_cheap")
 
     def again_for_product(self, index: int) -> Array:
-        """As again, for who takes bits: these, if making them costs less than packing the array."""
+        """As `again`, for a matmul that takes 16 bits: gives 16 bits if that is cheaper than packing."""
         return self.again(index)
 
     def backward(self, *dy: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__}.backward")
+        raise NotImplementedError(f"{type(self).__name__} must define backward")
 
     def waits(self) -> bool:
-        """Whether backward waits for other ranks and calls `Backward.fill` meanwhile."""
+        """Whether backward waits for other ranks. It then calls `Backward.fill` while it waits."""
         return False
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """Run the op and record it, if any input requires a gradient. Gives Variable(s) of `result_type`."""
+        """Run the op, and record it if an input requires a gradient. Gives Variable(s) of `result_type`."""
         node = cls()
         node.saved = ()
         enabled, handles = _state.grad_enabled, cls.handles
@@ -305,13 +305,13 @@ class Function:
         return node.wrap(result, recorded)
 
     def enter_tape(self) -> None:
-        """Take the next sequence number."""
+        """Become a node: take the next sequence number and store the innermost layer."""
         self.sequence = _state.newest = next(_numbers)
         self.module = _state.modules[-1] if _state.modules else None
         self.hooks: Hooks | tuple = ()
 
     def wrap(self, result: Any, recorded: bool) -> Any:
-        """Variables around the arrays that forward returned."""
+        """Make Variables of the arrays that forward returned."""
         single = not isinstance(result, tuple)
         arrays = (result,) if single else result
         self.outputs = len(arrays)
@@ -332,9 +332,9 @@ def contiguous(array: Array) -> Array:
 
 
 def add_hook(variable: Variable, hook: Any) -> RemovableHandle:
-    """Call hook(gradient), an array, when the gradient of `variable`, which an op made, is complete.
+    """Call hook(gradient), an array, when the gradient of `variable` is complete. An op made `variable`.
 
-    What it returns, unless None, goes on in its place.
+    If the hook returns an array, it replaces the gradient.
     """
     node = variable.node
     node.hooks = node.hooks or Hooks()
@@ -347,12 +347,12 @@ def on_tape(node: Function) -> bool:
 
 
 def describe(node: Function) -> str:
-    """The op and the module that made it, for error messages."""
+    """The names of the op and of the module that made the node, for error messages."""
     return type(node).__name__ + (f" of {node.module.name}" if node.module is not None else "")
 
 
 def reachable(roots: Iterable[Function], since: int = 0) -> list[Function]:
-    """The nodes newer than `since` to which edges lead from `roots` along such nodes, newest first."""
+    """The nodes newer than `since` that are reachable from `roots` along such nodes, newest first."""
     seen = {root for root in roots if root.sequence > since}
     stack = list(seen)
     while stack:
@@ -365,13 +365,14 @@ def reachable(roots: Iterable[Function], since: int = 0) -> list[Function]:
 
 
 class Segment(Function):
-    """A part of a forward that runs twice: first unrecorded, and again, recorded, when backward comes to it.
+    """A part of a forward that runs twice: first unrecorded, then recorded, when backward comes to it.
 
-    What a schedule of sharded units must know of recomputation is here; recompute.py is its only subclass.
+    The class has the state of recomputation that a schedule of sharded units needs. recompute.py has the only
+    subclass.
 
-    units: the units that the first run has entered, in order; the schedule appends them.
-    besides: nodes of the second run that backward must come to, whatever gradients are asked for; appended
-    by the schedule too.
+    units: the units that the first run entered, in order. The schedule appends them.
+    besides: nodes of the second run that backward must run even if no gradient reaches them. The schedule
+    appends them.
     """
 
     __slots__ = ("units", "besides")
@@ -382,7 +383,7 @@ class Segment(Function):
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
-        """The forward inside a with block is the first run."""
+        """Make the with block the first run of the segment, unrecorded."""
         _state.first_runs.append(self)
         try:
             with no_grad():
@@ -392,7 +393,7 @@ class Segment(Function):
 
     @contextmanager
     def second_run(self) -> Iterator[None]:
-        """The forward inside a with block is the second run."""
+        """Make the with block the second run of the segment, recorded."""
         _state.second_runs.append(self)
         try:
             with enable_grad():
@@ -402,10 +403,10 @@ class Segment(Function):
 
 
 def in_first_run() -> Segment | None:
-    """The innermost segment whose first run is under way; None outside of one."""
+    """The innermost segment that is in its first run now, or None."""
     return _state.first_runs[-1] if _state.first_runs else None
 
 
 def in_second_run() -> Segment | None:
-    """The innermost segment whose second run is under way; None outside of one."""
+    """The innermost segment that is in its second run now, or None."""
     return _state.second_runs[-1] if _state.second_runs else None

@@ -356,7 +356,7 @@ def test_the_check_finds_a_wrong_gradient(check, factor):
 
 
 def test_a_gradient_is_needed_for_more_than_one_element():
-    with pytest.raises(ValueError, match=r"gradient is needed for shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"pass a gradient for shape \(2,\)"):
         (leaf([1.0, 2.0]) * 2).backward()
 
 

@@ -374,7 +374,7 @@ def test_names_say_what_is_copied_and_what_is_cut():
         (("tp",), "along 'tp' of .*other parts of the model.*take mesh"),
         (("dp_shard", "tp"), "along 'tp' of .*other parts of the model.*take mesh"),
         (("efsdp", "ep"), "along 'ep' of"),
-        (("dp_shard", "dp_replicate"), "the first must be that of copies"),
+        (("dp_shard", "dp_replicate"), "the first axis of .* must be .dp_replicate."),
     ],
 )
 def test_axes_along_which_nothing_may_be_cut_are_refused(names, told):

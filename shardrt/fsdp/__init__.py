@@ -1,7 +1,7 @@
-"""Fully sharded data parallelism: the runtime. Options enter at its seams and are in `options`.
+"""Fully sharded data parallelism (FSDP): the runtime. Options are in `options` and enter at its seams.
 
-To read it: api (fully_shard), unit and group (what a unit is), setup (how a model is built), then one step:
-boundary, schedule, forward, gathers, collectives, nodes, whole_gradient, sharded_gradient.
+Reading order: api (fully_shard), unit and group (what a unit is), setup (how a model is built). Then one
+step: boundary, schedule, forward, gathers, collectives, nodes, whole_gradient, sharded_gradient.
 """
 
 from shardrt.fsdp.api import (

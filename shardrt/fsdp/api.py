@@ -1,7 +1,7 @@
 """fully_shard: marks a module as a unit of fully sharded data parallelism.
 
-(Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023; the call is that of
-PyTorch's FSDP2.) The model stays the same object with the same parameter names.
+The model stays the same object with the same parameter names. The call is that of PyTorch's FSDP2. (Zhao et
+al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023.)
 """
 
 import warnings
@@ -42,32 +42,46 @@ def fully_shard(
     ignored: Iterable[Module | Parameter] = (),
     by_rank: bool = False,
 ) -> Whole:
-    """Shard the parameters of `module` over the ranks of `mesh`, as one unit; gives `module` back.
+    """Shard the parameters of `module` over the ranks of `mesh`, as one unit.
 
-    Call it on the parts first (each transformer block), then on the whole: a unit takes all parameters below
-    it that no unit has yet. Each rank keeps 1/N of a unit; the whole is gathered before the unit's forward
-    and backward and released after. Make the optimizer afterwards. Gradients are the mean over ranks (see
-    set_gradient_divide_factor).
+    Call it on the parts first (each transformer block), then on the whole model. A unit takes all parameters
+    of `module` that no other unit has yet. Each rank keeps 1/N of a unit. The unit is gathered before its
+    forward and backward and released afterwards. Make the optimizer after the last call. Gradients are the
+    mean over ranks (see set_gradient_divide_factor).
 
-    module: one, or several that are gathered and reduced as one unit (a tied embedding and head).
-    mesh: all ranks of the job on one axis if None; two axes are (copies, shards). A mesh of more axes is
-        given in part: mesh["dp_shard"], mesh["dp_replicate", "dp_shard"]; never along "tp", "pp" or "ep",
-        where ranks have other parts of the model. Units of one model are on the same ranks; their axes may
-        differ, as those of mesh["dp_replicate", "dp_shard"] and mesh.flat("dp_replicate", "dp_shard").
-    strategy: a ShardingStrategy or its name; FULL_SHARD if None, HYBRID_SHARD on a mesh with two axes,
-        NO_SHARD on one that is called "dp_replicate".
-    reshard_after_forward: release the parameters between forward and backward; None leaves it to the
-        strategy, except that the outermost unit is kept, since backward needs it first.
-    prefetch: how many units are gathered ahead of the one that computes: one number for the whole model, that
-        of the outermost unit (1 if None).
-    mp_policy, offload_policy: see those classes.
-    ignored: modules and parameters that stay as they are: whole on each rank, and reduced by nobody.
-    by_rank: some ranks may use it although none did in the first forward (an expert, an adapter of a rare
-        language). It is gathered and reduced in every step, used or not. What all or some ranks use from the
-        start needs no such word.
+    Args:
+        module: a module, or several that are gathered and reduced as one unit (a tied embedding and head).
+        mesh: the ranks, on one axis, or on two axes (copies, shards). None: all ranks of the job on one axis.
+            Pass a part of a mesh that has more axes: mesh["dp_shard"], mesh["dp_replicate", "dp_shard"]. The
+            axes "tp", "pp" and "ep" must not be part of it: along them, ranks have other parts of the model.
+            All units of a model must be on the same ranks. Their axes may differ:
+            mesh["dp_replicate", "dp_shard"] and mesh.flat("dp_replicate", "dp_shard") fit together.
+        strategy: a ShardingStrategy or its name. None: FULL_SHARD; HYBRID_SHARD on a mesh with two axes;
+            NO_SHARD on a mesh with the one axis "dp_replicate".
+        reshard_after_forward: release the parameters between forward and backward. None: as the strategy
+            says, but the outermost unit stays gathered, since backward begins with it.
+        prefetch: number of units that are gathered ahead of the unit that computes. It is one number for the
+            whole model; None: the outermost unit's, whose default is 1.
+        mp_policy: element types, see MixedPrecisionPolicy.
+        offload_policy: parts that live in host memory, see CPUOffloadPolicy.
+        ignored: modules and parameters that stay whole on each rank. Their gradients are not reduced.
+        by_rank: ranks may use the unit later although no rank uses it in the first forward (an expert, an
+            adapter of a rare language). The unit is then gathered and reduced in every step. A unit that some
+            ranks use from the first forward on does not need the argument.
 
-    Raises TypeError if `module` is not a Module, ValueError for settings that do not fit together, and
-    RuntimeError for a parameter that an optimizer has already: it would go on updating the former array.
+    Returns:
+        `module`.
+
+    Raises:
+        TypeError: if `module`, `mesh` or `reshard_after_forward` has a wrong type.
+        ValueError: for settings that do not fit together.
+        RuntimeError: for a parameter that an optimizer has already: it would go on updating the old array.
+
+    Example:
+        >>> for block in model.blocks:
+        ...     fully_shard(block)
+        >>> fully_shard(model)
+        >>> optimizer = AdamW(model.parameters(), lr=1e-3)
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:
@@ -81,8 +95,9 @@ def fully_shard(
     if not modules:
         raise ValueError("fully_shard: the list of modules is empty")
     if not isinstance(reshard_after_forward, bool | None):
-        told = f"must be True, False or None, got {reshard_after_forward!r}"
-        raise TypeError(f"fully_shard: reshard_after_forward {told}")
+        raise TypeError(
+            f"fully_shard: reshard_after_forward must be True, False or None, got {reshard_after_forward!r}"
+        )
     if not isinstance(mesh, DeviceMesh | None):
         raise TypeError(f"fully_shard: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if prefetch is not None and prefetch < 0:
@@ -94,7 +109,7 @@ def fully_shard(
     if reshard_after_forward and chosen.rules.keep_after_backward:
         raise ValueError(
             f"fully_shard: reshard_after_forward=True does not fit {chosen.name}, which keeps all parameters "
-            "gathered until the optimizer has changed them; take FULL_SHARD"
+            "gathered until the optimizer has changed them; use FULL_SHARD"
         )
     settings = Settings(
         mesh,
@@ -117,22 +132,22 @@ def fully_shard(
 
 
 def _check_axes(mesh: DeviceMesh) -> None:
-    """Raise ValueError unless its ranks have copies of the model, and its axes their order."""
-    names, take = mesh.mesh_dim_names or (), 'take mesh["dp_shard"] or mesh["dp_replicate", "dp_shard"]'
+    """Raise ValueError unless the axes are (shards) or (copies, shards) of the same model."""
+    names, remedy = mesh.mesh_dim_names or (), 'take mesh["dp_shard"] or mesh["dp_replicate", "dp_shard"]'
     if len(mesh.shape) > 2:
-        raise ValueError(f"fully_shard: mesh must have one axis or two, got shape {mesh.shape}: {take}")
+        raise ValueError(f"fully_shard: mesh must have one axis or two, got shape {mesh.shape}; {remedy}")
     for name in names:
         if name in ("pp", "tp", "ep"):
             raise ValueError(
                 f"fully_shard: along {name!r} of {mesh!r}, ranks have other parts of the model, whose "
-                f"gradients must not be summed: {take}"
+                f"gradients must not be summed; {remedy}"
             )
     if names[1:] == ("dp_replicate",):
-        raise ValueError(f"fully_shard: of the axes of {mesh!r} the first must be that of copies: {take}")
+        raise ValueError(f"fully_shard: the first axis of {mesh!r} must be 'dp_replicate'; {remedy}")
 
 
 def _check_here(modules: list[Module]) -> None:
-    """Raise ValueError for modules that no stage of this rank calls."""
+    """Raise ValueError for modules that belong to other pipeline stages than this rank's."""
     for each in modules:
         if stages_of(each):
             raise ValueError("fully_shard: the model has stages; call it on each of them instead")
@@ -147,7 +162,7 @@ def _check_here(modules: list[Module]) -> None:
 def _untaken(
     modules: list[Module], settings: Settings, ignored: Iterable[Module | Parameter]
 ) -> list[tuple[Parameter, GroupKey]]:
-    """The parameters of `modules` that no unit has and that are not ignored, each with its key."""
+    """(parameter, key) of the parameters of `modules` that no unit has and that are not ignored."""
     skipped: set[int] = set()
     for item in ignored:
         for parameter in item.parameters() if isinstance(item, Module) else [item]:
@@ -166,8 +181,8 @@ def _untaken(
             own = parameter.dtype.name
             if own in dtypes.LOW:
                 raise ValueError(
-                    f"fully_shard: parameter {parameter.name!r} is {own}; what an optimizer updates is "
-                    f"float32: make it that, with mp_policy=MixedPrecisionPolicy(param_dtype={own!r})"
+                    f"fully_shard: parameter {parameter.name!r} is {own}, but the optimizer updates float32; "
+                    f"make it float32 and pass mp_policy=MixedPrecisionPolicy(param_dtype={own!r})"
                 )
             types = settings.precision.types_of(below, own)
             tied = parameter.name if parameter.place is not None and parameter.place.tied else ""
@@ -176,25 +191,28 @@ def _untaken(
             if known[1] != key:
                 raise ValueError(
                     f"fully_shard: parameter {parameter.name!r} is tied between modules of which only some "
-                    "are in mp_policy.full_precision; name the classes of all of them there, or of none"
+                    "are in mp_policy.full_precision; list the classes of all these modules there, or of none"
                 )
     return list(found.values())
 
 
 def _choose_float8(modules: list[Module], taken: set[int]) -> None:
-    """Say of the weights of linear layers that they are multiplied in float8, where their sizes allow it."""
+    """Mark the weights of linear layers whose matmuls run in float8, if their sizes allow it."""
     layers = [below for module in modules for below in module.modules() if isinstance(below, Linear)]
     weights = [layer.weight for layer in layers if id(layer.weight) in taken]
     for weight in weights:
         weight.float8 = weight.in_parts is None and not any(size % MULTIPLE for size in weight.shape)
     others = [f"{weight.name} {weight.shape}" for weight in weights if not weight.float8]
     if others:
-        told = f"sizes must be multiples of {MULTIPLE}, and set_tensor_invariant leaves none in float8"
-        warnings.warn(f"float8: these stay in bfloat16: {', '.join(others)}; {told}", stacklevel=3)
+        warnings.warn(
+            f"float8: these weights stay in bfloat16: {', '.join(others)}; sizes must be multiples of "
+            f"{MULTIPLE}, and with set_tensor_invariant all weights stay in bfloat16",
+            stacklevel=3,
+        )
 
 
 def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[Digits, Digits]:
-    """(those along which it is cut already, those along which its gradients are to be added)."""
+    """(axes along which the parameter was split before, axes along which its gradients must be added)."""
     share, place = parameter.share, parameter.place
     if place is not None and (place.mesh.root is not mesh.root or meet(place.axes, mesh.axes)):
         raise ValueError(
@@ -203,7 +221,7 @@ def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[Digits, Digits]:
         )
     if share is None:
         return (), ()
-    # Along axes where gradients are parts of a sum they may be sharded: reducing them makes the sum.
+    # A parameter may be sharded along axes where its gradients are parts of a sum: the reduction makes it.
     alike = () if share.kind == PARTIAL else share.axes
     if share.mesh.root is not mesh.root or meet(alike, mesh.axes):
         raise ValueError(
@@ -215,13 +233,24 @@ def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[Digits, Digits]:
 
 
 def register_forward_method(module: Module, name: str) -> None:
-    """Make the method `name` of a sharded module an entry like forward: gathered around each call.
+    """Gather a unit around each call of one of its methods, as around forward.
 
-    Raises ValueError if `module` is not a unit, AttributeError if it has no such method.
+    Args:
+        module: a module that fully_shard has made a unit.
+        name: name of the method.
+
+    Raises:
+        ValueError: if `module` is not a unit.
+        AttributeError: if `module` has no such method.
+
+    Example:
+        >>> fully_shard(model)
+        >>> register_forward_method(model, "generate")
     """
     if stages_of(module):
-        told = f"{type(module).__name__} has stages, which a pipeline runs by forward alone"
-        raise ValueError(f"register_forward_method: {told}")
+        raise ValueError(
+            f"register_forward_method: {type(module).__name__} has stages, and a pipeline calls only forward"
+        )
     if unit_of(module) is None:
         raise ValueError(
             f"register_forward_method: {type(module).__name__} is not a unit; call fully_shard first"
@@ -230,16 +259,30 @@ def register_forward_method(module: Module, name: str) -> None:
 
 
 def units(module: Module) -> list[Unit]:
-    """The units of `module` and below, outer ones first, built. Raises ValueError if there is none."""
+    """The units of `module` and of all modules below it, outer units first. Builds the model. Collective.
+
+    Raises:
+        ValueError: if there is no unit.
+    """
     return built_units(module)
 
 
 def set_gradient_divide_factor(module: Module, factor: float) -> None:
-    """Divide the sum of the ranks' gradients by `factor` in all units of `module` (default: the world size).
+    """Divide the sum of the ranks' gradients by `factor` in all units of `module`.
 
-    1 leaves the weighting to the loss: gradients are then those of the sum of all ranks' losses. The same on
-    every rank: the call is collective once the model has been used; before that, its first use compares.
-    Raises ValueError if `factor` is not positive or differs between ranks, or `module` has no unit.
+    The default is the number of ranks. With 1, gradients are those of the sum of all ranks' losses, and the
+    loss decides their weights. Once the model has been used, the call is collective and compares the factors;
+    before that, the first use of the model compares them.
+
+    Args:
+        module: a sharded module.
+        factor: a positive number, the same on every rank.
+
+    Raises:
+        ValueError: if `factor` is not positive or differs between ranks, or `module` has no unit.
+
+    Example:
+        >>> set_gradient_divide_factor(model, tokens_of_all_ranks)  # with a loss that is a sum over tokens
     """
     if not factor > 0:
         raise ValueError(f"set_gradient_divide_factor: factor must be positive, got {factor}")
@@ -248,25 +291,37 @@ def set_gradient_divide_factor(module: Module, factor: float) -> None:
         if differing := talk.agree(schedule.control, float(factor)):
             raise ValueError(
                 f"set_gradient_divide_factor: ranks {differing} give another factor than rank 0 (rank "
-                f"{schedule.mesh.rank}: {factor})"
+                f"{schedule.mesh.rank}: {factor}); pass the same on every rank"
             )
     for unit in found:
         if unit.choices.micro_batches is not None and factor != 1:
             raise ValueError(
                 f"set_gradient_divide_factor: factor {factor} would round each reduction; with "
-                "set_world_invariant it is 1, and the loss of a micro-batch is divided instead"
+                "set_world_invariant leave it at 1 and divide the loss of each micro-batch"
             )
         unit.choices.divide_factor = float(factor)
 
 
 @contextmanager
 def no_sync(module: Module) -> Iterator[None]:
-    """Backward inside the with block leaves its gradients where they are, unreduced; later ones add to them.
+    """Accumulate full gradients inside a with block, without reducing them.
 
-    For all micro-batches of a step but the last, whose backward outside the block reduces the sum. Saves
-    the traffic of the reductions; costs memory for the full gradients of all units instead of two slots.
-    Without it, each backward adds to the sharded gradients. Raises ValueError if `module` has no unit,
-    RuntimeError with set_world_invariant.
+    Use it for all micro-batches of a step but the last. The backward of the last one, outside the block,
+    reduces the sum. This saves the traffic of the reductions. It costs memory for the full gradients of all
+    units, instead of two slots. Without no_sync, each backward adds to the sharded gradients.
+
+    Args:
+        module: a sharded module.
+
+    Raises:
+        ValueError: if `module` has no unit.
+        RuntimeError: with set_world_invariant.
+
+    Example:
+        >>> with no_sync(model):
+        ...     for batch in micro_batches[:-1]:
+        ...         loss_of(model, batch).backward()
+        >>> loss_of(model, micro_batches[-1]).backward()
     """
     before = [(unit.choices, unit.choices.reduces) for unit in units_for("no_sync", module)]
     if any(choices.micro_batches is not None for choices, _ in before):

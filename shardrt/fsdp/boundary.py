@@ -1,6 +1,7 @@
-"""UnitBoundary: what fully_shard attaches to the modules of a unit, to act when a forward begins and ends.
+"""UnitBoundary: runs a unit's schedule around the forward of each of its modules.
 
-It casts inputs and outputs as the unit's policy says and finds the tensors in whatever forward returns.
+fully_shard attaches it to the modules. It also casts inputs and outputs by the unit's mixed precision policy
+and finds the tensors in the value that forward returns.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,10 @@ from shardrt.pytree import exchanged, replaced, tensors
 
 
 class UnitBoundary:
-    """Around the forwards of one unit's modules."""
+    """Wraps the forwards of one unit's modules.
+
+    Layer.UNIT is outside of recomputation, so that the unit is gathered when a module runs again in backward.
+    """
 
     layer, every_entry = Layer.UNIT, True
 
@@ -32,12 +36,12 @@ class UnitBoundary:
     def __deepcopy__(self, memo: dict) -> "UnitBoundary":
         first = self.unit.modules[0]
         raise TypeError(
-            f"copy.deepcopy: {first.name or type(first).__name__} is sharded; make another model, for the "
-            "same weights with shardrt.checkpoint's save and load, or full_state_dict, arrays on rank 0"
+            f"copy.deepcopy: {first.name or type(first).__name__} is sharded and can't be copied; build a "
+            "second model. To copy the weights, use shardrt.checkpoint's save and load, or full_state_dict"
         )
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        """Gather, run forward, release. Arguments and output are cast where the policy says so."""
+        """Gather, cast the arguments, run forward, cast the output, release."""
         schedule = self.unit.built()
         depth = schedule.forward.depth
         enters, leaves = inner_ends(module)
@@ -53,15 +57,16 @@ class UnitBoundary:
             output = replaced(output, partial(own_array, self.unit), np.ndarray)
             found = tensors(output)
             return exchanged(output, found, schedule.forward.leave(self.unit, module, found))
-        except BaseException:  # an interrupt as well, wherever it comes: a notebook goes on after it
+        except BaseException:  # KeyboardInterrupt as well: a notebook continues after it
             schedule.forward.abandon(self.unit, depth)
             raise
 
 
 def _wanted(unit: Unit) -> tuple[str | None, bool]:
-    """The type that inputs of a unit are cast to, or None, and whether only those of 16 bits are.
+    """(the type that inputs are cast to, or None, whether only 16-bit inputs are cast).
 
-    What another unit has rounded (output_dtype) must meet parameters of float32 in float32.
+    Without a param_dtype, 16-bit inputs are cast to float32 for float32 parameters: another unit may have
+    rounded them (output_dtype).
     """
     types = {group.key.dtype for group in unit.groups}
     low = unit.settings.precision.param_dtype
@@ -73,7 +78,8 @@ def _wanted(unit: Unit) -> tuple[str | None, bool]:
 def _caster(dtype: str | None, low_only: bool = False) -> Callable[[Any], Any] | None:
     """A function that casts floating tensors to `dtype`, or to the type that represents it on the device.
 
-    Arrays likewise: data are arrays. They stay arrays, but of the device that computes. None casts nothing.
+    It also casts arrays, since input data are arrays: the result is an array of the device that computes.
+    Gives None if nothing is to be cast.
     """
     if dtype not in (dtypes.float32, *dtypes.LOW):
         return None
@@ -91,6 +97,6 @@ def _caster(dtype: str | None, low_only: bool = False) -> Callable[[Any], Any] |
 
 
 def unit_of(module: Module) -> Unit | None:
-    """The unit that fully_shard made of this very module, if it did."""
+    """The unit that fully_shard made of `module` itself, or None."""
     boundary = module.around(UnitBoundary)
     return None if boundary is None else boundary.unit

@@ -1,10 +1,12 @@
-"""The memory that a model needs beside its activations: every buffer, decided before any is allocated.
+"""Plans all memory of a model except activations, before any of it is allocated.
 
-`plan` gives a Spec for each role of each group; setup allocates exactly these, and memory.py adds them up.
-Groups of units that come and go one after the other share slots. A unit that stays gathered while others are
-(it contains them, or is kept for backward) has a slot of its own. Where the ranks of a node share memory, a
-gathered unit *is* its shards, side by side in one buffer, and every unit has that; slots of bits, into which
-each rank rounds its part, are theirs together.
+`plan` gives a Spec for each role of each group. setup.py allocates exactly these buffers, and memory.py adds
+them up. Groups share slots if their units are gathered one after the other. A unit that stays gathered while
+other units are (it contains them, or is kept for backward) has a slot of its own.
+
+Where the ranks of a node share memory, the ranks' shards lie next to each other and are the gathered buffer
+of a unit. Every unit then has a buffer of its own. Ranks share 16-bit slots, too: each rank rounds its shard
+into its part of the slot.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,15 +25,17 @@ from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.unit import Unit
 from shardrt.fsdp.whole_gradient import path_of
 
-GRADIENT_SLOTS = 2  # one that backward fills while the other is reduced
-STAGING_SLOTS = 2  # one that is copied while the other is used
+GRADIENT_SLOTS = 2  # backward fills one slot while the other is reduced
+STAGING_SLOTS = 2  # one slot is copied while the other is used
 
 
 @dataclass(frozen=True, eq=False)
 class Spec:
-    """`slots` buffers of `count` elements.
+    """`slots` buffers of `count` elements each.
 
-    role: its purpose, see ROLES. sharers: how many ranks share it; each counts its part.
+    role: the purpose, see ROLES.
+    host: the buffers are in host memory.
+    sharers: number of ranks that share the buffers. nbytes counts one rank's part.
     """
 
     role: str
@@ -42,7 +46,7 @@ class Spec:
     sharers: int = 1
 
     def nbytes(self, maker: Communicator | None) -> int:
-        """Bytes per rank where `maker` allocates them, who may round up."""
+        """Bytes per rank. maker: the communicator that allocates the buffers and may round their size up."""
         each = self.count * np.dtype(self.dtype).itemsize
         return (each if maker is None else maker.allocated(each)) * self.slots // self.sharers
 
@@ -64,12 +68,12 @@ ROLES = {
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What the plan depends on beside the units."""
+    """The inputs of `plan` besides units and layouts."""
 
     device: Device
     prefetch: int
-    sharers: int  # ranks of a node that share the memory of gathered units; 0 where none can
-    together: int = 1  # units that a recomputed module gathers at once, at most
+    sharers: int  # ranks of a node that share the memory of gathered units; 0 if ranks can't share memory
+    together: int = 1  # the most units that a recomputed module gathers at once
     no_sync: bool = False  # gradients are accumulated before they are reduced
 
 
@@ -77,16 +81,17 @@ Specs = dict[ParameterGroup, dict[str, Spec]]
 
 
 def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], inputs: PlanInputs) -> Specs:
-    """ParameterGroup -> role -> Spec; groups that share slots have the same Spec."""
+    """ParameterGroup -> role -> Spec. Groups that share slots have the same Spec object."""
     groups = [group for unit in units for group in unit.groups]
     specs: Specs = {group: {} for group in groups}
     for group in groups:
         _own(group, layouts[group], specs[group], inputs)
-    # Only units that come and go one after the other can share: never one that others run inside of.
+    # A unit that contains other units is gathered while they run, so it can't share their slots.
     inner = [unit for unit in units if not contains_units(unit, units)]
     passing = [group for unit in inner if unit.reshard_after_forward for group in unit.groups]
     for members in _alike(g for g in passing if "gathered" not in specs[g]):
-        # The one that computes and those ahead of it; a recomputed module needs all of its units at once.
+        # One slot for the unit that computes and one for each prefetched unit. A recomputed module needs all
+        # of its units at once.
         slots = min(max(inputs.prefetch + 1, inputs.together), len(members))
         sharers = sharers_of(members[0], layouts[members[0]], inputs)
         _share(specs, layouts, members, "gathered", _gathered(members[0], inputs), slots, sharers)
@@ -117,7 +122,7 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], inputs: PlanI
 
 
 def have_slots(specs: Specs, slots: dict[tuple[ParameterGroup, str], int]) -> None:
-    """Let arenas have as many slots as a step has needed, where these are more: arenas grow."""
+    """Raise the slot counts of specs to those that a step has needed: arenas grow during a step."""
     grown: dict[Spec, Spec] = {}
     for group, by_role in specs.items():
         for role, spec in by_role.items():
@@ -128,17 +133,20 @@ def have_slots(specs: Specs, slots: dict[tuple[ParameterGroup, str], int]) -> No
 
 
 def maker_of(role: str, ranks: ProcessGroups) -> Communicator | None:
-    """Who allocates the buffers of a role: who sends them; None: the device."""
+    """The communicator that sends, and so allocates, the buffers of a role; None: the device allocates."""
     if role in ("gathered", "wire"):
         return ranks.gather
     if role in ("reduced", "partial") and ranks.size == 1:
-        return ranks.copies  # full gradients may be written there, and are sent as they are
+        return ranks.copies  # backward may write full gradients there, and `copies` sends them from there
     return ranks.reducer if role in ("gradients", "packed", "reduce_wire") else None
 
 
 @dataclass(frozen=True)
 class Call:
-    """A collective of a step: bytes of its buffer and of its output, and whether `by` made the buffer."""
+    """A collective of a step.
+
+    by: the communicator. nbytes, output: bytes of the buffer and of the output. own: `by` made the buffer.
+    """
 
     by: Communicator
     name: str
@@ -150,7 +158,7 @@ class Call:
 def calls_of(
     group: ParameterGroup, layout: Layout, ranks: ProcessGroups, inputs: PlanInputs
 ) -> Iterator[Call]:
-    """What collectives.py calls for the group in a step."""
+    """The collectives that collectives.py calls for the group in a step."""
     if ranks.size > 1:
         yield Call(ranks.gather, "all_gather", layout.total * dtypes.storage(group.key.param).itemsize)
     if not group.trainable:
@@ -171,7 +179,7 @@ def calls_of(
 def scratch(
     layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], inputs: PlanInputs
 ) -> dict[Communicator, tuple[int, int]]:
-    """Bytes on the device and on the host that each communicator keeps for its own use."""
+    """communicator -> bytes of scratch memory (on the device, on the host) that its calls need."""
     most: dict[Communicator, tuple[int, int]] = {}
     for group, layout in layouts.items():
         for call in calls_of(group, layout, ranks_of[group], inputs):
@@ -181,7 +189,7 @@ def scratch(
 
 
 def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], inputs: PlanInputs) -> None:
-    """The buffers that a group does not share with others."""
+    """Add the buffers that a group does not share with other groups."""
     place, dtype = group.placement, group.key.dtype
     if in_slot(group, layout, inputs):
         roles["gathered"] = Spec("shard", layout.total, dtype, sharers=sharers_of(group, layout, inputs))
@@ -189,14 +197,14 @@ def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], inputs: 
         roles["shard"] = Spec("shard", layout.shard_size, dtype, host=place.parameters)
     computed = _gathered(group, inputs)
     if layout.shards == 1 and not place.parameters and computed.itemsize < np.dtype(dtype).itemsize:
-        # Nothing is gathered: the copy in 16 bits stays, and the optimizer writes it.
+        # An unsharded group: the 16-bit copy stays, and the optimizer writes it.
         roles["gathered"] = Spec("gathered", layout.total, computed)
     if group.trainable:
         roles["reduced"] = Spec("reduced", layout.shard_size, dtype, host=place.gradients)
         partial = group.sharded_gradient.partial_sums
         if partial:
             roles["partial"] = Spec("partial", layout.shard_size, dtype, partial)
-        # Gradients that wait for a later backward can't share a slot with others.
+        # Full gradients that stay after backward need a slot that no other group uses.
         if inputs.no_sync or group.settings.strategy.rules.keep_gradient:
             total = _length("gradients", group, layout)
             roles["gradients"] = Spec("gradients", total, _gradient(group, inputs))
@@ -205,14 +213,14 @@ def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], inputs: 
 
 
 def _fits_in(group: ParameterGroup, layout: Layout, slot: int, inputs: PlanInputs) -> bool:
-    """Whether a slot of so many elements, which other groups have, is enough for its full gradients."""
+    """Whether the group's full gradients can use a slot of `slot` elements that other groups have."""
     if path_of(group, layout).packs:
         return False
     return any(path.fits_in(group, layout, slot, inputs.device, inputs.no_sync) for path in PATHS)
 
 
 def _length(role: str, group: ParameterGroup, layout: Layout) -> int:
-    """Elements of a buffer for this group alone."""
+    """Elements of a buffer that serves this group only."""
     if role in ("upload", "download"):
         return layout.shard_size
     if role not in GRADIENT_ROLES:
@@ -224,7 +232,7 @@ def _length(role: str, group: ParameterGroup, layout: Layout) -> int:
 def _transit(
     specs: Specs, layouts: dict[ParameterGroup, Layout], groups: list[ParameterGroup], inputs: PlanInputs
 ) -> None:
-    """The buffers through which data passes: one, or two slots, for all groups of a kind and cut."""
+    """Add the buffers that data passes through: one or two slots for all groups that are alike."""
     low = [g for g in groups if g.key.param in dtypes.LOW and layouts[g].shards > 1]
     for members in _alike(g for g in low if _gathered(g, inputs).itemsize > 2):
         _share(specs, layouts, members, "wire", dtypes.storage(members[0].key.param), 1)
@@ -249,9 +257,9 @@ def _share(
     slots: int,
     sharers: int = 1,
 ) -> None:
-    """One Spec, as long as the largest needs, for all `members`."""
+    """Give all `members` one Spec, long enough for the largest of them."""
     count = max(_length(role, group, layouts[group]) for group in members)
-    if role == "reduce_wire":  # which depends on the slot that the group has
+    if role == "reduce_wire":  # its length depends on the gradient path, and so on the group's slot
         count = max(path_of(g, layouts[g], specs[g]["gradients"].count).sent for g in members)
     spec = Spec(role, count, dtype, min(slots, len(members)), sharers=sharers)
     for group in members:
@@ -259,28 +267,31 @@ def _share(
 
 
 def _alike(groups: Iterable[ParameterGroup]) -> list[list[ParameterGroup]]:
-    """Groups of one kind and one cut together."""
-    sorted_: dict[tuple, list[ParameterGroup]] = {}
+    """Lists of groups with the same key and cut."""
+    alike: dict[tuple, list[ParameterGroup]] = {}
     for group in groups:
-        sorted_.setdefault((group.key, group.settings.cut), []).append(group)
-    return list(sorted_.values())
+        alike.setdefault((group.key, group.settings.cut), []).append(group)
+    return list(alike.values())
 
 
 def in_slot(group: ParameterGroup, layout: Layout, inputs: PlanInputs) -> bool:
-    """Whether the shard is a part of the gathered buffer itself, so that gathering copies nothing."""
-    computed = np.dtype(group.key.dtype) == _compute(group, inputs) and group.key.param not in dtypes.LOW
-    return computed and not group.placement.parameters and (inputs.sharers > 0 or layout.shards == 1)
+    """Whether the shard is a part of the gathered buffer, so that a gather copies nothing."""
+    same_type = np.dtype(group.key.dtype) == _compute(group, inputs) and group.key.param not in dtypes.LOW
+    return same_type and not group.placement.parameters and (inputs.sharers > 0 or layout.shards == 1)
 
 
 def sharers_of(group: ParameterGroup, layout: Layout, inputs: PlanInputs) -> int:
-    """Ranks that have the gathered slot together: those of a node, where each writes nothing but its part."""
+    """Number of ranks that share the gathered slot. They can if each of them writes only its own part."""
     bits = group.key.param in dtypes.LOW and _gathered(group, inputs).itemsize == 2
     own_part = bits or in_slot(group, layout, inputs)
     return min(layout.shards, max(1, inputs.sharers)) if own_part else 1
 
 
 def keeps_copy(group: ParameterGroup, specs: Specs) -> bool:
-    """Whether this rank's part of the gathered slot stays, and is nothing but the shard in 16 bits."""
+    """Whether this rank's part of the gathered slot keeps the 16-bit shard between gathers.
+
+    That needs a slot that no other group uses, and rounding straight into the slot.
+    """
     gathered = specs[group]["gathered"]
     alone = sum(gathered is roles["gathered"] for roles in specs.values()) == 1
     rounds = group.key.param in dtypes.LOW and not group.placement.parameters
@@ -288,7 +299,7 @@ def keeps_copy(group: ParameterGroup, specs: Specs) -> bool:
 
 
 def summed_in_place(group: ParameterGroup, layout: Layout, inputs: PlanInputs) -> bool:
-    """Whether backward may write full gradients where their sum goes: it is as long, and of their type."""
+    """Whether backward may write full gradients into the sharded gradient: same length, type and device."""
     exact = group.key.reduce not in dtypes.LOW and np.dtype(group.key.dtype) == _gradient(group, inputs)
     return layout.shards == 1 and exact and not group.placement.gradients
 
@@ -302,10 +313,10 @@ def _compute(group: ParameterGroup, inputs: PlanInputs) -> np.dtype:
 
 
 def _gradient(group: ParameterGroup, inputs: PlanInputs) -> np.dtype:
-    """Gradients are added up in float32 even where they are computed in 16 bits."""
+    """The type of full gradients: float32 even if ops compute in 16 bits."""
     return dtypes.exact(_compute(group, inputs))
 
 
 def contains_units(unit: Unit, units: list[Unit]) -> bool:
-    """Whether another unit lies inside this one."""
+    """Whether `unit` contains another unit."""
     return any(unit in other.ancestors for other in units)

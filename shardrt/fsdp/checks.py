@@ -1,4 +1,4 @@
-"""What is checked before a schedule is built: units that train together, ranks that have the same of them."""
+"""Checks before a schedule is built: the units fit together, and all ranks have the same units."""
 
 import zlib
 from collections.abc import Callable, Iterable
@@ -18,31 +18,33 @@ from shardrt.nn.share import PARTIAL
 from shardrt.nn.storage import LocalStorage
 from shardrt.recompute import Recomputation
 
-# Of options: each raises ValueError for units that do not fit it.
+# Checks of options. Each raises ValueError for units that the option does not support.
 UNIT_CHECKS: list[Callable[[list[Unit]], None]] = []
 GROUP_CHECKS: list[Callable[[list[Unit], Iterable[ProcessGroups]], None]] = []
 
 
 def check_mesh(unit: Unit, first: Unit) -> None:
-    """Raise unless both are on the same ranks, over all of which their gradients are then summed."""
+    """Raise ValueError unless the gradients of both units are summed over the same ranks."""
     own, theirs = unit.settings.mesh, first.settings.mesh
     if own.root is not theirs.root:
-        raise ValueError(f"fully_shard: unit {unit.label} has another mesh than {first.label}")
+        raise ValueError(
+            f"fully_shard: unit {unit.label} has another mesh than {first.label}; use parts of one mesh"
+        )
     alike = own is theirs or sorted(own.ranks.ravel()) == sorted(theirs.ranks.ravel())
     for parameter in unit.parameters if unit is not first else ():
         share = parameter.share
         apart = share is not None and (share.own_data or share.kind == PARTIAL)
         if not (data_of(share, own) == without(theirs.axes, share.one_loss) if apart else alike):
-            beside = f" beside {share.mesh!r}" if apart else ""
+            split = f" and {share.mesh!r}" if apart else ""
             raise ValueError(
-                f"fully_shard: unit {unit.label} is on {own!r}{beside}, {first.label} on {theirs!r}; "
-                "gradients would be summed over other ranks: take axes of the mesh that together have the "
+                f"fully_shard: unit {unit.label} is on {own!r}{split}, {first.label} on {theirs!r}; their "
+                "gradients would be summed over other ranks. Use axes of the mesh that together have the "
                 "same ranks"
             )
 
 
 def check_reachable(module: Module, around: list[Unit], owners: dict[int, Unit]) -> None:
-    """A parameter must belong to a unit that is gathered whenever the module that uses it runs."""
+    """Raise ValueError if a module uses a parameter whose unit is not gathered whenever the module runs."""
     unit = unit_of(module)
     around = [*around, unit] if unit is not None else around
     for name, parameter in module._parameters.items():
@@ -58,19 +60,19 @@ def check_reachable(module: Module, around: list[Unit], owners: dict[int, Unit])
 
 
 def check_options(units: list[Unit]) -> None:
-    """What options ask of the units of a model."""
+    """Run the options' checks of a model's units."""
     for check in UNIT_CHECKS:
         check(units)
 
 
 def check_groups(units: list[Unit], ranks_of: dict[ParameterGroup, ProcessGroups]) -> None:
-    """What options ask of their process groups, once these are there."""
+    """Run the options' checks of the units' process groups."""
     for check in GROUP_CHECKS:
         check(units, ranks_of.values())
 
 
 def check_same_on_all_ranks(schedule: Schedule, units: list[Unit]) -> None:
-    """Ranks whose models, seeds or settings differ would exchange nonsense; say so instead."""
+    """Raise ValueError on all ranks if models, seeds or settings differ between ranks. Collective."""
     described = [
         (
             u.label,
@@ -90,12 +92,12 @@ def check_same_on_all_ranks(schedule: Schedule, units: list[Unit]) -> None:
         seeds = sorted({p.seed for u in units for p in u.parameters})
         raise ValueError(
             f"fully_shard: ranks {differing} have another model, seed or sharding than rank 0 "
-            f"(rank {rank}: {len(units)} units, seeds {seeds})"
+            f"(rank {rank}: {len(units)} units, seeds {seeds}); build and shard the same model on every rank"
         )
 
 
 def check_same_types(schedule: Schedule, units: list[Unit]) -> None:
-    """What is gathered must have the same type on every rank: it is memory that they share."""
+    """Raise ValueError on all ranks if they gather in different types. They may share memory. Collective."""
     kinds = sorted({group.key.param for u in units for group in u.groups} & {*dtypes.LOW})
     here = schedule.streams.device
     found = [f"{kind} as {here.gathered_dtype(kind).name}" for kind in kinds]
@@ -108,14 +110,16 @@ def check_same_types(schedule: Schedule, units: list[Unit]) -> None:
 
 
 def check_same_values(control: Communicator, units: list[Unit], cut: bool) -> None:
-    """Values given before sharding must be the same on every rank: nobody broadcasts them.
+    """Raise ValueError on all ranks if parameters have different values. No rank broadcasts them. Collective.
 
-    cut: also of parameters whose modules are cut; then over ranks that have the same part of them.
+    Only values given before sharding are compared; manual_seed makes the same values on every rank.
+
+    cut: include parameters whose modules are split. `control` then has ranks with the same part of them.
     """
     groups = [group for u in units for group in u.groups if cut or not group.key.cut]
     initial = [pair for group in groups for pair in zip(group.parameters, group.initial, strict=True)]
     made = bytes(storage.materialised for _, storage in initial)
-    if talk.agree(control, made):  # they differ: now each rank needs all the others'
+    if talk.agree(control, made):  # ranks differ in which values are made: compare all made on any rank
         made = bytes(map(max, *control.talk(made)))
     given = [place for place, there in enumerate(made) if there]
     checksums = [_checksum(*initial[place]) for place in given]
@@ -126,12 +130,12 @@ def check_same_values(control: Communicator, units: list[Unit], cut: bool) -> No
         if other := [rank for rank, checksum in enumerate(ranks) if checksum != ranks[0]]:
             raise ValueError(
                 f"fully_shard: parameter {initial[place][0].name!r} has other values on rank {other[0]} than "
-                "on rank 0; give every rank the same before sharding, or let manual_seed make them"
+                "on rank 0; set the same values on every rank before sharding, or let manual_seed make them"
             )
 
 
 def _checksum(parameter: Parameter, storage: LocalStorage) -> int:
-    """Of the parameter's values, which may not have been made on this rank yet."""
+    """The CRC-32 of a parameter's values; makes them if this rank has not yet."""
     values = device.current().empty((parameter.size,), parameter.dtype)
     storage.give(storage.part_of(parameter), values)
     return zlib.crc32(device.current().to_numpy(values))

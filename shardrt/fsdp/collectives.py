@@ -1,8 +1,10 @@
-"""Gathers the parameters of a group and reduces its gradients: what is moved, in which stream, after which
-event. The schedule decides whether and when.
+"""Moves data: gathers the parameters of a group and reduces its gradients.
 
-    transfer        [host -> device] -> own part of the buffer -> all-gather -> [16 bits -> computing type]
-    reduce_scatter  [computing type -> 16 bits] -> reduce-scatter -> [copies: reduce-scatter, all-gather]
+Each function issues its copies, casts and collectives in the right streams, after the right events. The
+schedule decides when to call it. Steps in brackets depend on the group:
+
+    transfer        [host -> device] -> own part of the buffer -> all-gather -> [16 bits -> compute type]
+    reduce_scatter  [compute type -> 16 bits] -> reduce-scatter -> [copies: reduce-scatter, all-gather]
 """
 
 from collections.abc import Callable
@@ -23,11 +25,13 @@ Array = Any
 def transfer_of(
     param: str, ranks: int, gathered: Array, shard_in_slot: bool, arenas: dict[str, Arena]
 ) -> Callable[[ParameterGroup, Slot, Streams], None]:
-    """What gathers a group: chosen once, when it has its memory, and the same in every step.
+    """Choose the function that gathers a group, once, when the group gets its memory.
 
-    param: the type that it is gathered in. ranks: how many hold a shard each. gathered: one of its slots.
+    The function fills a slot with the whole parameters and records `slot.ready` behind that.
 
-    It fills a slot with the whole parameters; `slot.ready` is recorded when they are there.
+    param: the type that the group is gathered in.
+    ranks: number of shards.
+    gathered: the array of one slot of the group.
     """
     if shard_in_slot and ranks == 1:
         return _nothing
@@ -39,18 +43,18 @@ def transfer_of(
 
 
 def _nothing(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
-    """The slot is the parameters, and this rank's alone."""
+    """Do nothing: the slot is the shard, and no other rank has one."""
 
 
 def _plain(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
-    """The shard has the type of the slot: it goes to its place, and the others' beside it."""
+    """Copy the shard into its place in the slot, and all-gather. Shard and slot have the same type."""
     stream, full = streams.gather, slot.array[: group.layout.total]
     own = full[slice(*group.layout.shard_range(group.ranks.rank))]
     if group.placement.parameters:
         streams.upload.wait(slot.free)  # compute has finished with the unit that had the slot
         streams.upload.submit(_upload, streams.device, own, group.shard, label=f"upload {group.label}")
         streams.upload.record(group.uploaded)
-        stream.wait(group.uploaded)  # this rank's part has come from the host
+        stream.wait(group.uploaded)  # this rank's shard has arrived from the host
     else:
         stream.wait(slot.free)  # compute has finished with the unit that had the slot
         if not group.shard_in_slot:
@@ -61,18 +65,19 @@ def _plain(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
 
 
 def as_sent(array: Array) -> Array:
-    """The array as communicators take it: of a type that they do not know, its bytes."""
+    """The array itself, or a view of its bytes if communicators don't know its dtype."""
     return array if array.dtype in dtypes.CODES else array.view(np.uint8)
 
 
 def _native(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
-    """The slot has 16 bits, as ops read them: the shard is rounded into its place, which then travels."""
+    """Round the shard into its place in a 16-bit slot, and all-gather. Ops read the slot as it is."""
     stream, new = streams.gather, _is_new(group, streams)
     if new and group.ranks.size == 1:
         return
     stream.wait(slot.free)  # compute has finished with the unit that had the slot
     if group.slot_shared:
-        group.ranks.gather.barrier(stream=stream, what=group.called)  # on every rank: others read this part
+        # All ranks must have finished with the slot's last unit: they read the part that this rank writes.
+        group.ranks.gather.barrier(stream=stream, what=group.called)
     bits = slot.array[: group.layout.total].view(dtypes.storage(group.key.param))
     if not new:
         own = bits[slice(*group.layout.shard_range(group.ranks.rank))]
@@ -83,10 +88,10 @@ def _native(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
 
 
 def _packed(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
-    """The shard is rounded to 16 bits, which travel, and are widened where the device computes in more.
+    """Round the shard to 16 bits, all-gather these, and widen them into a slot of the compute type.
 
-    One buffer serves all groups: everything that touches it is in the gather stream, in order. So the bits
-    travel while compute still reads the unit that had the slot before.
+    All groups share one 16-bit buffer. Only the gather stream uses it, in order, so it needs no events. The
+    all-gather does not touch the slot, so it may run while compute still reads the slot's last unit.
     """
     stream, cast, kind = streams.gather, streams.device.kernels.cast, group.key.param
     packed = group.arenas["wire"].slots[0].array[: group.layout.total]
@@ -98,7 +103,7 @@ def _packed(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
 
 
 def _rounded(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
-    """As _packed where this rank holds everything: nothing travels."""
+    """Round the shard to 16 bits into a slot of the compute type. This rank holds all: nothing is sent."""
     if _is_new(group, streams):
         return
     streams.gather.wait(slot.free)  # compute has finished with the unit that had the slot
@@ -107,9 +112,10 @@ def _rounded(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
 
 
 def _is_new(group: ParameterGroup, streams: Streams) -> bool:
-    """Whether this rank's part of the slot is the shard in 16 bits: as the optimizer has written it.
+    """Whether this rank's part of the slot already has the shard's values, rounded.
 
-    Or an earlier gather. From now on it is, where the group keeps it.
+    The optimizer or an earlier gather may have written them. Marks the copy as fresh from now on, for groups
+    that keep one: the caller rounds the shard if it was not.
     """
     if group.low_precision_copy is None:
         return False
@@ -118,12 +124,15 @@ def _is_new(group: ParameterGroup, streams: Streams) -> bool:
     if graph is not None and new:
         graph.before_replay(partial(_renew, group, streams))
     elif graph is not None:
-        graph.after_capture(partial(setattr, group, "copy_is_fresh", False))  # nothing has run
+        graph.after_capture(partial(setattr, group, "copy_is_fresh", False))  # capture ran nothing
     return new
 
 
 def _renew(group: ParameterGroup, streams: Streams) -> None:
-    """Before a replay that counts on the copy: a load may have been since. (Graphs have it in 16 bits.)"""
+    """Round the shard again before a replay that relies on the copy, if a load has changed the shard since.
+
+    The graph was captured when the copy was fresh, so it has no cast. Devices with graphs keep it in 16 bits.
+    """
     if not group.copy_is_fresh:
         group.copy_is_fresh = True
         copy = group.low_precision_copy
@@ -132,7 +141,7 @@ def _renew(group: ParameterGroup, streams: Streams) -> None:
 
 
 def _cast(kernel: Callable, group: ParameterGroup, target: Array, streams: Streams) -> None:
-    """`target` becomes the shard in 16 bits; one on the host comes through a staging slot."""
+    """Round the shard into `target`, in the gather stream. A shard on the host passes a staging slot."""
     if not group.placement.parameters:
         streams.gather.submit(kernel, group.shard, target, group.key.param)
         return
@@ -141,14 +150,14 @@ def _cast(kernel: Callable, group: ParameterGroup, target: Array, streams: Strea
     streams.upload.wait(staged.free)  # the gather that used the slot before has read it
     streams.upload.submit(_upload, streams.device, array, group.shard, label=f"upload {group.label}")
     streams.upload.record(staged.ready)
-    streams.gather.wait(staged.ready)  # the shard has come from the host
+    streams.gather.wait(staged.ready)  # the shard has arrived from the host
     streams.gather.submit(kernel, array, target, group.key.param)
     streams.gather.record(staged.free)
     staged.arena.release(staged)
 
 
 def _upload(device: Device, target: Array, shard: Array) -> None:
-    """Copy, and where the shard is a mapped file let its pages go: they are not needed before the update."""
+    """Copy the shard. Free the pages of a memory-mapped one: they are not needed before the update."""
     device.copy(target, shard)
     host.drop(shard)
 
@@ -156,11 +165,13 @@ def _upload(device: Device, target: Array, shard: Array) -> None:
 def reduce_scatter(
     group: ParameterGroup, slot: Slot, full: Array, out: Array, accumulate: bool, streams: Streams
 ) -> None:
-    """out = (out if `accumulate`) + scale * sum over the ranks. The same bits for every strategy.
+    """out = (out if `accumulate`) + scale * this rank's shard of the sum over all ranks.
 
-    full: what is sent, in `slot`; it may be overwritten. With copies, the shards are first summed within a
-    shard group, then over those that have copies. The factor is applied once, in float32, to the sum over all
+    The result is bitwise identical for every strategy. With copies, shards are first summed within a shard
+    group, then over the ranks that hold copies. `scale` is applied once, in float32, to the sum over all
     ranks.
+
+    full: the gradients, a part of `slot`. It may be overwritten.
     """
     wire, kind = full, ""
     if group.key.reduce in dtypes.LOW:
@@ -180,18 +191,21 @@ def reduce_scatter(
 
 
 def wire_of(group: ParameterGroup) -> Array:
-    """The buffer of gradients in 16 bits. All groups share it: only the reduce stream uses it, in order."""
+    """The 16-bit gradient buffer. All groups share it: only the reduce stream uses it, in order."""
     return group.arenas["reduce_wire"].slots[0].array
 
 
 def sum_over_ranks(
     group: ParameterGroup, own: Array, wire: Array, kind: str, streams: Streams, scale: float = 1.0
 ) -> None:
-    """`own` becomes this rank's part of the sum of `wire` over all ranks; kind: of the wire's bits, if 16.
+    """Write this rank's shard of the sum of `wire` over all ranks to `own`.
 
-    With copies, a reduce-scatter and an all-gather over the same memory make the all-reduce between them;
-    `scale` is applied there. Sums go by a binary tree over the ranks, so two levels add up like one as long
-    as a shard group's size is a power of two.
+    kind: the 16-bit type of `wire`; "" if it is not 16-bit.
+    scale: factor for the sum over copies.
+
+    Ranks that hold copies all-reduce `own`: a reduce-scatter and an all-gather on the same memory. Each
+    reduction adds by a binary tree over its ranks. If the size of a shard group is a power of two, the two
+    levels together are the tree over all ranks. The sum is then bitwise identical.
     """
     ranks, stream = group.ranks, streams.reduce
     if ranks.size > 1 or ranks.copies is None:

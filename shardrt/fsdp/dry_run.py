@@ -1,7 +1,7 @@
-"""A step of a sharded model that computes nothing: what it takes, before the first one.
+"""dry_run: runs a step of a sharded model without computing, to find the memory that it takes.
 
-The model runs as it is, its units replaced by clones under a schedule of their own, on a device without
-elements (device/simulated.py), where buffers are addresses alone. No rank sends anything to another.
+The model's own code runs. Its units are replaced by clones with a schedule of their own, on a device whose
+buffers are addresses without memory (device/simulated.py). Ranks do not communicate.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,9 +23,11 @@ Array = Any
 
 @dataclass(frozen=True)
 class Taken:
-    """What a step took: activations, and offloaded ones, in bytes at their most; and by the units' buffers.
+    """The memory that a step took.
 
-    slots: of arenas, by group and role. accumulates: units whose full gradients had slots of their own.
+    device_bytes, host_bytes: the peak of activations on the device, and of offloaded activations on the host.
+    slots: (group, role) -> number of slots that the arena grew to.
+    accumulates: units whose full gradients had slots of their own.
     """
 
     device_bytes: int
@@ -35,10 +37,10 @@ class Taken:
 
 
 def dry_run(model: Module, units: list[Unit], step: Callable[[], Any]) -> Taken:
-    """Call `step()`, forward and backward of `model`, without computing; say the most that it held at once.
+    """Call `step()`, forward and backward of `model`, without computing; give the memory that it took.
 
-    Leaves the model, its units and the random numbers as they were. The communicators that the units need
-    must have been made (setup.connect).
+    The model, its units and the random numbers stay as they were. setup.connect must have made the
+    communicators that the units need.
     """
     here = SimulatedDevice(units[0].settings.mesh.device, alone=True)
     with ExitStack() as stack:
@@ -72,22 +74,22 @@ def _taken(here: SimulatedDevice, units: list[Unit], clones: list[Unit]) -> Take
 
 
 def _most(program: Program, category: str) -> int:
-    """The most bytes that were lent at once for this."""
-    lent: dict[int, int] = {}
+    """The peak of bytes that were allocated for this category."""
+    sizes: dict[int, int] = {}  # start address -> bytes
     held = most = 0
     for item in program.items:
         if isinstance(item, Take) and item.category == category:
-            lent[item.memory.start] = item.memory.stop - item.memory.start
-            held += lent[item.memory.start]
+            sizes[item.memory.start] = item.memory.stop - item.memory.start
+            held += sizes[item.memory.start]
             most = max(most, held)
         elif isinstance(item, Free):
-            held -= lent.pop(item.start, 0)
+            held -= sizes.pop(item.start, 0)
     return most
 
 
 @contextmanager
 def _cloned(units: list[Unit]) -> Iterator[list[Unit]]:
-    """Inside a with block, clones without values stand in for the units of a model."""
+    """Replace the units of a model by clones without values inside a with block."""
     boundaries = [unit.modules[0].around(UnitBoundary) for unit in units]
     clones = [unit.clone() for unit in units]
     for boundary, clone in zip(boundaries, clones, strict=True):
@@ -105,7 +107,7 @@ def _cloned(units: list[Unit]) -> Iterator[list[Unit]]:
 
 @contextmanager
 def _without_values(parameter: Any, here: SimulatedDevice) -> Iterator[None]:
-    """A parameter that no unit has gets values that nobody has made, inside a with block."""
+    """Give a parameter that no unit has an array of the simulated device inside a with block."""
     array = here.buffer(parameter.size, parameter.dtype).reshape(parameter.shape)
     before, parameter.storage = parameter.storage, LocalStorage(parameter, array)
     try:
@@ -116,7 +118,7 @@ def _without_values(parameter: Any, here: SimulatedDevice) -> Iterator[None]:
 
 @contextmanager
 def _with_other_buffers(module: Module, here: SimulatedDevice) -> Iterator[None]:
-    """What a with block writes to the module's buffers, running statistics say, goes elsewhere."""
+    """Replace the module's buffers (running statistics, say) inside a with block: they must not change."""
     before = dict(module._buffers)
     for name, array in before.items():
         setattr(module, name, here.buffer(array.size, array.dtype).reshape(array.shape))

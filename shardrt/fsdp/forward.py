@@ -1,4 +1,8 @@
-"""The forward of a model, unit by unit: what is gathered when, what is left on the tape, what can go."""
+"""ForwardPass: the forward of a model, unit by unit.
+
+It asks Gathers for each unit before the unit runs, marks the unit's outputs on the tape, and releases the
+unit afterwards. It also joins the collectives of units that this rank skips but other ranks may use.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,7 +17,7 @@ from shardrt.fsdp.unit import Unit
 
 
 class ForwardPass:
-    """Where the present forward is, and what the last ones have left for backward."""
+    """The position of the present forward, and the tape that it leaves for backward."""
 
     def __init__(
         self,
@@ -27,26 +31,28 @@ class ForwardPass:
         self._observers = observers
         self._new_tape = new_tape
         self.tape = new_tape()  # of the present forward or backward
-        self._route = Route()  # what the present forward follows
-        # Units entered and not left, one inside the other, with their Unshard nodes, which nothing else may
-        # hold: where the unit's own module is recomputed, no node leads to Unshard before `leave`.
+        self._route = Route()  # the order of units that the present forward follows
+        # The units entered and not left, outermost first, each with its Unshard node. The Tape holds nodes
+        # weakly. In the first run of a recomputed module no other node refers to Unshard before `leave`, so
+        # the reference here keeps it alive.
         self._entered: list[tuple[Unit, object]] = []
-        self._done: defaultdict[Unit, set[int]] = defaultdict(set)  # its modules whose forward has ended
-        # Whether the last forward that was recorded left the unit work, as it is trained now:
+        self._done: defaultdict[Unit, set[int]] = defaultdict(set)  # ids of modules whose forward ended
+        # Whether backward comes to the unit, as the last recorded forward has shown. Cleared when other
+        # parameters are trained.
         self._needed: dict[Unit, bool] = {}
 
     @property
     def depth(self) -> int:
-        """How many units are entered now, one inside the other."""
+        """Number of units that are entered now, one inside the other."""
         return len(self._entered)
 
     @property
     def entered(self) -> list[Unit]:
-        """Those units."""
+        """The units entered now, outermost first."""
         return [unit for unit, _ in self._entered]
 
     def begin(self, unit: Unit) -> None:
-        """The first unit of a forward is about to be entered. Only from the outermost one is there a plan."""
+        """Begin a forward with `unit`. It follows the plan only if `unit` is the outermost unit."""
         self._done.clear()
         self._route = Route()
         if unit is self._plan.units[0]:
@@ -56,12 +62,12 @@ class ForwardPass:
             for observer in self._observers:
                 observer.forward_begins(unit)
 
-    def trained_anew(self) -> None:
-        """Other parameters are trained than before."""
+    def trained_changed(self) -> None:
+        """Forget which units backward comes to: other parameters are trained now."""
         self._needed.clear()
 
     def reset(self) -> None:
-        """A pass has raised, and nobody goes on with it."""
+        """Discard the state of a pass that has raised."""
         self._entered.clear()
         self.tape = self._new_tape()
 
@@ -70,7 +76,7 @@ class ForwardPass:
         return self._route if segment is None else Replay(segment)
 
     def enter(self, unit: Unit) -> None:
-        """The forward of `unit` begins: have its parameters gathered, and the next units' on the way."""
+        """Begin the forward of `unit`: wait for its parameters and issue the gathers of the next units."""
         route = self._present_route()
         self._skip(route.skip_to(unit))
         route.advance(visited=True)
@@ -86,14 +92,14 @@ class ForwardPass:
             observer.enter(unit)
 
     def leave(self, unit: Unit, module: object, outputs: list) -> list:
-        """The forward of a module of `unit` ends: mark its outputs on the tape, release what can go."""
+        """End the forward of a module of `unit`: mark its outputs on the tape, release it if allowed."""
         route = self._present_route()
         for observer in self._observers:
             observer.leave(unit)
         self._skip(route.skip_out_of(unit))
         needed = bool(recorded(unit, outputs))
         if autograd.is_grad_enabled():
-            needed |= unit.partly_trained  # another rank may have used more of it
+            needed |= unit.partly_trained  # another rank may have used trained parameters of it
             self._needed[unit] = route.gives_gradients = needed
         then = [Regather(unit, self.tape)] if needed else []
         route.nodes += then
@@ -102,7 +108,7 @@ class ForwardPass:
         self._entered.pop()
         self._done[unit].add(id(module))
         if route.replay:
-            return outputs  # what a recomputation gathers, backward needs at once
+            return outputs  # stay gathered: backward of the recomputed ops follows at once
         self._finish(unit, needed)
         if self.depth == 0:
             self._gathers.drop_prefetched()
@@ -110,9 +116,9 @@ class ForwardPass:
         return outputs
 
     def abandon(self, unit: Unit, depth: int) -> None:
-        """Something raised from `enter` to `leave` of `unit`: go back to the depth that was before.
+        """Go back to `depth` after an exception between `enter` and `leave` of `unit`.
 
-        What is around it may catch that and go on.
+        A caller may catch the exception and continue the forward.
         """
         for observer in self._observers:
             observer.raised(unit)
@@ -122,10 +128,11 @@ class ForwardPass:
             self._gathers.finish_all(also_kept=True)
 
     def _skip(self, count: int) -> None:
-        """Do for the next `count` planned units what ranks that call them do, except the computing.
+        """Gather and release the next `count` planned units as if this rank called them, without computing.
 
-        Their collectives need every rank. A rank that only learned at the end of forward which units it has
-        not used would have to gather them all then, while the others wait for it in the first of them.
+        The collectives of these units need every rank. This rank issues them here, in the planned order. At
+        the end of forward it would be too late: the other ranks would wait in the first collective until
+        then.
         """
         around: list[tuple[Unit, bool]] = []
         for _ in range(count):
@@ -144,18 +151,18 @@ class ForwardPass:
             self._finish(unit, needed)
 
     def _what_backward_needs(self) -> list[Function]:
-        """At the end of the whole forward: what backward must come to, without units that no rank used."""
+        """At the end of the whole forward: the nodes that backward must run, without units no rank used."""
         unused = self._route.agree(self._gathers.control)
         nodes, self._route.nodes = self._route.nodes, []
         struck = {node for node in nodes if isinstance(node, Regather) and node.skipped in unused}
         return [node for node in nodes if node not in struck and on_tape(node)]
 
     def _is_needed(self, unit: Unit) -> bool:
-        """Whether backward comes to `unit` on ranks that use it, as far as this one knows, which skips it."""
+        """Whether backward comes to `unit` on ranks that use it, judged by this rank, which skips it."""
         return self._needed.get(unit, unit.trainable or self._route.gives_gradients)
 
     def _finish(self, unit: Unit, needed: bool) -> None:
-        """A call of `unit` has ended, or was skipped."""
+        """After a call of `unit` that ran or was skipped: release the unit, or leave it gathered."""
         if unit.gathered and unit not in self.entered:
             all_called = len(self._done[unit]) == len(unit.modules)
             last = self._route.agreed and unit not in self._route.upcoming()

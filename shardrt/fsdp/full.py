@@ -1,7 +1,7 @@
-"""Lends whole parameters and gradients outside forward, for a while.
+"""Access to whole parameters and gradients outside of forward.
 
-full_parameters lends copies of the float32 values that the optimizer updates, whatever type they are computed
-in; unshard gathers what forward computes with, and keeps it until reshard.
+full_parameters gathers copies of the float32 values that the optimizer updates, whatever type forward
+computes in. unshard gathers the values that forward computes with, until reshard.
 """
 
 from collections.abc import Iterator
@@ -25,10 +25,19 @@ Array = Any
 
 
 def unshard(module: Module) -> Module:
-    """Gather the units of `module` and below and keep them so until reshard. Collective.
+    """Gather the units of `module` and below, and keep them gathered until reshard. Collective.
 
-    Parameter.data is then the whole array as forward sees it, to be read only. Costs the bytes of the whole
-    parameters. Raises ValueError if `module` has no unit.
+    Parameter.data is then the whole array that forward computes with, read-only. This costs the bytes of the
+    whole parameters.
+
+    Args:
+        module: a sharded module.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: if `module` has no unit.
     """
     for unit in built_units(module):
         unit.schedule.hold(unit)
@@ -36,7 +45,19 @@ def unshard(module: Module) -> Module:
 
 
 def reshard(module: Module) -> Module:
-    """Release what unshard gathered, or a strategy keeps; the next use gathers anew, on every rank."""
+    """Release the units of `module` and below, gathered by unshard or kept by their strategy.
+
+    The next use gathers them again. Call it on every rank.
+
+    Args:
+        module: a sharded module.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: if `module` has no unit.
+    """
     for unit in built_units(module):
         unit.schedule.let_go(unit)
     return module
@@ -44,12 +65,20 @@ def reshard(module: Module) -> Module:
 
 @contextmanager
 def full_parameters(module: Module, *, writeback: bool = False) -> Iterator[Module]:
-    """Parameter.data of all of `module` is a whole array inside a with block. Collective.
+    """Make Parameter.data a whole array for all parameters of `module`, inside a with block. Collective.
 
-    The arrays are copies in the type of the shards (float32). writeback: at the end each rank copies its part
-    of the arrays into its shard; write the same values on every rank. Costs the bytes of the whole parameters
-    of `module`; call it on one block after the other where that is too much. The plain parameters of a module
-    that is not sharded are simply there. One that parallelize_module has cut is this rank's part, whole.
+    The arrays are copies in the type of the shards (float32). This costs the bytes of the whole parameters of
+    `module`; use it on one block after the other to need less. For a parameter that parallelize_module
+    has split, the array is the whole of this rank's part. Parameters that no unit has stay as they are.
+
+    Args:
+        module: a module.
+        writeback: at the end of the block, each rank copies its part of the arrays into its shard. Write the
+            same values on every rank.
+
+    Example:
+        >>> with full_parameters(model.head, writeback=True):
+        ...     model.head.weight.data[:] = 0
     """
     units = units_below(module)
     with ExitStack() as stack:
@@ -62,15 +91,19 @@ def full_parameters(module: Module, *, writeback: bool = False) -> Iterator[Modu
             for unit in units:
                 _take_back(unit)
     for schedule in {unit.built() for unit in units} if writeback else ():
-        schedule.control.barrier(stream=schedule.streams.compute)  # a peer may read only what is written
+        # A gather reads the other ranks' shards: all must be written.
+        schedule.control.barrier(stream=schedule.streams.compute)
 
 
 def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:
-    """(name, whole gradient) of each trained parameter of `module`, unit by unit.
+    """Yield (name, whole gradient) of each trained parameter of `module`, unit by unit.
 
-    Collective: every rank must iterate to the end. The gradients are copies on the device, in the type of the
-    shards, or None; only those of one unit take memory at a time. The plain parameters of a module that is
-    not sharded are there as well. One that parallelize_module has cut has the gradient of this rank's part.
+    Collective: every rank must iterate to the end. Gradients are copies on the device in the type of the
+    shards, or None. Only those of one unit take memory at a time. For a parameter that parallelize_module has
+    split, the gradient is that of this rank's part. Parameters that no unit has are included.
+
+    Args:
+        module: a module, after backward.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for parameter in module.parameters():
@@ -89,19 +122,20 @@ def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:
 
 
 def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
-    """All of a parameter's part of `array`, which is as long as its shard: optimizer state, say. Collective.
+    """Collect on rank 0 a parameter's values from `array`, which is laid out like its shard. Collective.
 
-    A host array in the shape of the whole parameter on rank 0, to which the others send what they hold, where
-    the parameter is sharded or cut; None elsewhere.
+    array: 1-D, for instance optimizer state.
+
+    Gives a host array in the shape of the whole parameter on rank 0, and None on ranks that send their part.
     """
     storage = parameter.storage
     start, stop = storage.range_of(parameter)
     own = np.ascontiguousarray(device.of(array).to_numpy(array[start:stop]))
     if isinstance(storage, LocalStorage):
-        return joined(parameter.share, own.reshape(parameter.shape).copy())  # each rank has its own
+        return joined(parameter.share, own.reshape(parameter.shape).copy())  # every rank holds all of it
     ranks, layout = storage.ranks, storage.layout
     if ranks.copies is not None and ranks.copies.rank > 0:
-        return None  # rank 0's shard group has it all
+        return None  # rank 0's shard group holds the whole parameter
     entry = layout.entries[storage.position[id(parameter)]]
     parts = [layout.held(entry, rank)[2] for rank in range(ranks.size)]
     whole = collected(ranks.control, own, parameter.shape, parts)
@@ -109,7 +143,7 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
 
 
 def built_units(module: Module) -> list[Unit]:
-    """The units of `module` and below, built. Raises ValueError if there is none."""
+    """The units of `module` and below, built. Raises ValueError if there is none. Collective."""
     found = units_below(module)
     if not found:
         raise ValueError(f"{type(module).__name__} has no sharded unit; call fully_shard first")
@@ -120,7 +154,7 @@ def built_units(module: Module) -> list[Unit]:
 
 @contextmanager
 def full_group(group: ParameterGroup) -> Iterator[None]:
-    """As full_parameters, read only, for one group. If the parameters are already lent, nothing is done."""
+    """full_parameters for one group, without writeback. Does nothing if the parameters are whole already."""
     if group.full_views is not None:
         yield
         return
@@ -132,7 +166,7 @@ def full_group(group: ParameterGroup) -> Iterator[None]:
 
 
 def _gathered(group: ParameterGroup, shard: Array) -> Array:
-    """A new flat buffer with the shards of all ranks; `shard` is this rank's."""
+    """A new flat buffer with the shards of all ranks. shard: this rank's."""
     streams, layout, ranks = group.runtime.streams, group.layout, group.ranks
     whole = streams.device.buffer(layout.total, group.key.dtype)
     start, stop = layout.shard_range(ranks.rank)

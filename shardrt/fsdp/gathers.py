@@ -1,7 +1,8 @@
-"""Gathers and releases the parameters of units, and moves them from state to state.
+"""Gathers: issues all-gathers of units, releases units, and changes their states.
 
-Forward and backward say which unit is needed now, and which will be. All that is decided here follows from
-the order of those calls: never from how far a stream has got, which differs between ranks.
+Forward and backward ask for the unit that is needed now and name the units that come next. All decisions
+follow from the order of these calls. They never depend on the progress of a stream, which differs between
+ranks: ranks would then issue different collectives.
 """
 
 from collections.abc import Collection, Iterable
@@ -14,7 +15,7 @@ from shardrt.fsdp.unit import State, Unit
 
 
 class Gathers:
-    """The units of one schedule, and the slots that they are gathered in."""
+    """The units of one schedule and the slots that hold their gathered parameters."""
 
     def __init__(
         self,
@@ -29,12 +30,13 @@ class Gathers:
         self.streams = streams
         self.control = control
         self._observers = observers
-        self._shards_ready = streams.device.new_event()  # the optimizer has written the shards
-        self._peers_may_read: set[Unit] = set()  # where ranks share memory: since its last reduction
+        self._shards_ready = streams.device.new_event()  # recorded after the optimizer's last write
+        # Units gathered since their last reduction: where ranks share memory, peers may still read shards.
+        self._peers_may_read: set[Unit] = set()
 
     def ensure(self, unit: Unit) -> None:
-        """Whatever comes later in the compute stream finds the parameters of `unit` gathered."""
-        # Three steps, of which a unit that was prefetched, or is kept, needs only the later ones.
+        """Gather `unit` if necessary; later work in the compute stream may read its parameters."""
+        # A prefetched unit needs only the wait; a kept unit needs only the change of state.
         if unit.state is State.SHARDED:
             self._gather(unit, [self._acquire(group.arenas["gathered"]) for group in unit.groups])
         self._peers_may_read.add(unit)
@@ -45,36 +47,40 @@ class Gathers:
             unit.move(State.IN_USE)
 
     def prefetch(self, upcoming: Iterable[Unit]) -> None:
-        """Issue the gathers of the next `depth` units, as far as there are slots for them."""
+        """Issue the gathers of the next `ahead` units, until an arena has no free slot."""
         seen: list[Unit] = []
-        for unit in upcoming:  # which looks no further than it is asked
+        for unit in upcoming:  # may be a lazy search of the tape: stop as soon as enough units are found
             if len(seen) == self.ahead:
                 return
             if unit in seen:
                 continue
             seen.append(unit)
             if unit.state is State.SHARDED:
-                arenas = [group.arenas["gathered"] for group in unit.groups]  # each another
+                arenas = [group.arenas["gathered"] for group in unit.groups]  # all different
                 if any(arena.in_use == len(arena.slots) for arena in arenas):
                     return
                 self._gather(unit, [arena.acquire() for arena in arenas])
 
     def finish(self, unit: Unit, state: State) -> None:
-        """A pass through `unit` has ended: release it, or leave it gathered in this state."""
+        """End a pass through `unit`: release it (SHARDED), or leave it gathered in this state."""
         if state is State.SHARDED:
             self._release(unit)
         elif unit.state not in (state, State.STALE):
             unit.move(state)
 
     def finish_all(self, entered: Collection[Unit] = (), also_kept: bool = False) -> None:
-        """A pass has ended: release what it gathered, but for `entered`. also_kept: also units in KEPT."""
+        """End a pass: release the units it gathered, except `entered`. also_kept: units in KEPT, too."""
         for unit in self.units:
             ends = unit.gathered if also_kept else unit.state in (State.IN_USE, State.WAITING)
             if ends and unit not in entered:
                 self.finish(unit, unit.state_after(needed=False, done=True))
 
     def refresh(self) -> None:
-        """The shards may have been written since the last gather: by the optimizer, or by a load."""
+        """Before a pass: let later gathers read the shards as they are now.
+
+        The optimizer or a load has written them in the compute stream, so gather and upload wait for its work
+        so far. Out-of-date units are released, and units that the user holds are gathered again.
+        """
         streams = self.streams
         streams.compute.record(self._shards_ready)
         streams.gather.wait(self._shards_ready)
@@ -89,80 +95,83 @@ class Gathers:
                 self.finish(unit, State.KEPT)
 
     def shards_written(self, unit: Unit) -> None:
-        """The shards of `unit` have new values."""
+        """Mark gathered parameters of `unit` as out of date: its shards have new values."""
         if unit.state is State.GATHERING:
             self._drop(unit)
         elif unit.gathered and unit.state is not State.STALE:
             unit.move(State.STALE)
 
     def reduction_issued(self, unit: Unit) -> None:
-        """A reduction of `unit` was issued, which ends when every rank has come to it and read the shards."""
+        """Note that a reduction of `unit` was issued. It ends after every rank has read the shards."""
         self._peers_may_read.discard(unit)
 
     def readers_done(self, unit: Unit) -> None:
-        """Wait until no rank reads the shard of `unit`, where ranks share memory; then it may be written.
+        """Wait until no rank reads this rank's shard of `unit`, where ranks share memory, before a write.
 
-        The reduction of its gradients has waited for that, unless the unit was used again after it.
+        The last reduction of the unit's gradients was such a wait: every rank entered it after its reads. A
+        barrier is only needed if the unit was gathered again since.
         """
         if unit in self._peers_may_read:
             self.control.barrier(stream=self.streams.compute)
             self._peers_may_read.clear()
 
     def drop_prefetched(self) -> None:
-        """Give back the slots of gathers that nobody has waited for."""
+        """Give back the slots of prefetched units that were not used."""
         for unit in self.units:
             if unit.state is State.GATHERING:
                 self._drop(unit)
 
     def reset(self) -> None:
-        """A pass has raised: give every slot back."""
+        """Give every slot back, after a pass has raised."""
         self.drop_prefetched()
         for unit in self.units:
             if unit.gathered:
                 self._release(unit)
 
     def _gather(self, unit: Unit, slots: list[Slot]) -> None:
+        """Issue the gather of `unit` into these slots, one for each group."""
         for group, slot in zip(unit.groups, slots, strict=True):
             group.attach(slot)
-        unit.move(State.GATHERING)  # from here on `drop_prefetched` finds the slots, whatever is raised
+        unit.move(State.GATHERING)  # so that `drop_prefetched` finds the slots if a transfer raises
         try:
             for group, slot in zip(unit.groups, slots, strict=True):
                 group.transfer(group, slot, self.streams)
         except BaseException:
             for slot in slots:
-                self.streams.gather.record(slot.ready)  # what was issued so far may still write it
+                self.streams.gather.record(slot.ready)  # transfers issued before the error may still write it
             raise
         for observer in self._observers:
             observer.gather(unit)
 
     def _release(self, unit: Unit) -> None:
+        """Give back the slots of a gathered unit. The next gather into a slot waits for `slot.free`."""
         unit.move(State.SHARDED)
         for group in unit.groups:
             slot = group.detach()
             if slot.arena.poison:
                 group.copy_is_fresh = False
                 slot.array.fill(float("nan") if slot.array.dtype.kind == "f" else -1)
-            self.streams.compute.record(slot.free)
+            self.streams.compute.record(slot.free)  # behind compute's last read of the slot
             slot.arena.release(slot)
         for observer in self._observers:
             observer.release(unit)
 
     def _drop(self, unit: Unit) -> None:
-        """Give back the slots of a gather that nobody waited for. The gather itself still runs."""
+        """Give back the slots of a gather that compute has not waited for, and that may still run."""
         for group in unit.groups:
-            # The release is recorded in compute, so it comes after the gather.
+            # _release records slot.free in compute; this wait puts that record after the gather.
             self.streams.compute.wait(group.slot.ready)
         self._release(unit)
 
     def _acquire(self, arena: Arena) -> Slot:
-        """A slot for a unit that is needed now: a free one, one that can be taken away, or a new one."""
+        """A slot for a unit that is needed now: a free slot, one taken from another unit, or a new one."""
         slot = arena.acquire()
         if slot is None:
             holders = [u for u in self.units if any(g.slot and g.slot.arena is arena for g in u.groups)]
             prefetched = [unit for unit in holders if unit.state is State.GATHERING]
             waiting = [unit for unit in holders if unit.state is State.WAITING]
             if prefetched:
-                self._drop(prefetched[-1])  # it is needed last
+                self._drop(prefetched[-1])  # forward needs the last one last
             elif waiting:
                 self._release(waiting[0])
             else:

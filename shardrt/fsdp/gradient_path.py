@@ -1,9 +1,9 @@
 """GradientPath: what happens to the full gradients of a group, from backward's first write to the reduction.
 
-A group gets its path when it gets its memory, and another one if what is trained or accumulated changes.
-FSDP's own is whole_gradient.py: one slot holds the full gradients as the flat buffer has them, and a
-reduce-scatter sums them into the shard. Options enter other paths in `PATHS` (options/packed_rows.py,
-options/chunks.py).
+setup.py chooses the path of a group when the group gets its memory, and again if the trained parameters or
+accumulation change. WholeGradient is FSDP's usual path: one slot holds the full gradients in the order of the
+flat buffer, and a reduce-scatter sums them into the sharded gradient. Options add other paths to `PATHS`
+(options/packed_rows.py, options/chunks.py).
 """
 
 from abc import ABC, abstractmethod
@@ -21,13 +21,15 @@ Array = Any
 
 
 class GradientPath(ABC):
-    """Opened by the first gradient that backward writes; closed by `reduce` or `discard`.
+    """The full gradients of one group. Backward's first write opens it; `reduce` or `discard` closes it.
 
     group: the ParameterGroup.
     written: positions of the parameters whose gradients this rank has written since `open`.
-    full, sent, kept: elements of a slot for its full gradients, of what is sent, of what each rank receives.
-    packs: what is sent is never the slot itself.
-    uses: how many numbers are sent besides: for each parameter, whether this rank has used it.
+    full: elements of a slot for the full gradients.
+    sent: elements of the buffer that the reduce-scatter sends.
+    kept: elements that each rank receives.
+    packs: gradients are copied to another buffer before they are sent.
+    uses: count of flags sent along, one for each parameter: whether this rank has used it.
     """
 
     full: int
@@ -44,21 +46,21 @@ class GradientPath(ABC):
 
     @classmethod
     def choose(cls, group: Any, layout: Layout, slot: int | None) -> "GradientPath | None":
-        """This path for `group`, where it fits. slot: elements of its slot for full gradients, if known."""
+        """This path for `group` if it fits, else None. slot: elements of the group's slot, if known."""
         return None
 
     @classmethod
     def fits_in(cls, group: Any, layout: Layout, slot: int, device: Device, accumulates: bool) -> bool:
-        """Whether a slot of so many elements, made for other groups, is enough for this path."""
+        """Whether this path can use a slot of `slot` elements that was made for other groups."""
         return False
 
     @property
     def streams(self) -> Streams:
-        """Of the schedule."""
+        """The streams of the schedule."""
         return self.group.runtime.streams
 
     def open(self) -> None:
-        """Backward is about to write: take memory."""
+        """Take memory before backward's first write."""
         self.is_open, self.written = True, set()
 
     def target(self, position: int) -> tuple[Array, bool]:
@@ -66,7 +68,7 @@ class GradientPath(ABC):
         raise NotImplementedError
 
     def put_rows(self, position: int, fill: Fill) -> None:
-        """Have all rows of a parameter's gradient written, or added, now or before the reduction."""
+        """Have `fill` write or add all rows of a parameter's gradient, now or at the latest in `reduce`."""
         target, accumulate = self.target(position)
         fill(0, len(target), target, accumulate)
 
@@ -76,14 +78,14 @@ class GradientPath(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Give the memory back: the gradients are not wanted any more."""
+        """Drop the gradients and give the memory back."""
 
     @abstractmethod
     def move(self, target: Callable[[int], tuple[Array, bool]]) -> None:
-        """Write what is there where `target` says, in the compute stream; this object is then done with."""
+        """Copy the gradients to target(position) of another path, in the compute stream. Ends this path."""
 
     def acquire(self) -> Slot:
-        """A slot that nothing reads any more, as compute sees it."""
+        """A slot that later work in the compute stream may overwrite."""
         compute, arena = self.streams.compute, self.group.arenas["gradients"]
         slot = arena.acquire()
         if slot is None:  # more units are in backward at once than was planned
@@ -93,7 +95,7 @@ class GradientPath(ABC):
         return slot
 
     def send_from(self, slot: Slot, send: Send, part: tuple[int, int] | None = None) -> None:
-        """Have the reduce stream take over the slot. part: (start, stop) of what it has of each shard."""
+        """Have the reduce stream send the slot. part: the slot has elements [start, stop) of each shard."""
         streams = self.streams
         streams.compute.record(slot.ready)
         streams.reduce.wait(slot.ready)  # compute has written the gradients
@@ -102,14 +104,14 @@ class GradientPath(ABC):
 
     @contextmanager
     def handing_over(self, slot: Slot) -> Iterator[None]:
-        """Give the slot back behind what is issued in a with block, also if that raises."""
+        """Give the slot back at the end of a with block that issues its reads, also if the block raises."""
         try:
             yield
         except BaseException:
-            self.streams.reduce.record(slot.free)  # what was issued so far may still read it
+            self.streams.reduce.record(slot.free)  # reads issued before the error may still run
             raise
         finally:
             slot.give_back()
 
 
-PATHS: list[type[GradientPath]] = []  # of options; the first that chooses a group gets it
+PATHS: list[type[GradientPath]] = []  # of options; the first that accepts a group in `choose` takes it

@@ -1,9 +1,9 @@
-"""The full gradients that backward fills, and their way into the sharded ones.
+"""Gradients: opens and reduces the full gradients of all groups, and finds out which gradients exist.
 
-A gradient of which no rank has written anything is None, and optimizers leave it alone. A rank that has
-written one knows that there is one. Only a rank that has not needs the others' word, and it waits for that no
-sooner than it is asked. So ranks do not meet where backward ends: they tell each other by one small message
-in a stream of the hosts.
+A gradient that no rank has written is None, and optimizers skip it. A rank knows the gradients that it has
+written itself. For others it needs the other ranks' answer, and waits only when such a gradient is asked for.
+So ranks don't wait for each other where backward ends: one small all-reduce in a host stream carries the
+answers.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from shardrt.fsdp.unit import Unit
 
 
 class Gradients:
-    """Slots for full gradients of the units of one schedule, and what the present backward has reduced."""
+    """The full gradients of one schedule's units, and the groups that the present backward has reduced."""
 
     def __init__(
         self,
@@ -35,19 +35,22 @@ class Gradients:
         self._trained = trained
         self._make_slots = make_slots
         self._hosts = None if mesh.size == 1 else (mesh.communicator("used"), mesh.stream("used"))
-        self._accumulates: bool | None = None  # what the slots were made for; None: not made
+        self._accumulates: bool | None = None  # the slots were made to accumulate; None: no slots yet
         self._reduced: list[ParameterGroup] = []  # in the present backward
-        self._wrote: dict[ParameterGroup, bool] = {}  # of those that had no gradient before it: this rank
+        # Reduced groups without a gradient before this backward -> whether this rank has written one.
+        self._wrote: dict[ParameterGroup, bool] = {}
 
     @property
     def accumulates(self) -> bool:
-        """Whether each group has slots of its own, since some backward does not reduce."""
+        """Whether each group has a slot of its own, since some backward does not reduce."""
         return bool(self._accumulates)
 
     def have_slots(self, of_their_own: bool = False) -> None:
-        """Slots for full gradients: one for each group once some backward does not reduce, else shared.
+        """Make slots for full gradients if they are missing or no longer fit.
 
-        of_their_own: a backward puts its reductions off. Raises RuntimeError then with set_world_invariant.
+        Groups share slots until some backward does not reduce; then each group gets a slot of its own.
+
+        of_their_own: a backward defers its reductions (late). Raises RuntimeError with set_world_invariant.
         """
         if of_their_own and any(unit.choices.micro_batches is not None for unit in self._units):
             raise RuntimeError(
@@ -59,19 +62,19 @@ class Gradients:
         if changed:
             self._trained.agree(self._streams)
         if changed or self._accumulates is None or (accumulates and not self._accumulates):
-            self._streams.reduce.synchronize()  # nothing reads the slots that go
+            self._streams.reduce.synchronize()  # reductions no longer read the slots that are replaced
             groups = [group for unit in self._units for group in unit.groups]
             opened = [(group, group.gradient_path) for group in groups if group.accumulates]
             self._make_slots(self._units, accumulates)
             self._accumulates = accumulates
-            for group, before in opened:  # what was accumulated goes to the new memory
+            for group, before in opened:  # copy accumulated gradients to the new memory
                 group.gradient_path.open()
                 before.move(group.gradient_path.target)
 
     def open(self, group: ParameterGroup) -> None:
-        """Backward is about to write full gradients of `group`: have memory for them."""
+        """Take memory for full gradients of `group` before backward writes them."""
         if self._accumulates is None or self._trained.changed:
-            self.have_slots()  # an op outside every forward
+            self.have_slots()  # an op outside of every forward uses a parameter
         group.gradient_path.open()
 
     def reduce(self, group: ParameterGroup) -> None:
@@ -80,18 +83,21 @@ class Gradients:
         path.reduce()
         own.issued(group.trained)
         self._reduced.append(group)
-        # Whether there is a gradient, this rank knows if it has written one now, or there was one before.
-        # Only else are the others asked, at the end of backward.
+        # This rank knows that the gradient exists if this backward has written it, or it existed before.
+        # Otherwise `_ask` asks the other ranks at the end of backward.
         if group.finds_unused:
-            own.wrote_gradient = True  # the reduction tells of each parameter
+            own.wrote_gradient = True  # the reduction itself carries the answer for each parameter
         elif group in self._wrote or not own.any_rank_wrote_gradient():
             own.wrote_gradient = self._wrote[group] = bool(path.written) or self._wrote.get(group, False)
 
     def left_out(self, unit: Unit) -> list[ParameterGroup]:
-        """The groups of `unit` that are still to be reduced when backward ends."""
+        """The groups of `unit` that are still to be reduced when backward ends.
+
+        They have gradients of an earlier backward under no_sync and were not used in this one. Or they add by
+        a fixed tree: it has a leaf for every micro-batch, even if the gradient is zero.
+        """
         if not unit.choices.reduces:
             return []
-        # Accumulated before, and not used this time; or the sum is a tree, where zeros have their place too.
         return [
             group
             for group in unit.groups
@@ -100,34 +106,34 @@ class Gradients:
         ]
 
     def end_backward(self) -> None:
-        """Backward has ended: the optimizer and clipping read the gradients from here on."""
+        """End a backward: the optimizer and clipping may read the gradients from here on."""
         for group in self._ask():
             if group.on_gradient is not None and group.sharded_gradient.any_rank_wrote_gradient():
-                self.tell_optimizer(group)  # it updates now what only other ranks have used
+                self.tell_optimizer(group)  # an optimizer in backward: only other ranks wrote this gradient
         for group in self._reduced:
             self._streams.compute.wait(group.gradient_ready)  # the reduction has put the sum into its place
         self._reduced = []
 
     def _ask(self) -> list[ParameterGroup]:
-        """Tell the other ranks what this one wrote; gives the groups that wait for their word. Collective."""
+        """Exchange which groups' gradients were written; gives those that this rank has not. Collective."""
         wrote, self._wrote = self._wrote, {}
         if self._hosts is None or not wrote:
             return []
-        anybody, told = np.array(list(wrote.values()), np.int64), self._streams.device.host.new_event()
+        answers, answered = np.array(list(wrote.values()), np.int64), self._streams.device.host.new_event()
         communicator, stream = self._hosts
-        communicator.all_reduce(anybody, op="max", stream=stream)
-        stream.record(told)
+        communicator.all_reduce(answers, op="max", stream=stream)
+        stream.record(answered)
         for place, group in enumerate(wrote):
-            group.sharded_gradient.others_wrote = partial(_told, anybody, told, place)
+            group.sharded_gradient.others_wrote = partial(_answer, answers, answered, place)
         return [group for group, own in wrote.items() if not own]
 
     def tell_optimizer(self, group: ParameterGroup) -> None:
-        """Let an optimizer that updates in backward have the gradient of `group`, if it is complete."""
+        """Pass the gradient of `group`, if complete, to an optimizer that updates during backward."""
         if group.on_gradient is not None and group.sharded_gradient.complete:
             group.on_gradient()
 
     def reset(self) -> None:
-        """Backward has raised: what is half written is discarded."""
+        """Discard incomplete gradients after a backward has raised."""
         self._reduced, self._wrote = [], {}
         for unit in self._units:
             for group in unit.groups:
@@ -135,6 +141,6 @@ class Gradients:
                     group.gradient_path.discard()
 
 
-def _told(anybody: np.ndarray, told: Event, place: int) -> bool:
-    told.synchronize()
-    return bool(anybody[place])
+def _answer(answers: np.ndarray, answered: Event, place: int) -> bool:
+    answered.synchronize()  # the all-reduce has filled `answers`
+    return bool(answers[place])

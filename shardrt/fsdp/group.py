@@ -1,11 +1,14 @@
-"""ParameterGroup: the parameters of a unit that lie in one flat buffer, and the storage behind them.
+"""ParameterGroup: the parameters of a unit that lie in one flat buffer, and the memory behind them.
 
-They have one element type, and when they were sharded they were all trained or all frozen: a group of frozen
-parameters costs no gradient memory and is never reduced. What is frozen or unfrozen later stays in its group
-(trained.py). A group holds arrays and knows where things are. The schedule decides when anything happens
-to it, and collectives.py moves it. A group knows of them only what `Runtime` says.
+The parameters of a group share an element type. When they were sharded, all of them were trained or all were
+frozen: a frozen group needs no gradient memory and is never reduced. A parameter that is frozen or unfrozen
+later stays in its group (trained.py).
 
-Until the outermost unit is known and the model is built (setup.py), an UnbuiltGroup is in its place.
+A group holds arrays and knows where each parameter lies. The schedule decides when a group is gathered or
+reduced, and collectives.py moves the data. A group sees both only through `Runtime`.
+
+Shards are made when the model is built (setup.py), once the outermost unit is known. Until then an
+UnbuiltGroup stands in for the ParameterGroup.
 """
 
 from collections.abc import Callable
@@ -33,16 +36,16 @@ Array = Any
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What parameters must share to lie in one buffer."""
+    """The properties that all parameters of one flat buffer share."""
 
-    trainable: bool  # when they were sharded
-    dtype: str  # of the shard: float32 or float64, which the optimizer updates, or an integer type
-    param: str  # gathered and computed in
-    reduce: str  # gradients are sent in
-    cut: Axes = ()  # the axes of the mesh along which modules, and these with them, are cut besides
-    partial: Axes = ()  # those along which each rank's gradient is a part of a sum
-    # The name of a parameter that two stages of a pipeline have: alone in its buffer, since stages name what
-    # they have in another order, and sums and copies of the two go from shard to shard.
+    trainable: bool  # as requires_grad was when the unit was sharded
+    dtype: str  # of the shard, which the optimizer updates: float32, float64 or an integer type
+    param: str  # type in which the parameters are gathered and computed with
+    reduce: str  # type in which gradients are sent
+    cut: Axes = ()  # mesh axes along which the modules were split before sharding (tensor parallelism, say)
+    partial: Axes = ()  # mesh axes along which each rank's gradient is one term of a sum
+    # The name of a parameter that two pipeline stages share, else "". It is alone in its buffer:
+    # the stages list their parameters in different orders, but sum and copy this one from shard to shard.
     tied: str = ""
 
     def __str__(self) -> str:
@@ -58,34 +61,35 @@ class GroupKey:
         return ", ".join(kinds)
 
 
-GRADIENT_ROLES = ("gradients", "packed", "reduce_wire", "download")  # arenas without which nothing is reduced
+GRADIENT_ROLES = ("gradients", "packed", "reduce_wire", "download")  # arenas that only reductions use
 
 
 class Runtime(Protocol):
-    """What a group asks of the schedule, which is handed over when the model is built."""
+    """The part of the schedule that a group calls. A group has it once the model is built."""
 
     control: Communicator
     streams: Streams
 
     def unshard_node(self, group: "ParameterGroup") -> Function: ...
 
-    def readable(self, group: "ParameterGroup") -> bool: ...
+    def readable(self, group: "ParameterGroup") -> bool: ...  # ops may read the gathered parameters now
 
     def open_gradient(self, group: "ParameterGroup") -> None: ...
 
-    def readers_done(self, group: "ParameterGroup") -> None: ...
+    def readers_done(self, group: "ParameterGroup") -> None: ...  # no other rank reads this shard any more
 
-    def shards_written(self, group: "ParameterGroup") -> None: ...
+    def shards_written(self, group: "ParameterGroup") -> None: ...  # by the optimizer or a load
 
-    def awaits_backward(self, group: "ParameterGroup") -> bool: ...
+    def awaits_backward(self, group: "ParameterGroup") -> bool: ...  # a forward has run, its backward has not
 
 
 class _Group(Storage):
-    """What is known of a group before it is built.
+    """The state of a group that exists before it is built.
 
-    unit: the Unit that it belongs to. position: of each parameter among them, by id.
-    trained: positions of those that have gradients. finds_unused: as choices.find_unused, since the last
-    forward began.
+    unit: the Unit that owns the group.
+    position: id of a parameter -> its index in `parameters`.
+    trained: positions of the parameters that have gradients.
+    finds_unused: choices.find_unused, as it was when the last forward began.
     """
 
     def __init__(self, unit: Any, key: GroupKey, parameters: list[Parameter]) -> None:
@@ -96,17 +100,17 @@ class _Group(Storage):
         self.trained = frozenset(range(len(parameters)) if key.trainable else ())
         self.finds_unused = False
         self.sharded_gradient = unit.settings.offload.sharded_gradient()
-        self.label = ""  # for messages and traces: the unit, and what distinguishes this group in it
-        self.called = ""  # its name in collectives: the label, and what is trained if that has changed
+        self.label = ""  # for messages and traces: the unit's name, with the key if it has several groups
+        self.called = ""  # tag of its collectives: the label, and which parameters train if that has changed
 
     @property
     def settings(self) -> Settings:
-        """Of the unit."""
+        """The settings of the unit."""
         return self.unit.settings
 
     @property
     def choices(self) -> Choices:
-        """Of the unit."""
+        """The choices of the unit."""
         return self.unit.choices
 
     @property
@@ -114,20 +118,22 @@ class _Group(Storage):
         return self.unit.settings.placement
 
     def take_parameters(self) -> None:
-        """Be the storage of its parameters."""
+        """Become the storage of the parameters."""
         for parameter in self.parameters:
             parameter.storage = self
 
     @property
     def trainable(self) -> bool:
-        """Whether it has gradients."""
+        """Whether any parameter has a gradient."""
         return bool(self.trained)
 
     def to_train(self, on_tape: bool) -> frozenset[int]:
-        """Positions of the parameters that should have gradients in the forward that begins.
+        """Positions of the parameters that have gradients in the forward that begins.
 
-        What was frozen while a gradient was there, or a tape led to it (on_tape), has gradients until that is
-        gone. Raises TypeError, naming it, for a parameter of integers.
+        A parameter may be frozen while it has a gradient, or while a recorded forward uses it (on_tape). It
+        then keeps getting gradients until the gradient or the tape is gone.
+
+        Raises TypeError for an integer parameter that requires a gradient.
         """
         wanted = frozenset(i for i, parameter in enumerate(self.parameters) if parameter.requires_grad)
         if wanted and not dtypes.floating(np.dtype(self.key.dtype)):
@@ -136,17 +142,17 @@ class _Group(Storage):
         return wanted | self.trained if on_tape or self.has_partial_gradient else wanted
 
     def train(self, positions: frozenset[int], finds_unused: bool) -> None:
-        """Have gradients for the parameters at these positions from now on. Frees memory, but makes none."""
+        """Set which parameters have gradients from now on. Frees memory that is not needed."""
         self.trained, self.finds_unused = positions, finds_unused
 
     @property
     def accumulates(self) -> bool:
-        """Whether full gradients are there that are not reduced yet."""
+        """Whether the group holds full gradients that are not reduced yet."""
         return False
 
     @property
     def has_partial_gradient(self) -> bool:
-        """Whether anything of a gradient is there since the last zero_grad."""
+        """Whether backward has added to a gradient since the last zero_grad, reduced or not."""
         return self.accumulates or self.sharded_gradient.reductions > 0
 
     @property
@@ -155,18 +161,18 @@ class _Group(Storage):
 
 
 class _NoValues:
-    """In place of the storage that a parameter had before it was sharded."""
+    """Replaces the storage from before sharding when the shard needs no values (dry run)."""
 
     materialised = False
 
     def give(self, part: Part, out: Array) -> None:
-        """There are none."""
+        """Leave `out` as it is."""
 
 
 class UnbuiltGroup(_Group):
-    """A group of a model that is not built yet. What needs its shard builds the model, collectively.
+    """A group of a model that is not built yet. An access that needs the shard builds it. Collective.
 
-    initial: the storages that the parameters had before.
+    initial: the storages that the parameters had before sharding, in order.
     """
 
     def __init__(self, unit: Any, key: GroupKey, parameters: list[Parameter]) -> None:
@@ -175,7 +181,7 @@ class UnbuiltGroup(_Group):
         self.take_parameters()
 
     def starts_without_values(self) -> None:
-        """Leave the shard as it is when the model is built."""
+        """Leave the shard uninitialised when the model is built."""
         self.initial = [_NoValues()] * len(self.parameters)
 
     def _built(self, parameter: Parameter) -> "ParameterGroup":
@@ -185,14 +191,14 @@ class UnbuiltGroup(_Group):
     @property
     def shard(self) -> Array:
         name = self.parameters[0].name
-        raise RuntimeError(f"parameter {name!r} has no shard yet: shardrt.fsdp.units(model) makes them")
+        raise RuntimeError(f"parameter {name!r} has no shard yet; call shardrt.fsdp.units(model) to make it")
 
     @property
     def gradient(self) -> None:
         return None
 
     def zero_grad(self) -> None:
-        """There is no gradient."""
+        """Do nothing: an unbuilt group has no gradient."""
 
     def range_of(self, parameter: Parameter) -> tuple[int, int]:
         return self._built(parameter).range_of(parameter)
@@ -214,14 +220,14 @@ class UnbuiltGroup(_Group):
 
 
 class ParameterGroup(_Group):
-    """One flat buffer of a unit, built.
+    """One flat buffer of a unit, with its memory.
 
-    arenas: by role, see buffers.py.
-    shard: where this rank's piece of the parameters goes; it is filled here.
-    shard_in_slot: it is a part of the gathered slot, so that gathering copies nothing.
-    slot_shared: other ranks read the gathered slot, too.
-    low_precision_copy: what it keeps of the shard in 16 bits, in a gathered slot that is its own.
-    transfer: gathers the group.
+    arenas: role (see buffers.py) -> arena.
+    shard: this rank's part of the flat buffer, 1-D. The constructor fills it with the initial values.
+    shard_in_slot: the shard is a part of the gathered slot, so a gather copies nothing.
+    slot_shared: other ranks of the node read the gathered slot, too.
+    low_precision_copy: a 16-bit copy of the shard, kept in a gathered slot that no other group uses.
+    transfer: the function that gathers the group.
     """
 
     def __init__(
@@ -250,19 +256,19 @@ class ParameterGroup(_Group):
         self.shard_in_slot = shard_in_slot
         self.slot_shared = slot_shared
         self.low_precision_copy = low_precision_copy
-        self.copy_is_fresh = False  # what is in there is the shard as it is
+        self.copy_is_fresh = False  # low_precision_copy has the present values of the shard
         self.transfer = transfer
-        self.gradient_path: GradientPath | None = None  # of its full gradients, once there is memory for them
-        self.uploaded = device.new_event()  # the shard has come from the host
+        self.gradient_path: GradientPath | None = None  # of the full gradients, once they have memory
+        self.uploaded = device.new_event()  # recorded when the shard has arrived from the host
         self.slot: Slot | None = None  # where the gathered parameters are, or will be
         self.views: tuple[Array, ...] = ()
-        self.full_views: tuple[Array, ...] | None = None  # full float32 values, lent by full_parameters
+        self.full_views: tuple[Array, ...] | None = None  # whole float32 values, inside full_parameters
         self._device = device
         self._shard = shard
         self._held = [layout.held(entry, ranks.rank) for entry in layout.entries]
         for storage, (start, stop, part) in zip(group.initial, self._held, strict=True):
             storage.give(part, shard[start:stop])
-        host.drop(shard)  # where it is a mapped file
+        host.drop(shard)  # frees the pages of a memory-mapped shard
         self.take_parameters()
 
     @property
@@ -307,23 +313,23 @@ class ParameterGroup(_Group):
     # -- gathered parameters
 
     def attach(self, slot: Slot) -> None:
-        """The parameters are, or will be, in this slot."""
+        """Take this slot for the gathered parameters, before the gather fills it."""
         self.slot = slot
         self.views = self.views_in(slot)
 
     def detach(self) -> Slot:
-        """The parameters are in no slot any more; gives the slot."""
+        """Give up the slot of the gathered parameters, and return it."""
         slot, self.slot, self.views = self.slot, None, ()
         return slot
 
     def views_in(self, slot: Slot) -> tuple[Array, ...]:
-        """As views_of, made once for each slot."""
+        """views_of the slot's array, made once for each slot."""
         if self not in slot.views:
             slot.views[self] = self.views_of(slot.array)
         return slot.views[self]
 
     def views_of(self, array: Array) -> tuple[Array, ...]:
-        """Each parameter's part of a flat buffer, in its shape."""
+        """One view of a flat buffer for each parameter, in the parameter's shape."""
         return tuple(array[entry.offset : entry.stop].reshape(entry.shape) for entry in self.layout.entries)
 
     # -- the storage contract
@@ -353,7 +359,8 @@ class ParameterGroup(_Group):
         self.applied = False
         own = self.sharded_gradient
         own.forget()
-        # Not where backward writes there itself: it says nothing before.
+        # Pages can be lent until the next reduction takes them back (ShardedGradient.receive). They can't
+        # where backward writes the sum itself (slots): it would not take the pages back first.
         if own.arrays and not own.slots and not self.placement.gradients:
             self._device.lend_pages(own.arrays[0])
         if self.accumulates:
@@ -391,7 +398,8 @@ class ParameterGroup(_Group):
     def full(self, parameter: Parameter) -> Array:
         if self.full_views is not None:
             return self.full_views[self.position[id(parameter)]]
-        # Other ranks may read it, or it is forgotten after the forward: a write would be lost or wrong.
+        # Read-only: other ranks may read the slot, and the unit is released after forward, so a write would
+        # be lost or wrong.
         return read_only(self.lent(parameter))
 
     def lent(self, parameter: Parameter) -> Array:
@@ -441,12 +449,12 @@ class ParameterGroup(_Group):
         return WRITTEN
 
     def _opened_for(self, parameter: Parameter) -> tuple[GradientPath, int]:
-        """The path of full gradients, open, and the position of a parameter of which there is to be one."""
+        """(the gradient path, opened if it was not, position of the parameter, which must be trained)."""
         position = self.position[id(parameter)]
         if position not in self.trained:
             raise RuntimeError(
-                f"parameter {parameter.name!r} was unfrozen after the forward had begun that used it; set "
-                "requires_grad before"
+                f"parameter {parameter.name!r} was unfrozen after the forward that used it had begun; set "
+                "requires_grad before that forward"
             )
         if not self.accumulates:
             self.runtime.open_gradient(self)
@@ -456,8 +464,8 @@ class ParameterGroup(_Group):
 def _not_gathered(parameter: Parameter) -> RuntimeError:
     return RuntimeError(
         f"parameter {parameter.name!r} is sharded: it can be neither read nor changed as a whole "
-        "outside the forward of its unit. This rank's piece is parameter.shard; "
-        "`with shardrt.fsdp.full_parameters(module)` lends all of it, and "
+        "outside the forward of its unit. parameter.shard is this rank's part; "
+        "`with shardrt.fsdp.full_parameters(module)` gathers the whole parameter, and "
         "shardrt.checkpoint.full_state_dict(model) gives rank 0 the weights of the model"
     )
 

@@ -1,8 +1,8 @@
-"""Layout: where each parameter of a unit lies in its flat buffer, and which part of it a rank holds.
+"""Layout: where each parameter of a group lies in the flat buffer, and which part of it each rank holds.
 
-Integers only, no arrays. The buffer is cut into `shards` equal shards; a parameter may straddle
-ranks. Each parameter starts at a multiple of ALIGNMENT elements, and so does each shard, for vector loads
-and 16-byte copies; the gaps and the end are padding, which is zero in parameters and in gradients.
+A Layout has integers only, no arrays. The buffer is cut into `shards` equal shards, and a parameter may
+straddle ranks. Each parameter and each shard starts at a multiple of ALIGNMENT elements, for vector loads and
+16-byte copies. The gaps and the end are padding, which is zero in parameters and in gradients.
 """
 
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ class Layout:
     entries: tuple[Entry, ...]
     shards: int
     shard_size: int
-    copies: int = 1  # how many ranks hold each shard
+    copies: int = 1  # number of ranks that hold each shard
 
     @classmethod
     def plan(
@@ -47,14 +47,15 @@ class Layout:
     ) -> "Layout":
         """Lay the parameters out one after the other, in the order given.
 
-        A shard can be cut evenly among the `copies` ranks that hold it.
+        The shard size is a multiple of `copies`, so that the ranks that hold a shard can all-reduce it in
+        equal parts.
         """
         entries = []
         end = 0
         for name, shape in named_shapes:
             entries.append(Entry(name, tuple(shape), end))
             end = aligned(entries[-1].stop)
-        shard_size = aligned(max(1, -(-end // (shards * copies)))) * copies  # nowhere is a buffer empty
+        shard_size = aligned(max(1, -(-end // (shards * copies)))) * copies  # no buffer is empty
         return cls(tuple(entries), shards, shard_size, copies)
 
     @property
@@ -67,7 +68,7 @@ class Layout:
         return rank * self.shard_size, (rank + 1) * self.shard_size
 
     def held(self, entry: Entry, rank: int) -> tuple[int, int, Part]:
-        """(start, stop, part): a rank's shard[start:stop] has these elements of the parameter, or none."""
+        """(start, stop, part): a rank's shard[start:stop] holds elements `part` of the parameter."""
         low, high = self.shard_range(rank)
         start = min(max(entry.offset, low), high)
         stop = min(max(entry.stop, start), high)
@@ -75,12 +76,12 @@ class Layout:
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """(start, stop) of every gap between parameters and of the rest at the end, none of them empty."""
+        """(start, stop) of every gap between parameters and of the rest at the end, without empty ranges."""
         stops = [entry.stop for entry in self.entries]
         starts = [entry.offset for entry in self.entries[1:]] + [self.total]
         return tuple((stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start)
 
 
 def aligned(count: int) -> int:
-    """The next multiple of ALIGNMENT."""
+    """`count` rounded up to a multiple of ALIGNMENT."""
     return -(-count // ALIGNMENT) * ALIGNMENT

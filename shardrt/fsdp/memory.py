@@ -1,4 +1,4 @@
-"""What a model will need, before the first step: bytes per rank by category, and a table of its units."""
+"""memory_plan and explain: bytes per rank by category before the first step, and a table of the units."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,19 +21,24 @@ from shardrt.optim.offload import SLOTS, slot_bytes
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes per rank by category, on the device and on the host. str() of it is a table."""
+    """Bytes per rank by category, on the device and on the host. str() gives a table.
+
+    Attributes:
+        device: category -> bytes on the device.
+        host: category -> bytes on the host.
+    """
 
     device: dict[str, int]
     host: dict[str, int] = field(default_factory=dict)
 
     @property
     def device_bytes(self) -> int:
-        """All categories on the device together."""
+        """The sum of all categories on the device."""
         return sum(self.device.values())
 
     @property
     def host_bytes(self) -> int:
-        """All categories on the host together."""
+        """The sum of all categories on the host."""
         return sum(self.host.values())
 
     def __str__(self) -> str:
@@ -52,32 +57,44 @@ def memory_plan(
     optimizer_states: float = 2,
     no_sync: bool = False,
 ) -> MemoryPlan:
-    """Bytes per rank that training `model` takes, before anything is allocated. Collective.
+    """Plan the bytes per rank that training `model` takes, before anything is allocated. Collective.
 
-    step: runs forward and backward of `model` as training will, without the optimizer. It is called once,
-    on a device that computes nothing, under the model's own schedule; the most that it holds at once becomes
-    the plan's activations. None leaves them out. It must not depend on the values of tensors: there are none.
-    optimizer_states: arrays per parameter that the optimizer keeps: 2 for AdamW, 1 for SGD with momentum; 1.5
-    for AdamW with exp_avg_dtype="bfloat16", whose first has half the bytes.
-    no_sync: some backwards will run under no_sync, and full gradients of all units live at once; what `step`
-    does counts as well, as do backwards with late= and `unshard`.
+    `model` may be a part of a sharded model: all units that train with it count. A model with pipeline stages
+    is planned for this rank's stages, without the buffers of links between ranks (parallel/memory.py). If the
+    ranks of a node share the memory of gathered units, each rank counts its part. On the CPU, arrays below
+    32 KiB do not count as activations.
 
-    `model` may be a part: the units that it is sharded with count as well. A model with stages is planned for
-    those of this rank, without what links between ranks take (parallel/memory.py). Where ranks of a node
-    share the memory of gathered units, each counts its part. Arrays below 32 KiB are not counted as
-    activations on the CPU. Raises ValueError if `model` has no unit, or several without one around them all,
-    and whatever the first forward would raise.
+    Args:
+        model: a sharded model.
+        step: function that runs forward and backward of `model` as training will, without the optimizer. It
+            is called once, under the model's own schedule, on a device that computes nothing. The most bytes
+            that it holds at once become the plan's activations. It must not depend on values of tensors: they
+            have none. None: leave activations out.
+        optimizer_states: arrays per parameter that the optimizer keeps: 2 for AdamW, 1 for SGD with momentum,
+            1.5 for AdamW with exp_avg_dtype="bfloat16", whose first array has half the bytes.
+        no_sync: some backwards will run under no_sync, so that full gradients of all units live at once. If
+            `step` itself uses no_sync, late= or unshard, the plan includes that without this argument.
+
+    Returns:
+        The MemoryPlan.
+
+    Raises:
+        ValueError: if `model` has no unit, or several without a unit around them all.
+        Exception: any error that the first forward would raise.
+
+    Example:
+        >>> print(memory_plan(model, step=lambda: loss_of(model, batch).backward()))
     """
     wholes = [whole_of("memory_plan", part) for part in stages_of(model) or [model]]
     units = [unit for whole in wholes for unit in whole]
     layouts = lay_out(units)
-    ranks_of = connect(units)  # collective: before what may fail on one rank alone
+    ranks_of = connect(units)  # collective, so it comes before calls that may fail on one rank only
     for whole in wholes:
         connect(whole)
     taken = None if step is None else run_dry(model, units, step)
     device: dict[str, int] = {}
     host: dict[str, int] = {}
-    scratch: dict[Communicator, tuple[int, int]] = {}  # which stages have in common
+    scratch: dict[Communicator, tuple[int, int]] = {}  # stages share communicators
     with _trained_as_asked(units):
         for whole in wholes:
             waits = taken is not None and not taken.accumulates.isdisjoint(whole)
@@ -97,7 +114,8 @@ def memory_plan(
         if isinstance(parameter.storage, LocalStorage):
             nbytes = parameter.size * parameter.dtype.itemsize
             _add(device, "ignored parameters", nbytes)
-            _add(device, "optimizer state", int(optimizer_states * nbytes) * parameter.requires_grad)
+            if parameter.requires_grad:
+                _add(device, "optimizer state", int(optimizer_states * nbytes))
     if taken is not None:
         _add(device, "activations", taken.device_bytes)
         _add(host, "offloaded activations", taken.host_bytes)
@@ -105,7 +123,7 @@ def memory_plan(
 
 
 def run_dry(model: Module, units: list[Unit], step: Callable[[], Any]) -> Any:
-    """What dry_run.py's Taken says of a step. The device without elements is imported where it is used."""
+    """dry_run.dry_run, whose simulated device is imported only here."""
     from shardrt.fsdp.dry_run import dry_run
 
     return dry_run(model, units, step)
@@ -117,7 +135,7 @@ def _add_buffers(
     specs: buffers.Specs,
     ranks_of: dict[ParameterGroup, ProcessGroups],
 ) -> None:
-    """What the units' buffers take, each once."""
+    """Add the bytes of the units' buffers, each buffer once."""
     makers = {
         spec: None if spec.host else buffers.maker_of(role, ranks_of[group])
         for group, roles in specs.items()
@@ -128,7 +146,7 @@ def _add_buffers(
 
 
 def whole_of(call: str, model: Module) -> list[Unit]:
-    """All units that train with those of `model`. Raises ValueError unless there is one around them all."""
+    """All units that train with those of `model`. Raises ValueError unless one unit contains them all."""
     found = units_for(call, model)
     units = found[0].schedule.units if found[0].schedule is not None else arranged(found[0])
     apart = [unit for unit in found if unit not in units]
@@ -144,7 +162,7 @@ def whole_of(call: str, model: Module) -> list[Unit]:
 
 @contextmanager
 def _trained_as_asked(units: list[Unit]) -> Iterator[None]:
-    """Inside a with block, what was frozen or unfrozen since the last forward counts."""
+    """Apply changes of requires_grad since the last forward inside a with block."""
     before = [(group, group.trained, group.finds_unused) for unit in units for group in unit.groups]
     for unit in units:
         for group in unit.groups:
@@ -160,7 +178,7 @@ def _trained_as_asked(units: list[Unit]) -> Iterator[None]:
 def _add_optimizer(
     device: dict[str, int], host: dict[str, int], layouts: dict[ParameterGroup, Layout], states: float
 ) -> None:
-    """What the optimizer keeps for the units, and the slots through which it updates what is on the host."""
+    """Add the optimizer state of the units, and the staging slots for optimizer state on the host."""
     slot = 0
     for group, layout in layouts.items():
         if group.trainable and group.parameters[0].updated:
@@ -172,13 +190,22 @@ def _add_optimizer(
 
 
 def explain(model: Module) -> str:
-    """A table of the units of `model`: what they hold, how they are cut, in which order they are prefetched.
+    """A table of the units of `model`: their parameters, how they are cut, the order of prefetching.
 
-    MB: of the parameters that this rank holds. computed: the type in which matmuls take them: float32 of
-    bfloat16 where the device has no matmuls of bfloat16, float8 where mp_policy has it. gathered: the unit at
-    whose start the gather is issued, by the present plan, which is the order of declaration until the first
-    forward has recorded another. Where axes of the mesh are joined, folded, or cut modules, their names stand
-    there, and which ranks have the other parts beside this one's. Raises ValueError if `model` has no unit.
+    The column "MB per rank" has the size of the parameters that this rank holds. "computed" is the type in
+    which matmuls take the parameters: "float32 of bfloat16" if the device has no bfloat16 matmuls, float8 if
+    mp_policy asks for it. "gathered" is the unit at whose start the gather is issued, by the present plan.
+    The plan is the order of declaration until the first forward has recorded another. If axes of the mesh are
+    joined, folded, or split modules, the table names the axes and the ranks that hold the other parts.
+
+    Args:
+        model: a sharded model, or a part of one.
+
+    Returns:
+        The table as text.
+
+    Raises:
+        ValueError: if `model` has no unit.
     """
     units = whole_of("explain", model)
     layouts = lay_out(units)
@@ -207,10 +234,14 @@ def explain(model: Module) -> str:
 def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, planned: list) -> tuple[str, ...]:
     place = order.get(unit)
     before = planned[max(0, place - prefetch)] if place else None
-    when = "not used" if place is None else "at its start" if not before else f"with {before.label}"
-    kept = (
-        "always" if not unit.reshard_after_backward else "" if unit.reshard_after_forward else "to backward"
-    )
+    if place is None:
+        when = "not used"
+    else:
+        when = f"with {before.label}" if before else "at its start"
+    if not unit.reshard_after_backward:
+        kept = "always"
+    else:
+        kept = "" if unit.reshard_after_forward else "to backward"
     if group is None:
         return unit.label, "0", "0.0", unit.settings.strategy.name, kept, "", "", "", when
     on_host = group.placement
@@ -237,7 +268,7 @@ def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, plann
 
 
 def _computed(group: ParameterGroup) -> str:
-    """The type in which matmuls take its parameters, and the shorter one to which these are rounded first."""
+    """The type in which matmuls take the parameters, and the shorter type to which they are rounded first."""
     param = group.key.param
     if any(parameter.float8 for parameter in group.parameters):
         return f"float8 of {param}"
@@ -246,36 +277,40 @@ def _computed(group: ParameterGroup) -> str:
 
 
 def _joined_axes(group: ParameterGroup) -> str:
-    """The ranks that it is cut over, where these lie along other axes than those of the mesh."""
+    """The ranks that the group is sharded over, if its last axis is a joined or folded one, else ""."""
     mesh = group.settings.mesh
     name, axes = (mesh.mesh_dim_names or ("",))[-1], mesh.root.mesh_dim_names or ()
     return f" on {name} {_ranks(mesh.axis(-1 % len(mesh.shape)))}" if name and name not in axes else ""
 
 
 def _before(group: ParameterGroup) -> str:
-    """Along which other axes of the mesh the parameters were cut, or what they give is summed."""
-    mesh, share, told = group.settings.mesh, group.parameters[0].share, ""
+    """The other axes of the mesh along which the parameters were split or their gradients are summed."""
+    mesh, share, text = group.settings.mesh, group.parameters[0].share, ""
     if group.key.cut:
-        told += f", cut on {(share.mesh.mesh_dim_names or mesh.names_of(share.axes))[0]} {_ranks(share.mesh)}"
-    return told + "".join(f", summed on {name}" for name in mesh.names_of(group.key.partial))
+        text += f", cut on {(share.mesh.mesh_dim_names or mesh.names_of(share.axes))[0]} {_ranks(share.mesh)}"
+    return text + "".join(f", summed on {name}" for name in mesh.names_of(group.key.partial))
 
 
 def _ranks(mesh: DeviceMesh) -> str:
-    """Those of a mesh of one axis, by their numbers in all."""
+    """The global ranks of a mesh with one axis, shortened if there are many."""
     ranks = mesh.ranks.ravel().tolist()
-    return f"({' '.join(map(str, ranks if len(ranks) <= _FEW else [*ranks[: _FEW - 1], '...', ranks[-1]]))})"
+    if len(ranks) > _FEW:
+        ranks = [*ranks[: _FEW - 1], "...", ranks[-1]]
+    return f"({' '.join(map(str, ranks))})"
 
 
-_FEW = 8  # ranks that a table names
+_FEW = 8  # the most ranks that a cell lists
 
 
 def _frozen(group: ParameterGroup) -> str:
     trained = [parameter.requires_grad for parameter in group.parameters]
-    return "" if all(trained) else " partly frozen" if any(trained) else " frozen"
+    if all(trained):
+        return ""
+    return " partly frozen" if any(trained) else " frozen"
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Columns as wide as what is in them; numbers to the right."""
+    """A text table. Each column is as wide as its widest cell; columns of numbers are right-aligned."""
     lines = [head, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     numeric = [all(_number(row[column]) for row in rows) for column in range(len(head))]

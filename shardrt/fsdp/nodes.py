@@ -1,15 +1,18 @@
 """Unshard, Regather and Exit: the only nodes of FSDP on the tape.
 
-Unshard is FSDP as one op: shards in, whole parameters out, all-gather forward, reduce-scatter backward. A
-forward of the outermost unit has one node for each unit, made when the unit is entered first. All nodes that
-use the unit's parameters are newer, so the tape runs its backward last, exactly when the unit's gradients are
-complete, however often the unit was called and whether or not its inputs need a gradient.
+Unshard is FSDP as one op: shards in, whole parameters out, all-gather in forward, reduce-scatter in backward.
+A forward of the outermost unit makes one Unshard node for each unit, when the unit is first entered. All
+nodes that use the unit's parameters are newer. The tape runs newer nodes first, so it runs Unshard's backward
+exactly when the unit's gradients are complete. This holds however often the unit was called, and whether or
+not its inputs need a gradient.
 
-Regather is newer than everything in one call of a unit: in backward the moment to gather again. It leads to
-Unshard by an edge that only carries order, so a unit that was gathered is reduced. Exit is the identity on
-those outputs of the call to which backward can come, and leads to Regather. The Exit of the outermost unit
-leads to every Regather of its forward: ranks whose losses use different units do the same for all of them. So
-does a unit that this rank skipped while others may use it: it has a Regather alone.
+Regather is newer than every node of one call of a unit, so its backward runs first and gathers the unit
+again. An edge without an array leads from Regather to Unshard: every unit that backward gathers is reduced.
+
+Exit is the identity on those outputs of a call that backward can reach. It has an edge to Regather. The Exit
+of the outermost unit has edges to every Regather of its forward: ranks whose losses use different units then
+gather and reduce the same units. A unit that this rank skipped, but other ranks may use, has a Regather and
+no Exit.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,13 +30,14 @@ Array = Any
 
 
 class Tape:
-    """One forward of the outermost unit, and its backward: the Unshard node of each unit in it.
+    """The Unshard nodes of one forward of the outermost unit, for its backward.
 
-    Several may be in flight: two forwards, and then the backward of both. Each gathers and reduces for
-    itself, so that the memory for it does not grow with their number.
+    Several forwards may precede a backward of all of them. Each has a Tape of its own. Backward gathers and
+    reduces for each forward separately, so memory for that does not grow with the number of forwards.
 
-    before: called with a unit and the tape when backward comes to a call of it; after: with a unit, when all
-    that uses its parameters has run; complete: with a unit, when its gradients are, which may be later.
+    before: before(unit, tape) is called when backward comes to a call of the unit.
+    after: after(unit) is called when all nodes that use the unit's parameters have run.
+    complete: complete(unit) is called when the unit's gradients are complete; later than `after` with `late`.
     """
 
     def __init__(
@@ -48,21 +52,21 @@ class Tape:
         self._nodes: WeakValueDictionary[Unit, Unshard] = WeakValueDictionary()
 
     def unshard(self, unit: Unit) -> "Unshard":
-        """The unit's one node, made at the first call."""
+        """The unit's Unshard node, made at the first call."""
         node = self._nodes.get(unit)
         if node is None:
             node = self._nodes[unit] = Unshard(unit, self)
         return node
 
     def forget(self, unit: Unit) -> None:
-        """The backward of its node has run."""
+        """Drop the unit's node, whose backward has run."""
         self._nodes.pop(unit, None)
 
 
 class Unshard(Function):
-    """Gathered parameters of a unit; backward hands the full gradients to the reduction.
+    """The gathered parameters of a unit. Its backward hands the full gradients to the reduction.
 
-    run: the backward that has come to it.
+    run: the backward that has come to the node, until the gradients are complete.
     """
 
     __slots__ = ("unit", "tape", "run")
@@ -90,9 +94,9 @@ class Unshard(Function):
 
 
 class Regather(Function):
-    """The end of one call of a unit; backward makes the parameters ready again.
+    """The end of one call of a unit. Its backward gathers the parameters again.
 
-    skipped: its place in the plan, if this rank has not called it.
+    skipped: the unit's place in the plan if this rank skipped the call, else None.
     """
 
     __slots__ = ("unit", "tape", "skipped")
@@ -112,7 +116,7 @@ class Regather(Function):
 
 
 class Exit(Function):
-    """The outputs of one call of a unit, unchanged."""
+    """The identity on the outputs of one call of a unit."""
 
     __slots__ = ()
     strided = True
@@ -122,14 +126,14 @@ class Exit(Function):
 
 
 def mark(unit: Unit, outputs: list[Variable], then: Iterable[Function]) -> list[Variable]:
-    """The same tensors; behind those that were recorded there is an Exit node.
+    """The outputs, where those on the tape now come from an Exit node.
 
-    then: nodes without outputs that backward must come to as well.
+    then: nodes without outputs that backward must run as well.
     """
     behind = recorded(unit, outputs)
     if not behind:
         return [_own(unit, output) for output in outputs]
-    # The Exit is newer than `then`, and they than all ops inside: backward comes to it first, to them next.
+    # Exit is newer than `then`, whose nodes are newer than all ops inside: backward runs them in that order.
     node = Exit()
     node.saved = ()
     node.needs = (True,) * len(behind)
@@ -141,19 +145,19 @@ def mark(unit: Unit, outputs: list[Variable], then: Iterable[Function]) -> list[
 
 
 def recorded(unit: Unit, outputs: list[Variable]) -> list[Variable]:
-    """The outputs of a forward of `unit` to which backward can come. Parameters of others are no outputs."""
+    """The outputs of a forward of `unit` that backward can reach, without parameters of other units."""
     if not autograd.is_grad_enabled():
         return []
     return [output for output in outputs if output.requires_grad and not _of_others(unit, output)]
 
 
 def _of_others(unit: Unit, output: Variable) -> bool:
-    """Whether it is a parameter that another unit has, or none."""
+    """Whether `output` is a parameter that does not belong to `unit`."""
     return isinstance(output, Parameter) and output.storage not in unit.groups
 
 
 def _own(unit: Unit, output: Variable) -> Variable:
-    """As own_array, of a tensor."""
+    """own_array for a tensor; parameters of other units stay as they are."""
     if _of_others(unit, output):
         return output
     data = output.data
@@ -162,6 +166,6 @@ def _own(unit: Unit, output: Variable) -> Variable:
 
 
 def own_array(unit: Unit, array: Array) -> Array:
-    """`array` itself, or a copy where its memory is a slot of `unit`, which goes to others after forward."""
+    """`array`, or a copy if it lies in a slot of `unit`: another unit may take the slot after forward."""
     slots = (group.slot.array for group in unit.groups if group.slot is not None)
     return array.copy() if any(np.may_share_memory(array, slot) for slot in slots) else array

@@ -1,7 +1,7 @@
-"""What may watch a schedule: ScheduleObserver, and StepTrace, which every schedule has.
+"""ScheduleObserver watches a schedule. StepTrace is an observer that every schedule has.
 
-An observer decides nothing of what the schedule does. Append one to `Schedule.observers`; what must be there
-from the first forward enters as a function of the schedule in `Unit.observers`.
+An observer does not influence the schedule. Append it to `Schedule.observers`. An observer that must see the
+first forward is made by a function in `Unit.observers`, which gets the schedule.
 """
 
 import os
@@ -13,19 +13,19 @@ from shardrt.fsdp.unit import Unit
 
 
 class ScheduleObserver:
-    """Override what you want to see. Calls come from the rank's own thread, in the order of the program."""
+    """Override the events to watch. The rank's own thread makes the calls, in the order of the program."""
 
     def forward_begins(self, root: Unit) -> None:
         """A forward of the outermost unit begins."""
 
     def recording_begins(self) -> None:
-        """A forward begins, of any unit, that backward may follow."""
+        """A forward of any unit begins, and backward may follow."""
 
     def backward_begins(self) -> None:
-        """A backward, or its deferred half, begins."""
+        """A backward, or the deferred half of one, begins."""
 
     def backward_ends(self) -> None:
-        """A backward has ended, or is given up after it raised."""
+        """A backward has ended, or was discarded after it raised."""
 
     def enter(self, unit: Unit) -> None:
         """A call of a module of the unit begins."""
@@ -46,20 +46,20 @@ class ScheduleObserver:
         """The gather of the unit was issued."""
 
     def release(self, unit: Unit) -> None:
-        """The unit's whole parameters were given up."""
+        """The unit's gathered parameters were released."""
 
     def reduce(self, unit: Unit) -> None:
         """The reduction of a group of the unit was issued."""
 
 
 class StepTrace(ScheduleObserver):
-    """For people: spans of units in traces, the phase that the watchdog names, SHARDRT_DEBUG=1."""
+    """Records spans of units for traces, sets the watchdog's phase, prints events with SHARDRT_DEBUG=1."""
 
     def __init__(self, mesh: DeviceMesh, stream: str) -> None:
         self._mesh = mesh
         self._stream = stream
         self._started: dict[Unit, float] = {}
-        self._phases: dict[Unit, str] = {}  # those that have begun, the innermost last
+        self._phases: dict[Unit, str] = {}  # phases that have begun and not ended, the innermost last
 
     def forward_begins(self, root: Unit) -> None:
         self._mesh.part("forward")
@@ -107,7 +107,7 @@ class StepTrace(ScheduleObserver):
         self._show_phase()
 
     def _show_phase(self) -> None:
-        """Let the device know of which part of the step ops are now."""
+        """Set the device's phase: the part of the step that ops belong to now."""
         self._mesh.device.doing(next(reversed(self._phases.values()), ""))
 
     def _add_span(self, direction: str, unit: Unit) -> None:
@@ -116,7 +116,7 @@ class StepTrace(ScheduleObserver):
             timeline.add(self._stream, f"{direction} {unit.label}", started, timeline.now())
 
     def _debug(self, event: str, unit: Unit) -> None:
-        if _DEBUG:  # each line in one piece: ranks may be threads
+        if _DEBUG:  # one write for the whole line: ranks may be threads
             sys.stderr.write(f"[rank {self._mesh.rank}] {event:8} {unit.label}\n")
 
 

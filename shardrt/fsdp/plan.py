@@ -1,10 +1,11 @@
-"""Plan: the order in which a forward enters the units, recorded once and followed from then on.
+"""Plan: the order in which a forward enters the units, recorded once and followed by later forwards.
 
-Prefetch follows it. It also shows when this rank skips a unit that others may be using. The schedule then has
-the rank join that unit's collectives all the same, so conditional layers may differ from rank to rank.
-Before the first forward the plan is the order in which the model declares its units. After it the ranks
-compare the recorded order and strike out the units that none of them used. A forward that does not begin with
-the outermost unit has a Route without a plan; a recomputation is a Replay of what ran the first time.
+Prefetch follows the plan. The plan also shows when this rank skips a unit that other ranks may use. The rank
+then joins the unit's collectives without computing, so conditional layers may differ between ranks.
+
+Before the first forward, the plan is the order in which the model declares its units. After it, the ranks
+compare their recorded orders and remove the units that no rank used. A forward that does not begin with the
+outermost unit follows an empty Route. The second run of a recomputed module follows a Replay of the first.
 """
 
 import warnings
@@ -18,13 +19,15 @@ from shardrt.fsdp.unit import State, Unit
 
 
 class Route:
-    """What a forward follows: the base of the two below, and by itself one of which nothing is known.
+    """The order of units that a forward follows. The base class knows no order.
 
-    nodes: what backward must come to on this rank, whatever its loss uses: on others it does.
-    gives_gradients: the unit left last has given what requires a gradient.
+    nodes: nodes that backward must run on this rank even if its loss does not depend on them: other ranks'
+    backward may run them, and they issue collectives.
+    gives_gradients: an output of the unit left last requires a gradient.
     """
 
-    replay = agreed = False  # a recomputation; a plan that all ranks have compared
+    replay = False  # the second run of a recomputed module
+    agreed = False  # all ranks have compared the order
 
     def __init__(self) -> None:
         self.nodes: list[Function] = []
@@ -35,23 +38,23 @@ class Route:
         return 0
 
     def skip_out_of(self, inside: Unit) -> int:
-        """How many units this rank skips by leaving `inside` now: those that lie in it."""
+        """How many units inside of `inside` this rank skips by leaving it now."""
         return 0
 
     def advance(self, visited: bool) -> int | None:
-        """Advance by one unit, which this rank calls or not; gives its place in the plan."""
+        """Advance by one unit and give its place in the plan. visited: this rank calls the unit."""
 
     def upcoming(self) -> list[Unit]:
         """The units that come next."""
         return []
 
     def agree(self, control: Communicator) -> set[int]:
-        """At the end: the places in the plan of units that no rank has used."""
+        """At the end of a forward: the places in the plan of units that no rank used."""
         return set()
 
 
 class Replay(Route):
-    """What the second run of a recomputed module follows."""
+    """The units of a recomputed module, for its second run."""
 
     replay = True
 
@@ -64,30 +67,30 @@ class Replay(Route):
 
 
 class Plan(Route):
-    """The units in the order in which they are entered; a unit that is called twice appears twice."""
+    """The units in the order in which a forward enters them. A unit that is called twice appears twice."""
 
     def __init__(self, units: list[Unit]) -> None:
         super().__init__()
         self.units = units
         self.order = list(units)
-        self.visited = [False] * len(units)  # at each place, by this rank in this forward
+        self.visited = [False] * len(units)  # for each place: this rank called the unit in this forward
         self.place = 0
         self.agreed = False  # the ranks have compared this order
         self.deviations = 0  # forwards that did not follow the order
         self._deviates = False
-        self._told = False
+        self._warned = False
 
     def begin(self) -> None:
-        """A forward of the outermost unit starts."""
+        """Start a forward of the outermost unit."""
         self.place, self.nodes, self.gives_gradients = 0, [], False
         self.visited = [False] * len(self.order)
         self._deviates = False
 
     def skip_to(self, unit: Unit) -> int:
-        """0 where all is as planned.
+        """As Route.skip_to; 0 if the forward is as planned.
 
-        If this rank skips any, the forward counts as one that deviates. If the plan has no place for `unit`
-        from here on, the rest is forgotten and recorded anew.
+        A forward that skips units counts as a deviation. If the plan does not have `unit` from here on, the
+        rest of the plan is dropped, and the forward records a new rest.
         """
         for place in range(self.place, len(self.order)):
             if self.order[place] is unit:
@@ -118,42 +121,42 @@ class Plan(Route):
         return self.order[self.place :]
 
     def agree(self, control: Communicator) -> set[int]:
-        """Compare with the other ranks and strike out the units that no rank used; gives their places.
+        """Compare the order with the other ranks, remove the units that no rank used, give their places.
 
-        Units that are marked as used by_rank stay.
-
-        Collective. Raises CollectiveMismatch that names ranks and units if ranks have different orders.
+        Units with by_rank stay in the plan. Collective. Raises CollectiveMismatch, which names ranks and
+        units, if the ranks have different orders.
         """
         if self.agreed:
             return set()
         _compare([self.units.index(unit) for unit in self.order], self.units, control)
-        told = [self.visited, *map(list, control.talk(bytes(self.visited)))]
-        used = [unit.settings.by_rank or any(own) for unit, *own in zip(self.order, *told, strict=True)]
-        self.order = [unit for unit, anybody in zip(self.order, used, strict=True) if anybody]
+        visited = [self.visited, *map(list, control.talk(bytes(self.visited)))]  # a list from each rank
+        by_unit = zip(self.order, *visited, strict=True)
+        used = [unit.settings.by_rank or any(on_ranks) for unit, *on_ranks in by_unit]
+        self.order = [unit for unit, is_used in zip(self.order, used, strict=True) if is_used]
         self.visited = [True] * len(self.order)
         self.place = len(self.order)
         self.agreed = True
-        return {place for place, anybody in enumerate(used) if not anybody}
+        return {place for place, is_used in enumerate(used) if not is_used}
 
     def _leave_out(self, count: int, instead: str) -> None:
-        """The next `count` units are not used: a deviation, unless they may be left out at any time."""
+        """Note that the next `count` units are not used: a deviation, unless all of them have by_rank."""
         if not all(unit.settings.by_rank for unit in self.order[self.place : self.place + count]):
             self._deviate(instead)
 
     def _deviate(self, instead: str, hint: str = "") -> None:
-        """Count a forward that differs from the plan, and say so once, when the plan had been agreed."""
+        """Count a forward that differs from an agreed plan, and warn the first time."""
         if self._deviates or not self.agreed:
             return
         self._deviates = True
         self.deviations += 1
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             left = self.order[self.place :]
-            expected = f"unit {left[0].label} next" if left else "no unit any more"
+            expected = f"unit {left[0].label} next" if left else "no further unit"
             warnings.warn(
-                f"fully_shard: expected {expected}, as in the forward that was recorded, but {instead}. The "
-                "result is right, but parameters are gathered that nobody asked for, or later than they "
-                f"could be.{hint} Said once; schedule.plan.deviations counts.",
+                f"fully_shard: expected {expected}, as in the recorded forward, but {instead}. The result is "
+                "right, but some units are gathered without need, or later than they could be."
+                f"{hint} This warning appears once; schedule.plan.deviations counts.",
                 stacklevel=2,
             )
 
@@ -166,9 +169,9 @@ def _compare(order: list[int], units: list[Unit], control: Communicator) -> None
     orders, other = talk.from_all(control, order), differing[0]
     pairs = zip_longest(orders[0], orders[other], fillvalue=None)
     place, pair = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
-    names = ["no more" if index is None else units[index].label for index in pair]
+    names = ["missing" if index is None else units[index].label for index in pair]
     raise CollectiveMismatch(
         f"fully_shard: ranks use units in different orders: unit number {place + 1} is {names[0]} on rank 0, "
-        f"{names[1]} on rank {other}; a unit may be left out on some ranks, but not used out of order",
+        f"{names[1]} on rank {other}; a rank may leave units out, but must not change their order",
         speaks=control.rank == 0,
     )

@@ -1,4 +1,4 @@
-"""The settings of a unit, and its choices, which may change between steps."""
+"""The settings of a unit, which are fixed, and its choices, which may change between steps."""
 
 from dataclasses import dataclass
 
@@ -12,29 +12,35 @@ from shardrt.nn.storage import HostPlacement
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Element types of a unit: "float32", "bfloat16", "float16", or a NumPy dtype. None changes nothing.
+    """The element types of a unit: "float32", "bfloat16", "float16", or a NumPy dtype.
 
-    param_dtype: what parameters are gathered and computed in. The shards that the optimizer updates stay
-    float32, always. Where the device has no arithmetic of that type (the CPU), values are rounded to it,
-    stored and sent in it, and computed with in float32.
-    reduce_dtype: what gradients are sent in; param_dtype if None. Each rank's gradient is rounded once and
-    the sum is made in float32, so a 16-bit reduction costs the bytes but not the rounding of a ring; but NCCL
-    adds in the type that is sent, unless the mesh has reduction="tree".
-    output_dtype: what the floating outputs of the unit's forward are cast to.
-    cast_forward_inputs: cast floating inputs of the unit's forward to param_dtype; without a param_dtype
-    those of 16 bits to float32, where the unit's parameters are.
-    full_precision: classes of modules within the unit whose own parameters stay float32: (nn.LayerNorm,).
-    Those of a nn.Router do in any case.
-    float8: the matmuls of nn.Linear in the unit, in forward and backward, are in float8 (E4M3, and E5M2 for
-    gradients), with a scale per tensor. On NVIDIA GPUs from Hopper on, with param_dtype="bfloat16", in which
-    parameters are still gathered. Give the first and the last block, and the unit of the head, a policy
-    without it.
+    float64 and integer parameters keep their type: they are gathered, computed with and reduced in it. Inputs
+    of a unit that has only such parameters are not cast.
 
-    Parameters of float64 and of integers stay what they are: gathered, computed in and reduced as they are.
-    Inputs of a unit that has such parameters alone are not cast.
+    (Micikevicius et al., Mixed Precision Training, 2018, and FP8 Formats for Deep Learning, 2022.)
 
-    (Micikevicius et al., Mixed Precision Training, 2018, and FP8 Formats for Deep Learning, 2022.) Raises
-    ValueError for an unknown type, and for float8 without bfloat16.
+    Args:
+        param_dtype: type in which parameters are gathered and computed with; None: their own. The shards that
+            the optimizer updates always stay float32. If the device has no arithmetic of the type (the CPU),
+            values are rounded to it, stored and sent in it, and computed with in float32.
+        reduce_dtype: type in which gradients are sent; None: param_dtype. Each rank's gradient is rounded
+            once and the sum is made in float32. A 16-bit reduction so halves the bytes without the rounding
+            of a ring. NCCL's own reductions add in the type that is sent: use a mesh with reduction="tree".
+        output_dtype: type to which floating outputs of the unit's forward are cast; None: no cast.
+        cast_forward_inputs: cast floating inputs of the unit's forward to param_dtype. Without a param_dtype,
+            cast 16-bit inputs to float32 if the unit has float32 parameters.
+        full_precision: classes of modules in the unit whose own parameters stay float32, for instance
+            (nn.LayerNorm,). Parameters of a nn.Router always do.
+        float8: compute the matmuls of nn.Linear in the unit in float8, forward and backward: E4M3, and E5M2
+            for gradients, with one scale per tensor. Parameters are still gathered in bfloat16. Needs an
+            NVIDIA GPU from Hopper on and param_dtype="bfloat16". Leave it off for the first and the last
+            block and for the unit of the head.
+
+    Raises:
+        ValueError: for an unknown type, and for float8 without param_dtype="bfloat16".
+
+    Example:
+        >>> fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype="bfloat16", reduce_dtype="float32"))
     """
 
     param_dtype: str | None = None
@@ -51,12 +57,16 @@ class MixedPrecisionPolicy:
                 value = dtypes.named(name, value)
                 object.__setattr__(self, name, value)
                 if value == dtypes.float64:
-                    raise ValueError(f"{name}: float64 is not a type of mixed precision; leave it None")
+                    raise ValueError(
+                        f"MixedPrecisionPolicy: {name}: float64 is not a type of mixed precision; omit it"
+                    )
         if self.float8 and self.param_dtype != dtypes.bfloat16:
-            raise ValueError(f"float8 needs param_dtype='bfloat16', got {self.param_dtype!r}")
+            raise ValueError(
+                f"MixedPrecisionPolicy: float8 needs param_dtype='bfloat16', got {self.param_dtype!r}"
+            )
 
     def types_of(self, module: Module, own: str) -> tuple[str, str]:
-        """(param, reduce) types for the parameters that `module` itself holds, of type `own`."""
+        """(param, reduce) types for parameters of type `own` that `module` itself holds."""
         if not dtypes.casts(own) or isinstance(module, self.full_precision) or module.full_precision:
             return own, own
         param = self.param_dtype or own
@@ -64,26 +74,26 @@ class MixedPrecisionPolicy:
 
 
 class OffloadPolicy:
-    """Which parts of a unit live in host memory between uses: none. CPUOffloadPolicy moves some there."""
+    """Keeps all parts of a unit on the device. CPUOffloadPolicy keeps some in host memory between uses."""
 
     placement = HostPlacement()
 
     def sharded_gradient(self) -> ShardedGradient:
-        """A new one for each group."""
+        """A new ShardedGradient for a group."""
         return ShardedGradient()
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose for one unit; the arguments of fully_shard."""
+    """The arguments of fully_shard for one unit."""
 
     mesh: DeviceMesh
     strategy: ShardingStrategy
     reshard_after_forward: bool | None
-    prefetch: int | None  # None: as the outermost unit says
+    prefetch: int | None  # None: the outermost unit's
     precision: MixedPrecisionPolicy
     offload: OffloadPolicy
-    by_rank: bool = False  # never struck from the plan
+    by_rank: bool = False  # stays in the plan even if no rank used the unit in the first forward
 
     @property
     def placement(self) -> HostPlacement:
@@ -92,16 +102,16 @@ class Settings:
 
     @property
     def cut(self) -> tuple[DeviceMesh, str]:
-        """What says which ranks have which part: the mesh, and strategy.Row.cut."""
+        """(mesh, strategy.Rules.cut): they determine which rank holds which part."""
         return self.mesh, self.strategy.rules.cut
 
 
 @dataclass
 class Choices:
-    """What the user may change of a unit later. The unit and its groups hold the same object."""
+    """The properties of a unit that the user may change later. The unit and its groups share the object."""
 
     divide_factor: float
     reduces: bool = True  # gradients are reduced at the end of backward; False under no_sync
-    find_unused: bool = False  # ranks tell each other which parameters they have used
-    micro_batches: int | None = None  # of a step, on each rank; None: sums depend on the number of ranks
-    held: bool = False  # gathered until the user says reshard
+    find_unused: bool = False  # ranks exchange which parameters they have used
+    micro_batches: int | None = None  # in a step, on each rank; None: sums depend on the number of ranks
+    held: bool = False  # stays gathered until the user calls reshard

@@ -1,4 +1,4 @@
-"""ProcessGroups: the ranks among which a unit is cut, and the ranks that hold the same shard of it."""
+"""ProcessGroups: the ranks that a group is sharded over, and the ranks that hold the same shard."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,16 @@ Axes = Digits  # of the root mesh
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Communicators of one kind of cut.
+    """The communicators of groups that are cut alike.
 
-    gather, reduce, control: over the ranks that together hold one whole unit (where modules are cut: what was
-    this rank's part of them before sharding), one communicator per stream. copies: over the ranks that add
-    up sharded gradients, since they hold copies or since their gradients are partial; None if there is one.
-    holders: over the ranks that together hold what the parameters were before modules were cut; holding: the
-    mesh of these ranks, None where one rank holds all. sharers: how many ranks hold what this one does;
-    owner: whether it is the one that saves it.
+    gather, reduce, control: over the ranks that together hold one whole unit; one communicator per stream. If
+        modules were split before sharding, "whole" is this rank's part of the split.
+    copies: over the ranks that add up sharded gradients, because they hold copies or their gradients are
+        partial; None if there is only one such rank.
+    holders: over the ranks that together hold the parameters as they were before modules were split.
+    holding: the mesh of the holders; None if one rank holds everything.
+    sharers: number of ranks that hold the same values as this rank.
+    owner: whether this rank is the one of them that saves the values.
     """
 
     gather: Communicator
@@ -34,12 +36,12 @@ class ProcessGroups:
 
     @property
     def rank(self) -> int:
-        """This rank's place among those that together hold a unit."""
+        """This rank's number among the ranks that together hold a unit: the index of its shard."""
         return self.gather.rank
 
     @property
     def size(self) -> int:
-        """How many shards a unit is cut into."""
+        """Number of shards."""
         return self.gather.size
 
     @property
@@ -51,10 +53,12 @@ class ProcessGroups:
     def of(
         cls, mesh: DeviceMesh, cut: str, cut_before: Axes = (), partial: Axes = (), across: Axes = ()
     ) -> "ProcessGroups":
-        """Those for strategy.Row.cut, on a mesh of all ranks that have parts of the data. Collective.
+        """The process groups for strategy.Rules.cut on `mesh`, the ranks of the data. Collective.
 
-        Where modules are cut along other axes: cut_before: those along which these parameters are; partial:
-        those along which each rank's gradient is a part of a sum; across: those of the whole model.
+        If modules were split along other axes of the root mesh:
+        cut_before: the axes along which these parameters were split.
+        partial: the axes along which each rank's gradient is one term of a sum.
+        across: all axes along which modules of the model were split.
         """
         held = {"none": None, "mesh": mesh, "last axis": mesh.axis(-1 % len(mesh.shape))}[cut]
         if held is None:
@@ -64,7 +68,7 @@ class ProcessGroups:
         else:
             own = tuple(held.communicator(role) for role in ("gather", "reduce", "control"))
             added, role = mesh.axis(0) if cut == "last axis" else None, "copies"
-        if partial:  # outermost, so that the tree of a sum is the same however the data ranks are cut
+        if partial:  # outermost, so that the tree of a sum does not depend on how the data ranks are cut
             added = mesh.along(partial, () if added is None else added.axes)
         copies = added.communicator(role) if added is not None and added.size > 1 else None
         if not across:
@@ -79,7 +83,7 @@ class ProcessGroups:
 
 
 def shape_of(mesh: DeviceMesh, cut: str, partial: Axes = ()) -> tuple[int, int]:
-    """(shards, ranks that add up gradients of each) of a unit's shard groups, without making them."""
+    """(number of shards, number of ranks that add up the gradients of each shard), without communicators."""
     more = size_of(partial)
     if cut == "none":
         return 1, mesh.size * more

@@ -1,7 +1,8 @@
-"""check_replicas: ranks that hold copies of a shard (NO_SHARD, the hybrids) must hold the same bits.
+"""check_replicas: compares the ranks that hold copies of a shard (NO_SHARD, the hybrids).
 
-They compute the same update from the same reduced gradient, so any difference is a fault: of memory, of the
-network, or of a program that wrote to one rank's parameters. Nothing else would ever show it.
+These ranks compute the same update from the same reduced gradient, so their copies must be bitwise identical.
+A difference is a fault of memory, of the network, or of a program that wrote to one rank's parameters. No
+other check would find it.
 """
 
 from collections.abc import Iterator
@@ -21,19 +22,26 @@ from shardrt.nn.parameter import along_pipeline
 from shardrt.nn.storage import Storage
 
 Array = Any
-States = dict[Storage, dict[str, Array]]  # what an optimizer keeps for each storage, by name
+States = dict[Storage, dict[str, Array]]  # storage -> name -> array of optimizer state
 
 
 class ReplicasDiffer(RuntimeError):
-    """Ranks that must hold equal weights or optimizer state do not. The message names parameter and ranks."""
+    """Copies of weights or optimizer state differ between ranks. The message names parameter and ranks."""
 
 
 def check_replicas(model: Module, optimizer: Any = None) -> None:
-    """Compare what ranks hold copies of: the weights of `model`, and `optimizer`'s state of them. Collective.
+    """Compare ranks' copies of the weights of `model` and of their optimizer state. Collective.
 
-    Raises ReplicasDiffer on every rank. Where no shard has copies, and there is no pipeline, it does nothing
-    and meets nobody. Else it reads all that this rank holds once, and ranks exchange a few bytes. Copies of
-    what two stages of a pipeline use are compared as well.
+    Each rank reads all that it holds once, and ranks exchange a few bytes. Copies of parameters that two
+    pipeline stages share are compared as well. If there are neither copies nor a pipeline, the call does
+    nothing and no rank waits.
+
+    Args:
+        model: a sharded model.
+        optimizer: its optimizer; None compares weights only.
+
+    Raises:
+        ReplicasDiffer: on every rank, if copies differ.
     """
     others = along_pipeline(model.parameters())
     error = None
@@ -41,13 +49,13 @@ def check_replicas(model: Module, optimizer: Any = None) -> None:
         _check_stage(model, optimizer)
     except ReplicasDiffer as differ:
         error = str(differ)
-    for told in [error] if others is None else talk.from_all(others, error):
-        if told is not None:
-            raise ReplicasDiffer(told)
+    for message in [error] if others is None else talk.from_all(others, error):
+        if message is not None:
+            raise ReplicasDiffer(message)
 
 
 def _check_stage(model: Module, optimizer: Any) -> None:
-    """The same of what this rank's stages hold; raises on all ranks that have them."""
+    """Compare the copies of this rank's stages. Raises ReplicasDiffer on all ranks of these stages."""
     by_schedule: dict[Schedule, dict[ProcessGroups, list[ParameterGroup]]] = {}
     for unit in units_below(model):
         by_ranks = by_schedule.setdefault(unit.built(), {})
@@ -65,7 +73,7 @@ def _check_stage(model: Module, optimizer: Any) -> None:
 
 
 def _unequal_copies(model: Module, states: States) -> str:
-    """What is wrong with parameters that two stages use, as this rank and that of the other see it."""
+    """A message if the copies of a parameter that two stages share differ, else "". Collective over both."""
     odd = ""
     for parameter in model.parameters():
         if parameter.place is not None and parameter.place.copies is not None:
@@ -84,21 +92,25 @@ def _unequal_copies(model: Module, states: States) -> str:
 def _check(
     control: Communicator, by_ranks: dict[ProcessGroups, list[ParameterGroup]], states: States
 ) -> None:
-    """Groups of one cut are cut alike, so one hash stands for all that a rank holds of them."""
+    """Raise ReplicasDiffer if copies differ: first by one hash for all groups that are cut alike."""
     own = [
         [ranks.holders.rank, _hash("".join(_hash(a) for g in groups for _, a in _arrays(g, states)).encode())]
         for ranks, groups in by_ranks.items()
     ]
     everyone = talk.from_all(control, own)
-    odd = {ranks for n, ranks in enumerate(by_ranks) if _unequal([told[n] for told in everyone])}
+    odd = {ranks for n, ranks in enumerate(by_ranks) if _unequal([pairs[n] for pairs in everyone])}
     if odd:
         groups = [group for ranks in by_ranks if ranks in odd for group in by_ranks[ranks]]
         rows = [row for group in groups for row in _rows(group, states)]
-        raise ReplicasDiffer(_told([dict(map(_keyed, told)) for told in talk.from_all(control, rows)]))
+        hashes = [
+            {(name, kind, holder): hash_ for name, kind, holder, hash_ in of_rank}
+            for of_rank in talk.from_all(control, rows)
+        ]
+        raise ReplicasDiffer(_message(hashes))
 
 
 def _arrays(group: ParameterGroup, states: States) -> Iterator[tuple[str, Array]]:
-    """The used part of this rank's shard, and of each state that goes with it."""
+    """(kind, used part) of this rank's shard and of each array of its optimizer state."""
     ranges = [group.range_of(parameter) for parameter in group.parameters]
     start, stop = min(start for start, _ in ranges), max(stop for _, stop in ranges)
     for kind, array in {"parameter": group.shard, **states.get(group, {})}.items():
@@ -106,7 +118,10 @@ def _arrays(group: ParameterGroup, states: States) -> Iterator[tuple[str, Array]
 
 
 def _hash(values: Array) -> str:
-    """Of an array's bits, or of bytes: on the host XXH3-128, elsewhere their sum, which a flip changes."""
+    """A hash of an array or of bytes: XXH3-128 on the host; on a device the integer sum of the words.
+
+    A flipped bit changes the sum.
+    """
     from xxhash import xxh3_128_hexdigest
 
     if isinstance(values, bytes):
@@ -116,37 +131,39 @@ def _hash(values: Array) -> str:
     return str(int(values.view(f"uint{8 * values.dtype.itemsize}").sum(dtype=np.uint64)))
 
 
-def _unequal(told: list[list]) -> bool:
-    """Whether two ranks that hold the same shard have other hashes."""
-    return len({tuple(pair) for pair in told}) > len({rank for rank, _ in told})
+def _unequal(pairs: list[list]) -> bool:
+    """Whether ranks have different hashes of the same shard. pairs: [shard, hash] of each rank."""
+    return len({tuple(pair) for pair in pairs}) > len({shard for shard, _ in pairs})
 
 
 def _rows(group: ParameterGroup, states: States) -> Iterator[list]:
-    """[parameter, kind, this rank's place among those that share it, hash] of each piece."""
+    """[parameter, kind, index of this rank's shard, hash] of each parameter and each array of its state."""
     for parameter in group.parameters:
         start, stop = group.range_of(parameter)
         for kind, array in {"parameter": group.shard, **states.get(group, {})}.items():
             yield [parameter.name, kind, group.ranks.holders.rank, _hash(array[start:stop])]
 
 
-def _keyed(row: list) -> tuple[tuple, str]:
-    return tuple(row[:3]), row[3]
+def _message(everyone: list[dict[tuple, str]]) -> str:
+    """The error message: the first array that differs, and the ranks on each side.
 
-
-def _told(everyone: list[dict[tuple, str]]) -> str:
-    """What differs first, and between which ranks: the fewest, which are likely the wrong ones, first."""
+    everyone: for each rank, (parameter, kind, shard) -> hash. The smaller side, likely the wrong one, comes
+    first.
+    """
     different = []
-    for key in dict.fromkeys(key for told in everyone for key in told):
+    for key in dict.fromkeys(key for hashes in everyone for key in hashes):
         ranks: dict[str, list[int]] = {}
-        for rank, told in enumerate(everyone):
-            if key in told:
-                ranks.setdefault(told[key], []).append(rank)
+        for rank, hashes in enumerate(everyone):
+            if key in hashes:
+                ranks.setdefault(hashes[key], []).append(rank)
         if len(ranks) > 1:
             different.append((key, sorted(ranks.values(), key=len)))
     if not different:
-        return "ranks hold unequal copies of a shard, which changed while they were compared"
+        return "copies of a shard differ between ranks, but changed while they were compared"
     (name, kind, _), parts = different[0]
     what = f"parameter {name!r}" if kind == "parameter" else f"the optimizer's {kind!r} of parameter {name!r}"
-    sides = " and ".join(f"rank{'s' * (len(part) > 1)} {', '.join(map(str, part))}" for part in parts)
-    more = f"; {len(different) - 1} more arrays differ" * (len(different) > 1)
+    sides = " and ".join(
+        f"{'ranks' if len(part) > 1 else 'rank'} {', '.join(map(str, part))}" for part in parts
+    )
+    more = f"; {len(different) - 1} more arrays differ" if len(different) > 1 else ""
     return f"copies of {what} differ between {sides}, which must be equal to the bit{more}"

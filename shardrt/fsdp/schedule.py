@@ -1,17 +1,19 @@
-"""Who waits for whom: the gathers, reductions and releases of all units of one model.
+"""Schedule: when each unit of one model is gathered, released and reduced.
 
-    forward    enter(k): wait until k is gathered, issue the gather of k+1, compute, leave(k): release k
-    backward   before_backward(k): wait until k is gathered, issue k-1, compute,
-               after_backward(k): release k; complete(k): hand its gradients to the reduce stream
+    forward    enter(k): wait for the gather of k, issue the gather of k+1, compute, leave(k): release k
+    backward   before_backward(k): wait for the gather of k, issue the gather of k-1, compute,
+               after_backward(k): release k; complete(k): hand the gradients of k to the reduce stream
 
-Compute is a stream, gathers are one, reductions are one, and the last two have a communicator each: in one,
-every gather would queue behind a reduction. Every decision here follows from the order of the program alone,
-never from how far a stream has got, so all ranks issue the same collectives in the same order.
-docs/fsdp.md walks through one step. Backward is here; the other parts are forward, gathers and gradients.
+There are three streams: compute, gather and reduce. Gather and reduce have a communicator each: on a shared
+one, every gather would queue behind a reduction. All decisions follow from the order of the program, never
+from the progress of a stream. So all ranks issue the same collectives in the same order.
+docs/fsdp.md walks through one step. This file drives backward; forward.py, gathers.py and gradients.py have
+the rest.
 
-A backward with `late` has two halves, with other forwards and backwards in between: values are needed until
-the first one ends, gradients are complete when the second one does. So there is nothing here of one backward
-alone: what waits to be reduced is in `Unit.pending`, and what it has written in the groups' open gradients.
+A backward with `late` has two halves, and other forwards and backwards may run in between. Parameters are
+needed until the first half ends; gradients are complete when the second half ends. Therefore the schedule
+keeps no state of a single backward. `Unit.pending` has the nodes that are still to be reduced, and the open
+gradient paths of the groups have the gradients written so far.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,9 +33,9 @@ from shardrt.fsdp.unit import State, Unit
 
 
 class Schedule:
-    """What happens when, in every step of one model, on one rank. Built by setup.build.
+    """The schedule of one model on one rank. Built by setup.build.
 
-    Modules call it when a forward begins, nodes of the tape in backward, groups as group.Runtime says.
+    UnitBoundary calls it around each forward, the nodes of nodes.py in backward, groups by group.Runtime.
     """
 
     def __init__(
@@ -57,8 +59,8 @@ class Schedule:
         self.gathers = Gathers(units, prefetch, streams, self.control, self.observers)
         self.gradients = Gradients(mesh, units, streams, self.trained, make_gradient_slots)
         self.forward = ForwardPass(self.plan, self.gathers, self.observers, self._new_tape)
-        self._begun: list[autograd.Backward] = []  # whose present half has not ended; it may have raised
-        self._resets = 0
+        self._begun: list[autograd.Backward] = []  # in their first or second half; one may have raised
+        self._resets = 0  # how often a raised backward was discarded
 
     def _new_tape(self) -> Tape:
         return Tape(self.before_backward, self.after_backward, self.complete)
@@ -66,7 +68,7 @@ class Schedule:
     # -- forward
 
     def enter(self, unit: Unit) -> None:
-        """The forward of a module of `unit` begins; `forward.leave` or `forward.abandon` ends it."""
+        """Begin the forward of a module of `unit`; `forward.leave` or `forward.abandon` ends it."""
         if self.forward.depth == 0 and autograd.in_second_run() is None:
             self._begin_forward(unit)
         self.forward.enter(unit)
@@ -74,12 +76,13 @@ class Schedule:
     def _begin_forward(self, unit: Unit) -> None:
         self._reset()
         self.forward.begin(unit)
-        # What is trained decides what is gathered and sent, so it is fixed before anything is.
+        # The set of trained parameters decides what is sent, so take it over before anything is issued.
         if self.trained.follow(self.streams):
-            self.forward.trained_anew()
-        # A recomputed module records nothing now, but will in backward.
+            self.forward.trained_changed()
+        # The first run of a recomputed module records nothing, but backward will follow it.
         if autograd.is_grad_enabled() or autograd.in_first_run() is not None:
-            # After a change of what is trained, not before backward: then all are known to have made it.
+            # If the trained parameters changed, wait with new slots until backward: only then is it known
+            # that every rank made the same change (trained.py).
             if not self.trained.changed:
                 self.gradients.have_slots()
             for observer in self.observers:
@@ -87,7 +90,7 @@ class Schedule:
         self.gathers.refresh()
 
     def hold(self, unit: Unit) -> None:
-        """Have `unit` gathered until `let_go`. Collective."""
+        """Gather `unit` and keep it gathered until `let_go`. Collective."""
         if self.forward.depth == 0:
             self.gathers.refresh()
         unit.choices.held = True
@@ -104,7 +107,7 @@ class Schedule:
     # -- backward
 
     def before_backward(self, unit: Unit, tape: Tape) -> None:
-        """The backward of a call of `unit` begins: as `enter`, with the order read off the tape."""
+        """Begin the backward of a call of `unit`: as `enter`, but the tape gives the order of units."""
         self._begin_backward()
         self.forward.tape = tape
         self.gathers.ensure(unit)
@@ -113,28 +116,29 @@ class Schedule:
             observer.before_backward(unit)
 
     def after_backward(self, unit: Unit) -> None:
-        """Backward has used the parameters of `unit`: release them."""
-        self._begin_backward()  # where no Regather has: no tensor was found in what forward returned
+        """Release the parameters of `unit`, which backward has used for the last time."""
+        self._begin_backward()  # no Regather did so if forward returned no tensor of the tape
         for observer in self.observers:
             observer.after_backward(unit)
         if unit.gathered and unit not in self.forward.entered:
             self.gathers.finish(unit, unit.state_after(needed=False, done=True))
 
     def complete(self, unit: Unit) -> None:
-        """All gradients of `unit` are complete: reduce them, if its choice is that now."""
+        """Reduce the gradients of `unit`, which are complete, unless no_sync or a fixed tree defers that."""
         self._begin_backward()
         for group in unit.groups:
             if not group.trainable:
                 continue
             if not group.accumulates:
                 self.gradients.open(group)
-            # In a fixed tree, the gradient of a micro-batch has one place, and so one reduction.
+            # A fixed tree has one leaf for the gradient of a micro-batch, so it must be reduced once: wait
+            # until the last forward in this backward has added its part.
             waits = group.sharded_gradient.fixed_tree and self._comes_again(unit)
             if unit.choices.reduces and not waits:
                 self._reduce(unit, group)
 
     def _begin_backward(self) -> None:
-        """Take note of the backward that runs, at the first that its present half has for us."""
+        """Register the running backward at the first event of each of its halves."""
         run = autograd.running().outermost
         if run in self._begun:
             return
@@ -151,24 +155,24 @@ class Schedule:
             self.gradients.have_slots(of_their_own=run.late is not None)
 
     def _begin_second_half(self, resets: int) -> tuple:
-        """resets: as many as there were at the beginning of the first."""
+        """Raise RuntimeError if gradients were discarded since the first half, when _resets was `resets`."""
         self._begin_backward()
         if resets != self._resets:
             raise RuntimeError(
-                "late.run: another backward has raised since, and the gradients that were there are "
-                "discarded; run forward and backward again"
+                "late.run: another backward has raised since, which discarded the gradients of this one; "
+                "run forward and backward again"
             )
         return ()
 
     def _upcoming(self) -> Iterator[Unit]:
-        """The units to come in backward, one for each call, without those of other models on the tape."""
+        """The units that backward will come to, one for each call; other models' units are left out."""
         for node in autograd.running().upcoming((Regather, autograd.Segment)):
             for unit in (node.unit,) if isinstance(node, Regather) else node.units:
                 if unit.schedule is self:
                     yield unit
 
     def _comes_again(self, unit: Unit) -> bool:
-        """Whether this backward has more to come of `unit`: another forward's part of the loss."""
+        """Whether this backward will come to `unit` again, since another forward contributes to the loss."""
         run = autograd.running().outermost
         return any(node.run is run for node in unit.pending) or unit in self._upcoming()
 
@@ -177,24 +181,24 @@ class Schedule:
         self.gathers.reduction_issued(unit)
         for observer in self.observers:
             observer.reduce(unit)
-        # What comes again is asked last: it is read off the whole tape that is left.
+        # _comes_again may look through all nodes that are left, so it is tested last.
         if group.on_gradient is None or not group.sharded_gradient.any_rank_wrote_gradient():
             return
         if not self._comes_again(unit):
             self.gradients.tell_optimizer(group)
 
     def _end_nodes(self) -> None:
-        """This backward needs no parameters any more."""
+        """Release all units: this backward reads no parameters any more."""
         self.gathers.drop_prefetched()
-        # Some units were gathered for a node that turned out to need no gradient.
+        # A unit is still gathered if it was gathered for a node that then received no gradient.
         self.gathers.finish_all(self.forward.entered, also_kept=True)
         run = autograd.running()
         if run.late is not None:
             self._begun.remove(run)
 
     def _end_backward(self) -> None:
-        """All gradients of this backward are complete."""
-        self.gathers.finish_all(self.forward.entered)  # something that was put off has read a parameter
+        """Reduce the groups that are left: all gradients of this backward are complete."""
+        self.gathers.finish_all(self.forward.entered)  # deferred calls may have gathered units
         for unit in self.units:
             for group in self.gradients.left_out(unit):
                 if not group.accumulates:
@@ -206,7 +210,7 @@ class Schedule:
             observer.backward_ends()
 
     def _reset(self) -> None:
-        """A new pass begins. If a backward has raised: give every slot back."""
+        """Before a new pass: if a backward has raised, discard its gradients and give every slot back."""
         if all(run.busy for run in self._begun):
             return
         self._begun = [run for run in self._begun if run.busy]
@@ -228,7 +232,7 @@ class Schedule:
         unit = group.unit
         if autograd.running() is not None:
             if not unit.gathered:
-                self.gathers.ensure(unit)  # an op of backward needs it although no Regather ran
+                self.gathers.ensure(unit)  # an op of backward reads the parameter, but no Regather ran
             return True
         if not unit.gathered:
             return False

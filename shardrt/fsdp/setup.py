@@ -1,7 +1,8 @@
-"""Builds the schedule of a model: finds its units, lays out memory, makes this rank's shards.
+"""Builds the schedule of a model: finds its units, plans memory, makes this rank's shards.
 
-Runs once, when something first needs the parameters: the optimizer, the first forward, or a state dict. Only
-then is it known which unit is the outermost, and with it the full name of every parameter.
+Runs once, when the optimizer, the first forward or a state dict first needs the parameters. It can't run
+earlier: until then more calls of fully_shard may follow. Now the outermost unit is known, and with it the
+full name of every parameter.
 """
 
 from collections.abc import Iterable
@@ -42,13 +43,13 @@ Array = Any
 
 
 def units_below(*modules: Module) -> list[Unit]:
-    """The units of `modules` and below, and of stages, outer ones first, each once."""
+    """The units of `modules`, of their pipeline stages and of all modules below: outer first, each once."""
     found = (unit_of(below) for module in modules for below in (*stages_of(module), *module.modules()))
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 def units_for(call: str, module: Module) -> list[Unit]:
-    """As units_below. Raises ValueError, naming the call, if there is none."""
+    """units_below(module). Raises ValueError, which names the call, if there is none."""
     found = units_below(module)
     if not found:
         raise ValueError(f"{call}: {type(module).__name__} has no sharded unit; call fully_shard first")
@@ -56,15 +57,15 @@ def units_for(call: str, module: Module) -> list[Unit]:
 
 
 def build(unit: Unit) -> None:
-    """Build the schedule of the outermost unit above `unit`, with all units below it.
+    """Build the schedule of the outermost unit above `unit`, with all units below it. Collective.
 
     Raises ValueError for units that do not fit together (meshes, tied parameters) or that differ between
-    ranks; RuntimeError if a part was used before the whole was sharded.
+    ranks. Raises RuntimeError if a unit was used before the model around it was sharded.
     """
     units = arranged(unit)
     layouts = lay_out(units)
     schedule = Schedule(mesh_of(units), units, prefetch_of(units), _streams(units), make_gradient_slots)
-    # First what ranks may differ in: what follows are collectives that would hang, or exchange nonsense.
+    # Compare the ranks first: if they differ, the collectives below would hang or exchange wrong data.
     check_same_on_all_ranks(schedule, units)
     check_same_types(schedule, units)
     data = units[0].settings.mesh
@@ -80,19 +81,22 @@ def build(unit: Unit) -> None:
     inputs = plan_inputs(units, ranks_of)
     specs = buffers.plan(units, layouts, inputs)
     _reserve(layouts, ranks_of, inputs)
-    # The arenas before the shards: where ranks share memory, a shard is a part of its arena's slot.
+    # Arenas come before shards: where ranks share memory, a shard is a part of its arena's slot.
     arenas = _make_arenas(specs, ranks_of, inputs.device, _AT_ONCE)
     for u in units:
         built = [
             _built(group, layouts[group], ranks_of[group], arenas[group], specs, inputs) for group in u.groups
         ]
         u.runs_under(schedule, built)
-    # A rank may read another's shard as soon as it gathers: all must be filled.
+    # Where ranks share memory, a gather reads the other ranks' shards: every rank must have filled its own.
     schedule.control.barrier(stream=schedule.streams.compute)
 
 
 def connect(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
-    """Make all communicators that a model of these units needs; gives those of the groups. Collective."""
+    """Make all communicators that a model of these units needs. Collective.
+
+    Gives the process groups of each parameter group.
+    """
     mesh = mesh_of(units)
     for each in dict.fromkeys((mesh, *(unit.settings.mesh for unit in units))):
         each.communicator("control")
@@ -102,7 +106,7 @@ def connect(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
 
 
 def arranged(unit: Unit) -> list[Unit]:
-    """The outermost unit above `unit` and all units below that, checked; each knows which contain it."""
+    """The outermost unit above `unit`, then all units below it, checked and with `ancestors` set."""
     module = unit.modules[0]
     while module is not None:
         unit = unit_of(module) or unit
@@ -114,7 +118,7 @@ def arranged(unit: Unit) -> list[Unit]:
 
 
 def _arrange(units: list[Unit]) -> None:
-    """Tell every unit which units contain it, and until when its parameters stay gathered."""
+    """Set for every unit which units contain it and how long its parameters stay gathered."""
     below = {unit: {id(m) for top in unit.modules for m in top.modules()} for unit in units}
     for unit in units:
         own = [id(module) for module in unit.modules]
@@ -123,8 +127,8 @@ def _arrange(units: list[Unit]) -> None:
         )
         rules = unit.settings.strategy.rules
         asked = unit.settings.reshard_after_forward
-        # By default the outermost unit stays gathered from forward to backward, which needs it at once, and
-        # those of a pipeline's stage until the optimizer has changed them: all micro-batches need them.
+        # By default the outermost unit stays gathered from forward to backward: backward begins with it. The
+        # units of a pipeline stage stay gathered until the optimizer step: every micro-batch uses them.
         staged = asked is None and any(parameter.place is not None for parameter in unit.parameters)
         kept = rules.keep_after_forward or unit is units[0] or staged
         unit.reshard_after_forward = not kept if asked is None else asked
@@ -137,7 +141,7 @@ def prefetch_of(units: list[Unit]) -> int:
 
 
 def lay_out(units: list[Unit]) -> dict[ParameterGroup, Layout]:
-    """Where the parameters of every group lie."""
+    """Group -> where its parameters lie in the flat buffer."""
     layouts = {}
     for unit in units:
         for group in unit.groups:
@@ -147,19 +151,19 @@ def lay_out(units: list[Unit]) -> dict[ParameterGroup, Layout]:
 
 
 def mesh_of(units: list[Unit]) -> DeviceMesh:
-    """All ranks that train the model: those with parts of the data, and with parts of its modules."""
+    """The mesh of all ranks that train the model, along axes of data and of split modules."""
     across, mesh = _across(units), units[0].settings.mesh
     return mesh.widened(across) if across else mesh
 
 
 def _across(units: list[Unit]) -> Axes:
-    """The axes of the mesh along which modules are cut."""
+    """The mesh axes along which modules are split."""
     shares = [parameter.share for unit in units for parameter in unit.parameters if parameter.share]
     return union(*{share.axes for share in shares})
 
 
 def process_groups_of(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
-    """The process groups of every group, the same object for those that are cut alike. Collective."""
+    """Group -> its process groups; groups that are cut alike have the same object. Collective."""
     across, made, found = _across(units), {}, {}
     for group in (group for unit in units for group in unit.groups):
         cut = (*group.settings.cut, group.key.cut, group.key.partial)
@@ -174,7 +178,7 @@ def plan_inputs(
     ranks_of: dict[ParameterGroup, ProcessGroups],
     no_sync: bool = False,
 ) -> PlanInputs:
-    """What the plan of the buffers depends on."""
+    """The inputs of buffers.plan besides the units and layouts."""
     gathers = [ranks.gather for group, ranks in ranks_of.items() if group.settings.cut[1] != "none"]
     shared = all(gather.shares_memory for gather in gathers)
     tops = units[0].modules
@@ -191,29 +195,29 @@ def plan_inputs(
 def make_gradient_slots(units: list[Unit], accumulates: bool) -> None:
     """Allocate the slots for full gradients of all units of a schedule. Collective.
 
-    When the first forward that needs them begins, not before: then it is known whether gradients are
-    accumulated, which takes a slot for each group. If that changes later, or what is trained, they are made
-    anew, with all else that reductions need.
+    The schedule calls this when the first forward that needs slots begins. Only then is it known whether
+    gradients are accumulated, which takes a slot for each group. If that changes, or the set of trained
+    parameters does, the schedule calls again, and all memory of reductions that no longer fits is replaced.
     """
     check_options(units)
     layouts = {group: group.layout for unit in units for group in unit.groups}
     inputs = plan_inputs(units, process_groups_of(units), no_sync=accumulates)
     specs = buffers.plan(units, layouts, inputs)
-    anew = [role for role in GRADIENT_ROLES if role == "gradients" or not _fits(role, specs)]
+    replaced = [role for role in GRADIENT_ROLES if role == "gradients" or not _fits(role, specs)]
     for group in layouts:
-        for role in anew:
+        for role in replaced:
             group.arenas.pop(role, None)
         _make_sums(group, specs[group], inputs)
     ranks_of = {group: group.ranks for group in layouts}
     _reserve(layouts, ranks_of, inputs)
-    for group, arenas in _make_arenas(specs, ranks_of, inputs.device, anew).items():
+    for group, arenas in _make_arenas(specs, ranks_of, inputs.device, replaced).items():
         group.arenas |= arenas
 
 
 def _reserve(
     layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], inputs: PlanInputs
 ) -> None:
-    """Have communicators take what they need for their own use."""
+    """Have each communicator allocate the scratch memory that its calls need."""
     if inputs.device.alone:
         return
     needed = buffers.scratch(layouts, ranks_of, inputs)
@@ -222,13 +226,13 @@ def _reserve(
 
 
 def _fits(role: str, specs: Specs) -> bool:
-    """Whether the arenas of this role are those that the plan wants."""
+    """Whether the present arenas of this role have the sizes that the plan asks for."""
     wanted = {group: by_role[role].count for group, by_role in specs.items() if role in by_role}
     found = {group: group.arenas[role].slots[0].array.size for group in specs if role in group.arenas}
     return wanted == found
 
 
-_AT_ONCE = ("gathered", "wire", "reduce_wire", "upload", "download")  # shards have no arena
+_AT_ONCE = ("gathered", "wire", "reduce_wire", "upload", "download")  # roles that build() allocates
 
 
 def _streams(units: list[Unit]) -> Streams:
@@ -241,7 +245,7 @@ def _streams(units: list[Unit]) -> Streams:
 
 
 def _compile_once(schedule: Schedule) -> None:
-    """One rank of each node compiles the kernels; the others then find them in the cache."""
+    """Have one rank of each node compile the kernels, so that the others find them in the cache."""
     world = schedule.mesh.world
     if world.kind == "mpi":
         if world.local_rank == 0:
@@ -252,7 +256,7 @@ def _compile_once(schedule: Schedule) -> None:
 def _make_arenas(
     specs: Specs, ranks_of: dict[ParameterGroup, ProcessGroups], here: Device, roles: Iterable[str]
 ) -> dict[ParameterGroup, dict[str, Arena]]:
-    """The arenas of these roles, one for each Spec, by group and role. Collective."""
+    """group -> role -> arena, for these roles; one arena for each Spec. Collective."""
     made: dict[Spec, Arena] = {}
     found: dict[ParameterGroup, dict[str, Arena]] = {group: {} for group in specs}
     for group, by_role in specs.items():
@@ -265,7 +269,7 @@ def _make_arenas(
 
 
 def _arena(group: ParameterGroup, ranks: ProcessGroups, role: str, spec: Spec, here: Device) -> Arena:
-    """The arena of a Spec. Collective where ranks share memory."""
+    """Make the arena of a Spec. Collective where ranks share memory."""
     maker = buffers.maker_of(role, ranks)
     if maker is None:
         allocate = partial(here.buffer, spec.count, spec.dtype)
@@ -278,7 +282,7 @@ def _arena(group: ParameterGroup, ranks: ProcessGroups, role: str, spec: Spec, h
 
 
 def _allocated(maker: Communicator, spec: Spec, here: Device, *, shared: bool) -> Array:
-    """A buffer by who sends it; on a device that is alone nothing is sent."""
+    """A buffer from the communicator that sends it; on a dry-run device, which sends nothing, a plain one."""
     if here.alone:
         return here.buffer(spec.count, spec.dtype)
     return maker.allocate(spec.count, spec.dtype, shared=shared)
@@ -292,7 +296,7 @@ def _built(
     specs: Specs,
     inputs: PlanInputs,
 ) -> ParameterGroup:
-    """The group with its memory. Its shard is in the gathered buffer where ranks share that, else apart."""
+    """The group with its memory. The shard is a part of the gathered slot if the plan has no Spec for it."""
     own, gathered = specs[group], arenas["gathered"].slots[0].array
     part = gathered[slice(*layout.shard_range(ranks.rank))]
     shard_in_slot = "shard" not in own
@@ -314,7 +318,7 @@ def _built(
 
 
 def _make_sums(group: ParameterGroup, specs: dict[str, Spec], inputs: PlanInputs) -> None:
-    """Memory for the sharded gradient, where there is none yet, and what belongs to it."""
+    """Allocate the sharded gradient and its counts of uses if they are missing; choose the gradient path."""
     own = group.sharded_gradient
     if group.trainable and not own.arrays:
         own.arrays = [_buffer(group, group.ranks, specs["reduced"], inputs)]
@@ -342,7 +346,7 @@ def _buffer(
 
 
 def _check(units: list[Unit]) -> None:
-    """Raise for units that cannot train together; see build."""
+    """Raise as `build` says if units can't train together; set the labels of their groups."""
     first = units[0]
     for u in units:
         if u.schedule is not None:
@@ -353,12 +357,11 @@ def _check(units: list[Unit]) -> None:
         check_mesh(u, first)
         if u.settings.prefetch not in (None, prefetch_of(units)):
             raise ValueError(
-                f"fully_shard: unit {u.label} has prefetch={u.settings.prefetch}, the outermost one "
-                f"{prefetch_of(units)}; it is one number for the whole model"
+                f"fully_shard: unit {u.label} has prefetch={u.settings.prefetch}, the outermost unit has "
+                f"{prefetch_of(units)}; give all units of a model the same number"
             )
         for group in u.groups:
-            alike = f" ({group.key})"
-            group.label = group.called = u.label + alike * (len(u.groups) > 1)
+            group.label = group.called = f"{u.label} ({group.key})" if len(u.groups) > 1 else u.label
             group.train(group.to_train(bool(u.pending)), u.choices.find_unused)
     check_options(units)
     owners = {id(p): u for u in units for p in u.parameters}

@@ -1,8 +1,8 @@
-"""ShardedGradient: this rank's part of a group's summed gradient, and how each reduction enters it.
+"""ShardedGradient: this rank's shard of a group's summed gradient, and how each reduction adds to it.
 
-Reductions of one step add up in one array on the device. Options replace the class: options/fixed_tree.py
-adds by a tree whose shape does not depend on the number of ranks, options/offload.py keeps the sum on the
-host.
+The reductions of one step add up in one array on the device. Options replace the class:
+options/fixed_tree.py adds by a tree whose shape does not depend on the number of ranks, and
+options/offload.py keeps the sum on the host.
 """
 
 from collections.abc import Callable, Collection
@@ -15,13 +15,13 @@ from shardrt.device import Device, Event, Stream
 from shardrt.device.arena import Arena, Slot
 
 Array = Any
-# send(out, accumulate): issues, in the reduce stream, the sum over ranks of what a slot holds, into `out`.
+# send(out, accumulate): issues in the reduce stream: out = (out if accumulate) + the slots' sum over ranks.
 Send = Callable[[Array, bool], None]
 
 
 @dataclass
 class Streams:
-    """The streams of one schedule. upload and download copy between host and device."""
+    """The streams of one schedule. upload copies from host to device, download from device to host."""
 
     device: Device
     compute: Stream
@@ -32,9 +32,9 @@ class Streams:
 
 
 class ShardedGradient:
-    """The sharded gradient of one group, and what is known of it since the last zero_grad.
+    """The sharded gradient of one group, and its state since the last zero_grad.
 
-    arrays: the gradient first; a subclass may need `partial_sums` more, equally long.
+    arrays: the gradient first, 1-D; then `partial_sums` more arrays of the same length, for subclasses.
     """
 
     fixed_tree = False  # the order of all additions is the same for every number of ranks
@@ -42,36 +42,36 @@ class ShardedGradient:
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
-        self.slots: list[Slot] = []  # `arrays` as slots, where a full gradient is as long as its sum
-        self.uses: Array | None = None  # how many ranks have used each parameter, if ranks exchange that
-        self.ready: Event | None = None  # the last reduction that was issued is in its place
-        self.label = ""  # of its group, for traces and messages
+        self.slots: list[Slot] = []  # `arrays` as slots, if a full gradient is as long as its shard
+        self.uses: Array | None = None  # number of ranks that used each parameter, if ranks exchange that
+        self.ready: Event | None = None  # recorded when the last issued reduction is in place
+        self.label = ""  # the group's label, for traces and messages
         self.forget()
 
     def like_new(self) -> "ShardedGradient":
-        """Another of this kind, without memory."""
+        """A new object of the same class, without memory."""
         return type(self)()
 
     def forget(self) -> None:
-        """zero_grad."""
+        """Reset the state, for zero_grad."""
         self.reductions = 0
-        self.covered: set[int] = set()  # positions of the parameters of which something is in the sum
-        self.wrote_gradient = False  # some rank has put more than zeros into it, as far as this rank knows
+        self.covered: set[int] = set()  # positions of the parameters that some reduction included
+        self.wrote_gradient = False  # this rank knows that some rank has written a gradient
         self.others_wrote: Callable[[], bool] | None = None  # waits for the other ranks' answer
         self._uses_read: Array | None = None
 
     def release(self) -> None:
-        """Nothing of the group is trained any more: free the memory."""
+        """Free the memory: no parameter of the group is trained any more."""
         self.arrays, self.slots = [], []
         self.forget_uses()
 
     def forget_uses(self) -> None:
-        """Ranks do not exchange any more which parameters they use."""
+        """Free the counts of uses: ranks no longer exchange which parameters they use."""
         self.uses = self._uses_read = None
 
     @property
     def complete(self) -> bool:
-        """Whether all reductions of a step are in it, as far as their number is known."""
+        """Whether all reductions of a step have been issued, if the class knows their number."""
         return True
 
     def refuse_incomplete(self) -> None:
@@ -79,7 +79,10 @@ class ShardedGradient:
 
     @property
     def slot(self) -> Slot | None:
-        """Where the full gradient can be written as its own sum: if there is nothing to add it to."""
+        """The slot into which backward can write the full gradient as the sum itself, else None.
+
+        That needs a slot (see `slots`) and nothing in it to add to.
+        """
         index, accumulate = self._goes_to()
         return self.slots[index] if self.slots and not accumulate else None
 
@@ -91,43 +94,48 @@ class ShardedGradient:
         part: tuple[int, int] | None = None,
         staging: Arena | None = None,
     ) -> None:
-        """Have `send` put one reduction into its place.
+        """Have `send` add one reduction, in the reduce stream.
 
-        slot: what is sent. `slot.free` is recorded when it has been read, `ready` when the sum is in place.
-        part: (start, stop) of what the slot has of each shard; None for all. staging: slots through which the
-        sum goes to the host, if it does.
+        slot: the full gradients. `slot.free` is recorded when they have been read, `ready` when the sum is in
+        place.
+        part: the slot has elements [start, stop) of each shard; None: whole shards.
+        staging: slots through which a sum that lives on the host passes.
         """
         index, accumulate = self._goes_to()
         out = self.arrays[index] if part is None else self.arrays[index][slice(*part)]
         if index == 0 and not accumulate and (part is None or part[0] == 0):
-            # zero_grad has lent its pages. All return: at the ends of a part are pages of its neighbours.
+            # zero_grad may have lent the array's pages. Take all of them back, not only those of `part`: its
+            # first and last page also hold elements of the neighbouring parts.
             streams.device.take_pages(self.arrays[0])
         send(out, accumulate)
-        streams.reduce.record(slot.free)
+        streams.reduce.record(slot.free)  # the full gradients have been read
         self._carry(streams)
-        streams.reduce.record(self.ready)
+        streams.reduce.record(self.ready)  # the sum is in place
 
     def _goes_to(self) -> tuple[int, bool]:
-        """(which of `arrays` the next reduction goes to, whether it is added to what is there)."""
+        """(index into `arrays` of the next reduction's target, whether it adds to the target)."""
         return 0, self.reductions > 0
 
     def _carry(self, streams: Streams) -> None:
-        """Add partial sums that are complete, in the reduce stream."""
+        """Add up partial sums that are complete, in the reduce stream."""
 
     def issued(self, trained: Collection[int]) -> None:
-        """One more reduction, of the parameters at these positions, will go into it."""
+        """Count one more reduction, which includes the parameters at these positions."""
         self.reductions += 1
         self.covered.update(trained)
         self._uses_read = None
 
     def any_rank_wrote_gradient(self) -> bool:
-        """Whether there is a gradient: the same on every rank. Waits for the others only if it must."""
+        """Whether any rank has written a gradient; the same on every rank.
+
+        Waits for the other ranks' answer only if this rank does not know of a written gradient.
+        """
         if not self.wrote_gradient and self.others_wrote is not None:
             self.wrote_gradient = self.others_wrote()
         return self.wrote_gradient
 
     def has(self, position: int, device: Device) -> bool:
-        """Whether a parameter has a gradient; with `uses`, waits for the reduction that brought them last."""
+        """Whether a parameter has a gradient. With `uses`, the host waits for the last reduction's counts."""
         if position not in self.covered or not self.any_rank_wrote_gradient():
             return False
         if self.uses is None:

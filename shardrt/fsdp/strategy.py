@@ -1,8 +1,8 @@
-"""How each sharding strategy cuts parameters over ranks, and how long it keeps them gathered: one line each.
+"""ShardingStrategy: how parameters are cut over ranks, and how long they stay gathered.
 
-All strategies run the same schedule; they differ in the rules below, and give the same bits at one world
-size. (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, section
-5; Zhao et al., PyTorch FSDP, 2023, section 3.2.)
+All strategies run the same schedule and differ only in the rules below. At one world size their results are
+bitwise identical. (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
+2020, section 5; Zhao et al., PyTorch FSDP, 2023, section 3.2.)
 """
 
 from dataclasses import dataclass
@@ -11,28 +11,33 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class Rules:
-    """What one strategy does.
+    """The rules of one strategy.
 
-    cut: the ranks that a parameter is cut over: all of the "mesh", those along the "last axis" of a mesh of
-    two, or "none". Ranks beyond that hold copies, whose gradients are summed.
+    cut: the ranks that a parameter is cut over: all ranks of the "mesh", the ranks along the "last axis" of a
+    mesh with two axes, or "none". Along other axes, ranks hold copies, and their gradients are summed.
     """
 
     cut: str
     keep_after_forward: bool  # the gathered parameters stay until backward
-    keep_after_backward: bool  # and until the optimizer has changed them
-    keep_gradient: bool = False  # each rank has full gradients of its own, not a slot that units share
+    keep_after_backward: bool  # the gathered parameters stay until the optimizer has changed them
+    keep_gradient: bool = False  # each group has memory for full gradients of its own, not a shared slot
 
 
 class ShardingStrategy(Enum):
-    """How the parameters, gradients and optimizer state of a unit are held. P: bytes of all parameters.
+    """How the parameters, gradients and optimizer state of a unit are sharded.
 
-    NO_SHARD (DDP): every rank has everything; gradients are reduced. Traffic per step and rank 2P.
-    SHARD_OPT (ZeRO-1): optimizer state cut; parameters and gradients whole on every rank, beside shards of
-        both: 2P / N more memory than ZeRO-1 needs on N ranks; 2P.
-    SHARD_GRAD_OP (ZeRO-2 in FSDP's sense): all cut; gathered from forward to backward; 2P.
-    FULL_SHARD (ZeRO-3): all cut; gathered for forward and again for backward; 3P.
-    HYBRID_SHARD: FULL_SHARD within the last axis of a two-axis mesh, copies along the first.
-    HYBRID_SHARD_GRAD_OP: SHARD_GRAD_OP likewise.
+    P is the bytes of all parameters, N the number of ranks; traffic is per step and rank.
+
+    Attributes:
+        NO_SHARD: as DDP. Every rank has everything. Traffic 2 P.
+        SHARD_OPT: as ZeRO-1. Optimizer state is sharded; every rank has whole parameters and gradients, and
+            shards of both. That takes 2 P / N more memory than ZeRO-1 needs. Traffic 2 P.
+        SHARD_GRAD_OP: as ZeRO-2 in FSDP's sense. All is sharded; parameters stay gathered from forward to
+            backward. Traffic 2 P.
+        FULL_SHARD: as ZeRO-3. All is sharded; parameters are gathered for forward and again for backward.
+            Traffic 3 P.
+        HYBRID_SHARD: FULL_SHARD along the last axis of a two-axis mesh, copies along the first.
+        HYBRID_SHARD_GRAD_OP: SHARD_GRAD_OP along the last axis, copies along the first.
     """
 
     NO_SHARD = Rules("none", True, True)
@@ -44,16 +49,22 @@ class ShardingStrategy(Enum):
 
     @property
     def rules(self) -> Rules:
-        """What it does."""
+        """The rules of the strategy."""
         return self.value
 
     @classmethod
     def parse(
         cls, name: "str | ShardingStrategy | None", axes: int, names: tuple[str, ...] | None = None
     ) -> "ShardingStrategy":
-        """The strategy called `name`, or for None the default of a mesh with `axes` axes, called `names`.
+        """The strategy called `name`; for None, the default of a mesh.
 
-        Raises ValueError, which lists the known strategies, or says which mesh a hybrid strategy needs.
+        Args:
+            name: a name, a ShardingStrategy, or None.
+            axes: number of axes of the mesh.
+            names: names of the axes, if they have any.
+
+        Raises:
+            ValueError: for an unknown name, and for a hybrid strategy on a mesh without two axes.
         """
         if name is None:
             if names == ("dp_replicate",):

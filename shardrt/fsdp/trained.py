@@ -1,9 +1,10 @@
-"""Which parameters have gradients now: requires_grad may change between steps; memory and traffic follow.
+"""Trained: follows requires_grad, which may change between steps, with memory and traffic of gradients.
 
-A change counts from the next forward on. Ranks do not exchange it. From then on every gather and reduction
-goes by a name that says what is trained, and ranks compare the names of each call anyway: if they have not
-made the same change, the first call says so on every rank. Memory for gradients is made anew when the next
-backward begins: by then gathers have shown that all ranks do that, or a barrier shows it.
+A change takes effect at the next forward. Ranks do not exchange it. Instead, the tag of every gather and
+reduction names the set of trained parameters from then on. Ranks compare the tags of each collective anyway:
+if they have made different changes, the first collective raises on every rank. Memory for gradients is
+replaced when the next backward begins. By then, gathers or a barrier have shown that all ranks made the same
+change.
 """
 
 import zlib
@@ -15,24 +16,24 @@ from shardrt.fsdp.unit import Unit
 
 
 class Trained:
-    """What is trained of the groups of one schedule."""
+    """The sets of trained parameters in the groups of one schedule."""
 
     def __init__(self, units: list[Unit], control: Communicator) -> None:
         self._units = units
-        self.changed = False  # memory does not fit yet
+        self.changed = False  # memory of gradients does not fit the trained parameters yet
         self._control = control
         self._at_first = self._pattern()
         control.register_names([group.called for group in self.groups])
 
     @property
     def groups(self) -> list[ParameterGroup]:
-        """All of them."""
+        """All groups of the schedule."""
         return [group for unit in self._units for group in unit.groups]
 
     def follow(self, streams: Streams) -> bool:
-        """A forward begins: take over what the user has frozen or unfrozen, if anything; gives whether.
+        """When a forward begins, take over what the user has frozen or unfrozen. Gives whether that changed.
 
-        Frees the memory that is not needed now.
+        Frees memory of gradients that is not needed any more.
         """
         wanted = [
             (group.to_train(bool(unit.pending)), unit.choices.find_unused)
@@ -41,28 +42,28 @@ class Trained:
         ]
         if wanted == [(group.trained, group.finds_unused) for group in self.groups]:
             return False
-        streams.reduce.synchronize()  # nothing reads or writes the memory that goes
-        streams.download.synchronize()
+        streams.reduce.synchronize()  # reductions no longer use the memory that group.train frees
+        streams.download.synchronize()  # nor do copies to the host
         for group, (trained, finds_unused) in zip(self.groups, wanted, strict=True):
             group.train(trained, finds_unused)
         self.changed = True
         pattern = self._pattern()
-        told = ""
+        suffix = ""
         if pattern != self._at_first:
             trained = sum(len(group.trained) for group in self.groups)
             everything = sum(len(group.parameters) for group in self.groups)
-            told = (
-                f", {trained} of {everything} parameters trained [{zlib.crc32(repr(pattern).encode()):08x}]"
-            )
+            checksum = zlib.crc32(repr(pattern).encode())
+            suffix = f", {trained} of {everything} parameters trained [{checksum:08x}]"
         for group in self.groups:
-            group.called = group.label + told
+            group.called = group.label + suffix
         self._control.register_names([group.called for group in self.groups])
         return True
 
     def agree(self, streams: Streams) -> None:
-        """Before memory is made anew, which ranks do together: find that all have come to it. Collective.
+        """Wait in the reduce stream for all ranks, before they replace memory together. Collective.
 
-        In the reduce stream, for which the caller waits.
+        The barrier's tag names the trained parameters, so it raises if ranks differ. The caller waits for the
+        reduce stream.
         """
         for communicator in dict.fromkeys(group.ranks.reducer for group in self.groups):
             communicator.barrier(stream=streams.reduce, what=self.groups[0].called)

@@ -1,7 +1,7 @@
-"""Unit: the parameters that are gathered and reduced together, and the one state that they are in.
+"""Unit: the parameters that are gathered and reduced together, and the state they are in.
 
-A unit is what one call of fully_shard made: one module or several, with one group of parameters for each
-key (types, and whether they are trained). It does not decide when anything happens; that is the schedule's.
+One call of fully_shard makes one unit. A unit has one module or several, and one group of parameters for each
+GroupKey (element types, trained or frozen). The schedule decides when a unit is gathered or reduced.
 """
 
 import weakref
@@ -20,19 +20,19 @@ from shardrt.nn.share import Share
 
 
 class State(Enum):
-    """Where a unit's whole parameters are, and what for."""
+    """Whether a unit's parameters are gathered, and why."""
 
-    SHARDED = "each rank holds its shard, nobody the whole"
-    GATHERING = "an all-gather into a slot was issued; compute has not waited for it"
-    IN_USE = "gathered: its forward or backward runs"
-    WAITING = "gathered: others of its modules may be called in this forward, but its slot can be taken away"
+    SHARDED = "each rank holds its shard only"
+    GATHERING = "the all-gather into a slot was issued; the compute stream has not waited for it"
+    IN_USE = "gathered: forward or backward of the unit runs"
+    WAITING = "gathered: forward may still call other modules of the unit; another unit may take the slot"
     KEPT = "gathered until backward, or as long as the strategy or the user wants"
-    STALE = "gathered, but its shards have been written since: it goes when the next forward begins"
+    STALE = "gathered, but the shards were written since; released when the next forward begins"
 
 
 _MOVES = {
     State.SHARDED: {State.GATHERING},
-    State.GATHERING: {State.IN_USE, State.SHARDED},  # the latter: a prefetch that nobody used
+    State.GATHERING: {State.IN_USE, State.SHARDED},  # SHARDED: a prefetch that was not used
     State.IN_USE: {State.WAITING, State.KEPT, State.STALE, State.SHARDED},
     State.WAITING: {State.IN_USE, State.STALE, State.SHARDED},
     State.KEPT: {State.IN_USE, State.STALE, State.SHARDED},
@@ -41,9 +41,10 @@ _MOVES = {
 
 
 class Unit:
-    """Modules whose parameters are gathered together, reduced together, released together.
+    """Modules whose parameters are gathered, reduced and released together.
 
-    build: builds the model that the unit is a part of; called with the unit when something first needs it.
+    build: builds the schedule of the whole model. The unit calls build(unit) at the first access that needs
+    the schedule.
     """
 
     def __init__(
@@ -57,18 +58,19 @@ class Unit:
         self.modules = modules
         self.settings = settings
         shares = [p.share for p, _ in parameters if p.share is not None]
-        self.data_ranks = settings.mesh.size  # how many losses gradients are of
+        self.data_ranks = settings.mesh.size  # number of ranks whose losses a gradient sums
         if shares:
             self.data_ranks = size_of(union(*(data_of(share, settings.mesh) for share in shares)))
         self.choices = choices or Choices(float(self.data_ranks))
         self.state = State.SHARDED
         self.gathered = False  # ops may read the parameters now
-        self.pending: weakref.WeakSet[Function] = weakref.WeakSet()  # its nodes that are not complete yet
-        self.schedule: Any = None  # the Schedule, once it is built: that knows units, not they it
-        # What makes observers of a schedule whose outermost unit this is; called with it when it is built.
+        # Unshard nodes whose gradients are not complete yet.
+        self.pending: weakref.WeakSet[Function] = weakref.WeakSet()
+        self.schedule: Any = None  # the Schedule, once it is built (untyped: schedule.py imports this file)
+        # Makers of observers. A schedule calls those of its outermost unit, make(schedule), when it is built.
         self.observers: list[Callable[[Any], Any]] = []
         self._build = build
-        by_key: dict[GroupKey, list[Parameter]] = {}  # in the order in which keys appear
+        by_key: dict[GroupKey, list[Parameter]] = {}  # in order of first appearance
         for parameter, key in parameters:
             by_key.setdefault(key, []).append(parameter)
         self.groups: list[Any] = [UnbuiltGroup(self, key, own) for key, own in by_key.items()]
@@ -78,7 +80,7 @@ class Unit:
         self.ancestors: frozenset[Unit]  # the units whose modules contain this one's
 
     def clone(self) -> "Unit":
-        """A unit of the same modules with the same choices. It takes over the parameters; it is not built."""
+        """An unbuilt unit of the same modules with the same choices. It takes over the parameters."""
         keyed = [(parameter, group.key) for group in self.groups for parameter in group.parameters]
         other = Unit(self.modules, keyed, self.settings, self._build, self.choices)
         other.observers = self.observers
@@ -88,55 +90,59 @@ class Unit:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """All of them, group by group."""
+        """All parameters of the unit, group by group."""
         return [parameter for group in self.groups for parameter in group.parameters]
 
     @property
     def trainable(self) -> bool:
-        """Whether any of them has a gradient."""
+        """Whether any parameter has a gradient."""
         return any(group.trainable for group in self.groups)
 
     @property
     def partly_trained(self) -> bool:
-        """Whether some of them have gradients and others have not."""
+        """Whether some parameters have gradients and others don't."""
         return 0 < sum(len(group.trained) for group in self.groups) < len(self.parameters)
 
     @property
     def accumulates(self) -> bool:
-        """Whether full gradients stay when backward ends, or have stayed."""
+        """Whether full gradients stay unreduced when backward ends, or are unreduced now."""
         return not self.choices.reduces or any(group.accumulates for group in self.groups)
 
     @property
     def micro_batches(self) -> int | None:
-        """Of a step, over all ranks; None without set_world_invariant."""
+        """Micro-batches of a step over all ranks; None without set_world_invariant."""
         own = self.choices.micro_batches
         return None if own is None else own * self.data_ranks
 
     def built(self) -> Any:
-        """The schedule. Builds that of the whole model, and the shards, if there is none yet: collective."""
+        """The schedule. Builds the whole model's schedule and shards if there are none yet. Collective."""
         if self.schedule is None:
             self._build(self)
         return self.schedule
 
     def runs_under(self, schedule: Any, groups: list[ParameterGroup]) -> None:
-        """The unit is built: this schedule decides from now on; `groups` take the place of unbuilt ones."""
+        """Run under this schedule from now on. The built `groups` replace the unbuilt ones."""
         self.schedule, self.groups = schedule, groups
 
     @property
     def label(self) -> str:
-        """The unit's name for messages: the path of its modules, "(root)" for the outermost."""
+        """The unit's name in messages: the path of its modules, "(root)" for the outermost."""
         return " + ".join(map(label_of, self.modules))
 
     def move(self, state: State) -> None:
-        """Change the state. Raises RuntimeError for a change that the schedule must never make."""
+        """Change the state. Raises RuntimeError for a transition that `_MOVES` does not allow."""
         if state not in _MOVES[self.state]:
-            raise RuntimeError(f"unit {self.label}: illegal move from {self.state.name} to {state.name}")
+            raise RuntimeError(
+                f"unit {self.label}: illegal move from {self.state.name} to {state.name}; this is a bug of "
+                "shardrt, please report it"
+            )
         self.state, self.gathered = state, state not in (State.SHARDED, State.GATHERING)
 
     def state_after(self, *, needed: bool, done: bool) -> State:
-        """What to do with the whole parameters when a forward or backward of the unit ends.
+        """The state that the unit goes to when its forward or backward ends.
 
-        needed: backward will need them again. done: nothing else in this forward will, as far as is known.
+        needed: backward will use the gathered parameters again.
+        done: the rest of this forward will not use them, as far as the plan knows.
         """
         if self.choices.held or not self.reshard_after_backward:
             return State.KEPT
@@ -146,5 +152,8 @@ class Unit:
 
 
 def data_of(share: Share, mesh: DeviceMesh) -> Digits:
-    """Axes along which ranks have losses of their own whose gradients a parameter gets, sharded over mesh."""
+    """The mesh axes along which ranks have different losses that all contribute to a parameter's gradient.
+
+    share: how the parameter's module was split. mesh: the mesh that the parameter is sharded over.
+    """
     return without(union(mesh.axes, share.axes) if share.own_data else mesh.axes, share.one_loss)

@@ -1,4 +1,4 @@
-"""WholeGradient: the plain way of full gradients: one slot, one reduce-scatter."""
+"""WholeGradient: the usual gradient path: one slot, one reduce-scatter."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,14 +16,15 @@ Array = Any
 class WholeGradient(GradientPath):
     """Full gradients in one slot, in the order of the flat buffer.
 
-    Where nothing is sharded, a full gradient is as long as its sum: backward then writes the sum itself.
+    In an unsharded group, the full gradient is as long as the sharded one. Backward then writes straight into
+    the sharded gradient's slot, unless the slot already holds a gradient to add to.
     """
 
     def __init__(self, group: ParameterGroup, layout: Layout) -> None:
         super().__init__(group, layout)
         self.full = self.sent = layout.total
         self.kept = layout.shard_size
-        self.slot: Slot | None = None  # while it is open
+        self.slot: Slot | None = None  # only while the path is open
 
     def open(self) -> None:
         super().open()
@@ -31,24 +32,25 @@ class WholeGradient(GradientPath):
         if self.slot is None:
             self.slot = self.acquire()
             return
-        self.streams.compute.wait(self.group.gradient_ready)  # a pass that raised may still reduce into it
+        # A reduction of a pass that raised may still write the slot.
+        self.streams.compute.wait(self.group.gradient_ready)
 
     def _its_own_sum(self) -> Slot | None:
-        """The slot of the sharded gradient, where the full one can be written there."""
+        """The slot of the sharded gradient if backward can write the full gradient there, else None."""
         return self.group.sharded_gradient.slot
 
     def view(self, position: int) -> Array:
-        """The place of a parameter's full gradient, in its shape."""
+        """The array for a parameter's full gradient, in the parameter's shape."""
         return self.group.views_in(self.slot)[position]
 
     @property
     def positions(self) -> Iterable[int]:
-        """Of the parameters that have a place in the slot."""
+        """Positions of the parameters whose gradients lie in the slot."""
         return range(len(self.layout.entries))
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """(start, stop) of what is sent and belongs to no parameter."""
+        """(start, stop) of every sent range that belongs to no parameter."""
         return self.layout.padding
 
     def target(self, position: int) -> tuple[Array, bool]:
@@ -62,7 +64,7 @@ class WholeGradient(GradientPath):
 
     def discard(self) -> None:
         slot = self._close()
-        self.streams.compute.record(slot.free)
+        self.streams.compute.record(slot.free)  # behind compute's last write to the slot
         slot.give_back()
 
     def _close(self) -> Slot:
@@ -75,12 +77,12 @@ class WholeGradient(GradientPath):
         with self.handing_over(slot):
             in_place = slot is group.sharded_gradient.slot
             if in_place and group.ranks.copies is None and group.choices.divide_factor == 1:
-                self.streams.compute.record(group.gradient_ready)  # compute has written the sum itself
+                self.streams.compute.record(group.gradient_ready)  # compute wrote the sum
             else:
                 self.send_from(slot, partial(self.send, slot))
 
     def _clear_unwritten(self) -> None:
-        """Slots are reused: clear the gaps, and the gradients of parameters that nothing used."""
+        """Set gaps and gradients that backward did not write to 0. The slot has values of its last group."""
         for start, stop in self.gaps:
             self.slot.array[start:stop].fill(0)
         for position in self.positions:
@@ -88,11 +90,11 @@ class WholeGradient(GradientPath):
                 self.view(position).fill(0)
 
     def send(self, slot: Slot, out: Array, accumulate: bool) -> None:
-        """out = (out if `accumulate`) + scale * the sum over all ranks of what is in the slot."""
+        """out = (out if `accumulate`) + scale * this rank's shard of the slots' sum over all ranks."""
         collectives.reduce_scatter(self.group, slot, slot.array[: self.full], out, accumulate, self.streams)
 
 
 def path_of(group: ParameterGroup, layout: Layout, slot: int | None = None) -> GradientPath:
-    """The path of a group as it is trained now. slot: elements of its slot for full gradients, if known."""
+    """The gradient path for a group's trained parameters. slot: elements of the group's slot, if known."""
     chosen = (path.choose(group, layout, slot) for path in PATHS)
     return next((path for path in chosen if path is not None), None) or WholeGradient(group, layout)

@@ -1,7 +1,8 @@
-"""Wrapping: fully_shard on many modules at once, picked by class, by size or by a function.
+"""wrap: calls fully_shard on many modules, picked by class, by size or by a function.
 
-The parts become units before what contains them, and the model itself last. A parameter that is tied to a
-module outside of a picked one is left to the unit around both, so a model with tied weights needs no care.
+Inner modules become units before outer ones, and the model itself comes last. If a parameter of a picked
+module is tied to a module outside, wrap leaves it to the unit around both. Models with tied weights need no
+special treatment.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,21 +15,31 @@ from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage
 
-# (path of a module, the module, elements in it that no unit has yet) -> whether it becomes a unit; a dict of
-# settings for fully_shard says yes as well.
+# (path of a module, the module, number of its elements that no unit has yet) -> whether it becomes a unit. A
+# dict of settings for fully_shard means True as well.
 WrapPolicy = Callable[[str, Module, int], "bool | dict[str, Any]"]
 
 
 def wrap(
     model: Module, policy: WrapPolicy, *, ignored: Iterable[Module | Parameter] = (), **settings: Any
 ) -> Module:
-    """fully_shard on every module of `model` that `policy` picks, and on `model`; gives `model` back.
+    """Call fully_shard on every module of `model` that `policy` picks, and on `model`.
 
-    policy: by_class, by_size, by_predicate, or a function like theirs. It is asked about every module that
-    has a forward and parameters left, inner ones first, but not about `model`.
-    settings: for all calls of fully_shard; a dict from the policy overrides them. ignored: as there.
+    Args:
+        model: the model.
+        policy: by_class, by_size, by_predicate, or a function like theirs. It is called for every module that
+            has a forward and parameters left, inner modules first, but not for `model`.
+        ignored: as in fully_shard.
+        **settings: arguments for all calls of fully_shard. A dict from the policy overrides them.
 
-    Raises ValueError if the policy picks nothing, and as fully_shard.
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: if the policy picks no module. Other errors are those of fully_shard.
+
+    Example:
+        >>> wrap(model, by_class(Block), mp_policy=MixedPrecisionPolicy("bfloat16"))
     """
     ignored = list(ignored)
     skipped = {id(parameter) for item in ignored for parameter in _parameters(item)}
@@ -49,15 +60,22 @@ def wrap(
         picked += 1
     if not picked:
         raise ValueError(
-            f"wrap: the policy picks no module of {type(model).__name__}; fully_shard(model) would do"
+            f"wrap: the policy picks no module of {type(model).__name__}; to make it one unit, call "
+            "fully_shard(model)"
         )
     return fully_shard(model, ignored=ignored, **settings)
 
 
 def by_class(*classes: type[Module], **settings: Any) -> WrapPolicy:
-    """Picks modules of these classes. `settings`: of fully_shard, for them.
+    """A policy for wrap that picks modules of these classes.
 
-    Raises TypeError for anything but classes of modules.
+    Args:
+        *classes: subclasses of nn.Module.
+        **settings: arguments of fully_shard for the picked modules.
+
+    Raises:
+        TypeError: if an argument is not a class of modules.
+        ValueError: without a class.
     """
     for kind in classes:
         if not (isinstance(kind, type) and issubclass(kind, Module)):
@@ -75,11 +93,18 @@ def by_class(*classes: type[Module], **settings: Any) -> WrapPolicy:
 def by_size(
     min_parameters: int, *, leave: tuple[type[Module], ...] = (Embedding,), **settings: Any
 ) -> WrapPolicy:
-    """Picks a module once at least `min_parameters` elements in it are in no unit below it.
+    """A policy for wrap that picks a module if at least `min_parameters` elements in it have no unit yet.
 
-    So units are at least that large, except the outermost, which takes the rest. leave: classes that are not
-    picked themselves; by default embeddings, because a head often reads their weight directly, and a
-    parameter can be read only while its unit is gathered. Raises ValueError for less than 1.
+    All units are then at least that large, except the outermost unit, which takes the rest.
+
+    Args:
+        min_parameters: number of elements, at least 1.
+        leave: classes whose modules are not picked. By default embeddings: a head often reads their weight
+            directly, and a parameter can be read only while its unit is gathered.
+        **settings: arguments of fully_shard for the picked modules.
+
+    Raises:
+        ValueError: if `min_parameters` is less than 1.
     """
     if min_parameters < 1:
         raise ValueError(f"by_size: min_parameters must be at least 1, got {min_parameters}")
@@ -92,7 +117,12 @@ def by_size(
 
 
 def by_predicate(function: Callable[[str, Module], "bool | dict[str, Any]"]) -> WrapPolicy:
-    """Picks the modules for which `function(path, module)` is true, or gives a dict of settings."""
+    """A policy for wrap that picks the modules for which `function(path, module)` is true or a dict.
+
+    Args:
+        function: gets the path of a module and the module. A dict has arguments of fully_shard for the
+        module.
+    """
 
     def policy(path: str, module: Module, count: int) -> bool | dict[str, Any]:
         answer = function(path, module)
@@ -102,12 +132,12 @@ def by_predicate(function: Callable[[str, Module], "bool | dict[str, Any]"]) -> 
 
 
 def _free(parameter: Parameter) -> bool:
-    """Whether no unit has the parameter."""
+    """Whether no unit has the parameter yet."""
     return isinstance(parameter.storage, LocalStorage)
 
 
 def _users(model: Module) -> dict[int, set[int]]:
-    """Parameter -> the modules that hold it, both by id."""
+    """id of a parameter -> ids of the modules that hold it."""
     users: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

@@ -89,7 +89,7 @@ REFUSED = {
     # These contradict each other.
     ("NO_SHARD", "reshard"): (ValueError, "reshard_after_forward=True does not fit NO_SHARD"),
     ("SHARD_OPT", "reshard"): (ValueError, "reshard_after_forward=True does not fit SHARD_OPT"),
-    ("prefetch 0", "prefetch 2"): (ValueError, "unit .* has prefetch=., the outermost one ."),
+    ("prefetch 0", "prefetch 2"): (ValueError, "unit .* has prefetch=., the outermost unit has ."),
     # Gradients of ignored parameters are each rank's own.
     ("clip norm", "ignored"): (ValueError, "clip_grad_norm_: parameter .* is not sharded"),
     ("world-invariant", "ignored"): (ValueError, "set_world_invariant: parameter 'norm.weight' is ignored"),

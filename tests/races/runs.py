@@ -94,8 +94,8 @@ def ranks_agree_before_memory_is_made():
 
 _GRADIENTS = "fsdp/gradients.py"
 RUNS = {
-    f"{_GRADIENTS} Gradients._ask: stream.record(told)": other_ranks_are_heard,
-    f"{_GRADIENTS} _told: told.synchronize()": other_ranks_are_heard,
+    f"{_GRADIENTS} Gradients._ask: stream.record(answered)": other_ranks_are_heard,
+    f"{_GRADIENTS} _answer: answered.synchronize()": other_ranks_are_heard,
     f"{_GRADIENTS} Gradients.have_slots: self._streams.reduce.synchronize()": nobody_uses_slots_that_go,
     "fsdp/trained.py Trained.agree: communicator.barrier(stream=streams.reduce, "
     "what=self.groups[0].called)": ranks_agree_before_memory_is_made,

@@ -1,7 +1,7 @@
-"""What enters FSDP at its seams; the runtime imports nothing from here.
+"""Options of FSDP. They enter at the runtime's seams, and the runtime imports nothing from here.
 
-packed_rows (some parameters trained), chunks (gradients of a large outer unit), fixed_tree (the same bits on
-any number of ranks), offload (parts of a unit in host memory).
+packed_rows (only some parameters are trained), chunks (gradients of a large outer unit), fixed_tree (bitwise
+identical on any number of ranks), offload (parts of a unit in host memory).
 """
 
 from shardrt.fsdp.checks import GROUP_CHECKS, UNIT_CHECKS
@@ -10,6 +10,6 @@ from shardrt.fsdp.options.chunks import ChunkedGradient
 from shardrt.fsdp.options.fixed_tree import check_sums, check_world_invariant
 from shardrt.fsdp.options.packed_rows import PackedGradient
 
-PATHS += [PackedGradient, ChunkedGradient]  # in this order: what is sent in rows is never sent in chunks
+PATHS += [PackedGradient, ChunkedGradient]  # packed rows come first: they are never sent in chunks
 UNIT_CHECKS.append(check_world_invariant)
 GROUP_CHECKS.append(check_sums)

@@ -1,10 +1,11 @@
-"""Chunks: full gradients that are never there as a whole, but made and reduced chunk by chunk.
+"""ChunkedGradient: computes and reduces full gradients chunk by chunk, never as a whole.
 
-A unit that others run inside of, as the one with a large embedding, would have its full gradients beside
-theirs from the first op of backward to the last. Instead ops leave what makes the gradient of a matrix, rows
-of it at a time, until all of the unit's gradients are complete. Then each chunk is made in a slot that the
-units inside have used, and reduced from there. What is left meanwhile are arrays that backward has had
-anyway: inputs of products, and gradients of their results.
+An outer unit (with a large embedding, say) would hold its full gradients from the first op of backward to the
+last, next to those of the inner units. With this path, ops leave functions instead, which compute rows of a
+matrix's gradient. When backward has finished with the unit, the path computes one chunk at a time in a slot
+of the inner units, and reduces the chunk from there. Until then, the functions hold arrays that backward has
+had
+anyway: inputs of matmuls and gradients of their outputs.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,22 +25,26 @@ from shardrt.fsdp.layout import ALIGNMENT, Layout
 
 Array = Any
 
-IN_CHUNKS = 1 << 25  # bytes of full gradients from which on a unit around others makes them in chunks
-# Rows of the largest matrix that a chunk has of each shard, at least. The CPU's kernel makes tiles of 256
-# rows and repeats those at either end: here a gradient in chunks costs half as much again as a whole one.
+IN_CHUNKS = 1 << 25  # bytes of full gradients at which an outer unit begins to use chunks
+# The least rows of the largest matrix that a chunk must have of each shard. The CPU kernel computes tiles of
+# 256 rows, and a chunk repeats the tiles at both its ends. At 512 rows, chunks cost 1.5 times as much as one
+# whole gradient.
 SHORTEST = 512
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Of each shard of `layout`, `each` elements at a time."""
+    """Chunks of `layout` that have `each` elements of every shard; the last chunk may have fewer."""
 
     layout: Layout
     each: int
 
     @classmethod
     def plan(cls, layout: Layout, count: int) -> "Chunks":
-        """Chunks that fit into a slot of `count` elements: whole rows of the largest matrix, if possible."""
+        """The largest chunks that fit into a slot of `count` elements.
+
+        A chunk has whole rows of the largest matrix if a row fits, else a multiple of ALIGNMENT elements.
+        """
         width = _width_of_largest(layout)
         most, step = count // layout.shards, lcm(width, ALIGNMENT)
         step = step if step <= most else ALIGNMENT
@@ -47,24 +52,25 @@ class Chunks:
 
     @property
     def worthwhile(self) -> bool:
-        """Whether a chunk has enough rows of each shard for what is repeated at its ends."""
+        """Whether a chunk has enough rows of each shard to outweigh the tiles that it repeats."""
         return self.each >= SHORTEST * _width_of_largest(self.layout)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """(start, stop) in a shard, one chunk after the other."""
+        """Yield (start, stop) in a shard of one chunk after the other."""
         size = self.layout.shard_size
         return ((start, min(start + self.each, size)) for start in range(0, size, self.each))
 
 
 class ChunkedGradient(GradientPath):
-    """Collects what the gradients are made of while backward runs; makes and sends chunk after chunk."""
+    """Collects functions that compute the gradients while backward runs; then computes and sends chunks."""
 
     def __init__(self, group: ParameterGroup, layout: Layout, slot: int) -> None:
         super().__init__(group, layout)
         self.chunks = Chunks.plan(layout, slot)
         self.full = self.sent = slot
         self.kept = self.chunks.each
-        # By position, what is to be made, in order; or the gradient, where an op has written all of it.
+        # Position -> functions that compute terms of the gradient, in order; or -> the whole gradient, if an
+        # op needs an array to write to.
         self._fills: dict[int, list[Fill]] = {}
         self._arrays: dict[int, Array] = {}
 
@@ -77,9 +83,10 @@ class ChunkedGradient(GradientPath):
     def fits_in(
         cls, group: ParameterGroup, layout: Layout, slot: int, device: Device, accumulates: bool
     ) -> bool:
-        """Whether its full gradients are long, and each is sent when it is complete, one time, as it lies.
+        """Whether chunks are worthwhile and keep the gradients bitwise identical.
 
-        On a device whose matmuls have the same bits in a slot as in a gradient that is there as a whole.
+        The full gradients must be long. Each must be sent exactly once, when complete, in the flat buffer's
+        order. The results of the device's matmuls must not depend on where the output lies.
         """
         dtype = dtypes.exact(device.compute_dtype(group.key.param))
         long = layout.total * dtype.itemsize >= IN_CHUNKS
@@ -109,7 +116,7 @@ class ChunkedGradient(GradientPath):
         return array, there or bool(before)
 
     def put_rows(self, position: int, fill: Fill) -> None:
-        """Leave `fill` until the chunks are made."""
+        """Keep `fill` until the chunks are computed, unless the gradient has an array already."""
         if position in self._arrays:
             fill(0, len(self._arrays[position]), self._arrays[position], True)
         else:
@@ -120,7 +127,7 @@ class ChunkedGradient(GradientPath):
         self.is_open, self._fills, self._arrays = False, {}, {}
 
     def reduce(self) -> None:
-        """Make the next chunk while the one before is reduced, where there are two slots."""
+        """Compute and send chunk after chunk. With two slots, one is computed while the other is reduced."""
         try:
             for start, stop in self.chunks:
                 slot = self.acquire()
@@ -135,7 +142,7 @@ class ChunkedGradient(GradientPath):
         collectives.reduce_scatter(self.group, slot, full, out, accumulate, self.streams)
 
     def _write(self, start: int, stop: int, out: Array) -> None:
-        """Make elements [start, stop) of each shard, side by side in 1-D `out`; 0 where nothing is."""
+        """Compute elements [start, stop) of each shard, next to each other in 1-D `out`, with 0 in gaps."""
         for shard in range(self.layout.shards):
             row = out[shard * (stop - start) : (shard + 1) * (stop - start)]
             low = self.layout.shard_range(shard)[0]
@@ -150,7 +157,7 @@ class ChunkedGradient(GradientPath):
             row[done - low :].fill(0)
 
     def _put(self, position: int, start: int, stop: int, out: Array) -> None:
-        """Make elements [start, stop) of a parameter's gradient in 1-D `out`."""
+        """Compute elements [start, stop) of a parameter's gradient in 1-D `out`."""
         copy, compute = self.streams.device.copy, self.streams.compute
         if position in self._arrays:
             compute.submit(copy, out, self._arrays[position].reshape(-1)[start:stop])
@@ -161,7 +168,7 @@ class ChunkedGradient(GradientPath):
         rows = out.reshape(-1, width) if whole else self._empty((last - first, width))
         for number, fill in enumerate(self._fills[position]):
             fill(first, last, rows, number > 0)
-        if not whole:  # a shard begins or ends inside of a row
+        if not whole:  # the range begins or ends inside of a row
             compute.submit(copy, out, rows.reshape(-1)[start - first * width : stop - first * width])
 
     def move(self, target: Callable[[int], tuple[Array, bool]]) -> None:
@@ -179,5 +186,5 @@ def _width_of_largest(layout: Layout) -> int:
 
 
 def _width(shape: tuple[int, ...]) -> int:
-    """Elements of a row."""
+    """Elements of a row of a parameter."""
     return max(1, prod(shape[1:]))

@@ -1,9 +1,9 @@
-"""The fixed tree: gradients are added in one order, whatever the number of ranks (set_world_invariant).
+"""FixedTree: adds gradients in the same order for every number of ranks (set_world_invariant).
 
 With M micro-batches on W ranks, both powers of two, rank r has micro-batches r, W + r, 2 W + r and so on. A
-reduction adds W of them as neighbours (kernels/cpu/reduce.py); reductions are added as a binary counter
-counts, with an array for each of its bits that is 1. Together that is one tree of M leaves, whatever W is.
-The arrays after each of four: 0; 01; 01, 2; 0123.
+reduction adds the gradients of W neighbouring micro-batches by a binary tree (kernels/cpu/reduce.py). The
+reductions of a step are added like a binary counter counts, with one array for each bit that is 1. Together
+this is one binary tree with M leaves, for every W. With four reductions the arrays hold: 0; 01; 01, 2; 0123.
 """
 
 from collections.abc import Iterable
@@ -28,33 +28,45 @@ from shardrt.nn.vision import BatchNorm2d
 
 
 def set_world_invariant(module: Module, micro_batches: int) -> None:
-    """Train to the same bits on 1, 2, 4, ... ranks. Call it on the outermost module, after fully_shard.
+    """Make training bitwise identical on 1, 2, 4, ... ranks. Call it on the outermost module.
 
-    micro_batches: M, those of a step on all ranks together; a power of two, as is the number of ranks W
-    (where sequences lie on several ranks, of groups of them: the bits depend on how many that are).
-    A step is M / W times forward and backward, rank r of W having micro-batch j W + r as its j-th, then the
-    update and zero_grad. The gradients of the M micro-batches are added by one tree, whatever W is, so divide
-    the loss of each by M, or by the tokens of the step; the divide factor is 1. Dropout masks are those of
-    the micro-batch, norms are exact. docs/determinism.md says what else must be the same, and what it costs:
-    log2(M / W) - 1 more sharded gradients, and a reduction of each micro-batch. On a GPU the process computes
-    by deterministic algorithms from now on (shardrt.use_deterministic_algorithms).
+    A step has M / W backwards: rank r of W ranks has micro-batch j W + r as its j-th. Then come the optimizer
+    step and zero_grad. One tree adds the gradients of all M micro-batches for every W. The divide factor is
+    1, so divide the loss of each micro-batch by M, or by the tokens of the step. Dropout masks depend on the
+    micro-batch, and gradient norms do not depend on W. If sequences are split over ranks, W counts groups of
+    such ranks, and results depend on the size of a group.
 
-    Raises ValueError for numbers that don't fit, `module` without a unit, and batch norm, whose statistics
-    depend on which samples one rank, or all ranks at one time, have. When the units are built, it is raised
-    for gradients on the host, trained parameters that are ignored, nn.balance_over, experts on several ranks
-    that are no neighbours or send gradients of 16 bits, and NCCL's own sums: the mesh must have
-    reduction="tree". RuntimeError if they are built already.
+    It costs log2(M / W) - 1 more sharded gradients and a reduction for each micro-batch.
+    docs/determinism.md lists what else must be equal. On a GPU, the process computes by deterministic
+    algorithms from now on (shardrt.use_deterministic_algorithms).
+
+    Args:
+        module: the outermost module, after fully_shard and before its first use.
+        micro_batches: M, the micro-batches of a step on all ranks together; a power of two, as is W.
+
+    Raises:
+        ValueError: for numbers that don't fit, a `module` without a unit, batch norm (its statistics depend
+            on the samples of a rank), and a parameter that two pipeline stages share. When the model is
+            built: for gradients on the host, trained parameters that are ignored, nn.balance_over, experts on
+            ranks that are no neighbours or with 16-bit gradients, and a mesh without reduction="tree" on
+            NCCL.
+        RuntimeError: if the model is built already.
+
+    Example:
+        >>> fully_shard(model)
+        >>> set_world_invariant(model, micro_batches=8)
     """
     normed = next((path for path, part in module.named_modules() if isinstance(part, BatchNorm2d)), None)
     if normed is not None:
         raise ValueError(
-            f"set_world_invariant: the statistics of batch norm ({normed}) depend on the number of ranks"
+            f"set_world_invariant: the statistics of batch norm ({normed}) depend on the number of ranks; "
+            "use another norm"
         )
     tied = next((p.name for p in module.parameters() if p.place is not None and p.place.tied), None)
     if tied is not None:
         raise ValueError(
-            f"set_world_invariant: {tied!r} is on two stages, whose gradients are not added by the tree of "
-            "micro-batches; untie it"
+            f"set_world_invariant: {tied!r} is on two stages, and the tree of micro-batches does not add the "
+            "gradients of both; untie it"
         )
     for unit in units_for("set_world_invariant", module):
         size = unit.data_ranks // sharing_of(module)
@@ -79,7 +91,10 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
 
 @dataclass(frozen=True)
 class ReductionSlot:
-    """Where a reduction's sum goes: to array `index`, then `merges` times into the one before."""
+    """The target of a reduction: array `index`, which is then added to the array before, `merges` times.
+
+    accumulate: the reduction is added to the array's values.
+    """
 
     index: int
     accumulate: bool
@@ -87,21 +102,21 @@ class ReductionSlot:
 
 
 def slot_of(number: int) -> ReductionSlot:
-    """Where reduction `number` of a step goes, counted from 0."""
+    """The target of reduction `number` of a step, counted from 0."""
     set_bits = number.bit_count()
     if number % 2 == 0:
         return ReductionSlot(set_bits, False, 0)
-    trailing = (number ^ (number + 1)).bit_length() - 1  # ones at the end of `number`: so far the carry goes
+    trailing = (number ^ (number + 1)).bit_length() - 1  # ones at the end of `number`: the carry's length
     return ReductionSlot(set_bits - 1, True, trailing - 1)
 
 
 def arrays_for(reductions: int) -> int:
-    """How many arrays it takes to add up so many `reductions`, a power of two."""
+    """Number of arrays that adding up `reductions`, a power of two, needs."""
     return max(1, reductions.bit_length() - 1)
 
 
 class FixedTree(ShardedGradient):
-    """Adds a step's reductions, whose number is given, by the tree."""
+    """A sharded gradient that adds the reductions of a step, whose number is known, by the tree."""
 
     fixed_tree = True
 
@@ -132,7 +147,7 @@ class FixedTree(ShardedGradient):
         return goes.index, goes.accumulate
 
     def _carry(self, streams: Streams) -> None:
-        """The newest partial sum goes into the one before, as often as the binary counter carries."""
+        """Add the newest partial sum to the one before, as often as the binary counter carries."""
         goes = slot_of(self.reductions)
         for low in range(goes.index, goes.index - goes.merges, -1):
             add = streams.device.kernels.reduce.sum_into
@@ -140,14 +155,14 @@ class FixedTree(ShardedGradient):
 
 
 class MicroBatchCount(ScheduleObserver):
-    """Makes dropout masks depend on which micro-batch of the step it is, not on ranks."""
+    """Makes dropout masks depend on the number of the micro-batch in the step, not on the rank."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._units = schedule.units
         self._mesh = schedule.root.settings.mesh
-        self._begun = False  # one whose backward has not ended
-        self._before = 0  # those that were complete when this step of a pipeline began
-        self._calls = 0  # uses of random numbers before the first of the step
+        self._begun = False  # a micro-batch has begun, and its backward has not ended
+        self._before = 0  # micro-batches that were complete when this step of a pipeline began
+        self._calls = 0  # calls of the model with random numbers before the first micro-batch of the step
 
     def recording_begins(self) -> None:
         if not self._begun or random.turn() is not None:
@@ -165,9 +180,9 @@ class MicroBatchCount(ScheduleObserver):
         done_before, each = max(done), self._units[0].choices.micro_batches
         block = self._units[0].modules[0].batch_block
         size, own = self._mesh.size, self._mesh.rank
-        if block is not None:  # ranks that have parts of the time have the same micro-batch
+        if block is not None:  # ranks with parts of the same sequences have the same micro-batch
             size, own = size // block.together, block.part
-        if random.turn() is not None:  # of a pipeline: backwards lag behind
+        if random.turn() is not None:  # in a pipeline, several forwards precede the first backward
             self._before = done_before if random.turn() == 0 else self._before
             done_before = self._before + random.turn()
         if len(done) > 1 or done_before >= each:
@@ -182,7 +197,7 @@ class MicroBatchCount(ScheduleObserver):
 
 
 def check_world_invariant(units: list[Unit]) -> None:
-    """All units add up by one tree, or none does; with a tree, every gradient belongs to a unit."""
+    """Raise ValueError unless one tree adds all trained gradients of the model, or no unit uses a tree."""
     first = units[0]
     for u in units:
         if u.micro_batches != first.micro_batches:
@@ -193,12 +208,12 @@ def check_world_invariant(units: list[Unit]) -> None:
         if u.micro_batches is not None and u.settings.placement.gradients:
             raise ValueError(
                 f"set_world_invariant: unit {u.label} has its gradients on the host, where they are not "
-                "added up by a tree; give CPUOffloadPolicy(gradients=False)"
+                "added by a tree; use CPUOffloadPolicy(gradients=False)"
             )
         if u.micro_batches is not None and any(p.share and p.share.partial for p in u.parameters):
             raise ValueError(
                 f"set_world_invariant: gradients of unit {u.label} are summed over another axis as well, and "
-                "not by the tree of micro-batches; leave adapters and TokenParallel out, and with "
+                "not by the tree of micro-batches; remove adapters and TokenParallel, and with "
                 "SequenceParallel call set_tensor_invariant"
             )
         if u.micro_batches is not None:
@@ -210,45 +225,45 @@ def check_world_invariant(units: list[Unit]) -> None:
     alone = [p for p in parameters if isinstance(p.storage, LocalStorage)]
     if first.micro_batches is not None and alone:
         raise ValueError(
-            f"set_world_invariant: parameter {alone[0].name!r} is ignored, so its gradient is each rank's "
-            "own; freeze it, or let it be sharded"
+            f"set_world_invariant: parameter {alone[0].name!r} is ignored, so its gradient is not reduced; "
+            "freeze it, or shard it"
         )
 
 
 def _check_experts(unit: Unit, first: Unit) -> None:
-    """With a tree of micro-batches, their ranks add up what is the beginning of it."""
+    """Raise ValueError unless the ranks of experts add neighbouring leaves of the tree, in float32."""
     for group in unit.groups:
         apart = [p.share.mesh.ranks for p in group.parameters if p.share is not None and p.share.own_data]
         places = np.searchsorted(first.settings.mesh.ranks.ravel(), apart[0].ravel()) if apart else ()
         if (np.diff(places) != 1).any():
             raise ValueError(
                 f"set_world_invariant: ranks with experts of unit {unit.label} are no neighbours among those "
-                "of the data; take an axis of mesh.fold"
+                "of the data; use an axis of mesh.fold"
             )
         if apart and group.key.reduce in dtypes.LOW:
             raise ValueError(
                 f"set_world_invariant: gradients of the experts of unit {unit.label} are added before they "
-                'are rounded to 16 bits; give MixedPrecisionPolicy(reduce_dtype="float32")'
+                'are rounded to 16 bits; use MixedPrecisionPolicy(reduce_dtype="float32")'
             )
     data, alone = first.settings.mesh.axes, sharing_of(first.modules[0])
     for router in (m for top in unit.modules for m in top.modules() if isinstance(m, Router)):
         along = () if router.balance_mesh is None else router.balance_mesh.axes
         if size_of(along) > size_of(without(along, data)) * alone:
             raise ValueError(
-                "set_world_invariant: nn.balance_over makes a balance loss of the micro-batches that all "
-                "ranks have at one time; leave it out"
+                "set_world_invariant: the balance loss of nn.balance_over depends on the micro-batches that "
+                "all ranks compute at one time; remove nn.balance_over"
             )
 
 
 def sharing_of(module: Module) -> int:
-    """How many ranks of the data have parts of the same samples."""
+    """Number of data ranks that have parts of the same samples."""
     with autograd.enable_grad():
         block = module.batch_block
     return 1 if block is None else block.together
 
 
 def check_sums(units: list[Unit], used: Iterable[ProcessGroups]) -> None:
-    """Sums that are part of one tree must be made by it."""
+    """Raise ValueError unless all communicators that reduce gradients add by a tree."""
     first = units[0]
     reducers = [made for ranks in used for made in (ranks.reduce, ranks.copies) if made]
     if first.micro_batches is not None and any(made.reduction != "tree" for made in reducers):

@@ -1,4 +1,4 @@
-"""CPU offload: parts of a unit that live in host memory between uses, and how gradients get there."""
+"""CPU offload: parts of a unit live in host memory between uses."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +13,23 @@ from shardrt.nn.storage import HostPlacement
 class CPUOffloadPolicy(OffloadPolicy):
     """The parts of a unit that live in host memory between uses.
 
-    Each frees 4 bytes per element on the device, AdamW's state 8.
+    Parameters and gradients each free 4 bytes per element on the device, AdamW's state 8.
+    (Rajbhandari et al., ZeRO-Infinity, 2021.)
 
-    parameters: the float32 shards; copied to the device before each gather.
-    gradients: the sharded gradients; copied to the host after each reduction.
-    optimizer_state: brought to the device piece by piece during the update, and back.
-    step: "device" updates on the device and streams what is on the host through it; "host" updates with the
-    host's kernels, which needs all three on the host.
-    directory: host arrays are memory-mapped files there, for models larger than host memory. The files have
-    no names and are gone when the program ends, however it does.
+    Args:
+        parameters: keep the float32 shards on the host. They are copied to the device before each gather.
+        gradients: keep the sharded gradients on the host. They are copied there after each reduction.
+        optimizer_state: keep it on the host. The optimizer step copies it to the device and back, in parts.
+        step: "device": the optimizer updates on the device. "host": it updates with the host's kernels, which
+            needs all three parts on the host.
+        directory: folder for memory-mapped files that back the host arrays, for models larger than host
+            memory. The files have no names and disappear when the program ends for any reason.
 
-    (Rajbhandari et al., ZeRO-Infinity, 2021.) Raises ValueError for settings that do not fit together.
+    Raises:
+        ValueError: for an unknown step, and for step="host" unless all three parts are on the host.
+
+    Example:
+        >>> fully_shard(model, offload_policy=CPUOffloadPolicy(step="host"))
     """
 
     parameters: bool = True
@@ -51,7 +57,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 class HostGradient(ShardedGradient):
-    """The sum is made on the device, in a staging slot, and copied to the host."""
+    """A sharded gradient on the host. Each reduction adds to it in a staging slot on the device."""
 
     def receive(
         self,
@@ -70,17 +76,17 @@ class HostGradient(ShardedGradient):
     def _through(self, staged: Slot, slot: Slot, streams: Streams, send: Send) -> None:
         on_host, accumulate = self.arrays[0], self.reductions > 0
         array = staged.array[: on_host.size]
-        if accumulate:  # what was accumulated so far comes back, so that the sum is bitwise identical
-            streams.upload.wait(staged.free)  # the gradient that used the slot before is on the host
-            streams.upload.wait(self.ready)  # so is this group's last one
+        if accumulate:  # upload the sum so far and add on the device: bitwise identical to no offload
+            streams.upload.wait(staged.free)  # the last gradient in the staging slot is on the host
+            streams.upload.wait(self.ready)  # this group's last sum is on the host
             copy, label = streams.device.copy, f"upload gradient {self.label}"
             streams.upload.submit(copy, array, on_host, label=label)
             streams.upload.record(staged.ready)
-            streams.reduce.wait(staged.ready)  # the sum so far has come from the host
+            streams.reduce.wait(staged.ready)  # the sum so far has arrived from the host
         else:
-            streams.reduce.wait(staged.free)  # the gradient that used the slot before is on the host
+            streams.reduce.wait(staged.free)  # the last gradient in the staging slot is on the host
         send(array, accumulate)
-        streams.reduce.record(slot.free)
+        streams.reduce.record(slot.free)  # the full gradients have been read
         streams.reduce.record(staged.ready)
         streams.download.wait(staged.ready)  # the sum is complete
         streams.download.submit(streams.device.copy, on_host, array, label=f"download {self.label}")

@@ -1,9 +1,11 @@
-"""Packed rows: how gradients are sent where only some parameters of a group are trained.
+"""PackedGradient: sends only the trained parameters' gradients, if a group trains only some parameters.
 
-Only the trained parameters have full gradients, one after the other. What each shard has of them goes side by
-side into a row of the buffer that is sent, a row for each rank. The reduce-scatter sums rows, and each rank
-puts its own row where the optimizer looks for it. A row may begin with a number for each parameter, whether
-this rank has used it: from the sum every rank learns how many ranks have (set_find_unused_parameters).
+The full gradients of the trained parameters lie in one slot, one after the other. The buffer that is sent has
+one row for each rank: the elements of the gradients that belong to the rank's shard, packed together. The
+reduce-scatter sums rows, and each rank copies its row to the sharded gradient.
+
+A row may begin with one flag for each parameter: 1 if this rank has used it. The summed flags tell every rank
+how many ranks have used the parameter (set_find_unused_parameters).
 """
 
 from collections.abc import Collection, Iterable
@@ -27,7 +29,7 @@ Array = Any
 
 @dataclass(frozen=True)
 class Move:
-    """Gradients [source, source + count): in the row from `place` on, in the shard from `start` on."""
+    """`count` elements, at `source` in the full gradients, at `place` in the row, at `start` in the shard."""
 
     source: int
     place: int
@@ -37,10 +39,13 @@ class Move:
 
 @dataclass(frozen=True)
 class Rows:
-    """Full gradients in `full` elements, sent in rows of `size`; what no move names is read by nobody.
+    """The layout of packed gradients. Elements of a row that belong to no move are never read.
 
-    offsets: position of a trained parameter -> where its full gradient begins. gaps: (start, stop) of what
-    lies between them and is sent with them. moves: for each shard. uses: how many numbers a row begins with.
+    offsets: position of a trained parameter -> where its full gradient begins in the slot.
+    gaps: (start, stop) of ranges of the slot between gradients that are sent with them.
+    full: elements of the slot. size: elements of a row.
+    moves: for each shard, the ranges that its row has.
+    uses: number of flags at the beginning of a row.
     """
 
     offsets: dict[int, int]
@@ -52,7 +57,10 @@ class Rows:
 
     @classmethod
     def plan(cls, layout: Layout, trained: Collection[int], tell_uses: bool) -> "Rows | None":
-        """Rows for the parameters at the positions `trained`; None where they would save nothing."""
+        """Rows for the parameters at the positions `trained`; None if rows would be as long as shards.
+
+        tell_uses: rows begin with flags.
+        """
         runs = _runs(sorted(trained))
         uses = len(layout.entries) if tell_uses else 0
         offsets: dict[int, int] = {}
@@ -79,11 +87,11 @@ class Rows:
 
     @property
     def total(self) -> int:
-        """Elements of all rows."""
+        """Elements of all rows together."""
         return len(self.moves) * self.size
 
     def views(self, array: Array, layout: Layout) -> dict[int, Array]:
-        """Position -> the place of its full gradient, in its shape."""
+        """Position of a trained parameter -> the view of `array` for its full gradient, in its shape."""
         shapes = {position: layout.entries[position].shape for position in self.offsets}
         return {
             position: array[offset : offset + prod(shapes[position])].reshape(shapes[position])
@@ -92,7 +100,7 @@ class Rows:
 
 
 class PackedGradient(WholeGradient):
-    """The trained parameters' full gradients in one slot; they are sent in rows."""
+    """The full gradients of the trained parameters in one slot. They are sent in packed rows."""
 
     packs = True
 
@@ -114,7 +122,7 @@ class PackedGradient(WholeGradient):
         self._views = self.rows.views(self.slot.array, self.layout)
 
     def _its_own_sum(self) -> None:
-        """The sum has another order."""
+        """None: the sharded gradient has another order than the slot."""
 
     def view(self, position: int) -> Array:
         return self._views[position]
@@ -140,7 +148,7 @@ class PackedGradient(WholeGradient):
         streams.reduce.submit(self._unpack, own, out, scale, accumulate, again)
 
     def _pack(self, full: Array, wire: Array, kind: str, used: np.ndarray) -> None:
-        """Fill the rows: which parameters were used, then the trained elements of each shard."""
+        """Fill the rows: first the flags, then the trained elements of each shard."""
         device = self.streams.device
 
         def put(start: int, source: Array) -> None:
@@ -150,7 +158,7 @@ class PackedGradient(WholeGradient):
             else:
                 device.copy(target, source)
 
-        # What lies between moves stays as it was: nothing reads it.
+        # Elements between moves keep their old values: nothing reads them.
         sent = device.upload(used) if self.uses else None
         for shard, moves in enumerate(self.rows.moves):
             begin = shard * self.rows.size
@@ -160,9 +168,9 @@ class PackedGradient(WholeGradient):
                 put(begin + move.place, full[move.source : move.source + move.count])
 
     def _unpack(self, row: Array, out: Array, scale: float, accumulate: bool, again: bool) -> None:
-        """out = (out if `accumulate`) + scale * what the row has of it; the rest is 0, or as it was.
+        """out = (out if `accumulate`) + scale * row, where the row has the element, else + 0.
 
-        again: whether counts of uses are there from an earlier reduction.
+        again: add the counts of uses to those of an earlier reduction.
         """
         add = self.streams.device.kernels.reduce.sum_into
         if not accumulate:
@@ -175,15 +183,23 @@ class PackedGradient(WholeGradient):
 
 
 def set_find_unused_parameters(module: Module, find: bool = True) -> None:
-    """Let a parameter that no rank used since zero_grad have no gradient, in all units of `module`.
+    """Leave parameters without a gradient if no rank has used them since zero_grad, in all units of `module`.
 
-    Otherwise such a parameter has the gradient 0 if anything of its unit was used, so AdamW decays and moves
-    it. With it, its `grad` is None and optimizers leave it alone, as in PyTorch; if any rank used it, it has
-    a gradient on every rank. Costs no collective: each reduction carries a number for each parameter. Full
-    gradients are copied once more, into a buffer as long as the largest unit's, and who asks for a gradient,
-    as an optimizer does, waits until it is reduced. Counts from the next forward on; call it on every rank.
+    By default such a parameter has the gradient 0 if a rank used another parameter of its unit, so AdamW
+    decays and moves it. With this setting its `grad` is None and optimizers skip it, as in PyTorch. If any
+    rank used the parameter, it has a gradient on every rank. The setting takes effect at the next forward.
 
-    Raises ValueError if `module` has no unit, RuntimeError while there are gradients: call zero_grad before.
+    It costs no collective: each reduction carries one number for each parameter. Full gradients are copied
+    once more, into a buffer of the largest unit's size. A caller that asks for a gradient, as an optimizer
+    does, waits for the reduction.
+
+    Args:
+        module: a sharded module. Call this on every rank.
+        find: True to turn the setting on, False to turn it off.
+
+    Raises:
+        ValueError: if `module` has no unit.
+        RuntimeError: if there are gradients; call zero_grad first.
     """
     found = units_for("set_find_unused_parameters", module)
     if any(group.has_partial_gradient for unit in found for group in unit.groups):
@@ -193,7 +209,7 @@ def set_find_unused_parameters(module: Module, find: bool = True) -> None:
 
 
 def _runs(positions: list[int]) -> list[list[int]]:
-    """Neighbours together."""
+    """Split sorted positions into runs of neighbours."""
     runs: list[list[int]] = []
     for position in positions:
         if runs and runs[-1][-1] == position - 1:
