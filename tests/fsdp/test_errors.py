@@ -85,7 +85,7 @@ test_calls_that_are_refused = lab.refusals(
         ValueError,
         "HYBRID_SHARD needs a mesh with two",
     ),
-    (two_prefetches, ValueError, "unit blocks.0 has prefetch=3, the outermost one 1"),
+    (two_prefetches, ValueError, "unit blocks.0 has prefetch=3, the outermost unit has 1"),
     (lambda: without_a_root(memory_plan), ValueError, NO_ROOT),
     (lambda: without_a_root(explain), ValueError, NO_ROOT),
     (lambda: two_optimizers(False), ValueError, "'1.weight' is in one unit with parameters that another"),

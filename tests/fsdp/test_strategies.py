@@ -74,7 +74,7 @@ def traffic(strategy, shape=None):
     lab.count_step(counts, model, lambda: model(x).sum().backward())
     moved = {}
     for communicator in counts.communicators:
-        moved.setdefault(communicator.size, []).append(sum(communicator.bytes.values()))
+        moved.setdefault(communicator.communicator.size, []).append(sum(communicator.bytes.values()))
     return {size: sum(found) for size, found in moved.items()}, 4 * sum(p.size for p in model.parameters())
 
 
