@@ -35,8 +35,8 @@ here = threading.local()  # told: what this rank has begun, in order
 class Apart(DelayedCommunicator):
     """Sums are slow, and do not keep whoever asks for them."""
 
-    def __init__(self, communicator):
-        super().__init__(communicator, 0.003)
+    def __init__(self, communicator, delay=0.003, wait=time.sleep):
+        super().__init__(communicator, delay, wait)
         communicator.keeps_host = False
 
     def intercept(self, call, run):
@@ -132,7 +132,7 @@ def ops(comm, hook=None):
 def test_who_looks_in_between_sees_the_products_gradient(told):
     def rank():
         seen = []
-        ops(Apart(create()), lambda weight: seen.append(weight.grad is not None))
+        ops(Apart(create()).communicator, lambda weight: seen.append(weight.grad is not None))
         return seen, here.told
 
     for seen, began in run_ranks(2, rank):
@@ -145,7 +145,7 @@ def test_a_sum_that_fails_is_told_where_it_is_waited_for():
 
     def rank():
         with pytest.raises(StreamError, match="the sum"):
-            ops(Apart(create(), wait=fail))
+            ops(Apart(create(), wait=fail).communicator)
 
     run_ranks(2, rank)
 
@@ -161,7 +161,8 @@ def test_when_a_product_raises_nothing_is_under_way_any_more(monkeypatch):
     def rank():
         slept = []
         with pytest.raises(ZeroDivisionError):
-            ops(Apart(create(), delay=0.05, wait=lambda delay: slept.append(time.sleep(delay))))
+            apart = Apart(create(), delay=0.05, wait=lambda delay: slept.append(time.sleep(delay)))
+            ops(apart.communicator)
         return slept
 
     assert run_ranks(2, rank) == [[None], [None]]
@@ -182,7 +183,7 @@ class Nothing(Function):
 def test_what_is_left_to_a_node_that_is_passed_over_runs_too(told):
     def rank():
         here.told = []
-        comm, weight = Apart(create()), nn.Parameter((6, 6), nn.init.Normal(0.0, 0.5))
+        comm, weight = Apart(create()).communicator, nn.Parameter((6, 6), nn.init.Normal(0.0, 0.5))
         x = Tensor(np.ones((4, 6), np.float32), requires_grad=True)
         unread = collective.copy_to(x, comm, device.current().new_stream("tensor"))
         y = F.linear(Tensor(np.ones((4, 6), np.float32)), weight)
