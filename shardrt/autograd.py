@@ -424,7 +424,7 @@ def backward_of_piece(
             present = describe(outer.nodes[outer.position])
             raise RuntimeError(
                 f"backward: the forward that {present} runs again uses the result of {describe(node)}, which "
-                "is no input of it, so the gradient would be lost; pass the result as an argument"
+                "is no input of it, so the gradient would be lost; pass it as an argument"
             )
     for variable, gradient in wanted:
         _deliver(variable.edge(), gradient, run.gradients)
