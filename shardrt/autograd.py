@@ -423,8 +423,8 @@ def backward_of_piece(
         if not outer.is_to_come(node):
             present = describe(outer.nodes[outer.position])
             raise RuntimeError(
-                f"backward: the forward that {present} runs again uses the result of {describe(node)}, which "
-                "is no input of it, so the gradient would be lost; pass the result as an argument"
+                f"backward: the forward that {present} runs again uses the result of {describe(node)}, whose "
+                "gradient would be lost, since the result is no input; pass it as an argument"
             )
     for variable, gradient in wanted:
         _deliver(variable.edge(), gradient, run.gradients)

@@ -38,7 +38,7 @@ def check_mesh(unit: Unit, first: Unit) -> None:
             split = f" and {share.mesh!r}" if apart else ""
             raise ValueError(
                 f"fully_shard: unit {unit.label} is on {own!r}{split}, {first.label} on {theirs!r}; their "
-                "gradients would be summed over other ranks. Use axes of the mesh that together have the "
+                "gradients would be summed over other ranks; take axes of the mesh that together have the "
                 "same ranks"
             )
 

@@ -213,7 +213,7 @@ def check_world_invariant(units: list[Unit]) -> None:
         if u.micro_batches is not None and any(p.share and p.share.partial for p in u.parameters):
             raise ValueError(
                 f"set_world_invariant: gradients of unit {u.label} are summed over another axis as well, and "
-                "not by the tree of micro-batches; remove adapters and TokenParallel, and with "
+                "not by the tree of micro-batches; leave adapters and TokenParallel out, and with "
                 "SequenceParallel call set_tensor_invariant"
             )
         if u.micro_batches is not None:
@@ -250,8 +250,8 @@ def _check_experts(unit: Unit, first: Unit) -> None:
         along = () if router.balance_mesh is None else router.balance_mesh.axes
         if size_of(along) > size_of(without(along, data)) * alone:
             raise ValueError(
-                "set_world_invariant: the balance loss of nn.balance_over depends on the micro-batches that "
-                "all ranks compute at one time; remove nn.balance_over"
+                "set_world_invariant: nn.balance_over makes a balance loss of the micro-batches that all "
+                "ranks compute at one time; leave nn.balance_over out"
             )
 
 
