@@ -131,7 +131,8 @@ def _is_new(group: ParameterGroup, streams: Streams) -> bool:
 def _renew(group: ParameterGroup, streams: Streams) -> None:
     """Round the shard again before a replay that relies on the copy, if a load has changed the shard since.
 
-    The graph was captured when the copy was fresh, so it has no cast. Devices with graphs keep it in 16 bits.
+    The graph was captured when the copy was fresh, so it has no cast. Only devices that keep the copy in 16
+    bits capture graphs.
     """
     if not group.copy_is_fresh:
         group.copy_is_fresh = True

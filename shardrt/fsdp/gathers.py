@@ -171,7 +171,7 @@ class Gathers:
             prefetched = [unit for unit in holders if unit.state is State.GATHERING]
             waiting = [unit for unit in holders if unit.state is State.WAITING]
             if prefetched:
-                self._drop(prefetched[-1])  # forward needs the last one last
+                self._drop(prefetched[-1])  # of the prefetched units the pass needs it last
             elif waiting:
                 self._release(waiting[0])
             else:
