@@ -219,7 +219,7 @@ def about(options: argparse.Namespace, training: Training) -> dict:
             "strategy": options.strategy,
             "mesh": list(shards),
             "prefetch": options.prefetch,
-            "communicator": type(control.inner).__name__,
+            "communicator": type(control).__name__,
             "threads_per_rank": blas["num_threads"],
             "warmup": options.warmup,
             "clip": options.clip,

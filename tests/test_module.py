@@ -123,7 +123,7 @@ def copies_of_shards():
     nn.synchronise_batch_norm(model, init_device_mesh("auto"))
     assert copy.deepcopy(model)[1].communicator is model[1].communicator
     fully_shard(model)
-    with pytest.raises(TypeError, match="Sequential is sharded; .* full_state_dict,"):
+    with pytest.raises(TypeError, match="Sequential is sharded and can't be copied; .* full_state_dict"):
         copy.deepcopy(model)
     with pytest.raises(TypeError, match=r"'0\.weight' is sharded and can't be copied; see full_state_dict"):
         copy.deepcopy(model[0])
