@@ -9,6 +9,7 @@ SOFTGPU_MODE and SOFTGPU_SEED say in which order streams take turns (see schedul
 
 import argparse
 import atexit
+import ctypes
 import os
 import runpy
 import sys
@@ -55,4 +56,9 @@ if __name__ == "__main__":
     rooms.clear()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # without CuPy's clean-up, which would call CUDA
+    mpi = sys.modules.get("mpi4py.MPI")
+    if code == 0 and mpi is not None and not mpi.Is_finalized():
+        mpi.Finalize()
+    # Not Python's end, where CuPy's clean-up would call CUDA. But C's: there MPICH says to its launcher that
+    # this rank has finished. The launcher kills the other ranks when one ends without saying so.
+    ctypes.CDLL(None).exit(code)
