@@ -9,16 +9,16 @@ class CollectiveMismatch(RuntimeError):
     speaks: whether this rank is to tell of it; False where rank 0 of the same ranks raises the same.
     """
 
-    def __init__(self, told: str, speaks: bool = True) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, speaks: bool = True) -> None:
+        super().__init__(message)
         self.speaks = speaks
 
 
 class Refused(RuntimeError):
     """The system refused this rank shared memory or a thread. The job ends with `exit_code` and one line."""
 
-    def __init__(self, told: str, exit_code: int = OUT_OF_MEMORY) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, exit_code: int = OUT_OF_MEMORY) -> None:
+        super().__init__(message)
         self.exit_code = exit_code
 
 

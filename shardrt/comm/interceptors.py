@@ -48,7 +48,7 @@ class Recorder(Protocol):
 
 
 class Recorded(Interceptor):
-    """Has a recorder told of every call. name: that of the communicator, as no other one of this run has."""
+    """Has a recorder note every call. name: the name of the communicator, unique in this run."""
 
     def __init__(self, communicator: Any, recorder: Recorder, name: str) -> None:
         super().__init__(communicator)
@@ -71,7 +71,7 @@ class Recorded(Interceptor):
 def group_name(role: str, ranks: Sequence[int], world: int) -> str:
     """What a communicator is called: its role, and its ranks where they are not all: gather[0:8:2].
 
-    So that two groups of one axis are not taken for one, and whoever reads it knows who belongs to it.
+    So two groups of one axis have two names, and the name says which ranks belong to it.
     """
     if list(ranks) == list(range(world)):
         return role

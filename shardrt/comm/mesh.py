@@ -50,7 +50,7 @@ def init_device_mesh(
     if reduction not in reductions():
         raise ValueError(f"reduction: {reduction!r} is unknown; known are {', '.join(reductions())}")
     limit: AbstractContextManager[None] = nullcontext()
-    if (launched := worlds.launch()) is not None:  # else nobody else has to come
+    if (launched := worlds.launch()) is not None:  # else this is the only rank
         missing = (
             f"hang: rank {launched.rank} of {launched.size} has waited {timeout:g} s for all ranks to come "
             f"to init_device_mesh; those that have not still import, are stopped, or gone"

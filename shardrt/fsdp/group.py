@@ -26,7 +26,7 @@ from shardrt.fsdp.gradient_path import GradientPath
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.policy import Choices, Settings
 from shardrt.fsdp.process_groups import Axes, ProcessGroups
-from shardrt.fsdp.sharded_gradient import Streams
+from shardrt.fsdp.sharded_gradient import ShardedGradient, Streams
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import Part
 from shardrt.nn.storage import HostPlacement, LocalStorage, LowPrecisionCopy, Storage, read_only
@@ -92,14 +92,16 @@ class _Group(Storage):
     finds_unused: choices.find_unused, as it was when the last forward began.
     """
 
-    def __init__(self, unit: Any, key: GroupKey, parameters: list[Parameter]) -> None:
+    def __init__(
+        self, unit: Any, key: GroupKey, parameters: list[Parameter], sharded_gradient: ShardedGradient
+    ) -> None:
         self.unit = unit
         self.key = key
         self.parameters = parameters
         self.position = {id(parameter): index for index, parameter in enumerate(parameters)}
         self.trained = frozenset(range(len(parameters)) if key.trainable else ())
         self.finds_unused = False
-        self.sharded_gradient = unit.settings.offload.sharded_gradient()
+        self.sharded_gradient = sharded_gradient
         self.label = ""  # for messages and traces: the unit's name, with the key if it has several groups
         self.called = ""  # tag of its collectives: the label, and which parameters train if that has changed
 
@@ -176,7 +178,7 @@ class UnbuiltGroup(_Group):
     """
 
     def __init__(self, unit: Any, key: GroupKey, parameters: list[Parameter]) -> None:
-        super().__init__(unit, key, parameters)
+        super().__init__(unit, key, parameters, unit.settings.offload.sharded_gradient())
         self.initial: list[LocalStorage | _NoValues] = [parameter.storage for parameter in parameters]
         self.take_parameters()
 
@@ -244,10 +246,9 @@ class ParameterGroup(_Group):
         low_precision_copy: LowPrecisionCopy | None,
         transfer: "Callable[[ParameterGroup, Slot, Streams], None]",
     ) -> None:
-        super().__init__(group.unit, group.key, group.parameters)
+        super().__init__(group.unit, group.key, group.parameters, group.sharded_gradient)
         self.trained, self.finds_unused = group.trained, group.finds_unused
         self.label, self.called = group.label, group.called
-        self.sharded_gradient = group.sharded_gradient
         self.sharded_gradient.label = self.label
         self.sharded_gradient.ready = device.new_event()
         self.layout = layout

@@ -15,6 +15,7 @@ from shardrt.device import timeline
 from shardrt.device.cpu import CPUDevice
 from shardrt.nn.storage import HostPlacement
 from shardrt.optim import offload
+from tests.fsdp.slow import Hasty
 from tests.optim.storages import SIZES, HostStorage, assert_same_bits, gradients, snapshot
 
 STEPS = 5
@@ -141,19 +142,6 @@ def test_the_step_ends_when_the_last_copy_is_back():
     with device.use(SlowCopies(0.01)):
         found = train(HostStorage(EVERYTHING, delay=0.01), OPTIMIZERS["adamw"], steps=2)
     assert_same_bits(found, train(HostStorage(), OPTIMIZERS["adamw"], steps=2))
-
-
-class Hasty:
-    """A stream that waits for nothing."""
-
-    def __init__(self, stream):
-        self._stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self._stream, name)
-
-    def wait(self, event):
-        pass
 
 
 def poisoned(hasty=None):
