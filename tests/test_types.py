@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import BACKSTOP
-from tests.test_reference import maker
+from tests.test_reference import PACKAGES, public
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,11 +27,10 @@ HOW = [
 
 def _callables():
     """(name, function) for every public function and method."""
-    reference = maker()
-    for package in reference.PACKAGES:
+    for package in PACKAGES:
         # The models have one name in a process, and all other tests import them as `models`.
         module = importlib.import_module(package.replace("shardrt.models", "models"))
-        for name in reference.public(module):
+        for name in public(module):
             value = getattr(module, name)
             if inspect.isfunction(value):
                 yield f"{package}.{name}", value
