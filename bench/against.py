@@ -17,9 +17,9 @@ from bench.command_line import Parser
 from bench.peers.launch import one_thread
 
 FIGURES = {
-    "fastest step": lambda told: min(told["step_ms"]),
-    "median step": lambda told: told["step_ms_median"],
-    "processor": lambda told: told["processor_ms"],
+    "fastest step": lambda message: min(message["step_ms"]),
+    "median step": lambda message: message["step_ms_median"],
+    "processor": lambda message: message["processor_ms"],
 }
 
 
@@ -53,9 +53,9 @@ def main() -> None:
 def step(tree, words: list[str], count: int) -> dict:
     """The figures of one run of the code of `tree`."""
     environment = one_thread() | {"PYTHONPATH": str(tree)}
-    told = json.loads(ranks.mpirun(["-P", *words], count, environment).splitlines()[-1])
-    print(f"{tree.name:<8} {min(told['step_ms']):9.2f} {told['processor_ms']:9.2f}", file=sys.stderr)
-    return told
+    message = json.loads(ranks.mpirun(["-P", *words], count, environment).splitlines()[-1])
+    print(f"{tree.name:<8} {min(message['step_ms']):9.2f} {message['processor_ms']:9.2f}", file=sys.stderr)
+    return message
 
 
 if __name__ == "__main__":

@@ -62,12 +62,12 @@ class Case:
     @property
     def name(self) -> str:
         """What differs from the defaults."""
-        told = [str(self.ranks), self.strategy]
+        message = [str(self.ranks), self.strategy]
         for field in fields(self)[2:]:
             value = getattr(self, field.name)
             if value != field.default:
-                told.append(value if isinstance(value, str) else f"{field.name}{value}")
-        return "/".join(told)
+                message.append(value if isinstance(value, str) else f"{field.name}{value}")
+        return "/".join(message)
 
     @property
     def fits(self) -> bool:

@@ -218,10 +218,10 @@ def rounds_of(
                 contestants.remove(contestant)
                 ratio = limit / rounds[-1][0]["step_ms_median"]
                 left_out[contestant] = {"contestant": contestant.name, "first_step_ms": limit, "ratio": ratio}
-                told = reason(left_out[contestant])
+                message = reason(left_out[contestant])
             else:
-                told = progress(contestant, rounds[-1][-1], rounds[-1][0])
-            print(f"round {number} of {repeats}: {contestant.name}: {told}", file=sys.stderr, flush=True)
+                message = progress(contestant, rounds[-1][-1], rounds[-1][0])
+            print(f"round {number} of {repeats}: {contestant.name}: {message}", file=sys.stderr, flush=True)
     return rounds, left_out
 
 
@@ -232,12 +232,12 @@ def longest_step(first: dict) -> float:
 
 def progress(contestant: Contestant, run: dict, first: dict) -> str:
     """One run's time, beside that of the first contestant in the same round, whose losses it must have."""
-    told = f"{run['step_ms_median']:.1f} ms per step"
+    message = f"{run['step_ms_median']:.1f} ms per step"
     if run is first:
-        return told
+        return message
     ratio = run["step_ms_median"] / first["step_ms_median"]
     off = difference(first["losses"], run["losses"], contestant.equal_losses)
-    return f"{told}, {ratio:.2f} times the first's; losses differ by {off:.1e}"
+    return f"{message}, {ratio:.2f} times the first's; losses differ by {off:.1e}"
 
 
 def reason(left_out: dict) -> str:
@@ -259,7 +259,7 @@ def rounding_of(
     """
     if not any(contestant.low for contestant in contestants) or ROUNDED in {c.strategy for c in left_out}:
         return 0.0
-    losses = {c.strategy: told["losses"] for c, told in zip(contestants, runs, strict=True)}
+    losses = {c.strategy: message["losses"] for c, message in zip(contestants, runs, strict=True)}
     try:
         for peer in {EXACT, ROUNDED} - losses.keys():
             missing = Contestant(peer, "bench.peers.torch_step", peer)
@@ -295,20 +295,20 @@ def summary(
 def entry(contestant: Contestant, runs: list[dict], firsts: list[dict], limit: float) -> dict:
     """One contestant's figures; where its losses are further than `limit` from the first's, only how far."""
     off = max(difference(firsts[0]["losses"], run["losses"], contestant.equal_losses) for run in runs)
-    told = {
+    message = {
         "contestant": contestant.name,
         "loss_difference": off,
         "loss_tolerance": limit,
         "settings": runs[0]["settings"],
     }
     if off > limit:
-        return told
+        return message
     times = [run["step_ms_median"] for run in runs]
     ratios = [one / first["step_ms_median"] for one, first in zip(times, firsts, strict=True)]
     used = [r["processor_ms"] / first["processor_ms"] for r, first in zip(runs, firsts, strict=True)]
     besides = [beside_products(run) for run in runs]
     medians = [name for name in _MEDIANS if name in runs[0]]
-    return told | {
+    return message | {
         "step_ms_median": statistics.median(times),
         "step_ms": times,
         **{name: statistics.median(run[name] for run in runs) for name in medians},
@@ -359,8 +359,8 @@ def table(result: dict, workload: str) -> str:
     ]
     for each in entries:
         if "step_ms" not in each:
-            told = f"no figures: LOSSES DIFFER by {each['loss_difference']:.1e}"
-            lines.append(f"{each['contestant']:<22} {told}")
+            message = f"no figures: LOSSES DIFFER by {each['loss_difference']:.1e}"
+            lines.append(f"{each['contestant']:<22} {message}")
             continue
         times, ratios = each["step_ms"], each["ratios"]
         spread = (
@@ -372,8 +372,8 @@ def table(result: dict, workload: str) -> str:
             f"{each['product_gflops']:8.0f} {each['beside_products_ms']:8.0f}  {spread}"
         )
     lines += [f"{each['contestant']:<22} {reason(each)}" for each in result["left_out"]]
-    told = {each["contestant"].split()[0]: each["versions"] for each in entries if "versions" in each}
-    lines += [f"matrix products of {name}: {products_of(versions)}" for name, versions in told.items()]
+    message = {each["contestant"].split()[0]: each["versions"] for each in entries if "versions" in each}
+    lines += [f"matrix products of {name}: {products_of(versions)}" for name, versions in message.items()]
     lines.append(f"GFLOP/s: a product of {w.SIDE} x {w.SIDE} in the contestant's type, all ranks at once")
     lines.append("beside: ms of a step without the time that its operations would take at that rate")
     for limit in sorted({each["loss_tolerance"] for each in entries}):

@@ -140,7 +140,7 @@ def measured(
     item = of_issuing(here)
     calls, base = of_collectives(here, control, _CALL_BYTES[:3] if tiny else _CALL_BYTES)
     part = contention(here, mesh, 1 << (16 if tiny else 24))
-    every = told(control, [[astuple(s) for s in others], item, calls, base, part])
+    every = message(control, [[astuple(s) for s in others], item, calls, base, part])
     samples += [sample_of(s) for each in every for s in each[0]]
     item, base, part = (statistics.fmean(each[place] for each in every) for place in (1, 3, 4))
     rows = {
@@ -164,9 +164,9 @@ def measured(
     return found | {"host_processor": host_processor(), "host_link": host_link(here)}
 
 
-def told(control: Communicator, own: Any) -> list[Any]:
+def message(control: Communicator, own: Any) -> list[Any]:
     """What each rank says, by rank. Collective."""
-    return [json.loads(each) for each in control.talk(json.dumps(own).encode())]
+    return [json.loads(each) for each in control.all_gather_bytes(json.dumps(own).encode())]
 
 
 def sample_of(row: list[Any]) -> Sample:
@@ -214,7 +214,7 @@ class Models:
         samples, launches, host = [], 0, 0.0
         for own in self._steps:
             mine = [([astuple(s) for s in of_step], *rest) for of_step, *rest in own]
-            steps = list(zip(*told(control, mine), strict=True))
+            steps = list(zip(*message(control, mine), strict=True))
             for step in [each for each in steps if _others(each) <= DISTURBED] or steps:
                 rows, count, seconds, *_ = max(step, key=_seconds_of)
                 samples += map(sample_of, rows)

@@ -13,7 +13,7 @@ DISTURBED = 0.1  # cores that other processes used; beyond it a run's times are 
 def announce(runs: int, patience: float) -> None:
     """Say on stderr what may take long before anything is printed."""
     wait = f"up to {patience:.0f} s for each to have an idle machine (--patience)"
-    _tell(f"runs: {runs}, {wait if patience > 0 else 'whoever else uses the machine'}")
+    _report(f"runs: {runs}, {wait if patience > 0 else 'whoever else uses the machine'}")
 
 
 def watched(run: Callable[[], dict], patience: float) -> dict:
@@ -28,22 +28,22 @@ def watched(run: Callable[[], dict], patience: float) -> dict:
         load, figures = load_of_others(run)
         if load <= DISTURBED or time.monotonic() >= end:
             return figures | {"other_load": load}
-        _tell(f"other processes used {load:.1f} cores meanwhile: this run is repeated")
+        _report(f"other processes used {load:.1f} cores meanwhile: this run is repeated")
 
 
 def _wait_for_idle(end: float) -> None:
-    told = False
+    message = False
     while time.monotonic() < end:
         load, _ = load_of_others(lambda: time.sleep(1))
         if load <= DISTURBED:
             return
-        if not told:
+        if not message:
             left = max(0.0, end - time.monotonic())
-            _tell(f"other processes use {load:.1f} cores: waiting up to {left:.0f} s for them to end")
-        told = True
+            _report(f"other processes use {load:.1f} cores: waiting up to {left:.0f} s for them to end")
+        message = True
 
 
-def _tell(line: str) -> None:
+def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -26,8 +26,8 @@ def mpirun(
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"{' '.join(words)}: no end after {timeout:.0f} s") from error
     if done.returncode:
-        told = done.stderr.strip().removeprefix("error: ")
-        raise RuntimeError(told[-4000:] or f"{' '.join(words)}: exit code {done.returncode}")
+        message = done.stderr.strip().removeprefix("error: ")
+        raise RuntimeError(message[-4000:] or f"{' '.join(words)}: exit code {done.returncode}")
     return done.stdout
 
 

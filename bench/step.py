@@ -252,13 +252,13 @@ def stages(training: Training) -> dict:
 def lines(result: dict, workload: w.Job) -> list[str]:
     """One strategy's figures for a reader."""
     split, streams = result["parts_ms"], result["streams_ms"]
-    told = ", ".join(f"{part} {split[part]:.1f}" for part in PARTS if split[part] >= 0.05)
+    message = ", ".join(f"{part} {split[part]:.1f}" for part in PARTS if split[part] >= 0.05)
     per_s = f"{result[f'{workload.UNIT}_per_s']:.1f} {workload.UNIT}/s"
     return [
         f"{workload}, {result['parameters'] / 1e6:.1f} M parameters",
         f"{result['contestant']}: {result['world_size']} ranks, {result['step_ms_median']:.1f} ms per step, "
         f"{per_s}, loss {result['loss']:.6f}",
-        f"the step: {told} ms",
+        f"the step: {message} ms",
         f"exposed communication: {result['exposed_ms']:.1f} ms; beside the step: gathers "
         f"{streams['gather']:.1f}, reductions {streams['reduce']:.1f} ms",
         f"peak memory of the largest rank: {result['peak_rss_mb']:.0f} MB RSS (a page that ranks share "
@@ -274,23 +274,25 @@ def lines(result: dict, workload: w.Job) -> list[str]:
 def table(results: list[dict]) -> list[str]:
     """All strategies for a reader."""
     unit = "images" if "images_per_s" in results[0] else "tokens"
-    told = [
+    message = [
         f"{'ms of a step':<22}{'step':>9}{'compute':>9}{'exposed':>9}{'optimizer':>10}{'other':>7}"
         f"{'gather':>8}{'reduce':>8}{unit + '/s':>10}{'RSS MB':>8}{'PSS MB':>8}{'MFU %':>7}{'MB sent':>9}"
     ]
     for result in results:
         split, streams = result["parts_ms"], result["streams_ms"]
         compute = sum(split[part] for part in COMPUTE)
-        told.append(
+        message.append(
             f"{result['settings']['strategy']:<22}{result['step_ms_median']:9.1f}{compute:9.1f}{result['exposed_ms']:9.1f}"
             f"{split['optimizer']:10.1f}{split['other']:7.1f}{streams['gather']:8.1f}{streams['reduce']:8.1f}"
             f"{result[unit + '_per_s']:10.1f}{result['peak_rss_mb']:8.0f}{result['peak_pss_mb']:8.0f}"
             f"{100 * result['mfu_of_product']:7.1f}{result['received_mb']:9.1f}"
         )
     if len(results) <= len(STRATEGIES):
-        told.append("without the hybrids, which make 2 copies and need an even number of ranks")
-    told.append("step = compute + exposed + optimizer + other; gather and reduce: their streams, beside it")
-    return told
+        message.append("without the hybrids, which make 2 copies and need an even number of ranks")
+    message.append(
+        "step = compute + exposed + optimizer + other; gather and reduce: their streams, beside it"
+    )
+    return message
 
 
 if __name__ == "__main__":

@@ -7,19 +7,19 @@ a pipeline's stages.
 from math import prod
 
 from shardrt import dtypes, nn
-from shardrt.comm import Communicator, CountedCommunicator
+from shardrt.comm import CollectiveCounter, Communicator
 from shardrt.fsdp import units
-from shardrt.nn.share import PARTIAL
+from shardrt.nn.parameter_placement import PARTIAL
 
 
 class Counter:
     """Counts what all communicators of a mesh move; give it to init_device_mesh as `wrap`."""
 
     def __init__(self) -> None:
-        self._made: list[CountedCommunicator] = []
+        self._made: list[CollectiveCounter] = []
 
     def __call__(self, communicator: Communicator) -> None:
-        self._made.append(CountedCommunicator(communicator))
+        self._made.append(CollectiveCounter(communicator))
 
     @property
     def bytes(self) -> int:

@@ -70,8 +70,8 @@ class Kept:
         """Warn of a file that is not used, once in a process."""
         if not self._complained:
             self._complained = True
-            told = f"is damaged or of another {self._of}, so this product is measured anew"
-            warnings.warn(f"{self._file(product)} {told}", stacklevel=2)
+            message = f"is damaged or of another {self._of}, so this product is measured anew"
+            warnings.warn(f"{self._file(product)} {message}", stacklevel=2)
 
     def _read(self, product: str) -> str | None:
         try:

@@ -131,9 +131,9 @@ class Library:
     def check(self, name: str, status: int) -> None:
         """Raise OneDNNError, or MemoryError, unless the status that the function gave is success."""
         if status:
-            told = self._library.dnnl_status2str(status).decode()
-            kind = MemoryError if told == "out_of_memory" else OneDNNError
-            raise kind(f"oneDNN {self.version}: {name} says {told!r}")
+            message = self._library.dnnl_status2str(status).decode()
+            kind = MemoryError if message == "out_of_memory" else OneDNNError
+            raise kind(f"oneDNN {self.version}: {name} says {message!r}")
 
     def made(self, name: str, *arguments: Any) -> Any:
         """What a function makes, whose first argument is where to put it."""
@@ -265,8 +265,8 @@ def library() -> Library | None:
     try:
         return Library(str(Path(found[0].locate()).resolve())) if found else None
     except OSError as error:
-        told = "it needs GNU's OpenMP (libgomp1), and memory; or uninstall it"
-        warnings.warn(f"{PACKAGE} is installed and does not load: {error}; {told}", stacklevel=2)
+        message = "it needs GNU's OpenMP (libgomp1), and memory; or uninstall it"
+        warnings.warn(f"{PACKAGE} is installed and does not load: {error}; {message}", stacklevel=2)
         return None
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from shardrt import device, nn, no_grad
 from shardrt.checkpoint import load
 from shardrt.comm import init_device_mesh
-from shardrt.comm.talk import from_first
+from shardrt.comm.objects import broadcast_object
 from shardrt.fsdp import fully_shard
 from shardrt.nn.module import ranks_of
 from shardrt.parallel import Pipeline
@@ -107,7 +107,7 @@ def generate(
     *,
     block_size: int,
     seed: int,
-    told: Callable[[int], None] | None = None,
+    on_token: Callable[[int], None] | None = None,
 ) -> str:
     """The prompt and `config.length` tokens after it, the same on every rank. Collective.
 
@@ -119,8 +119,8 @@ def generate(
     random, done = np.random.Generator(np.random.Philox(seed)), iter(range(config.length))
 
     def choose(logits: np.ndarray) -> list[int]:
-        if told:
-            told(next(done))
+        if on_token:
+            on_token(next(done))
         return [draw(logits[0, : text.size], config.temperature, config.top_k, random.random())]
 
     prompt = text.encode(config.prompt)
@@ -164,7 +164,7 @@ def continued(
             last = device.current().to_numpy(logits.data[:, -1])  # (batch, time, vocab) -> (batch, vocab)
             found = np.reshape(choose(last), (-1, 1))
             if ranks is not None:  # an expert that others send rows to may round mine and theirs differently
-                found = np.array(from_first(ranks, found.tolist()))
+                found = np.array(broadcast_object(ranks, found.tolist()))
             chosen = np.where(ended, text[:, -1:], found)
             text = np.concatenate([text, chosen], axis=1)
             ended = np.isin(chosen, list(ends))

@@ -16,9 +16,9 @@ from shardrt import device, nn
 from shardrt.checkpoint import CheckpointError
 from shardrt.checkpoint.state import failures, gathered
 from shardrt.checkpoint.tensorfiles import FolderWriter, StoredTensor, open_folder, plain_files, read_json
+from shardrt.nn.extents import Extent, Extents
 from shardrt.nn.lora import adapted_layers
 from shardrt.nn.module import is_leader
-from shardrt.nn.runs import Part, Runs
 
 from .config_file import Settings
 from .formats import FORMATS, Format, Stored
@@ -219,13 +219,13 @@ class _FromFiles:
 
     def fill(self, out: Array, seed: int, key: int, offset: int) -> None:
         """Elements [offset, offset + out.size), read from where they are."""
-        self.fill_runs(out, Runs(offset, out.size, out.size, 1))
+        self.fill_extent(out, Extent(offset, out.size, out.size, 1))
 
-    def fill_runs(self, out: Array, runs: Runs) -> None:
+    def fill_extent(self, out: Array, extent: Extent) -> None:
         """Several runs of them, in rows of a matrix one below the other."""
         begin = 0
         for tensor, transposed in self.parts:
-            at, inside = _inside(runs, begin, prod(tensor.shape))
+            at, inside = _inside(extent, begin, prod(tensor.shape))
             for some in inside:
                 for piece in tensor.pieces(some, transposed):
                     device.of(out).copy(out[at : at + piece.size], piece.astype(out.dtype, copy=False))
@@ -233,17 +233,17 @@ class _FromFiles:
             begin += prod(tensor.shape)
 
 
-def _inside(runs: Runs, begin: int, size: int) -> tuple[int, Part]:
+def _inside(extent: Extent, begin: int, size: int) -> tuple[int, Extents]:
     """(place in `runs`, what from there on lies in a tensor that begins at element `begin`, counted there).
 
     A tensor holds whole rows, and each of several runs lies in one.
     """
-    if runs.count > 1:
-        within = runs.within(begin, begin + size)
-        start, stop = within.start * runs.length, within.stop * runs.length
+    if extent.count > 1:
+        within = extent.within(begin, begin + size)
+        start, stop = within.start * extent.length, within.stop * extent.length
     else:
-        start, stop = max(begin - runs.first, 0), min(begin + size - runs.first, runs.length)
-    return start, tuple(replace(some, first=some.first - begin) for some in runs.cut(start, stop))
+        start, stop = max(begin - extent.first, 0), min(begin + size - extent.first, extent.length)
+    return start, tuple(replace(some, first=some.first - begin) for some in extent.cut(start, stop))
 
 
 def _copies(model: nn.Module, parameters: Collection[nn.Parameter]) -> dict[int, np.ndarray]:
@@ -321,7 +321,7 @@ def _row(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _agree(model: nn.Module, directory: Path, error: OSError | None, writer: FolderWriter | None) -> None:
     """Raise CheckpointError on every rank if rank 0 has an error, and leave nothing behind."""
-    if told := failures(model, error):
+    if message := failures(model, error):
         if writer is not None:
             writer.abandon()
-        raise CheckpointError(f"{directory} was not written: {'; '.join(told)}") from error
+        raise CheckpointError(f"{directory} was not written: {'; '.join(message)}") from error

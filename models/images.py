@@ -16,8 +16,8 @@ from shardrt import Tensor, nn
 from shardrt import functional as F
 from shardrt.checkpoint.tensorfiles import read_json
 from shardrt.comm import DeviceMesh
-from shardrt.comm.talk import from_all
-from shardrt.nn.share import whole_size
+from shardrt.comm.objects import all_gather_object
+from shardrt.nn.parameter_placement import whole_size
 from shardrt.parallel.styles import Style
 from shardrt.train.held_out import IGNORED
 from shardrt.train.images import View, held_out_batches, load_digits, load_folder, samples_batch
@@ -141,13 +141,13 @@ class ImageClassification:
     def facts(self) -> dict[str, Any]:
         """As Task: where the images are from, which they are, and how they are labelled."""
         labels = np.concatenate([self.train.labels, self.others.labels]).tobytes()
-        told = repr((self.train.classes, self.train.digest, self.others.digest))
+        message = repr((self.train.classes, self.train.digest, self.others.digest))
         return {
             "data": self.train.source,
             "classes": len(self.train.classes),
             "train_images": len(self.train),
             "held_out_images": len(self.others),
-            "digest": "sha256 " + sha256(labels + told.encode()).hexdigest(),
+            "digest": "sha256 " + sha256(labels + message.encode()).hexdigest(),
         }
 
     def introduction(self) -> list[str]:
@@ -256,11 +256,11 @@ class ImageClassification:
         """As Task: says how many are right, and which images could not be read, as far as ranks met them."""
         own = [part.files[i] for part in (self.train, self.others) for i in part.skipped]
         skipped = sorted(
-            {file for files in from_all(self._mesh.communicator("control"), own) for file in files}
+            {file for files in all_gather_object(self._mesh.communicator("control"), own) for file in files}
         )
         named = ", ".join(map(repr, skipped[:5])) + ", ..." * (len(skipped) > 5)
-        told = f"; {len(skipped)} images could not be read: {named}" * (len(skipped) > 0)
-        run.say(f"held-out images: {100 * self._last['held_out_accuracy']:.2f} % right{told}")
+        message = f"; {len(skipped)} images could not be read: {named}" * (len(skipped) > 0)
+        run.say(f"held-out images: {100 * self._last['held_out_accuracy']:.2f} % right{message}")
         labels = dict(enumerate(self.train.classes))
         names = {"id2label": labels, "label2id": {name: i for i, name in labels.items()}}
         self.recipe.leave(model, run, {PREPROCESSOR: self.preprocessor()} if run.directory else {}, **names)

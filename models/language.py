@@ -14,7 +14,7 @@ import numpy as np
 from shardrt import Tensor, device, nn
 from shardrt.comm import DeviceMesh
 from shardrt.functional.attention import starts_on_host
-from shardrt.nn.share import whole_size
+from shardrt.nn.parameter_placement import whole_size
 from shardrt.parallel import shard_sequence
 from shardrt.parallel.styles import Style
 from shardrt.train import config as settings
@@ -63,12 +63,12 @@ class LanguageRecipe(PretrainedRecipe):
 
     def network(self) -> nn.Module:
         """A new model: of the recipe's shape, or that of init_from."""
-        shape = self.settled().model
+        shape = self.resolved().model
         own = {"dropout", "loss_chunk", "balance_loss", "pooled_balance", "capacity_factor", "expert_bias"}
         named = own & shape.__dataclass_fields__.keys()
         return self.begun(shape, **{name: getattr(shape, name) for name in named})
 
-    def settled(self) -> "LanguageRecipe":
+    def resolved(self) -> "LanguageRecipe":
         """As Recipe: a vocabulary of 0 is that of the data."""
         if self.model.vocab_size or self.pretrained:
             return self
@@ -164,16 +164,16 @@ class Language:
 
     def facts(self) -> dict[str, Any]:
         """As Task."""
-        corpus, told = self.corpus, {}
+        corpus, message = self.corpus, {}
         if self.gzip is not None:
-            told["gzip_bits_per_byte"] = self.gzip
+            message["gzip_bits_per_byte"] = self.gzip
         return {
             "data": corpus.source,
             "digest": corpus.digest,
             "train_tokens": int(corpus.train.size),
             "held_out_tokens": int(corpus.held_out.size),
             "bytes_per_token": corpus.bytes_per_token,
-            **told,
+            **message,
         }
 
     def introduction(self) -> list[str]:
@@ -306,7 +306,9 @@ class Language:
                     self.recipe.sample,
                     self._words,
                     **how,
-                    told=lambda done: run.screen.show("writing a sample, tokens", done, length, lines=True),
+                    on_token=lambda done: run.screen.show(
+                        "writing a sample, tokens", done, length, lines=True
+                    ),
                 )
         except BadTokens as error:  # a tokenizer that can't decode is no reason to lose the run's end
             run.say(f"warning: no sample: {error}")

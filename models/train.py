@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str]) -> Recipe:
         chosen = next((name for name, kind in RECIPES.items() if given["size"] in kind.SIZES), "")
     recipe = options.parse(kind_of(chosen), arguments, file=file and Path(file), program="models.train")
     try:
-        return recipe.settled()
+        return recipe.resolved()
     except (ValueError, OSError):
         return recipe  # its task will say what is wrong with the data
 

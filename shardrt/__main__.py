@@ -11,7 +11,7 @@ from shardrt.checkpoint.manifest import Damaged
 from shardrt.tools import doctor, plan, races, report, run, simulate, trace, watch
 from shardrt.tools.runs import BadRun
 from shardrt.train import data_command
-from shardrt.train.errors import told
+from shardrt.train.errors import describe_error
 from shardrt.train.tokens import BadTokens
 from shardrt.untrusted import Refused, printable, say
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.close()
         return 0
     except (Damaged, BadTokens, BadRun, Refused, OSError) as error:
-        say(f"error: {told(error)}", file=sys.stderr)
+        say(f"error: {describe_error(error)}", file=sys.stderr)
         return DATA
 
 

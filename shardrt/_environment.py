@@ -37,10 +37,10 @@ def _local_ranks() -> tuple[str, int]:
     return "", 1
 
 
-def local_size(told: str, node: str) -> int:
+def local_size(message: str, node: str) -> int:
     """Ranks of this host: "4", or as Slurm says it of all hosts, "4(x2),3" for 4, 4 and 3; 0 if not said."""
     counts: list[int] = []
-    for part in told.split(","):
+    for part in message.split(","):
         each, _, times = part.rstrip(")").partition("(x")
         if not each.isdigit() or not (times or "1").isdigit():
             return 0

@@ -48,8 +48,8 @@ def choose(sources: Path) -> None:
     if "numba" in sys.modules:  # it has read the variable
         sys.modules["numba"].config.CACHE_DIR = str(other)
     if all(os.environ.get(name, "0") == "0" for name in _RANK):
-        told = f"compiled kernels are kept in {other}, not in {folder}: {wrong}, who could put code there"
-        warnings.warn(printable(told), stacklevel=2)
+        message = f"compiled kernels are kept in {other}, not in {folder}: {wrong}, who could put code there"
+        warnings.warn(printable(message), stacklevel=2)
 
 
 choose(Path(__file__).parent / "kernels" / "cpu")

@@ -137,7 +137,7 @@ class SavedTensors:
             return self._place(item)
         return item
 
-    def _place(self, array: Array) -> "Place":
+    def _place(self, array: Array) -> "SavedSlot":
         """Where `array` is to be found. Views of the same memory are one array, if none leaves out any."""
         dense, axes = _dense(array)
         if dense.flags.c_contiguous:
@@ -148,7 +148,7 @@ class SavedTensors:
         if saved_array is None:
             saved_array = self._known[key] = SavedArray(contiguous(dense).reshape(-1))
             self.arrays.append(saved_array)
-        return Place(saved_array, dense.shape, axes, array.shape)
+        return SavedSlot(saved_array, dense.shape, axes, array.shape)
 
     def depart(self) -> None:
         """Issue the copies to the host. The device arrays are dropped when those of the next call depart."""
@@ -227,7 +227,7 @@ class SavedArray:
         self.host: np.ndarray | None = None
 
 
-class Place:
+class SavedSlot:
     """In place of an array in a saved tuple: the saved array with its elements, and how they lie there."""
 
     __slots__ = ("saved_array", "dense", "axes", "shape", "tensor")
@@ -266,7 +266,7 @@ class Offloaded:
 def _unpacked(item: Any) -> Any:
     if isinstance(item, tuple):
         return tuple(map(_unpacked, item))
-    return item.value() if isinstance(item, Place) else item
+    return item.value() if isinstance(item, SavedSlot) else item
 
 
 class Streams:
@@ -293,7 +293,7 @@ class HostBuffer:
     __slots__ = ("array", "ready", "written", "read")
 
     def __init__(self, here: Device, nbytes: int) -> None:
-        self.array = here.called(here.pinned(nbytes, np.uint8), "offloaded activations")
+        self.array = here.set_tag(here.pinned(nbytes, np.uint8), "offloaded activations")
         self.ready, self.written, self.read = here.new_event(), here.new_event(), here.new_event()
 
 

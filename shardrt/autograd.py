@@ -2,7 +2,7 @@
 
 It runs the reachable nodes in strictly decreasing order of their sequence numbers. Every consumer of a node
 is newer than the node, so a node's gradients are complete when it runs. The whole order is known before the
-run starts, so prefetch can look ahead. With a `Deferral` (late.py), calls that only gradients of parameters
+run starts, so prefetch can look ahead. With a `Deferral` (deferred_gradients.py), calls that only gradients of parameters
 depend on are deferred.
 """
 
@@ -91,12 +91,12 @@ _state = _State()
 
 
 class Deferral(Protocol):
-    """The calls that one backward defers. `late.Late` implements it."""
+    """The calls that one backward defers. `deferred_gradients.DeferredGradients` implements it."""
 
     def take(self) -> None:
         """Begin a backward with this object."""
 
-    def put_off(self, backward: "Backward", function: Any, args: tuple, into: tuple) -> None:
+    def defer(self, backward: "Backward", function: Any, args: tuple, into: tuple) -> None:
         """Defer function(*args, *into). `backward.call` makes the call later."""
 
     def ready(self, backward: "Backward") -> None:
@@ -114,7 +114,7 @@ class Backward:
     outer run, which comes to these nodes later. So gradients add up in the same order as if the piece had
     been recorded in forward.
 
-    With `late`, a run has two halves. The second half makes the calls that the first half has deferred.
+    With `deferred`, a run has two halves. The second half makes the calls that the first half has deferred.
     """
 
     def __init__(
@@ -123,15 +123,15 @@ class Backward:
         retain_graph: bool,
         since: int = 0,
         outer: "Backward | None" = None,
-        late: Deferral | None = None,
+        deferred: Deferral | None = None,
     ) -> None:
         self.nodes = reachable(roots, since)
         self.position = 0
         self.retain_graph = retain_graph
         self.since = since
         self.outer = outer
-        self.late = late  # in the first half of the outermost run only
-        self.second_half = False  # the first half of a backward with `late` has ended
+        self.deferred = deferred  # in the first half of the outermost run only
+        self.second_half = False  # the first half of a backward with `deferred` has ended
         self.busy = False  # a half runs now
         self._calls = 0  # nesting depth of deferred calls that run now: they defer nothing themselves
         self.gradients: dict[Function, list] = {} if outer is None else outer.gradients
@@ -225,16 +225,16 @@ class Backward:
                     self._run(node, received)
                 self.fill()  # for a node that was skipped
             _call_all(self._after_nodes)
-            if self.late is None:
+            if self.deferred is None:
                 self._end()
             else:
                 _call_all(self._in_any_case)
                 self._in_any_case = []
-        if self.late is not None:
-            self.second_half, self.late, late = True, None, self.late
-            late.ready(self)
+        if self.deferred is not None:
+            self.second_half, self.deferred, deferred = True, None, self.deferred
+            deferred.ready(self)
 
-    def run_late(self, works: Iterator[Callable[[], None]]) -> None:
+    def run_deferred(self, works: Iterator[Callable[[], None]]) -> None:
         """Run the second half. Each work is dropped, and its arrays freed, before the next work begins."""
         with self._half():
             for work in works:
@@ -252,10 +252,10 @@ class Backward:
             _state.running = before
 
     @property
-    def puts_off(self) -> Deferral | None:
+    def deferral(self) -> Deferral | None:
         """The Deferral that takes calls now, or None."""
         run = self.outermost
-        return None if run._calls else run.late
+        return None if run._calls else run.deferred
 
     @contextmanager
     def _half(self) -> Iterator[None]:
@@ -308,7 +308,7 @@ def backward(
     gradients: Array | Iterable[Array | None] | None = None,
     retain_graph: bool = False,
     *,
-    late: Deferral | None = None,
+    deferred: Deferral | None = None,
 ) -> None:
     """Add the gradients of a variable, or of several in one run, to the `grad` of all leaves they depend on.
 
@@ -317,12 +317,12 @@ def backward(
         gradients: one for each variable, an array of its shape. None for a single element means 1.
         retain_graph: keep the saved arrays, so that a later backward can use the graph again.
         late: defers the calls that only gradients of parameters depend on: matmuls for weight gradients,
-            reductions, updates, hooks. `late.run()` makes them. Until then, the arrays in `gradients` and the
+            reductions, updates, hooks. `deferred.flush()` makes them. Until then, the arrays in `gradients` and the
             inputs of the forward must not change. Gradients are bitwise identical to those without it.
 
     Raises:
         RuntimeError: if a variable depends on nothing that requires a gradient, or another backward has used
-            `late`.
+            `deferred`.
         ValueError: if a gradient is missing or has a wrong shape.
     """
     if isinstance(variables, Variable):
@@ -332,9 +332,9 @@ def backward(
     if len(gradients) != len(variables):
         raise ValueError(f"backward: {len(gradients)} gradients for {len(variables)} variables")
     gradients = [_checked(v, g) for v, g in zip(variables, gradients, strict=True)]
-    if late is not None:
-        late.take()
-    run = Backward({v.node for v in variables if v.node is not None}, retain_graph, late=late)
+    if deferred is not None:
+        deferred.take()
+    run = Backward({v.node for v in variables if v.node is not None}, retain_graph, deferred=deferred)
     for variable, gradient in zip(variables, gradients, strict=True):
         if variable.node is None:
             variable.accumulate_gradient(gradient)
@@ -343,8 +343,8 @@ def backward(
     try:
         run.run()
     except BaseException:
-        if late is not None:
-            late.forget()
+        if deferred is not None:
+            deferred.forget()
         raise
 
 
@@ -373,12 +373,12 @@ def later(function: Any, *args: Any, into: tuple = ()) -> tuple:
     None, the function is not called.
     """
     handles, run = [handle for handle in into if handle is not None], _state.running
-    late = None if run is None else run.puts_off
+    deferred = None if run is None else run.deferral
     if into and not handles:
         return into
     travels = any(handle.node is not None for handle in handles)  # a gradient goes on to another op
-    if late is not None and not travels:
-        late.put_off(run.outermost, function, args, into)
+    if deferred is not None and not travels:
+        deferred.defer(run.outermost, function, args, into)
     elif travels or not handles or run is None or not run.leave_to_next(function, (*args, *into)):
         return function(*args, *into)
     return tuple(None if handle is None else WRITTEN for handle in into)

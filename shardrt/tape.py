@@ -22,7 +22,7 @@ Array = Any
 Fill = Callable[[int, int, Array, bool], None]
 
 
-# Hooks of deferred backwards (late.py). The tape calls before_add(variable) before it adds to the variable's
+# Hooks of deferred backwards (deferred_gradients.py). The tape calls before_add(variable) before it adds to the variable's
 # gradient, and before_read(variables) before gradients are read outside of backward. A hook makes the
 # deferred additions first, or raises.
 before_add: "list[Callable[[Variable], None]]" = []

@@ -86,12 +86,12 @@ class Tensor(Variable):
         return Tensor(self.data)
 
     def backward(
-        self, gradient: Any = None, retain_graph: bool = False, late: autograd.Deferral | None = None
+        self, gradient: Any = None, retain_graph: bool = False, deferred: autograd.Deferral | None = None
     ) -> None:
         """Add the gradients of this tensor to the `grad` of all that it depends on; see autograd.backward."""
         if gradient is not None:
             gradient = _array(_raw(gradient), self.dtype)
-        autograd.backward(self, gradient, retain_graph, late=late)
+        autograd.backward(self, gradient, retain_graph, deferred=deferred)
 
     def register_hook(self, hook: Callable[[Array], Any]) -> RemovableHandle:
         """Call hook(gradient) in each backward, when the gradient of this tensor is complete.

@@ -22,7 +22,7 @@ def pairwise(*choices: Collection[Hashable]) -> list[tuple]:
 
 
 @contextmanager
-def told(*case: object) -> Iterator[None]:
+def noting(*case: object) -> Iterator[None]:
     """What fails inside a with block says of which case it is."""
     try:
         yield

@@ -71,7 +71,7 @@ class Program:
             source = self.source(kind, stage)
             if source is not None:
                 what = f"{kind}{m} of stage {source}"
-                self.links.expect(kind, source % self.mesh.size, key=SHAPES[m % 2], what=what)
+                self.links.expect(kind, source % self.mesh.size, key=SHAPES[m % 2], tag=what)
         for kind, stage, m in actions:
             self.before(kind, stage, m)
             if kind == "F":
@@ -119,11 +119,11 @@ class Program:
 
     def receive(self, kind, stage, m):
         source = self.source(kind, stage)
-        return self.links.receive(kind, source % self.mesh.size, what=f"{kind}{m} of stage {source}")
+        return self.links.receive(kind, source % self.mesh.size, tag=f"{kind}{m} of stage {source}")
 
     def send(self, kind, to, arrays, m, stage, **about):
         to, what = to % self.mesh.size, f"{kind}{m} of stage {stage}"
-        self.links.send(kind, to, arrays, key=SHAPES[m % 2], what=what, **about)
+        self.links.send(kind, to, arrays, key=SHAPES[m % 2], tag=what, **about)
 
 
 def check(found, stages):

@@ -145,7 +145,7 @@ def main() -> int:
         print("processors: no class has shorter vectors than this machine")
         return 0
     rows = [run(each, flags, options.jobs, SLICE if options.slice else NUMERICAL, others) for each in wanted]
-    print("\n" + "\n".join(f"{name:<20} {told}" for name, told, _ in rows))
+    print("\n" + "\n".join(f"{name:<20} {message}" for name, message, _ in rows))
     return int(any(code for *_, code in rows))
 
 

@@ -14,16 +14,16 @@ import pytest
 
 from shardrt import _environment, device
 from shardrt.comm import (
-    CountedCommunicator,
-    DelayedCommunicator,
+    CollectiveCounter,
+    CollectiveDelay,
     PeerFailed,
     create,
     init_device_mesh,
     thread,
     world,
 )
+from shardrt.comm.objects import all_gather_object, broadcast_object, differing_ranks, failures
 from shardrt.comm.single import SingleCommunicator
-from shardrt.comm.talk import agree, failures, from_all, from_first
 from shardrt.device import cuda
 from tests.mpi.contract import Contract, digest
 from tests.ranks import ROOT, clean_environment, mpirun, run_ranks
@@ -217,7 +217,7 @@ def test_results_come_by_rank_and_the_world_ends_with_the_run():
         ),
         (ValueError, r"sent is \(-1, 3\)", lambda c: by_counts(c, [2], [-1, 3])),
         (TypeError, "'float' object cannot be interpreted as an integer", lambda c: by_counts(c, [2], [2.0])),
-        (TypeError, "what must be a name, got 3", lambda c: c.barrier(stream=INLINE, what=3)),
+        (TypeError, "tag must be a name, got 3", lambda c: c.barrier(stream=INLINE, tag=3)),
     ],
 )
 def test_a_wrong_argument_is_refused_in_the_caller(error, message, call):
@@ -268,7 +268,7 @@ def test_output_may_lie_in_buffer_only_as_the_own_slice():
 def test_counted_bytes_are_the_formulas(size):
     def body():
         comm = create()
-        counted = CountedCommunicator(comm)
+        counted = CollectiveCounter(comm)
         full, part = np.zeros(size * 10, np.float32), np.zeros(10, np.float32)
         comm.all_gather(full, stream=INLINE)
         comm.reduce_scatter(part, full, stream=INLINE)
@@ -287,7 +287,7 @@ def test_counted_bytes_are_the_formulas(size):
 def test_counted_bytes_of_a_16_bit_reduction_are_half():
     def body():
         comm = create()
-        counted = CountedCommunicator(comm)
+        counted = CollectiveCounter(comm)
         comm.reduce_scatter(np.zeros(10, np.float32), np.zeros(20, np.uint16), kind="float16", stream=INLINE)
         return counted.bytes["reduce_scatter"]
 
@@ -297,7 +297,7 @@ def test_counted_bytes_of_a_16_bit_reduction_are_half():
 def test_counted_bytes_of_counts_per_peer_are_what_comes_from_others():
     def body():
         comm = create()
-        counted = CountedCommunicator(comm)
+        counted = CollectiveCounter(comm)
         received = [2 * s + comm.rank for s in range(3)]
         sent = [2 * comm.rank + r for r in range(3)]
         comm.all_to_all(
@@ -313,7 +313,7 @@ def test_counted_bytes_of_counts_per_peer_are_what_comes_from_others():
 def test_a_delay_is_spent_in_the_stream_and_not_in_the_caller():
     stream = device.get("cpu").new_stream("gather")
     comm = SingleCommunicator()
-    DelayedCommunicator(comm, 0.1)
+    CollectiveDelay(comm, 0.1)
     start = time.perf_counter()
     comm.all_gather(np.zeros(4), stream=stream)
     later = []
@@ -329,8 +329,8 @@ class TestIntercepted(Contract):
     def run(self, body):
         def intercepted():
             comm = create()
-            DelayedCommunicator(comm, 0.0)
-            CountedCommunicator(comm)
+            CollectiveDelay(comm, 0.0)
+            CollectiveCounter(comm)
             body(comm)
 
         run_ranks(2, intercepted)
@@ -339,22 +339,22 @@ class TestIntercepted(Contract):
 def test_ranks_agree_or_are_told_who_differs():
     def body():
         comm = create()
-        return agree(comm, {"a": 1.5}), agree(comm, ["x"] * (1 + (comm.rank == 2)))
+        return differing_ranks(comm, {"a": 1.5}), differing_ranks(comm, ["x"] * (1 + (comm.rank == 2)))
 
     assert run_ranks(4, body) == [([], [2])] * 4
-    assert agree(SingleCommunicator(), 1) == []
+    assert differing_ranks(SingleCommunicator(), 1) == []
 
 
 def test_what_ranks_say_is_asked_in_one_place():
     """So a stand-in for absent ranks has one method to answer."""
 
     class Echo(SingleCommunicator):
-        def _talk(self, data):
+        def _all_gather_bytes(self, data):
             return [data, data]
 
     comm = Echo()
-    assert agree(comm, object) == [] and from_all(comm, {"a": [1]}) == [{"a": [1]}] * 2
-    assert failures(comm, None) == [] and from_first(comm, "x") == "x"
+    assert differing_ranks(comm, object) == [] and all_gather_object(comm, {"a": [1]}) == [{"a": [1]}] * 2
+    assert failures(comm, None) == [] and broadcast_object(comm, "x") == "x"
 
 
 # Mesh
@@ -405,7 +405,7 @@ def test_groups_are_slices_of_the_array_of_ranks():
 
 def test_a_mesh_has_each_communicator_it_makes_intercepted():
     counted = []
-    mesh = init_device_mesh("cpu", wrap=lambda made: counted.append(CountedCommunicator(made)))
+    mesh = init_device_mesh("cpu", wrap=lambda made: counted.append(CollectiveCounter(made)))
     mesh.communicator("gather").all_gather(np.zeros(4), stream=mesh.device.current_stream)
     assert counted[0].calls == {"all_gather": 1}
     mesh.communicator("reduce")

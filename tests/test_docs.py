@@ -99,18 +99,18 @@ def test_the_examples_of_all_pages_run_on_two_ranks(tmp_path):
 def test_the_tutorial_shows_the_schedule_that_its_program_prints(alone):
     page = ROOT / "docs" / "tutorial.md"
     shown = re.search(r"^```text\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)[1].splitlines()
-    told = (alone / "tutorial" / "error").read_text().splitlines()
+    message = (alone / "tutorial" / "error").read_text().splitlines()
     for rank in (0, 1):
-        printed = [line for line in told if line.startswith(f"[rank {rank}]")]
+        printed = [line for line in message if line.startswith(f"[rank {rank}]")]
         assert printed == [line.replace("[rank 0]", f"[rank {rank}]") for line in shown]
 
 
 def test_the_page_of_races_shows_the_report_that_its_program_prints(alone):
     page = ROOT / "docs" / "races.md"
     shown = re.search(r"^```text\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)[1]
-    told = (alone / "races" / "out").read_text()
-    told, shown = (re.sub("0x[0-9a-f]+", "an address", text) for text in (told, shown))
-    assert told == shown
+    message = (alone / "races" / "out").read_text()
+    message, shown = (re.sub("0x[0-9a-f]+", "an address", text) for text in (message, shown))
+    assert message == shown
 
 
 def test_the_page_about_simulating_shows_what_its_program_prints(alone):

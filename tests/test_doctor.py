@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def told(capsys, *arguments):
+def message(capsys, *arguments):
     """(exit code, what was printed)"""
     capsys.readouterr()
     return main(["doctor", *arguments]), capsys.readouterr().out
@@ -39,14 +39,14 @@ def told(capsys, *arguments):
 
 def test_of_a_run_that_is_done_it_says_so(folder, capsys):
     launch(2, "whole")
-    code, out = told(capsys, "runs/whole")
+    code, out = message(capsys, "runs/whole")
     assert code == 0
     assert out.startswith(f"runs/whole: done\nmetrics: last step {STEPS}, loss ")
     assert out.count(f"    step {STEPS}, end; ") == 2
-    found = json.loads(told(capsys, "runs/whole", "--json")[1])
+    found = json.loads(message(capsys, "runs/whole", "--json")[1])
     assert [rank["state"] for rank in found["ranks"]] == ["done", "done"]
     assert (found["behind"], found["first"], found["told"]) == ([], None, [])
-    assert found["ranks"][1]["done"].startswith("talk #")  # of the sample's last token
+    assert found["ranks"][1]["done"].startswith("all_gather_bytes #")  # of the sample's last token
 
 
 def test_of_a_run_that_raised_it_says_who_and_what(folder, capsys, monkeypatch):
@@ -59,7 +59,7 @@ def test_of_a_run_that_raised_it_says_who_and_what(folder, capsys, monkeypatch):
     monkeypatch.setattr(loop, "update", refuse)
     with pytest.raises(ZeroDivisionError):
         launch(3, "failed", batch_size=6)
-    code, out = told(capsys, "runs/failed")
+    code, out = message(capsys, "runs/failed")
     assert code == 1
     assert out.startswith("runs/failed: rank 1 ended first (ZeroDivisionError: in the middle of it)")
     assert out.count("PeerFailed") == 2
@@ -72,7 +72,7 @@ def test_of_a_run_that_was_asked_to_stop_it_says_how_to_go_on(folder, capsys):
         (folder / "runs" / "asked" / "stop").touch()
         launch(1, "asked", resume="auto")
     assert stop.value.code == 75
-    code, out = told(capsys, "runs/asked")
+    code, out = message(capsys, "runs/asked")
     assert code == 0
     assert "runs/asked: asked to stop, and saved: go on with --resume auto" in out
 
@@ -99,7 +99,7 @@ def processes(folder, states):
 def test_of_a_run_of_which_a_rank_was_killed_it_says_which(tmp_path, capsys):
     alive = processes(tmp_path / "flight", ["waits", "killed", "waits"])
     try:
-        code, out = told(capsys, str(tmp_path))
+        code, out = message(capsys, str(tmp_path))
         assert code == 1
         assert "rank 1 ended first (killed, it said nothing); rank 1 is behind: ranks 0,2 wait in" in out
         assert out.count(": alive") == 2
@@ -107,7 +107,7 @@ def test_of_a_run_of_which_a_rank_was_killed_it_says_which(tmp_path, capsys):
         for process in alive:
             process.kill()
             process.wait()
-    code, out = told(capsys, str(tmp_path))
+    code, out = message(capsys, str(tmp_path))
     assert out.count(": killed, it said nothing") == 3 and "rank 1 ended first" in out
 
 
@@ -116,7 +116,7 @@ def test_a_killed_rank_that_its_launcher_has_not_asked_after_yet_is_not_alive(tm
     try:
         killed.kill()
         os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
-        assert told(capsys, str(tmp_path))[1].count(": alive") == 1
+        assert message(capsys, str(tmp_path))[1].count(": alive") == 1
     finally:
         for process in alive:
             process.kill()
@@ -136,7 +136,7 @@ def test_ranks_of_other_hosts_live_if_they_go_on_while_it_listens(tmp_path, caps
     beats = threading.Thread(target=live)
     beats.start()
     try:
-        out = told(capsys, str(tmp_path))[1]
+        out = message(capsys, str(tmp_path))[1]
     finally:
         over.set()
         beats.join()
@@ -151,29 +151,29 @@ def test_a_stopped_rank_is_alive_however_long_ago_it_gave_a_sign(tmp_path, capsy
         time.sleep(0.1)
         now = time.time()
         monkeypatch.setattr(time, "time", lambda: now + 60)
-        assert told(capsys, str(tmp_path))[1].count(": alive") == 1
+        assert message(capsys, str(tmp_path))[1].count(": alive") == 1
         os.kill(process.pid, signal.SIGCONT)
         time.sleep(0.1)
-        assert told(capsys, str(tmp_path))[1].count(": alive") == 0
+        assert message(capsys, str(tmp_path))[1].count(": alive") == 0
     finally:
         process.kill()
         process.wait()
 
 
 def test_what_cannot_be_read_is_told_in_a_line(tmp_path, capsys):
-    assert told(capsys, str(tmp_path)) == (
+    assert message(capsys, str(tmp_path)) == (
         65,
         f"{tmp_path}: nothing is known\nwarning: {tmp_path}/flight: no flight files\n",
     )
     assert main(["doctor", str(tmp_path / "none")]) == 65
     assert capsys.readouterr().err == f"error: {tmp_path}/none: no such folder\n"
     (tmp_path / "metrics.jsonl").write_text('[1]\n{"kind": "step", "step": 3, "loss": 1.5}\n{"kind": "st')
-    assert "metrics: last step 3, loss 1.5" in told(capsys, str(tmp_path))[1]
+    assert "metrics: last step 3, loss 1.5" in message(capsys, str(tmp_path))[1]
 
 
 @pytest.mark.mpi
 def test_of_this_machine_it_says_what_is_there(capsys):
-    code, out = told(capsys, "--json")
+    code, out = message(capsys, "--json")
     found = json.loads(out)
     assert found["mpi"]["threads"] == "multiple" and found["two ranks"] == "well", found
     assert found["cores"] >= 1 and found["memory"]["all"] > found["memory"]["free"] > 0
@@ -187,7 +187,7 @@ def test_of_this_machine_it_says_what_is_there(capsys):
     assert all(len(line) <= 80 or len(line.split()) < 4 for line in lines), lines
 
 
-def test_a_kernel_cache_that_others_may_write_or_nobody_can_is_told(tmp_path, monkeypatch):
+def test_a_kernel_cache_that_others_may_write_or_nobody_can_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o777)
     assert "can be written by other users" in machine.kernel_cache(tmp_path)["lacking"][0]
@@ -200,7 +200,7 @@ def test_a_kernel_cache_that_others_may_write_or_nobody_can_is_told(tmp_path, mo
 def test_flights_of_an_earlier_run_go_when_it_is_resumed(folder, capsys):
     launch(3, "again", steps=3, batch_size=6)
     launch(2, "again", batch_size=6, resume="auto")
-    found = json.loads(told(capsys, "runs/again", "--json")[1])
+    found = json.loads(message(capsys, "runs/again", "--json")[1])
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1] and found["code"] == 0
 
 

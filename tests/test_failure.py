@@ -190,11 +190,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_the_system_refuses_is_one_line_and_a_code(what):
-    everyone, code, told = REFUSED[what]
+    everyone, code, message = REFUSED[what]
     done = ended_job("pass", "shm", everyone=everyone)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("Abort(")]
     assert (done.returncode, len(lines)) == (code, 1), done.stderr
-    assert re.match(r"error: rank \d of 2: ", lines[0]) and lines[0].endswith(told)
+    assert re.match(r"error: rank \d of 2: ", lines[0]) and lines[0].endswith(message)
 
 
 def test_an_aborted_job_leaves_no_segment_of_mpich_behind():
@@ -208,9 +208,9 @@ def test_an_aborted_job_leaves_no_segment_of_mpich_behind():
 @pytest.mark.parametrize("communicator", ["shm", "mpi"])
 def test_a_rank_that_leaves_is_missed_at_the_other_end_of_a_link(communicator):
     links = "from shardrt.comm.links import Links; links = Links(mesh, {(1, 0, 'F')})\n"
-    links += "if mesh.rank: links.send('F', 0, (numbers,), what='F0'); links.finish(); sys.exit(0)\n"
-    links += "for m in range(2): links.expect('F', 1, what=f'F{m}')\n"
-    links += "for m in range(2): links.receive('F', 1, what=f'F{m}').free()"
+    links += "if mesh.rank: links.send('F', 0, (numbers,), tag='F0'); links.finish(); sys.exit(0)\n"
+    links += "for m in range(2): links.expect('F', 1, tag=f'F{m}')\n"
+    links += "for m in range(2): links.receive('F', 1, tag=f'F{m}').free()"
     done = ended_job("pass", communicator, everyone=links)
     assert done.returncode == 1
     assert "PeerFailed: rank 1 has left; rank 0 waits for it in recv" in done.stderr
@@ -251,8 +251,10 @@ def test_too_few_open_files_are_one_line_and_the_code_of_a_setting(tmp_path):
         timeout=60,
     )
     assert done.returncode == 2
-    told = [line for line in done.stderr.splitlines() if not line.startswith("Abort(")]
-    assert len(told) == 1 and told[0].startswith("error: 40 open files are allowed on host"), done.stderr
+    message = [line for line in done.stderr.splitlines() if not line.startswith("Abort(")]
+    assert len(message) == 1 and message[0].startswith("error: 40 open files are allowed on host"), (
+        done.stderr
+    )
 
 
 def test_a_job_needs_no_temporary_directory():

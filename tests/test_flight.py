@@ -158,8 +158,8 @@ def recorded(folder):
     stream, size = mesh.device.current_stream, mesh.size
     for role in ("early", "late"):
         comm = mesh.communicator(role)
-        comm.all_gather(np.zeros(size, "f4"), stream=stream, what="a")
-        comm.reduce_scatter(np.zeros(1), np.zeros(size), stream=stream, what="b")
+        comm.all_gather(np.zeros(size, "f4"), stream=stream, tag="a")
+        comm.reduce_scatter(np.zeros(1), np.zeros(size), stream=stream, tag="b")
         comm.all_reduce(np.zeros(5, "i4"), stream=stream)
         comm.broadcast(np.zeros(5, "u1"), root=0, stream=stream)
         comm.all_to_all(np.zeros(size), np.zeros(size), stream=stream)
@@ -170,7 +170,7 @@ def recorded(folder):
             received=range(size),
             sent=rows,
             stream=stream,
-            what="c",
+            tag="c",
         )
         comm.barrier(stream=stream)
         if mesh.rank < 2:
@@ -182,8 +182,8 @@ def recorded(folder):
 
 def test_every_call_of_every_communicator_of_a_mesh_is_recorded(tmp_path):
     assert run_ranks(3, recorded, tmp_path) == [33, 33, 29]
-    flights, told = read_all(tmp_path)
-    assert not told
+    flights, message = read_all(tmp_path)
+    assert not message
     done = [str(record) for record in flights[0].records if record.state == flight.DONE]
     assert done[:8] == [
         "all_gather #1 of early, 3 of float32, unit a",
@@ -242,7 +242,7 @@ def test_a_rank_that_has_no_file_yet_is_behind_where_another_waits_for_its_messa
     assert diagnosis.blame(read_all(tmp_path)[0]).startswith("rank 1 is behind: rank 0 waits in recv")
 
 
-def test_a_rank_whose_file_is_missing_is_told(tmp_path):
+def test_a_rank_whose_file_is_missing_is_reported(tmp_path):
     run_ranks(3, recorded, tmp_path)
     (tmp_path / "rank-1.bin").unlink()
     assert read_all(tmp_path)[1] == [f"no flight file of rank 1 in {tmp_path}"]

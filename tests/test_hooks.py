@@ -7,7 +7,7 @@ import pytest
 
 import shardrt
 from shardrt import Tensor, nn, no_grad, optim
-from shardrt.comm import DelayedCommunicator, init_device_mesh
+from shardrt.comm import CollectiveDelay, init_device_mesh
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, no_sync
 from shardrt.recompute import checkpoint
 from tests.gradcheck import leaf, normal
@@ -180,7 +180,7 @@ class InABox(nn.Module):
 def reductions_are_late(in_backward):
     """What a parameter's hook finds in each step, and what is there when backward has returned."""
     shardrt.manual_seed(1)
-    mesh = init_device_mesh(wrap=lambda communicator: DelayedCommunicator(communicator, 0.02))
+    mesh = init_device_mesh(wrap=lambda communicator: CollectiveDelay(communicator, 0.02))
     model = InABox()
     fully_shard(model.first, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -24,7 +24,7 @@ ROOMS = [
     ["shardrt.hooks"],
     ["shardrt.tape"],
     ["shardrt.autograd"],
-    ["shardrt.late"],
+    ["shardrt.deferred_gradients"],
     ["shardrt.pytree"],
     ["shardrt.functional"],
     ["shardrt.tensor"],

@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 
-from shardrt.comm import CollectiveMismatch, DelayedCommunicator, init_device_mesh
+from shardrt.comm import CollectiveDelay, CollectiveMismatch, init_device_mesh
 from shardrt.comm.links import Links
 from shardrt.device import StreamError, get
 from shardrt.device.memory import Pool
@@ -46,7 +46,7 @@ def test_whatever_is_late_the_bits_are_those_of_one_rank(ranks, chunks):
             time.sleep(times.choice([0, 0, 1e-4, 2e-3]))
 
         def body(late=late):
-            mesh = init_device_mesh("cpu", wrap=lambda made: DelayedCommunicator(made, 0.0, late))
+            mesh = init_device_mesh("cpu", wrap=lambda made: CollectiveDelay(made, 0.0, late))
             return Program(mesh, chunks=chunks, before=late).run()
 
         links.check(run_ranks(ranks, body)[0], ranks * chunks)
@@ -57,19 +57,19 @@ def test_a_slot_is_received_into_again_only_when_compute_has_freed_it():
         for m in range(3):
             what = f"F{m}"
             if mesh.rank == 0:
-                made.send("F", 1, (X + m,), what=what)
+                made.send("F", 1, (X + m,), tag=what)
             else:
-                made.expect("F", 0, what=what)
+                made.expect("F", 0, tag=what)
         if mesh.rank == 1:
-            first, second = (made.receive("F", 0, what=f"F{m}") for m in range(2))
+            first, second = (made.receive("F", 0, tag=f"F{m}") for m in range(2))
             time.sleep(0.05)  # in which the third would come
             assert (first.arrays[0] == X).all() and (second.arrays[0] == X + 1).all()
             with pytest.raises(
                 RuntimeError, match=r"all 2 slots of this link.*\(F0, F1\); give it more slots"
             ):
-                made.receive("F", 0, what="F2")
+                made.receive("F", 0, tag="F2")
             first.free()
-            third = made.receive("F", 0, what="F2")
+            third = made.receive("F", 0, tag="F2")
             assert (third.arrays[0] == X + 2).all() and (second.arrays[0] == X + 1).all()
             second.free()
             third.free()
@@ -117,18 +117,18 @@ def test_what_a_send_keeps_depends_on_the_calls_and_on_no_clock(receiver):
         control, stream = mesh.communicator("control"), mesh.device.current_stream
         for m in range(5):
             if mesh.rank == 1:
-                made.expect("F", 0, what=f"F{m}")
+                made.expect("F", 0, tag=f"F{m}")
         refs, alive = [], []
         for m in range(5):
             if mesh.rank == 0:
                 array = X + m
                 refs.append(weakref.ref(array))
-                made.send("F", 1, (array,), what=f"F{m}", keep=(1, 2, 3, 3, 2)[m])
+                made.send("F", 1, (array,), tag=f"F{m}", keep=(1, 2, 3, 3, 2)[m])
                 del array
                 alive.append([ref() is not None for ref in refs])
             else:
                 time.sleep(0.01 if receiver == "late" else 0)
-                made.receive("F", 0, what=f"F{m}").free()
+                made.receive("F", 0, tag=f"F{m}").free()
             if receiver == "prompt":
                 control.barrier(stream=stream)
         made.finish()
@@ -141,16 +141,16 @@ def test_larger_messages_take_larger_slots_and_the_old_ones_go():
     def body(mesh, made):
         for m, size in enumerate((10, 1000, 10)):
             if mesh.rank == 0:
-                made.send("F", 1, (np.full(size, m, np.float32),), key=size, what=f"F{m}")
+                made.send("F", 1, (np.full(size, m, np.float32),), key=size, tag=f"F{m}")
             else:
-                made.expect("F", 0, key=size, what=f"F{m}")
+                made.expect("F", 0, key=size, tag=f"F{m}")
         if mesh.rank == 1:
-            got = [made.receive("F", 0, what=f"F{m}") for m in range(2)]  # of both sizes at once
+            got = [made.receive("F", 0, tag=f"F{m}") for m in range(2)]  # of both sizes at once
             assert [each.arrays[0].size for each in got] == [10, 1000]
             assert all((each.arrays[0] == m).all() for m, each in enumerate(got))
             for each in got:
                 each.free()
-            last = made.receive("F", 0, what="F2")
+            last = made.receive("F", 0, tag="F2")
             assert (last.arrays[0] == 2).all()
             last.free()
         made.finish()
@@ -168,7 +168,7 @@ def test_larger_messages_take_larger_slots_and_the_old_ones_go():
     ("sent", "message"),
     [
         (
-            dict(what="F3 of stage 0"),
+            dict(tag="F3 of stage 0"),
             "rank 0 sent F3 of stage 0, 6 of float32; rank 1 receives F2 of stage 0, 6",
         ),
         (
@@ -191,17 +191,17 @@ def test_ends_that_differ_are_told_both(sent, message):
         root = mesh.root.rank
         if mesh.rank == 1:
             array = np.zeros(sent.get("shape", 6), sent.get("dtype", "f4"))
-            made.send("F", 0, (X,), key="x", what="F1 of stage 0")
+            made.send("F", 0, (X,), key="x", tag="F1 of stage 0")
             made.send(
-                "F", 0, (array,), key="x" if "what" in sent else "y", what=sent.get("what", "F2 of stage 0")
+                "F", 0, (array,), key="x" if "tag" in sent else "y", tag=sent.get("tag", "F2 of stage 0")
             )
             made.finish()
         else:
-            made.expect("F", 1, key="x", what="F1 of stage 0")
-            made.receive("F", 1, what="F1 of stage 0").free()
-            made.expect("F", 1, key="x", what="F2 of stage 0")
+            made.expect("F", 1, key="x", tag="F1 of stage 0")
+            made.receive("F", 1, tag="F1 of stage 0").free()
+            made.expect("F", 1, key="x", tag="F2 of stage 0")
             with pytest.raises(StreamError) as caught:
-                made.receive("F", 1, what="F2 of stage 0")
+                made.receive("F", 1, tag="F2 of stage 0")
             assert isinstance(caught.value.__cause__, CollectiveMismatch)
             expected = message.replace("rank 0 ", f"rank {root + 2} ").replace("rank 1 ", f"rank {root} ")
             assert expected in str(caught.value)
@@ -214,24 +214,24 @@ def test_ends_that_differ_are_told_both(sent, message):
 def test_wrong_use_is_told_in_a_line():
     def body(mesh, made):
         if mesh.rank == 0:
-            made.send("F", 1, (X,), what="F0")
+            made.send("F", 1, (X,), tag="F0")
             with pytest.raises(
                 ValueError, match=r"send F1: Layout\(.*\(2,\).*, but with this key there was .*\(6,\)"
             ):
-                made.send("F", 1, (X[:2],), what="F1")
+                made.send("F", 1, (X[:2],), tag="F1")
             with pytest.raises(ValueError, match=r"send F1: Layout\(.*about='other'\), but with this key"):
-                made.send("F", 1, (X,), what="F1", about="other")
+                made.send("F", 1, (X,), tag="F1", about="other")
             with pytest.raises(ValueError, match=r"send F1: arrays must be contiguous, got shape \(3,\)"):
-                made.send("F", 1, (X[::2],), what="F1")
+                made.send("F", 1, (X[::2],), tag="F1")
         else:
             with pytest.raises(RuntimeError, match="receive F0 from rank 0: nothing was expected next"):
-                made.receive("F", 0, what="F0")
-            made.expect("F", 0, what="F0")
+                made.receive("F", 0, tag="F0")
+            made.expect("F", 0, tag="F0")
             with pytest.raises(RuntimeError, match="receive F1 from rank 0: F0 was expected next"):
-                made.receive("F", 0, what="F1")
+                made.receive("F", 0, tag="F1")
             with pytest.raises(RuntimeError, match="F0 from rank 0 expected, and not received"):
                 made.finish()
-            got = made.receive("F", 0, what="F0")
+            got = made.receive("F", 0, tag="F0")
             with pytest.raises(RuntimeError, match="F0 from rank 0 received, and not freed"):
                 made.finish()
             got.free()
@@ -308,15 +308,15 @@ def test_ranks_that_all_give_up_in_the_middle_of_a_step_can_begin_anew():
 # Ranks that hang
 
 
-def told_while(job, folder, expected):
+def reported_while(job, folder, expected):
     """What is said of the ranks of a job that hangs, once it begins as expected, or after 100 seconds."""
     thread = threading.Thread(target=job)
     thread.start()
-    told, deadline = "", time.monotonic() + 100
-    while not told.startswith(expected) and time.monotonic() < deadline:  # until all others wait
+    report, deadline = "", time.monotonic() + 100
+    while not report.startswith(expected) and time.monotonic() < deadline:  # until all others wait
         time.sleep(0.01)
-        told = diagnosis.blame(read_all(folder)[0])
-    return told, thread
+        report = diagnosis.blame(read_all(folder)[0])
+    return report, thread
 
 
 def hung(folder, ranks, stop, expected, chunks=1, also=lambda mesh, recorder: None):
@@ -333,10 +333,10 @@ def hung(folder, ranks, stop, expected, chunks=1, also=lambda mesh, recorder: No
         also(mesh, recorder)
         Program(mesh, chunks=chunks, before=lambda *action: action == stop and gate.wait(200)).step()
 
-    told, job = told_while(lambda: run_ranks(ranks, body), folder, expected)
+    report, job = reported_while(lambda: run_ranks(ranks, body), folder, expected)
     gate.set()
     job.join()
-    return told
+    return report
 
 
 WAIT_FOR_1 = (
@@ -400,15 +400,15 @@ def test_who_waits_at_the_end_of_a_step_for_a_message_to_be_taken_says_so(tmp_pa
     def body(mesh, made):
         mesh.record(Recorder(tmp_path, mesh.rank, 2))
         if mesh.rank == 0:
-            made.send("F", 1, (X,), what="F3 of stage 0")
+            made.send("F", 1, (X,), tag="F3 of stage 0")
         else:
             gate.wait(200)
-            made.expect("F", 0, what="F3 of stage 0")
-            made.receive("F", 0, what="F3 of stage 0").free()
+            made.expect("F", 0, tag="F3 of stage 0")
+            made.receive("F", 0, tag="F3 of stage 0").free()
         made.finish()
 
     blame = "rank 1 is behind: rank 0 waits in send F3 of stage 0 to rank 1, 6 of float32, of F"
-    told, job = told_while(lambda: two(body), tmp_path, blame)
+    report, job = reported_while(lambda: two(body), tmp_path, blame)
     gate.set()
     job.join()
-    assert told == blame
+    assert report == blame

@@ -9,7 +9,7 @@ from models.llama import Llama, LlamaConfig
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import CountedCommunicator, init_device_mesh, thread
+from shardrt.comm import CollectiveCounter, init_device_mesh, thread
 from shardrt.fsdp import full_parameters, fully_shard, memory_plan
 from shardrt.nn.lora import adapted_layers
 from tests import lab
@@ -115,7 +115,7 @@ def sharded(strategy=None):
     made = []
 
     def counted(communicator):
-        made.append(CountedCommunicator(communicator))
+        made.append(CollectiveCounter(communicator))
         return made[-1]
 
     model, mesh = gpt(), init_device_mesh("auto", wrap=counted)
@@ -158,8 +158,8 @@ def test_what_is_wrong_is_said():
     for settings in ({"rank": 0}, {"rank": 2, "alpha": -1.0}, {"rank": 2, "dropout": 1.0}):
         with pytest.raises(ValueError, match="add_lora: rank must be at least 1"):
             nn.add_lora(plain, **settings)
-    told = r"targets \('\*\.nothing',\) pick no Linear of GPT; there are blocks\.\*\.attention\.qkv, "
-    with pytest.raises(ValueError, match=told):
+    message = r"targets \('\*\.nothing',\) pick no Linear of GPT; there are blocks\.\*\.attention\.qkv, "
+    with pytest.raises(ValueError, match=message):
         nn.add_lora(plain, 2, targets=("*.nothing",))
     with pytest.raises(ValueError, match="rank 99 is more than blocks"):
         nn.add_lora(plain, 99)

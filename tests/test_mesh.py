@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from shardrt import nn, optim
-from shardrt.comm import digits as d
-from shardrt.comm import init_device_mesh, thread
+from shardrt.comm import init_device_mesh, mesh_layout, thread
 from shardrt.fsdp import fully_shard, units
 from tests import lab
 from tests.parallel import nets
@@ -89,7 +88,7 @@ def test_a_sub_mesh_is_one_object_and_shares_communicators_and_streams(cube):
 
 
 def test_the_recorder_has_another_name_for_every_group(cube):
-    assert [told for *_, told in cube] == ["control[0:4]"] * 4 + ["control[4:8]"] * 4
+    assert [message for *_, message in cube] == ["control[0:4]"] * 4 + ["control[4:8]"] * 4
     body = lambda: _recorded_names(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))  # noqa: E731
     assert run_ranks(4, body)[3] == ["x", "x[2:4]", "x[1:4:2]", "x[0,2,1,3]"]
 
@@ -116,7 +115,7 @@ def test_an_axis_that_is_missing_is_told_and_where_it_is():
 
 
 @pytest.mark.parametrize(
-    ("told", "ask"),
+    ("message", "ask"),
     [
         ("'cp' is not an axis of DeviceMesh", lambda mesh: mesh["cp"]),
         ("must be one axis or several", lambda mesh: mesh["a", "a"]),
@@ -127,8 +126,8 @@ def test_an_axis_that_is_missing_is_told_and_where_it_is():
         ),
     ],
 )
-def test_what_is_no_part_is_refused(told, ask):
-    with pytest.raises(ValueError, match=told):
+def test_what_is_no_part_is_refused(message, ask):
+    with pytest.raises(ValueError, match=message):
         ask(init_device_mesh("cpu", (1,), mesh_dim_names=("a",)))
 
 
@@ -147,13 +146,13 @@ def folded(shape, names, over, size):
             "ep": met(fold["ep"]),
             "efsdp": met(fold["efsdp"]),
             "again": (mesh.along(ep).ranks.tolist(), mesh.along(rest).ranks.tolist()),
-            "both": met(mesh.along(d.union(ep, rest))),
-            "ep, tp": sorted(mesh.along(d.union(ep, tp)).ranks.ravel().tolist()),
+            "both": met(mesh.along(mesh_layout.union(ep, rest))),
+            "ep, tp": sorted(mesh.along(mesh_layout.union(ep, tp)).ranks.ravel().tolist()),
             "efsdp outside ep": mesh.along(rest, ep).ranks.ravel().tolist(),
             "ep outside efsdp": mesh.along(ep, rest).ranks.ravel().tolist(),
-            "but": (mesh.number_but(ep), mesh.number_but(rest, tp)),
+            "but": (mesh.index_except(ep), mesh.index_except(rest, tp)),
             "same": mesh.fold("ep", size, over=over)["ep"] is fold["ep"] and fold["ep"].root is mesh,
-            "meet": [d.meet(ep, mesh[name].axes) for name in names],
+            "meet": [mesh_layout.overlap(ep, mesh[name].axes) for name in names],
             "names": mesh.names_of(ep) + mesh.names_of(rest),
         }
 
@@ -162,13 +161,13 @@ def folded(shape, names, over, size):
 
 def test_an_axis_of_four_is_folded_in_two():
     found = folded((4,), ("dp_shard",), ("dp_shard",), 2)
-    assert [told["ep"] for told in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [told["efsdp"] for told in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    for told in found:
-        assert told["again"] == (told["ep"], told["efsdp"]) and told["both"] == [0, 1, 2, 3]
-        assert told["efsdp outside ep"] == [0, 1, 2, 3] and told["ep outside efsdp"] == [0, 2, 1, 3]
-        assert told["same"] and told["meet"] == [True] and told["names"] == ["ep", "efsdp"]
-    assert [told["but"] for told in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [message["ep"] for message in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [message["efsdp"] for message in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    for message in found:
+        assert message["again"] == (message["ep"], message["efsdp"]) and message["both"] == [0, 1, 2, 3]
+        assert message["efsdp outside ep"] == [0, 1, 2, 3] and message["ep outside efsdp"] == [0, 2, 1, 3]
+        assert message["same"] and message["meet"] == [True] and message["names"] == ["ep", "efsdp"]
+    assert [message["but"] for message in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -176,15 +175,15 @@ def test_three_axes_are_folded_at_any_place(size):
     """Against the arrays of ranks themselves; 4 are two whole axes."""
     names = ("dp", "cp", "tp")
     ranks = np.arange(8).reshape(8 // size, size)
-    for rank, told in enumerate(folded((2, 2, 2), names, names, size)):
+    for rank, message in enumerate(folded((2, 2, 2), names, names, size)):
         row, column = np.argwhere(ranks == rank)[0]
-        assert told["ep"] == ranks[row].tolist() and told["efsdp"] == ranks[:, column].tolist()
-        assert told["both"] == list(range(8)) and told["same"]
-        assert told["efsdp outside ep"] == list(range(8))
-        assert told["ep outside efsdp"] == ranks.T.ravel().tolist()
-        assert told["meet"] == [False, size == 4, True]
-        assert told["ep, tp"] == ranks[row].tolist()  # tp lies inside
-        assert told["but"] == (row, column // 2)
+        assert message["ep"] == ranks[row].tolist() and message["efsdp"] == ranks[:, column].tolist()
+        assert message["both"] == list(range(8)) and message["same"]
+        assert message["efsdp outside ep"] == list(range(8))
+        assert message["ep outside efsdp"] == ranks.T.ravel().tolist()
+        assert message["meet"] == [False, size == 4, True]
+        assert message["ep, tp"] == ranks[row].tolist()  # tp lies inside
+        assert message["but"] == (row, column // 2)
 
 
 def test_stages_make_slices_of_folds_without_each_other(monkeypatch):
@@ -194,7 +193,7 @@ def test_stages_make_slices_of_folds_without_each_other(monkeypatch):
     def body():
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp_shard"))
         fold = mesh.fold("ep", 2, over=("dp_shard",))
-        mesh.come_apart(mesh["pp"].axes)
+        mesh.allow_divergence(mesh["pp"].axes)
         return met(mesh.along(fold["ep"].axes)) if mesh.rank_of("pp") else None
 
     assert run_ranks(8, body) == [None] * 4 + [[4, 5]] * 2 + [[6, 7]] * 2
@@ -203,15 +202,15 @@ def test_stages_make_slices_of_folds_without_each_other(monkeypatch):
 def test_a_fold_of_an_axis_that_others_lie_inside():
     """Parts of dp beside a tp that stays whole."""
     ranks = np.arange(8).reshape(2, 2, 2)  # efsdp, ep, tp
-    for rank, told in enumerate(folded((4, 2), ("dp_shard", "tp"), ("dp_shard",), 2)):
+    for rank, message in enumerate(folded((4, 2), ("dp_shard", "tp"), ("dp_shard",), 2)):
         e, p, t = np.argwhere(ranks == rank)[0]
-        assert told["ep"] == ranks[e, :, t].tolist() and told["efsdp"] == ranks[:, p, t].tolist()
-        assert told["ep, tp"] == ranks[e].ravel().tolist()
-        assert told["but"] == (e * 2 + t, p) and told["meet"] == [True, False]
+        assert message["ep"] == ranks[e, :, t].tolist() and message["efsdp"] == ranks[:, p, t].tolist()
+        assert message["ep, tp"] == ranks[e].ravel().tolist()
+        assert message["but"] == (e * 2 + t, p) and message["meet"] == [True, False]
 
 
 @pytest.mark.parametrize(
-    ("told", "size", "over"),
+    ("message", "size", "over"),
     [
         ("'ep' has size 3, which does not divide the 4 ranks of .'dp',", 3, ("dp",)),
         ("'pp' is not an axis of DeviceMesh", 2, ("pp",)),
@@ -220,9 +219,9 @@ def test_a_fold_of_an_axis_that_others_lie_inside():
         (r"3 ranks along 'ep' cut across .*'cp'.*take a size that is made of whole axes", 3, ("cp", "tp")),
     ],
 )
-def test_a_fold_that_cannot_be_is_refused(told, size, over):
+def test_a_fold_that_cannot_be_is_refused(message, size, over):
     def body():
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             init_device_mesh("cpu", (4, 3, 2), mesh_dim_names=("dp", "cp", "tp")).fold("ep", size, over=over)
 
     run_ranks(24, body)
@@ -368,7 +367,7 @@ def test_names_say_what_is_copied_and_what_is_cut():
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "message"),
     [
         (AXES, r'one axis or two.*mesh\["dp_shard"\] or mesh\["dp_replicate", "dp_shard"\]'),
         (("tp",), "along 'tp' of .*other parts of the model.*take mesh"),
@@ -377,7 +376,7 @@ def test_names_say_what_is_copied_and_what_is_cut():
         (("dp_shard", "dp_replicate"), "the first axis of .* must be .dp_replicate."),
     ],
 )
-def test_axes_along_which_nothing_may_be_cut_are_refused(names, told):
+def test_axes_along_which_nothing_may_be_cut_are_refused(names, message):
     mesh = init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         fully_shard(lab.Block(), mesh=mesh)

@@ -12,8 +12,8 @@ from shardrt import functional as F
 from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
+from shardrt.deferred_gradients import DeferredGradients
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, set_world_invariant, units
-from shardrt.late import Late
 from shardrt.nn.module import Layer
 from shardrt.recompute import checkpoint
 from tests import lab
@@ -184,11 +184,11 @@ def test_late_gradients_are_the_same_bits(router):
     plain, late = Stack(router), Stack(router)
     for number in range(2):
         loss_of(plain, number).backward()
-    lates = [Late(), Late()]
+    lates = [DeferredGradients(), DeferredGradients()]
     for number, each in enumerate(lates):
-        loss_of(late, number).backward(late=each)
+        loss_of(late, number).backward(deferred=each)
     for each in lates:
-        each.run()
+        each.flush()
     lab.assert_equal(gradients(late), gradients(plain))
 
 

@@ -76,13 +76,13 @@ def test_where_all_are_in_a_collective_it_is_the_link(recorders, tmp_path):
     facts = recorders[3].facts("gather", 1, "all_gather", "blocks.0", np.zeros(4, np.float32))
     recorders[3]._write(1, *facts)
     heard = reports.listen(tmp_path, 0, HOSTS, {}, lambda: None)
-    told = diagnosis.blame(heard.flights, HOSTS)
-    assert told.startswith(
+    message = diagnosis.blame(heard.flights, HOSTS)
+    assert message.startswith(
         "no rank is behind, all are in all_gather #1 of gather, 4 of float32, unit blocks.0:"
     )
-    assert told.endswith("what links node0 and node1 is slow, or brings nothing")
-    told = diagnosis.blame(heard.flights, ["a", "b", "c", "c"])
-    assert told.endswith(": a link of a, b or c is slow, or brings nothing; which one is not known")
+    assert message.endswith("what links node0 and node1 is slow, or brings nothing")
+    message = diagnosis.blame(heard.flights, ["a", "b", "c", "c"])
+    assert message.endswith(": a link of a, b or c is slow, or brings nothing; which one is not known")
     assert diagnosis.blame(heard.flights, ["vm"] * 4) == "no rank waits for another"
 
 
@@ -103,11 +103,11 @@ def test_a_host_that_sees_none_of_its_own_behind_lets_others_speak_first(recorde
             recorders[other].move(folder)
         heard = reports.listen(folder, rank, HOSTS, {}, lambda: None)
         report = reports.hang(recorders[rank], heard, HOSTS, 2.0, 1.0)
-        told = {
+        message = {
             0: "ranks 2,3 on node1 are behind: ranks 0,1 wait in all_gather #1 of gather",
             2: "rank 3 on node1 is behind: rank 2 waits in all_gather #1 of gather",
         }
-        assert diagnosis.blamed(report)[0].startswith(told[rank]), report
+        assert diagnosis.blamed(report)[0].startswith(message[rank]), report
         assert reports.is_guess(report, heard, HOSTS) == (rank == 0)
         assert not reports.is_guess(report, heard._replace(silent=["node1"]), HOSTS)
 

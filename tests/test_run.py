@@ -408,7 +408,7 @@ def test_fewer_ranks_divide_the_command_s():
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("", "no command"),
         ("mpirun -n four python x", "'four' is no number of ranks"),
@@ -428,6 +428,6 @@ def test_fewer_ranks_divide_the_command_s():
         ("mpirun -n 4 -hosts", "-hosts has no value"),
     ],
 )
-def test_commands_that_can_not_be_read_are_refused(words, told):
-    with pytest.raises(Refused, match=told):
+def test_commands_that_can_not_be_read_are_refused(words, message):
+    with pytest.raises(Refused, match=message):
         Command(words.split())

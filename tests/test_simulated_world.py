@@ -12,7 +12,7 @@ import shardrt
 from models.gpt import GPT, GPTConfig
 from shardrt import device, nn, optim
 from shardrt import functional as F
-from shardrt.comm import CountedCommunicator, init_device_mesh
+from shardrt.comm import CollectiveCounter, init_device_mesh
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import create
 from shardrt.comm.protocol import Communicator
@@ -56,7 +56,7 @@ def trained(name, steps=2, **options):
     made = []
 
     def counted(communicator):
-        made.append(CountedCommunicator(communicator))
+        made.append(CollectiveCounter(communicator))
         return made[-1]
 
     shardrt.manual_seed(1)
@@ -148,7 +148,7 @@ def test_a_call_is_in_the_stream_that_runs_it_at_the_place_that_wants_it(program
 def test_what_ranks_compare_before_the_first_step_does_not_grow_with_the_model():
     """Of parameters that nobody has given values, not even whether anybody has."""
 
-    def told(blocks):
+    def report(blocks):
         with simulated(CUDADevice, 1 << 10) as here:
             mesh = init_device_mesh("auto")
             model = fully_shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(blocks))), mesh=mesh)
@@ -156,7 +156,7 @@ def test_what_ranks_compare_before_the_first_step_does_not_grow_with_the_model()
         calls = [item for item in here.program.items if isinstance(item, Collective)]
         return [(item.call, item.nbytes) for item in calls]
 
-    assert told(1) == told(9)
+    assert report(1) == report(9)
 
 
 VALUES = {
@@ -175,14 +175,14 @@ VALUES = {
 def test_values_of_the_host_are_as_if_every_rank_had_said_the_same(call):
     """As of ranks that say it. (Of all_to_all: what this one keeps.)"""
 
-    def told():
+    def report():
         x = np.arange(1.0, 25.0)
         VALUES[call](create("auto"), x, stream=device.get("cpu").current_stream)
         return x
 
     with simulated(CUDADevice, 3, rank=2):
-        found = told()
-    expected = run_ranks(3, told)[2]
+        found = report()
+    expected = run_ranks(3, report)[2]
     if call == "all_gather":  # of which each has another slice
         expected[:] = np.tile(expected[16:], 3)
     if call == "all_to_all":
@@ -266,7 +266,7 @@ def test_recordings_of_several_ranks_have_no_race_between_them(stands_for, like,
 def test_recorded_ranks_hear_each_other_and_those_that_they_stand_for():
     """Of 8 ranks, two: each for the half that is like it."""
 
-    def told():
+    def report():
         comm, stream = create("auto"), device.get("cpu").current_stream
         x, rows, message = np.array([comm.rank + 1.0, -comm.rank]), np.zeros(8), np.zeros(1)
         comm.all_reduce(x, stream=stream)
@@ -278,31 +278,37 @@ def test_recorded_ranks_hear_each_other_and_those_that_they_stand_for():
             comm.send(np.array([7.0]), peer=5, stream=stream)
         else:
             comm.recv(message, peer=1, stream=stream)
-        return x.tolist(), rows.tolist(), comm.talk(str(comm.rank).encode()), largest.item(), message.item()
+        return (
+            x.tolist(),
+            rows.tolist(),
+            comm.all_gather_bytes(str(comm.rank).encode()),
+            largest.item(),
+            message.item(),
+        )
 
     halves = {1: range(4), 5: range(4, 8)}
-    found = run(8, halves, lambda rank: SimulatedDevice(CUDADevice), told)
+    found = run(8, halves, lambda rank: SimulatedDevice(CUDADevice), report)
     assert found[0][:-1] == found[1][:-1]
     assert found[0] == ([32.0, -24.0], [1.0] * 4 + [5.0] * 4, [b"1"] * 4 + [b"5"] * 4, 5, 0.0)
     assert found[1][-1] == 7.0
 
 
 def test_a_recorded_rank_that_fails_wakes_those_that_wait_for_it():
-    def told():
+    def report():
         comm = create("auto")
         if comm.rank == 0:
             raise KeyError("it is over")
-        comm.talk(b"")
+        comm.all_gather_bytes(b"")
 
     with pytest.raises(KeyError, match="it is over"):
-        run(2, {0: [0], 1: [1]}, lambda rank: SimulatedDevice(CUDADevice), told)
+        run(2, {0: [0], 1: [1]}, lambda rank: SimulatedDevice(CUDADevice), report)
 
 
 def test_ranks_agree_and_what_a_peer_alone_knows_is_refused():
     with simulated(CUDADevice, 1 << 14, rank=5) as here:
         mesh = init_device_mesh("auto", (512, 32), mesh_dim_names=("replicate", "shard"))
         assert (mesh.size, mesh.rank_of("shard"), mesh.device) == (1 << 14, 5, here)
-        assert mesh.communicator("control").talk(b"here") == [b"here"] * mesh.size
+        assert mesh.communicator("control").all_gather_bytes(b"here") == [b"here"] * mesh.size
         control = mesh["shard"].communicator("control")
         assert (control.rank, control.size) == (5, 32)
         with pytest.raises(NotImplementedError, match="what rank 4 sends is not known"):

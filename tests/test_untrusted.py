@@ -105,12 +105,12 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "long").write_bytes(bytes(101))
     (tmp_path / "link").symlink_to("/dev/zero")
-    for name, told in (
+    for name, report in (
         ("pipe", "regular file"),
         ("link", "regular file"),
         ("long", "101 bytes are too many"),
     ):
-        with pytest.raises(Refused, match=told) as error:
+        with pytest.raises(Refused, match=report) as error:
             read_regular(tmp_path / name, 100)
         assert str(tmp_path / name) in str(error.value)
     with pytest.raises(IsADirectoryError):
@@ -155,9 +155,9 @@ def test_training_and_sampled_text_reach_a_terminal_of_any_encoding_with_nothing
     monkeypatch.setenv("TERM", "dumb")  # no colours, which are escape sequences of our own
     Screen().say(f"--- sample ---\nimport é{ESCAPE}1")
     say(f"é{ESCAPE}", lines=True)
-    told = out.buffer.getvalue().decode(encoding)
-    assert "\x1b" not in told and "\x07" not in told and "\\x1b[2J" in told and "\\ud800" in told
-    assert ("\\xe9" in told) == (encoding == "ascii") and "--- sample ---\nimport" in told
+    report = out.buffer.getvalue().decode(encoding)
+    assert "\x1b" not in report and "\x07" not in report and "\\x1b[2J" in report and "\\ud800" in report
+    assert ("\\xe9" in report) == (encoding == "ascii") and "--- sample ---\nimport" in report
 
 
 HOSTILE = f"a{ESCAPE}b".replace("\ud800", "\udcff")  # as a name of a file can be
@@ -190,7 +190,7 @@ def test_names_and_texts_of_others_are_printed_by_no_tool_as_they_are(tmp_path, 
     assert "\x1b" not in capsys.readouterr().err
 
 
-def test_a_folder_that_others_can_write_is_told(tmp_path, monkeypatch):
+def test_a_folder_that_others_can_write_is_reported(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o755)
     assert private(folder) == "" == private(folder / "not" / "there")
@@ -217,9 +217,9 @@ def test_kernels_are_not_kept_where_others_can_put_code(tmp_path, monkeypatch):
     open_to_all.chmod(0o777)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(open_to_all))
     own = str(tmp_path / "home" / "shardrt" / "numba")
-    with pytest.warns(UserWarning, match="can be written by other users, who could put code there") as told:
+    with pytest.warns(UserWarning, match="can be written by other users, who could put code there") as report:
         _kernel_cache.choose(tmp_path)
-    assert os.environ["NUMBA_CACHE_DIR"] == own and own in str(told[0].message)
+    assert os.environ["NUMBA_CACHE_DIR"] == own and own in str(report[0].message)
     assert os.stat(own).st_mode & 0o777 == 0o700
     with warnings.catch_warnings():
         warnings.simplefilter("error")

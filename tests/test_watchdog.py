@@ -176,7 +176,7 @@ if "threads" in sys.argv:  # of all ranks: none waits for another
 @pytest.mark.mpi
 @pytest.mark.timed
 @pytest.mark.parametrize(
-    ("where", "told"),
+    ("where", "message"),
     [
         ("import", "rank 0 of 2 has waited {} s for all ranks to come to init_device_mesh"),
         ("before", "rank 1 has been in its exit handlers for"),
@@ -184,11 +184,11 @@ if "threads" in sys.argv:  # of all ranks: none waits for another
         ("after", "has been at its exit for {} s; the job ends with exit code 124"),
     ],
 )
-def test_a_rank_that_never_comes_to_mpi_or_never_leaves_ends_the_job(where, told):
+def test_a_rank_that_never_comes_to_mpi_or_never_leaves_ends_the_job(where, message):
     limit = max(1, round(whole_job(2)))  # that ranks which come and leave do not need
-    told = told.format(3 * limit if where == "import" else limit)
+    message = message.format(3 * limit if where == "import" else limit)
     done = mpirun(2, ["-c", ENDS, where, str(limit)])
-    assert (done.returncode, told in done.stderr) == (124, True), done.stderr
+    assert (done.returncode, message in done.stderr) == (124, True), done.stderr
 
 
 @pytest.mark.mpi

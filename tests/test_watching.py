@@ -106,13 +106,13 @@ def test_the_report_of_a_run_has_everything_and_loads_nothing(finished, capsys):
     page = reported(finished, capsys)
     assert page.titles == [*CHARTS[:6], "Waiting for the slowest rank", CHARTS[6], *TRACED]
     assert page.headings[0] == "it" and page.headings[-2:] == ["Environment", "Settings"]
-    for told in (
+    for message in (
         "3 of 3, loss ",
         "batch_size = 4",
         "<th>state</th><td>done</td>",
         "<th>rank 1</th><td>done;",
     ):
-        assert told in page.text, told
+        assert message in page.text, message
     assert re.search("<th>numpy</th><td>[0-9.]+</td>", page.text) and "<th>MPI</th><td>" in page.text
     assert re.search("rank [01], at most", page.text)
     for category in ("sharded parameters", "optimizer state", "activations"):
@@ -127,22 +127,22 @@ def test_the_report_of_a_run_has_everything_and_loads_nothing(finished, capsys):
 def test_the_report_of_a_run_that_was_cut_off_says_what_is_there(run, capsys):
     page = reported(run, capsys)
     assert page.titles == [*CHARTS[:6], "Waiting for the slowest rank", CHARTS[6]]
-    for told in ("2 of 4, loss not finite", "No step was traced", "nothing is known", "no flight files"):
-        assert told in page.text
+    for message in ("2 of 4, loss not finite", "No step was traced", "nothing is known", "no flight files"):
+        assert message in page.text
     assert "&lt;b&gt;text&lt;/b&gt; &amp; more" in page.text and "<b>" not in page.text
 
 
 def test_what_cannot_be_reported_is_one_line(run, capsys):
-    def fails(told, *command):
+    def fails(message, *command):
         assert main([*(command or ("report",)), str(run)]) == 65
-        assert capsys.readouterr() == ("", f"error: {told}\n")
+        assert capsys.readouterr() == ("", f"error: {message}\n")
 
     metrics = run / "metrics.jsonl"
     for text in ("[]", '{"traceEvents": [{"name": "x", "pid": 0, "ph": "X", "cat": "s", "ts": 0}]}'):
         (run / "trace.json").write_text(text)
         fails(f"{run}/trace.json: not a whole trace")
     (run / "trace.json").unlink()
-    for text, told in (
+    for text, message in (
         (written(step(1)), f"{run}: the record of the run is missing from its metrics"),
         (written({"kind": "run"}), f"{run}: a record is not as expected (KeyError('trained_parameters'))"),
         (written(ABOUT) + "{]\n", f"{metrics}: line 2 is damaged"),
@@ -150,7 +150,7 @@ def test_what_cannot_be_reported_is_one_line(run, capsys):
         ("", f"{metrics}: nothing in it yet"),
     ):
         metrics.write_text(text)
-        fails(told)
+        fails(message)
     metrics.write_bytes(b"\xff\xfe\n")
     fails(f"{metrics}: line 1 is damaged")
     metrics.unlink()
@@ -215,8 +215,8 @@ def test_what_a_person_reads_counts_and_fits(run, capsys):
     events.append({"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "rank 0"}})
     (run / "trace.json").write_text(json.dumps({"traceEvents": events}))
     assert main(["trace", str(run)]) == 0
-    told = capsys.readouterr().out.splitlines()[:-1]
-    assert "".join(told).endswith("other 1.0") and max(map(len, told)) <= 80
+    message = capsys.readouterr().out.splitlines()[:-1]
+    assert "".join(message).endswith("other 1.0") and max(map(len, message)) <= 80
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 0 and "print a run's figures" in capsys.readouterr().out
@@ -250,7 +250,7 @@ def test_watching_once_says_how_it_stands(finished, run, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "no flight files: whether it goes on is not known"
 
 
-def test_a_record_that_lacks_something_is_told(run, capsys):
+def test_a_record_that_lacks_something_is_reported(run, capsys):
     (run / "metrics.jsonl").write_text(written(ABOUT, {"kind": "step", "step": 1}))
     assert main(["watch", str(run)]) == 65
     assert "a record of kind 'step' is not as expected (KeyError(" in capsys.readouterr().err

@@ -157,8 +157,8 @@ def test_every_command_runs_without_packages_that_nobody_named(installed):
         assert installed(*command, "--version") == f"shardrt {shardrt.__version__}\n"
     listed = re.search(r"\{([\w,]+)\}", installed("shardrt", "--help"))[1].split(",")
     assert {"ckpt", "data", "doctor", "report", "watch", "trace", "races", "simulate", "plan"} <= set(listed)
-    told = installed("python", "-c", HELPED, *listed)
-    assert [*re.findall(r"^usage: shardrt (\w+)", told, re.MULTILINE)] == listed
+    message = installed("python", "-c", HELPED, *listed)
+    assert [*re.findall(r"^usage: shardrt (\w+)", message, re.MULTILINE)] == listed
 
 
 @pytest.mark.slow

@@ -187,9 +187,9 @@ def ended(words: list[str], limit: float, seen: dict[str, str]) -> str:
         if not code:
             return ""
         errors.seek(0)
-        told = errors.read().strip()
-        print(told[-4000:], file=sys.stderr)
-        last = told.splitlines()[-1] if told else ""
+        message = errors.read().strip()
+        print(message[-4000:], file=sys.stderr)
+        last = message.splitlines()[-1] if message else ""
         return ": ".join(filter(None, (trouble or f"exit code {code}", last)))
 
 

@@ -107,17 +107,17 @@ class Found:
 
     def lines(self) -> list[str]:
         """For a reader: what is missing, what that costs, and what installs it."""
-        told = [] if self.gpus else ["no GPU: the driver, libcuda.so.1, is missing or sees none"]
-        told += [self.too_old] if self.too_old else []
+        message = [] if self.gpus else ["no GPU: the driver, libcuda.so.1, is missing or sees none"]
+        message += [self.too_old] if self.too_old else []
         costs = dict.fromkeys(TESTS, "the tests can't run") | WITHOUT
         costs |= dict.fromkeys(
             STEP, "neither the tests, nor a step on the CPU, nor kernels one by one can run"
         )
         costs |= dict.fromkeys(BENCHMARKS, "nothing can run")
-        told += [f"{name} is missing: {costs[name]} ({_pip(_wheel(name))})" for name in self.missing]
+        message += [f"{name} is missing: {costs[name]} ({_pip(_wheel(name))})" for name in self.missing]
         if len(self.missing) > 1:
-            told.append(f"all missing packages at once: {_pip(*map(_wheel, self.missing))}")
-        return [*told, *self.troubles]
+            message.append(f"all missing packages at once: {_pip(*map(_wheel, self.missing))}")
+        return [*message, *self.troubles]
 
 
 def not_run(*missing: str) -> str:
@@ -173,15 +173,15 @@ def one_gpu() -> dict[str, str]:
 
 def machine() -> dict[str, str]:
     """Versions, and what nvidia-smi says of the first GPU; what can't be had is left out."""
-    told = {"python": platform.python_version()}
-    told |= {name: version for name in _PACKAGES if (version := _version(name))}
-    return told | {"GPUs": str(gpus())} | _asked(_QUERY.split(","))
+    message = {"python": platform.python_version()}
+    message |= {name: version for name in _PACKAGES if (version := _version(name))}
+    return message | {"GPUs": str(gpus())} | _asked(_QUERY.split(","))
 
 
 def health() -> str:
     """Whether the first GPU is fit to be measured, in words: heat, clock, errors, who else uses it."""
-    told = _asked(list(_HEALTH))
-    said = ", ".join(f"{told[key]} {name}" for key, name in _HEALTH.items() if key in told)
+    message = _asked(list(_HEALTH))
+    said = ", ".join(f"{message[key]} {name}" for key, name in _HEALTH.items() if key in message)
     return said or "nvidia-smi did not answer"
 
 
@@ -241,8 +241,10 @@ def _without_bfloat16() -> str:
     ):
         return ""
     major, minor = (value.value for value in found)
-    told = f"the GPU has compute capability {major}.{minor}, and bfloat16 needs 8.0: all sections are skipped"
-    return told if major < 8 else ""
+    message = (
+        f"the GPU has compute capability {major}.{minor}, and bfloat16 needs 8.0: all sections are skipped"
+    )
+    return message if major < 8 else ""
 
 
 def _old_driver() -> list[str]:

@@ -68,7 +68,7 @@ def compare(
     *,
     theirs: Callable[[], Sequence] | None = None,
     close: float = CLOSE,
-    told: str = "",
+    message: str = "",
     **how: int,
 ) -> tuple[float, float]:
     """A row; (our seconds, PyTorch's; 0 without it).
@@ -82,7 +82,7 @@ def compare(
     check = ""
     if theirs is not None:
         off = max(map(difference, map(torch.of, case.results), theirs()))
-        check = agreement(off, close) + told
+        check = agreement(off, close) + message
     found = seconds[0], seconds[1] if theirs is not None else 0.0
     row(run, name or case.name, case.flops, *found, check)
     return found
@@ -149,8 +149,8 @@ def attention(run: Run, clock: Clock, torch: Torch, make: Maker, sizes: Sizes) -
         with run.guarded(f"attention {which}"):
             name = f"{which}, ({batch}, {heads}, {time}, {dim}) causal"
             case = Case("attention", name, "", 0, operations, make.call(call), results, (), None)
-            told = f"; torch: {backend}"
-            compare(run, clock, torch, case, theirs=theirs, calls=3, close=2 * CLOSE, told=told)
+            message = f"; torch: {backend}"
+            compare(run, clock, torch, case, theirs=theirs, calls=3, close=2 * CLOSE, message=message)
 
 
 def _torch_attention(torch: Torch, arrays: Sequence, upper: Any) -> tuple[Sequence[Callable | None], str]:

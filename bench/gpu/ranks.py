@@ -109,8 +109,8 @@ def add(run: Run, name: str, job: Job, count: int, found: dict, one: dict) -> No
     run.add(name, rate, "tokens/s", check=check, **more)
     for call, (seconds, nbytes, right) in found["collectives"].items():
         bus = nbytes / seconds * (count - 1) / count / 1e9  # as nccl-tests has it
-        told = f"{nbytes / seconds / 1e9:.4g} GB/s by size, {carried(found['carriers'])}"
-        run.add(f"{call}, {count} GPUs", bus, "GB/s bus", check=told + ("" if right else " WRONG numbers"))
+        message = f"{nbytes / seconds / 1e9:.4g} GB/s by size, {carried(found['carriers'])}"
+        run.add(f"{call}, {count} GPUs", bus, "GB/s bus", check=message + ("" if right else " WRONG numbers"))
 
 
 def carried(carriers: list[str]) -> str:

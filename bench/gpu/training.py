@@ -60,9 +60,9 @@ def ours_alone(run: Run, job: Job | None = None) -> None:
 def alone(run: Run, job: Job, name: str, course: Course) -> None:
     """A row for each as soon as it can be: compiling the next may take all the time that is left."""
     rate = job.tokens / course.alone["seconds"]
-    told = of_peak(rate * job.flops(course.about["parameters"]))
+    message = of_peak(rate * job.flops(course.about["parameters"]))
     taken = f"{course.about['warmup']['taken'] / 1e6:,.0f} MB taken"
-    run.add(f"{name}, alone", rate, "tokens/s", check=f"{told}, {taken}, loss {course.alone['loss']:.4f}")
+    run.add(f"{name}, alone", rate, "tokens/s", check=f"{message}, {taken}, loss {course.alone['loss']:.4f}")
 
 
 def compare(run: Run, job: Job, courses: dict[str, Course], aims: tuple[float, ...]) -> None:

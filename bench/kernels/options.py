@@ -21,8 +21,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cpu", help="cpu or cuda (cpu)")
     add("--dtype", default="float32", help=f"{', '.join(DTYPES)}; the CPU computes in the first two")
     add("--rounds", type=int, default=9, metavar="N", help="timed turns of each contestant (9)")
-    for name, told in _SIZES.items():
-        add(f"--{name}", type=nbytes, default=getattr(default, name), metavar="N", help=told)
+    for name, message in _SIZES.items():
+        add(f"--{name}", type=nbytes, default=getattr(default, name), metavar="N", help=message)
     add_forms(parser)
     options = parser.parse_args(arguments)
     given = sys.argv[1:] if arguments is None else arguments

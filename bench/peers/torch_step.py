@@ -41,8 +41,8 @@ def main() -> None:
     w.add_arguments(parser)
     parser.add_argument("--strategy", choices=STRATEGIES, default="fsdp2")
     parser.add_argument("--ranks", type=w.positive, default=1, metavar="N", help="processes to start (1)")
-    told = "end by SIGALRM in a first step that takes longer; 0: never (0)"
-    parser.add_argument("--first-step", type=float, default=0.0, metavar="MS", help=told)
+    message = "end by SIGALRM in a first step that takes longer; 0: never (0)"
+    parser.add_argument("--first-step", type=float, default=0.0, metavar="MS", help=message)
     options = parser.parse_args()
     if options.strategy == "single" and options.ranks > 1:
         parser.error("--strategy single runs on one rank; the others on several")
@@ -115,8 +115,8 @@ def run(options: argparse.Namespace) -> None:
     dist.barrier()  # all ranks multiply at the same time, as in a step
     dist.all_gather_object(gflops, product_gflops(options.strategy.endswith("bf16")))
     if options.strategy in PIPELINE:  # the last stage has the losses, others 0
-        told = max((each.losses for each in ranks), key=any)
-        ranks = [replace(each, losses=told) for each in ranks]
+        message = max((each.losses for each in ranks), key=any)
+        ranks = [replace(each, losses=message) for each in ranks]
     if rank == 0:
         settings = {
             "strategy": options.strategy,
@@ -136,8 +136,8 @@ def run(options: argparse.Namespace) -> None:
         ) | {"product_gflops": round(fmean(gflops), 1)}
         rate = f"{result[f'{workload.UNIT}_per_s']:.1f} {workload.UNIT}/s"
         memory = f"{result['peak_rss_mb']:.0f} MB RSS and {result['peak_pss_mb']:.0f} MB PSS per rank"
-        told = f"{world_size} ranks, {result['step_ms_median']:.1f} ms per step, {rate}, {memory}"
-        f.show(result, [f"{result['contestant']}: {told}, loss {result['loss']:.6f}"], options)
+        message = f"{world_size} ranks, {result['step_ms_median']:.1f} ms per step, {rate}, {memory}"
+        f.show(result, [f"{result['contestant']}: {message}, loss {result['loss']:.6f}"], options)
     leave(dist)
 
 
@@ -191,8 +191,8 @@ def product_gflops(low: bool) -> float:
 def blas(config: str) -> str:
     """The libraries of products among what PyTorch tells of how it was built."""
     lines = (line.strip(" -") for line in config.splitlines())
-    told = [line for line in lines if "Library Version" in line or line.startswith("Intel(R) MKL-DNN")]
-    return "; ".join(line.split(" for ")[0].split(" (Git")[0] for line in told)
+    message = [line for line in lines if "Library Version" in line or line.startswith("Intel(R) MKL-DNN")]
+    return "; ".join(line.split(" for ")[0].split(" (Git")[0] for line in message)
 
 
 def loss_of_parts(options: argparse.Namespace):

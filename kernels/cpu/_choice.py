@@ -143,11 +143,11 @@ def _folder() -> Path:
 
 @cache
 def _identity() -> dict[str, Any]:
-    from shardrt.kernels.cpu.matmul import blas_told
+    from shardrt.kernels.cpu.matmul import blas_reported
 
     library = onednn.library()
     version = "" if library is None else f"{library.version} isa {library.isa:#x}"
-    return {"processor": processor(), "blas": blas_told(), "onednn": version}
+    return {"processor": processor(), "blas": blas_reported(), "onednn": version}
 
 
 @cache
@@ -157,6 +157,6 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    name = told.get("model name", platform.machine())
-    return f"{name}, family {told.get('cpu family', '?')} model {told.get('model', '?')}"
+    message = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = message.get("model name", platform.machine())
+    return f"{name}, family {message.get('cpu family', '?')} model {message.get('model', '?')}"

@@ -293,7 +293,9 @@ def _load(builder: Any, vector: ir.VectorType, base: Any, index: Any, offset: in
     if mask is None:
         return builder.load(place, align=align)
     kind = ir.FunctionType(vector, [place.type, ir.IntType(32), mask.type, vector])
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.{_told(vector)}.p0")
+    function = cgutils.get_or_insert_function(
+        builder.module, kind, f"llvm.masked.load.{_reported(vector)}.p0"
+    )
     nothing = ir.Constant(vector, [0.0] * vector.count)
     return builder.call(function, [place, ir.IntType(32)(align), mask, nothing])
 
@@ -305,12 +307,12 @@ def _store(builder: Any, value: Any, base: Any, index: Any, offset: int, mask: A
         builder.store(value, place, align=align)
         return
     kind = ir.FunctionType(ir.VoidType(), [value.type, place.type, ir.IntType(32), mask.type])
-    name = f"llvm.masked.store.{_told(value.type)}.p0"
+    name = f"llvm.masked.store.{_reported(value.type)}.p0"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     builder.call(function, [value, place, ir.IntType(32)(align), mask])
 
 
-def _told(vector: ir.VectorType) -> str:
+def _reported(vector: ir.VectorType) -> str:
     return f"v{vector.count}{vector.element.intrinsic_name}"
 
 

@@ -103,7 +103,7 @@ def ignores_place() -> bool:
             _by_blas(a_here.copy("K"), b_here.copy("K"), None, elsewhere, False)
             if not np.array_equal(as_it_lies, elsewhere):
                 warnings.warn(
-                    f"{blas_told()} sums differently where a matrix lies elsewhere: gradients stay whole and "
+                    f"{blas_reported()} sums differently where a matrix lies elsewhere: gradients stay whole and "
                     "parts of a cut weight are copied",
                     stacklevel=2,
                 )
@@ -165,7 +165,7 @@ def _plain(a: Array) -> tuple[bool, int] | None:
 
 
 @cache
-def blas_told() -> str:
+def blas_reported() -> str:
     """Name, version and kernels of the BLAS that computes here."""
     library, _, _ = _library()
     for found in threadpool_info():

@@ -110,8 +110,8 @@ class CublasGrouped:
 
     def _check(self, name: str, status: int) -> None:
         if status:
-            told = self._library.cublasGetStatusString(status).decode()
-            raise RuntimeError(f"{name}: {told} ({status})")
+            message = self._library.cublasGetStatusString(status).decode()
+            raise RuntimeError(f"{name}: {message} ({status})")
 
 
 def _layout(array: Array) -> tuple[bool, int]:

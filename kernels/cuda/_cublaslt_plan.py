@@ -140,8 +140,8 @@ class Library:
     def check(self, name: str, status: int) -> None:
         """Raise RuntimeError with the name of a status other than 0: NoSuchProduct where it is a refusal."""
         if status:
-            told = self._library.cublasLtGetStatusString(c_int(status)).decode()
-            raise (NoSuchProduct if status in _REFUSED else RuntimeError)(f"{name}: {told} ({status})")
+            message = self._library.cublasLtGetStatusString(c_int(status)).decode()
+            raise (NoSuchProduct if status in _REFUSED else RuntimeError)(f"{name}: {message} ({status})")
 
 
 class Plan:

@@ -30,7 +30,7 @@ class CuDNNAttention:
 
     def __init__(self, cudnn: CuDNN) -> None:
         self.cudnn = cudnn
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._builds_backward = builds_backward(*cudnn.versions)
 
     def forward(
@@ -91,7 +91,7 @@ class CuDNNAttention:
             return [arrays]
         halves = _halves(arrays)
         if not halves:
-            self._tell(f"deterministic attention of {arrays[1].shape} would take {size} bytes")
+            self._report(f"deterministic attention of {arrays[1].shape} would take {size} bytes")
         found = [self._parts(half, mask, scale) for half in halves]
         return [part for parts in found for part in parts] if all(found) else []
 
@@ -101,7 +101,7 @@ class CuDNNAttention:
             return False
         frontend, backend = self.cudnn.versions
         what = f"attention: nvidia-cudnn-frontend {frontend} can't build its backward on cuDNN {backend}"
-        self._tell(f"{what}, as 1.24 to 1.26 can't before 9.22: pip install 'shardrt[cudnn]'")
+        self._report(f"{what}, as 1.24 to 1.26 can't before 9.22: pip install 'shardrt[cudnn]'")
         return True
 
     def _may_give_nan(self, q: Array, k: Array, causal: bool) -> bool:
@@ -116,12 +116,12 @@ class CuDNNAttention:
             return False
         if k.shape[2] % 128 != 64 and q.shape[2] > 1:
             return False
-        self._tell(f"attention: cuDNN may give nan for q {q.shape}, k {k.shape} without a causal mask")
+        self._report(f"attention: cuDNN may give nan for q {q.shape}, k {k.shape} without a causal mask")
         return True
 
-    def _tell(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _report(self, what: str) -> None:
+        if what not in self._reported:
+            self._reported.add(what)
             warnings.warn(f"{what}; slower kernels do its backward", stacklevel=5)
 
     def _operation(

@@ -37,7 +37,7 @@ def forward(
     """As attention.forward of `starts`, if cuDNN can; gives int32 (1,), not 0 if it was done, or None."""
     if not _fits(fused, starts, (q, k, v), (y,), lse):
         return None
-    about, done = _told(q, y, starts)
+    about, done = _reported(q, y, starts)
     stats = _by_tokens(q)
     how = {"attn_scale": float(scale), "generate_stats": True}
 
@@ -72,7 +72,7 @@ def backward(
     """As attention.backward of `starts`; gives what forward gives."""
     if not _fits(fused, starts, (q, k, v, dq, dk, dv), (y, dy), lse) or fused.can_not_build():
         return None
-    about, done = _told(q, y, starts)
+    about, done = _reported(q, y, starts)
     stats = _by_tokens(q)
     stats[...] = lse
     most = {"max_total_seq_len_q": starts.size, "max_total_seq_len_kv": starts.size}
@@ -135,7 +135,7 @@ def _fits(
     return even and all(len(each) == 1 for each in steps)
 
 
-def _told(q: Array, y: Array, starts: Array) -> tuple[tuple[Array, ...], Array]:
+def _reported(q: Array, y: Array, starts: Array) -> tuple[tuple[Array, ...], Array]:
     """((lengths, where they begin in q, y and sums), whether there are not too many), made on the GPU."""
     (batch, heads, time, _), item = q.shape, q.dtype.itemsize
     count = batch + batch * time // MEAN
@@ -158,5 +158,5 @@ def _run(
     fused: CuDNNAttention, which: str, arrays: tuple, describe: Callable[[Any], None], scale: float
 ) -> bool:
     q = arrays[0]
-    told = f"attention: cuDNN refuses documents of {q.shape} of {q.dtype.name}"
-    return fused.cudnn.run(("documents", which, scale), arrays, describe, told)
+    message = f"attention: cuDNN refuses documents of {q.shape} of {q.dtype.name}"
+    return fused.cudnn.run(("documents", which, scale), arrays, describe, message)

@@ -149,8 +149,8 @@ class CuPyBackend:
         try:
             import cudnn
         except ImportError:
-            told = "no nvidia-cudnn-frontend, so slower kernels do attention and convolution"
-            warnings.warn(f"{told}: pip install 'shardrt[cudnn]'", stacklevel=2)
+            message = "no nvidia-cudnn-frontend, so slower kernels do attention and convolution"
+            warnings.warn(f"{message}: pip install 'shardrt[cudnn]'", stacklevel=2)
             return None, None
         try:
             library = CuDNN(cudnn, self)

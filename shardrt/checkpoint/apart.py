@@ -17,7 +17,7 @@ from shardrt.checkpoint import rankfile
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.manifest import BLOCK, Damaged, Manifest, SavedFile
 from shardrt.checkpoint.store import MANIFEST, Store, is_here, read_manifest
-from shardrt.comm import talk
+from shardrt.comm import objects
 from shardrt.comm.protocol import Communicator
 
 _BRINGING = ".part-"  # of the names of files that are not all here yet
@@ -30,18 +30,18 @@ def attempt(control: Communicator, function: Callable, *args: Any) -> tuple[list
         result = function(*args)
     except (ValueError, OSError) as failed:
         error = failed
-    return talk.failures(control, error), result
+    return objects.failures(control, error), result
 
 
 def keeper(control: Communicator, root: Path, tag: str) -> tuple[list[str], int]:
     """(what went wrong, the first of the ranks that see the same folder). Collective."""
     mark = root / f".seen-{tag}-{control.rank}"
-    told, _ = attempt(control, mark.touch)
+    message, _ = attempt(control, mark.touch)
     seen = [int(path.name.rpartition("-")[2]) for path in root.glob(f".seen-{tag}-*")]
-    control.talk(b"")  # until all have looked
+    control.all_gather_bytes(b"")  # until all have looked
     with suppress(OSError):
         mark.unlink()
-    return told, min(seen, default=control.rank)
+    return message, min(seen, default=control.rank)
 
 
 def bring(
@@ -55,21 +55,21 @@ def bring(
 
     path: as this rank has it. wanted: the numbers of the files that this rank reads.
     """
-    told, data = attempt(control, _manifest_here, path)
-    if told:
-        return told
-    everyone = control.talk(data)
+    message, data = attempt(control, _manifest_here, path)
+    if message:
+        return message
+    everyone = control.all_gather_bytes(data)
     found = [each for each in everyone if each]
     if not found:
         return [f"rank {control.rank}: FileNotFoundError: no host has a checkpoint {path}"]
     if any(each != found[0] for each in found):
         return [f"rank {control.rank}: Damaged: {path.name}: hosts have parts of different checkpoints"]
     manifest = Manifest.parse(found[0], path / MANIFEST)
-    told, own = attempt(control, lambda: list(wanted(manifest)))
-    if told:
-        return told
+    message, own = attempt(control, lambda: list(wanted(manifest)))
+    if message:
+        return message
     here = [number for number, file in enumerate(manifest.files) if is_here(path, file)]
-    known = talk.from_all(control, [keeper, sorted(set(own) - set(here)), bool(own), here])
+    known = objects.all_gather_object(control, [keeper, sorted(set(own) - set(here)), bool(own), here])
     lacking = {
         number: sorted({place for place, lacks, *_ in known if number in lacks})
         for number in range(len(manifest.files))
@@ -80,18 +80,18 @@ def bring(
     if nowhere:
         return [f"rank {control.rank}: FileNotFoundError: {path.name}: no host has {', '.join(nowhere[:6])}"]
     given = [number for number in lacking if owners[number][0] == control.rank]
-    told, _ = attempt(control, _verify, path, manifest, given)
-    if told:
-        return told
+    message, _ = attempt(control, _verify, path, manifest, given)
+    if message:
+        return message
     error = None
     for number, places in lacking.items():
         try:
             _move(control, store.disk, path, manifest.files[number], owners[number][0], places)
         except (ValueError, OSError) as failed:
             error = error or failed
-    told = talk.failures(control, error)
-    if told:
-        return told
+    message = objects.failures(control, error)
+    if message:
+        return message
     lacks = not data and keeper == control.rank and [keeper, True] in [[each[0], each[2]] for each in known]
     return attempt(control, _write, store.disk, path / MANIFEST, found[0] if lacks else b"")[0]
 
@@ -135,13 +135,13 @@ def _move(
             for number in range(count):
                 block = np.frombuffer(reader.block(number), np.uint8)
                 for place in places:
-                    control.send(block.copy(), peer=place, stream=stream, what=file.name, direct=True)
+                    control.send(block.copy(), peer=place, stream=stream, tag=file.name, direct=True)
     elif control.rank in places:
         taken = iter(range(count))
 
         def block(number: int) -> bytes:
             data = np.empty(lengths[next(taken)], np.uint8)
-            control.recv(data, peer=owner, stream=stream, what=file.name, direct=True)
+            control.recv(data, peer=owner, stream=stream, tag=file.name, direct=True)
             return data.tobytes()
 
         try:
@@ -152,7 +152,7 @@ def _move(
                     np.empty(lengths[number], np.uint8),
                     peer=owner,
                     stream=stream,
-                    what=file.name,
+                    tag=file.name,
                     direct=True,
                 )
 

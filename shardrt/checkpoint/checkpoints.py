@@ -39,11 +39,11 @@ from shardrt.checkpoint.objects import ObjectStore
 from shardrt.checkpoint.pieces import PARAMETER, Piece, counted, pieces_of, set_steps
 from shardrt.checkpoint.snapshot import Snapshot
 from shardrt.checkpoint.store import Store
-from shardrt.comm import DeviceMesh, talk
+from shardrt.comm import DeviceMesh, objects
 from shardrt.device.cpu import ThreadStream
 from shardrt.nn.module import Module, is_stage_leader, ranks_of
 from shardrt.nn.parameter import along_pipeline
-from shardrt.nn.share import whole_shape
+from shardrt.nn.parameter_placement import whole_shape
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice
 from shardrt.untrusted import printable
@@ -102,7 +102,7 @@ class CheckpointManager:
         self._found: list[tuple[Slice, int]] | None = None  # what the next two are of
         self._saved: list[Piece] = []  # what this rank saves
         self._counted: dict[str, tuple[Slice, int]] = {}
-        self._tells = False  # whether rank 0 does not know the numbers of updates that this rank knows
+        self._report = False  # whether rank 0 does not know the numbers of updates that this rank knows
         self._snapshot: Snapshot | None = None
         self._writer: ThreadStream | None = None  # made once: the start of a thread is waited for
         self._pending: _Save | None = None
@@ -123,19 +123,19 @@ class CheckpointManager:
         NonfiniteWeights, naming rank and parameter, if trained weights or their state are nan or infinite.
         Raises ValueError or TypeError for an `extra` that could not be given back.
         """
-        self.settle()
+        self.wait()
         self._begin(step, extra or {}, best, copy=False)
-        return self.settle()
+        return self.wait()
 
     def start(self, step: int, extra: dict[str, Any] | None = None, *, best: int | None = None) -> None:
         """Copy the contents of checkpoint `step`, and write the copy while training continues.
 
         The copy takes the bytes of this rank's pieces on the host, which are kept for the next time. Call
-        `tick` in every step from then on, and `settle` at the end: they report if anything failed, the copy
+        `tick` in every step from then on, and `wait` at the end: they report if anything failed, the copy
         too. Waits for a save that is still under way, and raises CheckpointError if that one failed.
         Otherwise, from the second time on, this only copies, and ranks do not wait for each other.
         """
-        self.settle()
+        self.wait()
         self._begin(step, extra or {}, best, copy=True)
 
     def tick(self) -> Path | None:
@@ -151,7 +151,7 @@ class CheckpointManager:
         self._control.all_reduce(state, op="min", stream=device.current().current_stream)
         return self._advance(failed=not state[1]) if state[0] else None
 
-    def settle(self) -> Path | None:
+    def wait(self) -> Path | None:
         """Wait for a save that is under way, and publish it; gives its directory, None if there was none."""
         path = None
         while self._pending is not None:
@@ -170,7 +170,7 @@ class CheckpointManager:
             self._check_ranks()
             self._saved = list(pieces_of(self._model, self._optimizer, saving=True))
             in_stages = along_pipeline(self._model.parameters()) is not None
-            self._tells = in_stages and is_stage_leader(self._model)
+            self._report = in_stages and is_stage_leader(self._model)
         if copy and self._writer is None:
             self._writer = ThreadStream("checkpoint")
         root, tag = self._place
@@ -179,7 +179,7 @@ class CheckpointManager:
         save = self._pending = _Save(folder, step, extra, best, steps, self._writer if copy else None)
         self._count += 1
         save.name = self.store.FILE.format(self._mesh.rank, tag, self._count)
-        save.told = steps if self._tells else {}
+        save.message = steps if self._report else {}
         try:
             pieces = self._copied() if copy else self._saved
         except MemoryError as error:  # told by the next tick: a meeting here would hold up training
@@ -212,12 +212,12 @@ class CheckpointManager:
             except OSError as failed:
                 error = failed
         self._agree(f"step {step} was not saved", error)
-        root, tag = talk.from_first(self._control, [str(self.store.root), secrets.token_hex(4)])
+        root, tag = objects.broadcast_object(self._control, [str(self.store.root), secrets.token_hex(4)])
         if not self._apart:
             return Path(root), tag
-        told, self._keeper = apart.keeper(self._control, self.store.root, tag)
-        if told:
-            raise CheckpointError(f"step {step} was not saved: {'; '.join(told)}")
+        message, self._keeper = apart.keeper(self._control, self.store.root, tag)
+        if message:
+            raise CheckpointError(f"step {step} was not saved: {'; '.join(message)}")
         return self.store.root, tag
 
     def _advance(self, failed: bool) -> Path | None:
@@ -228,10 +228,10 @@ class CheckpointManager:
             self._agree(f"step {save.step} was not saved", save.error, save.folder)
         if not save.written:
             save.written = True
-            everyone = self._control.talk(save.described)
+            everyone = self._control.all_gather_bytes(save.described)
             if self._apart:
                 own = self._manifest(save, everyone).dump() if self._mesh.rank == 0 else b""
-                everyone = self._control.talk(own)[:1]
+                everyone = self._control.all_gather_bytes(own)[:1]
             if self._keeps:  # what takes time is done in the background
                 save.go(lambda: self._publish(save, everyone))
             return None
@@ -277,7 +277,9 @@ class CheckpointManager:
         described = [json.loads(data) for data in everyone]
         files = tuple(SavedFile(**{**file, "blocks": tuple(file["blocks"])}) for file, *_ in described)
         pieces = tuple(SavedPiece.of(row) for _, rows, _ in described for row in rows)
-        steps = {name: count for *_, told in (*described, (save.steps,)) for name, count in told.items()}
+        steps = {
+            name: count for *_, message in (*described, (save.steps,)) for name, count in message.items()
+        }
         parameters = {
             name: SavedParameter(whole_shape(array), rankfile.kind_of(array.dtype))
             for name, array in named_arrays(self._model)
@@ -286,17 +288,17 @@ class CheckpointManager:
 
     def _agree(self, what: str, error: BaseException | None, folder: Path | None = None) -> None:
         """Raise CheckpointError on every rank if any has an error; rank 0 removes what was begun."""
-        told = talk.failures(self._control, error)
-        if not told:
+        message = objects.failures(self._control, error)
+        if not message:
             return
-        nonfinite = any(text.partition(": ")[2].startswith("NotFinite: ") for text in told)
+        nonfinite = any(text.partition(": ")[2].startswith("NotFinite: ") for text in message)
         if folder is not None and self._keeps:
             try:
                 self.store.give_up(folder)
             except OSError:  # it goes at the next start
                 pass
         kind = NonfiniteWeights if nonfinite else CheckpointError
-        raise kind(f"{what}: {'; '.join(told)}") from error
+        raise kind(f"{what}: {'; '.join(message)}") from error
 
     # -- restoring
 
@@ -312,24 +314,30 @@ class CheckpointManager:
         self._check_ranks()
         if self._apart and self._place is None:
             self._place = self._agreed_place(0)
-        told, candidates = self._attempt(self._candidates, path)
-        if told:
-            raise CheckpointError(f"{self.store.root} can't be read: {'; '.join(told)}")
+        message, candidates = self._attempt(self._candidates, path)
+        if message:
+            raise CheckpointError(f"{self.store.root} can't be read: {'; '.join(message)}")
         if self._apart and path is None:  # what any host has a part of, in its own folder
-            names = {Path(each).name for those in talk.from_all(self._control, candidates) for each in those}
+            names = {
+                Path(each).name
+                for those in objects.all_gather_object(self._control, candidates)
+                for each in those
+            }
             candidates = [str(self.store.root / name) for name in sorted(names, reverse=True)]
         refused = []
-        for candidate in map(Path, candidates if self._apart else talk.from_first(self._control, candidates)):
-            told = self._bring(candidate, weights_only) if self._apart else []
-            if not told:
-                told, manifest = self._attempt(self._checked_manifest, candidate, weights_only)
-            if not told:
-                told, _ = self._attempt(self._load, candidate, manifest, weights_only)
-            if not told:
+        for candidate in map(
+            Path, candidates if self._apart else objects.broadcast_object(self._control, candidates)
+        ):
+            message = self._bring(candidate, weights_only) if self._apart else []
+            if not message:
+                message, manifest = self._attempt(self._checked_manifest, candidate, weights_only)
+            if not message:
+                message, _ = self._attempt(self._load, candidate, manifest, weights_only)
+            if not message:
                 for passed in refused if self._mesh.rank == 0 else ():
                     warnings.warn(printable(f"passed over a checkpoint: {passed}"), stacklevel=2)
                 return manifest.step, manifest.extra
-            refused.append("; ".join(sorted({text.partition(": ")[2] for text in told})))
+            refused.append("; ".join(sorted({text.partition(": ")[2] for text in message})))
         if refused:
             raise CheckpointError(f"no checkpoint could be restored: {'; '.join(refused)}")
         return 0, {}
@@ -341,8 +349,8 @@ class CheckpointManager:
         if not self._keeps:
             return []
         for left in self.store.clean():
-            told = printable(f"passed over in the folder of checkpoints: {left}")
-            warnings.warn(told, stacklevel=4)
+            message = printable(f"passed over in the folder of checkpoints: {left}")
+            warnings.warn(message, stacklevel=4)
         return [str(folder) for _, folder in self.store.checkpoints()]
 
     def _attempt(self, function: Callable, *args: Any) -> tuple[list[str], Any]:
@@ -409,7 +417,7 @@ class _Save:
         self.done = False
         self.error: BaseException | None = None
         self.left: OSError | None = None  # why old checkpoints are still there
-        self.told: dict[str, int] = {}  # of `steps`, those that rank 0 is to be told
+        self.message: dict[str, int] = {}  # of `steps`, those that rank 0 is to be told
         self.described = b""  # this rank's file, what is where in it, and `told`: for the manifest
         self._writer = writer
 
@@ -435,7 +443,7 @@ class _Save:
         except FileNotFoundError:  # the run's folder was moved or removed since the last save
             self.folder.mkdir(parents=True, exist_ok=True)
         file, saved = rankfile.write(disk, self.folder / self.name, pieces, rank)
-        self.described = json.dumps([asdict(file), [piece.row for piece in saved], self.told]).encode()
+        self.described = json.dumps([asdict(file), [piece.row for piece in saved], self.message]).encode()
 
     def _do(self, part: Callable[[], None]) -> None:
         try:

@@ -16,10 +16,10 @@ from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.manifest import DTYPES, Damaged, Manifest
 from shardrt.checkpoint.rankfile import Reader
 from shardrt.checkpoint.store import MANIFEST, Store, is_here, read_manifest, verify
-from shardrt.comm import create, talk
-from shardrt.comm.talk import differing
+from shardrt.comm import create, objects
+from shardrt.comm.objects import differing
 from shardrt.faults.lock import unused
-from shardrt.nn.runs import spans
+from shardrt.nn.extents import spans
 from shardrt.untrusted import Refused, say
 
 
@@ -75,8 +75,8 @@ def add_to(commands: Any) -> None:
         if function is prune:
             action.add_argument("--keep", type=_positive, default=3, metavar="N", help="how many stay (3)")
         if function is gather:
-            told = "copies of the same folder of other hosts; none: under mpirun, a rank on each host"
-            action.add_argument("others", metavar="OTHER", type=Path, nargs="*", help=told)
+            message = "copies of the same folder of other hosts; none: under mpirun, a rank on each host"
+            action.add_argument("others", metavar="OTHER", type=Path, nargs="*", help=message)
         if function is export:
             action.add_argument("file", metavar="FILE", type=Path, help="a name that does not exist yet")
 
@@ -193,19 +193,19 @@ def _gather_over_hosts(directory: Path) -> int:
     control = create()
     if control.size == 1:
         raise Refused("ckpt gather: name copies of other hosts' folders, or start it by mpirun on each host")
-    told, found = apart.attempt(control, lambda: control.rank or [str(path) for path in _found(directory)])
-    if not told:
-        path = _root(directory) / Path(talk.from_first(control, found)[0]).name
+    message, found = apart.attempt(control, lambda: control.rank or [str(path) for path in _found(directory)])
+    if not message:
+        path = _root(directory) / Path(objects.broadcast_object(control, found)[0]).name
 
         def wanted(manifest: Manifest) -> list[int]:
             return [] if control.rank else list(range(len(manifest.files)))
 
-        told = apart.bring(control, Store(path.parent), path, control.rank, wanted)
+        message = apart.bring(control, Store(path.parent), path, control.rank, wanted)
     if control.rank:
-        return 65 if told else 0
-    for line in told:
+        return 65 if message else 0
+    for line in message:
         say(f"error: {line.partition(': ')[2]}", file=sys.stderr)
-    return 65 if told else _is_whole(path, read_manifest(path, part=True))
+    return 65 if message else _is_whole(path, read_manifest(path, part=True))
 
 
 def _is_whole(path: Path, manifest: Manifest) -> int:

@@ -9,9 +9,9 @@ import numpy as np
 from shardrt.checkpoint import rankfile
 from shardrt.checkpoint.manifest import DTYPES, Manifest, SavedPiece
 from shardrt.checkpoint.pieces import PARAMETER, Piece
+from shardrt.nn.extents import overlaps
 from shardrt.nn.module import Module
-from shardrt.nn.runs import overlaps
-from shardrt.nn.share import whole_shape
+from shardrt.nn.parameter_placement import whole_shape
 from shardrt.optim.optimizer import Optimizer
 
 
@@ -29,7 +29,7 @@ def transfers(
     found: dict[int, list[tuple[SavedPiece, Piece, int, int, int]]] = {}
     for piece in wanted:
         for other in saved.get((piece.kind, piece.parameter), ()):
-            for here, there, count in overlaps(piece.part, other.runs):
+            for here, there, count in overlaps(piece.extents, other.runs):
                 found.setdefault(other.file, []).append((other, piece, there, here, count))
     for transfers in found.values():
         transfers.sort(key=lambda transfer: transfer[0].offset + transfer[2])
@@ -66,9 +66,9 @@ def check_fits(model: Module, manifest: Manifest, folder: Path) -> None:
     theirs = {name: (p.shape, DTYPES[p.dtype]) for name, p in manifest.parameters.items()}
     if own.keys() != theirs.keys():
         missing, extra = sorted(own.keys() - theirs.keys()), sorted(theirs.keys() - own.keys())
-        told = [f"it lacks {', '.join(missing[:10])}"] if missing else []
-        told += [f"this model lacks {', '.join(extra[:10])}"] if extra else []
-        raise OtherRun(f"{folder}: it does not fit this model: {'; '.join(told)}")
+        message = [f"it lacks {', '.join(missing[:10])}"] if missing else []
+        message += [f"this model lacks {', '.join(extra[:10])}"] if extra else []
+        raise OtherRun(f"{folder}: it does not fit this model: {'; '.join(message)}")
     for name in own:
         if own[name] != theirs[name]:
             raise OtherRun(f"{folder}: parameter {name!r} is {theirs[name]} there and {own[name]} here")

@@ -5,7 +5,7 @@ anything is allocated because of it. JSON has no infinity: one in `extra` is wri
 as infinity. Manifests of earlier versions have "Infinity" there, and are read as well.
 
 A piece is a row of six: file, kind, parameter, first element, elements, offset. Format 2 has rows of eight
-besides, which end with the length and the stride of runs (nn/runs.py). What needs none of those is written as
+besides, which end with the length and the stride of runs (nn/extents.py). What needs none of those is written as
 format 1, which earlier versions read.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.nn.runs import Runs, miscounted
+from shardrt.nn.extents import Extent, miscounted
 from shardrt.untrusted import strict_json
 
 FORMATS = (1, 2)
@@ -55,7 +55,7 @@ class SavedPiece:
     file: int
     kind: str
     parameter: str
-    runs: Runs
+    runs: Extent
     offset: int
 
     @property
@@ -75,7 +75,7 @@ class SavedPiece:
         length, stride = shape or (size, size)
         if not 0 < length <= stride or size <= 0 or size % length:
             raise Damaged(f"a piece of {parameter!r} has {size} elements in runs of {length}, {stride} apart")
-        return cls(file, kind, parameter, Runs(first, length, stride, size // length), offset)
+        return cls(file, kind, parameter, Extent(first, length, stride, size // length), offset)
 
 
 @dataclass(frozen=True)
@@ -140,16 +140,16 @@ class Manifest:
             manifest._check()
             return manifest
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            told = (
+            message = (
                 error if isinstance(error, Damaged) else f"it is malformed ({type(error).__name__}: {error})"
             )
-            raise Damaged(f"{where}: {told}") from None
+            raise Damaged(f"{where}: {message}") from None
 
     def _check(self) -> None:
         """Pieces lie inside their files and parameters, and those of each kind make each parameter whole."""
         if len({file.name for file in self.files}) != len(self.files):
             raise Damaged("a file is listed twice")
-        found: dict[tuple[str, str], list[Runs]] = {}
+        found: dict[tuple[str, str], list[Extent]] = {}
         for piece in self.pieces:
             parameter = self.parameters.get(piece.parameter)
             if parameter is None or not 0 <= piece.file < len(self.files):
@@ -167,14 +167,14 @@ class Manifest:
         if missing:
             raise Damaged(f"{len(missing)} parameters have no values, {sorted(missing)[0][1]!r} for one")
         for (kind, name), runs in found.items():
-            told = f"the pieces of {name!r} ({kind})"
+            message = f"the pieces of {name!r} ({kind})"
             size = sum(one.size for one in runs)
             if size != self.parameters[name].size:
-                raise Damaged(f"{told} have {size} elements, not {self.parameters[name].size}")
+                raise Damaged(f"{message} have {size} elements, not {self.parameters[name].size}")
             if len({one.stride for one in runs if one.count > 1}) > 1:
-                raise Damaged(f"{told} are runs of several strides")
+                raise Damaged(f"{message} are runs of several strides")
             if (wrong := miscounted(runs, size)) is not None:
-                raise Damaged(f"element {wrong[0]} lies in {wrong[1]} of {told}")
+                raise Damaged(f"element {wrong[0]} lies in {wrong[1]} of {message}")
 
 
 def _file(entry: Any) -> SavedFile:

@@ -57,18 +57,18 @@ class ObjectStore(Store):
         )
 
     def read(self, path: Path, part: bool = False) -> Manifest:
-        told: list[Exception] = []
+        message: list[Exception] = []
 
         def readable() -> bool:
             try:
                 read_manifest(path)
             except (OSError, Damaged) as error:
-                told[:] = [error]
+                message[:] = [error]
                 return False
             return True
 
         if not _until(readable):
-            raise told[0]
+            raise message[0]
         return read_manifest(path)
 
     def prune(

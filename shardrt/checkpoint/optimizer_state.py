@@ -11,14 +11,14 @@ import numpy as np
 
 from shardrt import device
 from shardrt.checkpoint.pieces import counted, set_steps
-from shardrt.comm import talk
+from shardrt.comm import objects
 from shardrt.comm.first import FromFirst
 from shardrt.comm.protocol import Communicator
 from shardrt.fsdp.full import whole_on_first
+from shardrt.nn.extents import take
 from shardrt.nn.module import Module, everyone, is_leader
 from shardrt.nn.parameter import Parameter, along_pipeline
 from shardrt.nn.placement import on_first
-from shardrt.nn.runs import take
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice, exact_state, kept_state
 
@@ -39,7 +39,7 @@ def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, A
     found = {name: at for name, at in counted(model, optimizer).items() if at[0].steps[at[1]]}
     own = {name: _about(*at) for name, at in found.items() if at[0].members[at[1]][0].counts}
     parameters, state = dict(model.named_parameters()), {}
-    for rank, about in enumerate([own] if others is None else talk.from_all(others, own)):
+    for rank, about in enumerate([own] if others is None else objects.all_gather_object(others, own)):
         here = others is None or others.rank == rank
         for name, (steps, dtypes) in about.items():
             parameter, entry = parameters[name], {"step": steps}
@@ -79,9 +79,9 @@ def set_optimizer_state_dict(
         try:
             about, arrays = _read(model, optimizer, state_dict)
         except (ValueError, TypeError, KeyError, AttributeError) as failed:
-            error, about = failed, {"error": _told(failed)}
+            error, about = failed, {"error": _reported(failed)}
     if control is not None:
-        about = talk.from_first(control, about)
+        about = objects.broadcast_object(control, about)
     if "error" in about:
         raise ValueError(f"set_optimizer_state_dict: {about['error']}") from error
     if control is not None:
@@ -110,7 +110,7 @@ def _about(piece: Slice, position: int) -> tuple[int, dict[str, str]]:
 def _agreed(names: dict[int, str], model: Module) -> Communicator | None:
     """What joins the ranks of a pipeline. Raises ValueError where their optimizers differ in parameters."""
     others = along_pipeline(model.parameters())
-    if others is not None and talk.agree(others, list(names.values())):
+    if others is not None and objects.differing_ranks(others, list(names.values())):
         raise ValueError(
             "the optimizer has the parameters of this rank's stages alone; make it with model.parameters()"
         )
@@ -193,11 +193,11 @@ def _put(state: Array, parameter: Parameter, values: Any) -> None:
     start, stop = parameter.storage.range_of(parameter)
     piece = np.zeros(stop - start, state.dtype)
     if values is not None:
-        piece[...] = kept_state(take(parameter.part, np.asarray(values)), state.dtype)
+        piece[...] = kept_state(take(parameter.extents, np.asarray(values)), state.dtype)
     device.of(state).copy(state[start:stop], piece)
 
 
-def _told(error: Exception) -> str:
+def _reported(error: Exception) -> str:
     if isinstance(error, ValueError):
         return str(error)
     return f"this is no optimizer's state ({type(error).__name__}: {error})"

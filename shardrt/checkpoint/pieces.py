@@ -1,6 +1,6 @@
 """The parts of a model and its optimizer that this rank saves and restores.
 
-They are pieces of parameters, not of flat buffers: a piece is a part of a parameter's elements (nn/runs.py).
+They are pieces of parameters, not of flat buffers: a piece is a part of a parameter's elements (nn/extents.py).
 Units and padding do not show in it, so a checkpoint loads into any layout, strategy and number of ranks.
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
+from shardrt.nn.extents import Extents, contiguous
 from shardrt.nn.module import Module, is_leader, place_of
 from shardrt.nn.placement import PipelinePlacement
-from shardrt.nn.runs import Part, run
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import BITS, Slice, exact_state, kept_state
 
@@ -32,7 +32,7 @@ class Piece:
 
     kind: str
     parameter: str
-    part: Part
+    extents: Extents
     flat: Array
     start: int
     stop: int
@@ -74,7 +74,7 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
     states = {} if optimizer is None else {id(p): s for s in optimizer.slices for p, _ in s.members}
     first = not saving or is_leader(model)
     for name, parameter in model.named_parameters():
-        storage, part = parameter.storage, parameter.part
+        storage, part = parameter.storage, parameter.extents
         if not part or (saving and not (parameter.counts and storage.owner(first))):
             continue
         held, trained = storage.range_of(parameter), id(parameter) in states
@@ -84,7 +84,7 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
                 yield Piece(kind, name, part, state, *held, trained)
     for name, buffer, place in placed_buffers(model):
         if first if place is None or not saving else place.owner and place.is_leader:
-            yield Piece(PARAMETER, name, run(0, buffer.size), buffer.reshape(-1), 0, buffer.size)
+            yield Piece(PARAMETER, name, contiguous(0, buffer.size), buffer.reshape(-1), 0, buffer.size)
 
 
 def placed_buffers(model: Module) -> Iterator[tuple[str, Array, PipelinePlacement | None]]:

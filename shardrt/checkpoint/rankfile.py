@@ -68,7 +68,7 @@ def _lay_out(pieces: list[Piece], number: int) -> tuple[bytes, list[SavedPiece]]
     text += b" " * (-len(text) % 8)
     header, offset, saved = len(text).to_bytes(8, "little") + text, 8 + len(text), []
     for piece in pieces:
-        for runs in piece.part:
+        for runs in piece.extents:
             saved.append(SavedPiece(number, piece.kind, piece.parameter, runs, offset))
             offset += runs.size * piece.dtype.itemsize
     return header, saved

@@ -7,14 +7,14 @@ import numpy as np
 
 from shardrt import device
 from shardrt.checkpoint.pieces import placed_buffers
-from shardrt.comm import talk
+from shardrt.comm import objects
 from shardrt.fsdp.full import full_group
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module, is_leader, is_stage_leader, ranks_of
 from shardrt.nn.parameter import Parameter, along_pipeline
+from shardrt.nn.parameter_placement import joined
 from shardrt.nn.placement import on_first
-from shardrt.nn.share import joined
 
 
 def full_state_dict(model: Module) -> dict[str, np.ndarray]:
@@ -50,7 +50,7 @@ def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
         return
     known = {parameter.name: parameter for parameter in model.parameters()}
     order = [p.name for _, members in _together(model) for p in members if p.counts]
-    everyone = talk.from_all(others, order)
+    everyone = objects.all_gather_object(others, order)
     if strange := sorted({name for names in everyone for name in names} - known.keys()):
         raise ValueError(
             f"{type(model).__name__} has no {strange[0]!r}; give the model, not one of its stages"
@@ -93,8 +93,8 @@ def _of_stage(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
             for group in groups:
                 stack.enter_context(full_group(group))
             for member in members:
-                if first or member.share is not None or not groups:
-                    values = joined(member.share, here.to_numpy(member.data))
+                if first or member.placement is not None or not groups:
+                    values = joined(member.placement, here.to_numpy(member.data))
                     if first:
                         yield member, values
                     del values
@@ -107,5 +107,5 @@ def failures(model: Module, error: BaseException | None) -> list[str]:
     """
     ranks = ranks_of(model)
     if ranks is not None:
-        return talk.failures(ranks, error)
+        return objects.failures(ranks, error)
     return [] if error is None else [f"{type(error).__name__}: {error}"]

@@ -97,16 +97,16 @@ class Store:
 
         Gives what is still there that has such a name, and why. Raises OSError if the folder can't be read.
         """
-        told = self._remove_replaced()
+        message = self._remove_replaced()
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
             if any(kind.fullmatch(path.name) for kind in (STEP, _MADE_WAY, _LEFT)) and not _ours(path):
-                told.append(NotADirectoryError(20, "No folder, so none of ours", str(path)))
+                message.append(NotADirectoryError(20, "No folder, so none of ours", str(path)))
         for path, found in self._named(_MADE_WAY):
             if not (self.root / found[1]).exists():
-                told += _tried(self.disk.rename, path, self.root / found[1])
+                message += _tried(self.disk.rename, path, self.root / found[1])
         for path, _ in self._named(_LEFT):
-            told += _tried(self.disk.remove, path)
-        return told
+            message += _tried(self.disk.remove, path)
+        return message
 
     def prune(
         self, keep_last: int, keep_every: int = 0, best: int | None = None, newest: int | None = None
@@ -117,15 +117,15 @@ class Store:
         before it. Also removes what was replaced by another checkpoint of its step. Raises the first OSError,
         after it has tried all.
         """
-        told, gone = self._remove_replaced(), []
+        message, gone = self._remove_replaced(), []
         chosen = [(step, path) for step, path in self.checkpoints() if newest is None or step <= newest]
         for step, path in chosen[keep_last:]:
             if step != best and not (keep_every and step % keep_every == 0):
                 failed = _tried(self._discard, path)
                 gone += [] if failed else [step]
-                told += failed
-        if told:
-            raise told[0]
+                message += failed
+        if message:
+            raise message[0]
         return gone
 
     def _named(self, pattern: re.Pattern) -> Iterator[tuple[Path, re.Match]]:
@@ -136,11 +136,11 @@ class Store:
 
     def _remove_replaced(self) -> list[OSError]:
         """Remove checkpoints that made way for one that is there; gives why one is still there."""
-        told = []
+        message = []
         for path, found in self._named(_MADE_WAY):
             if (self.root / found[1]).exists():
-                told += _tried(self.disk.remove, path)
-        return told
+                message += _tried(self.disk.remove, path)
+        return message
 
     def _discard(self, path: Path) -> None:
         """Remove a checkpoint; renamed first, so that half of one never looks whole."""

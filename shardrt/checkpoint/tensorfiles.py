@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.checkpoint.disk import Disk
-from shardrt.nn.runs import Runs
+from shardrt.nn.extents import Extent
 from shardrt.untrusted import read_regular, strict_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -37,7 +37,7 @@ class StoredTensor:
     file: "_File"
     offset: int
 
-    def pieces(self, runs: Runs, transposed: bool) -> Iterator[np.ndarray]:
+    def pieces(self, runs: Extent, transposed: bool) -> Iterator[np.ndarray]:
         """The elements `runs`, in C order, float32 or float64, BLOCK bytes, a run or a row at a time.
 
         Each piece is valid until the next. transposed: of the transpose of a matrix, of which only the
@@ -48,7 +48,7 @@ class StoredTensor:
             read = self._columns if transposed else self._runs
             yield from read(file, runs)
 
-    def _runs(self, file: int, runs: Runs) -> Iterator[np.ndarray]:
+    def _runs(self, file: int, runs: Extent) -> Iterator[np.ndarray]:
         item = _ITEM[self.dtype]
         each = min(runs.length, BLOCK // item)
         raw, numbers = _scratch(each, np.uint8, item), self._room(each)
@@ -58,7 +58,7 @@ class StoredTensor:
                 self.file.read(file, raw[: size * item], self.offset + start * item)
                 yield self._converted(raw[: size * item], numbers[:size])
 
-    def _columns(self, file: int, runs: Runs) -> Iterator[np.ndarray]:
+    def _columns(self, file: int, runs: Extent) -> Iterator[np.ndarray]:
         """Of the file's (rows, columns) a block is read and turned, some columns at a time."""
         item = _ITEM[self.dtype]
         rows, columns = self.shape

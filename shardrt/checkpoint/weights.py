@@ -11,7 +11,7 @@ import numpy as np
 from shardrt.checkpoint.checkpoints import CheckpointError
 from shardrt.checkpoint.state import failures, full_state_dict
 from shardrt.checkpoint.store import MANIFEST, Store
-from shardrt.comm import talk
+from shardrt.comm import objects
 from shardrt.nn.module import Module, everyone
 from shardrt.untrusted import open_regular
 
@@ -31,8 +31,8 @@ def save(directory: str | Path, model: Module, *, step: int = 0) -> None:
             _write(Path(directory) / WEIGHTS, state, step)
         except OSError as failed:
             error = failed
-    if told := failures(model, error):
-        raise CheckpointError(f"{directory} was not written: {'; '.join(told)}") from error
+    if message := failures(model, error):
+        raise CheckpointError(f"{directory} was not written: {'; '.join(message)}") from error
 
 
 def _write(path: Path, state: dict[str, np.ndarray], step: int) -> None:
@@ -78,10 +78,10 @@ def load(directory: str | Path, model: Module, *, broadcast_from_rank0: bool = F
                     file = stack.enter_context(_opened(path))
                 except (OSError, SafetensorError) as failed:
                     error = failed
-            if told := talk.failures(control, error):
-                raise CheckpointError(f"{path} was not read: {told[0]}") from error
+            if message := objects.failures(control, error):
+                raise CheckpointError(f"{path} was not read: {message[0]}") from error
             model.load_state_dict(file, broadcast_from_rank0=True)
-            return talk.from_first(control, file and file.step)
+            return objects.broadcast_object(control, file and file.step)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
 
@@ -117,8 +117,8 @@ class _Tensors(Mapping):
     @property
     def step(self) -> int:
         """What `save` was told; 0 where a file of others says nothing that can be a step."""
-        told = (self._file.metadata() or {}).get("step", "0")
-        return int(told) if told.isdecimal() and len(told) < 19 else 0
+        message = (self._file.metadata() or {}).get("step", "0")
+        return int(message) if message.isdecimal() and len(message) < 19 else 0
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._file.get_tensor(name)

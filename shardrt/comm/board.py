@@ -22,7 +22,7 @@ class Board:
         self.recorded = frozenset(stands_for)
         self.shared: weakref.WeakSet = weakref.WeakSet()
         self._stands_for = {rank: by for by, ranks in stands_for.items() for rank in ranks}
-        self._told: dict[Any, dict[int, Any]] = {}
+        self._reported: dict[Any, dict[int, Any]] = {}
         self._left: Counter[Any] = Counter()
         self._changed = threading.Condition()
         self._failed: BaseException | None = None
@@ -34,26 +34,26 @@ class Board:
     def meet(self, key: Any, rank: int, value: Any, among: frozenset[int]) -> dict[int, Any]:
         """What all `among` tell for this key, once all have. Raises PeerFailed where one has failed."""
         with self._changed:
-            told = self._told.setdefault(key, {})
-            told[rank] = value
+            message = self._reported.setdefault(key, {})
+            message[rank] = value
             self._changed.notify_all()
-            self._wait(lambda: among <= told.keys(), key)
+            self._wait(lambda: among <= message.keys(), key)
             self._left[key] += 1
             if self._left[key] == len(among):
-                del self._told[key], self._left[key]
-            return told
+                del self._reported[key], self._left[key]
+            return message
 
     def put(self, key: Any, value: Any) -> None:
         """Leave a message; `key` says which."""
         with self._changed:
-            self._told[key] = value
+            self._reported[key] = value
             self._changed.notify_all()
 
     def take(self, key: Any) -> Any:
         """The message, once it is there. Raises PeerFailed where a rank has failed."""
         with self._changed:
-            self._wait(lambda: key in self._told, key)
-            return self._told.pop(key)
+            self._wait(lambda: key in self._reported, key)
+            return self._reported.pop(key)
 
     def fail(self, error: BaseException) -> None:
         """Wake whoever waits."""

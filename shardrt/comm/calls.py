@@ -61,7 +61,7 @@ def encode(
     collective: str,
     array: np.ndarray | None = None,
     detail: int | str = 0,
-    what: str = "",
+    tag: str = "",
     kind: str = "",
     memory: int = 0,
 ) -> Call:
@@ -69,9 +69,9 @@ def encode(
 
     detail: an op, a root, or whether an all_to_all has counts per peer, which ranks tell each other beside
     the call (counts.py): then `array` is empty. kind: what the bits of a uint16 array are, if summed.
-    memory: where an array lies that ranks share (segments.Place.word).
+    memory: where an array lies that ranks share (segments.SharedOffset.word).
     """
-    first, name = _COLLECTIVE_CODES[collective], names.code(what)
+    first, name = _COLLECTIVE_CODES[collective], names.code(tag)
     if array is None:
         return first, 0, 0, 0, name
     element = _KIND_CODES[kind] if kind else dtypes.CODES[array.dtype]
@@ -126,13 +126,13 @@ def mismatch(
     more = [f"and {len(said) - _SHOWN} other calls"] if len(said) > _SHOWN else []
     return CollectiveMismatch(
         f"ranks differ in collective {number} of this communicator: {', '.join(said[:_SHOWN] + more)}",
-        speaks=own == 0,
+        is_leader=own == 0,
     )
 
 
-def pack_message(array: np.ndarray, what: str) -> bytes:
+def pack_message(array: np.ndarray, tag: str) -> bytes:
     """What is said of an array that goes from one rank to another."""
-    return _MESSAGE.pack(array.size, dtypes.CODES[array.dtype], what.encode()[-112:])
+    return _MESSAGE.pack(array.size, dtypes.CODES[array.dtype], tag.encode()[-112:])
 
 
 def array_of(packed: bytes) -> np.ndarray:
@@ -149,8 +149,8 @@ def unlike(sent: bytes, expected: bytes, source: int, rank: int) -> CollectiveMi
 
 
 def _message(packed: bytes) -> str:
-    count, code, what = _MESSAGE.unpack(packed)
-    name = what.rstrip(b"\0").decode(errors="replace")
+    count, code, tag = _MESSAGE.unpack(packed)
+    name = tag.rstrip(b"\0").decode(errors="replace")
     return f"{name}, {count} of {dtypes.CARRIED[code]}".removeprefix(", ")
 
 

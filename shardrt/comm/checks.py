@@ -13,11 +13,11 @@ _FLOATS = frozenset((np.dtype(np.float32), np.dtype(np.float64)))
 _BITS, _FLOAT32 = np.dtype(np.uint16), np.dtype(np.float32)
 
 
-def check_call(call: str, stream: Any, what: str = "") -> None:
+def check_call(call: str, stream: Any, tag: str = "") -> None:
     if not hasattr(stream, "submit"):
         raise TypeError(f"{call}: stream must be a stream of the device, got {stream!r}")
-    if not isinstance(what, str):
-        raise TypeError(f"{call}: what must be a name, got {what!r}")
+    if not isinstance(tag, str):
+        raise TypeError(f"{call}: tag must be a name, got {tag!r}")
 
 
 def check_array(call: str, name: str, array: Any) -> None:

@@ -21,7 +21,7 @@ def row(received: Sequence[int], sent: Sequence[int], more: int = 0) -> np.ndarr
 
 
 def compared(
-    rows: Sequence[np.ndarray] | np.ndarray, number: int, what: str, rank: int = 0
+    rows: Sequence[np.ndarray] | np.ndarray, number: int, tag: str, rank: int = 0
 ) -> list[list[int]]:
     """[s][r]: elements that rank s sends to rank r, from all ranks' rows.
 
@@ -39,11 +39,11 @@ def compared(
             for s, r in wrong[:_SHOWN]
         ]
         more = [f"and {len(wrong) - _SHOWN} more pairs"] if len(wrong) > _SHOWN else []
-        name = f"(unit {what})" if what else ""
+        name = f"(unit {tag})" if tag else ""
         raise CollectiveMismatch(
             f"ranks differ in collective {number} of this communicator, all_to_all{name}: "
             f"{', '.join(said + more)}",
-            speaks=rank == 0,
+            is_leader=rank == 0,
         )
     return sent
 

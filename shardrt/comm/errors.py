@@ -6,12 +6,12 @@ OUT_OF_MEMORY = 81  # exit code
 class CollectiveMismatch(RuntimeError):
     """Ranks entered one collective with different calls, dtypes, sizes, ops, roots or names.
 
-    speaks: whether this rank is to tell of it; False where rank 0 of the same ranks raises the same.
+    is_leader: whether this rank is to tell of it; False where rank 0 of the same ranks raises the same.
     """
 
-    def __init__(self, message: str, speaks: bool = True) -> None:
+    def __init__(self, message: str, is_leader: bool = True) -> None:
         super().__init__(message)
-        self.speaks = speaks
+        self.is_leader = is_leader
 
 
 class Refused(RuntimeError):

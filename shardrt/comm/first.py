@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.comm import talk
+from shardrt.comm import objects
 from shardrt.comm.protocol import Communicator
 
 
@@ -20,7 +20,7 @@ class FromFirst(Mapping):
     def __init__(self, control: Communicator, arrays: Mapping[str, Any] | None) -> None:
         self._control = control
         self._arrays = arrays
-        self._names = talk.from_first(control, list(arrays) if control.rank == 0 else None)
+        self._names = objects.broadcast_object(control, list(arrays) if control.rank == 0 else None)
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._names:
@@ -32,7 +32,7 @@ class FromFirst(Mapping):
                 about = {"shape": values.shape, "dtype": values.dtype.name}
             except Exception as failed:  # told to all ranks, which wait for this one
                 error, about = failed, {"error": f"{type(failed).__name__}: {failed}"}
-        about = talk.from_first(self._control, about)
+        about = objects.broadcast_object(self._control, about)
         if "error" in about:
             raise ValueError(f"rank 0 cannot read {name!r}: {about['error']}") from error
         if values is None:

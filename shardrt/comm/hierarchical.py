@@ -98,31 +98,31 @@ class HierarchicalCommunicator(MPICommunicator):
         self._local.close()
         super().close()
 
-    def _all_gather(self, buffer: np.ndarray, what: str) -> None:
+    def _all_gather(self, buffer: np.ndarray, tag: str) -> None:
         place, n = self._segments.find(buffer), buffer.size // self.size
         shared = place is not None and place.segment.shared
         if not shared and (not self._nested or self._teller.fits(n * buffer.itemsize, False)):
-            return super()._all_gather(buffer, what)
-        self._meet("all_gather", buffer, 0, what, "", 0 if place is None else place.word)
+            return super()._all_gather(buffer, tag)
+        self._meet("all_gather", buffer, 0, tag, "", 0 if place is None else place.word)
         slices = [buffer[rank * n : (rank + 1) * n] for rank in self._counterparts]
         own = slices[self._across.rank]
         self._finish(self._exchange_across([own] * len(slices), slices), "all_gather", buffer)
         if shared:
-            return self._local._all_gather(buffer, what)  # until every rank of the node has fetched its part
+            return self._local._all_gather(buffer, tag)  # until every rank of the node has fetched its part
         for rows in buffer.reshape(self._across.size, -1):  # of each node
-            self._local._all_gather(rows, what)
+            self._local._all_gather(rows, tag)
         return None
 
-    def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, what: str) -> None:
+    def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, tag: str) -> None:
         place = self._local.separate("reduce_scatter", buffer)
         if not self._nested or self._teller.fits(buffer.nbytes, True):
-            return super()._reduce_scatter(output, buffer, how, what)
-        self._meet("reduce_scatter", buffer, how.op, what, how.kind, 0 if place is None else place.word)
+            return super()._reduce_scatter(output, buffer, how, tag)
+        self._meet("reduce_scatter", buffer, how.op, tag, how.kind, 0 if place is None else place.word)
         nodes, own = self._across.size, self._across.rank
         each = min(output.size, elements_at_once(nodes, output.itemsize))
         memory = self._scratch_array(4 * nodes * each, output.dtype).reshape(2, 2, nodes, each)
         under_way = None
-        for columns, everyone in self._columns(buffer.reshape(self.size, -1), each, how.op, what, how.kind):
+        for columns, everyone in self._columns(buffer.reshape(self.size, -1), each, how.op, tag, how.kind):
             memory = memory[::-1]  # two by turns: the next sums are made while these are sent
             sums, parts = memory[0, :, :, : columns.stop - columns.start]
             for part, rank in zip(sums, self._counterparts, strict=True):
@@ -134,10 +134,10 @@ class HierarchicalCommunicator(MPICommunicator):
         return self._add(*under_way, how)
 
     def _columns(
-        self, rows: np.ndarray, each: int, op: str, what: str, kind: str
+        self, rows: np.ndarray, each: int, op: str, tag: str, kind: str
     ) -> Iterator[tuple[slice, list[np.ndarray]]]:
         """As those of the node, at most `each` at a time."""
-        for columns, everyone in self._local.columns(rows, op, what, kind):
+        for columns, everyone in self._local.columns(rows, op, tag, kind):
             first, end, _ = columns.indices(rows.shape[1])
             for start in range(first, end, each):
                 stop = min(start + each, end)

@@ -10,7 +10,7 @@ class Call(NamedTuple):
     """A call of a communicator, as it was made. A barrier has no array."""
 
     name: str  # "all_gather"
-    what: str  # it is made for
+    tag: str  # it is made for
     array: Any  # that is full: of an all_gather what is gathered, of a reduce_scatter what is reduced
     args: tuple  # of the backend's method
     stream: Any
@@ -28,7 +28,7 @@ class Interceptor:
         return run
 
     def intercept_talk(self, run: Callable[[bytes], list[bytes]]) -> Callable[[bytes], list[bytes]]:
-        """The same for `talk`, which has no stream."""
+        """The same for `all_gather_bytes`, which has no stream."""
         return run
 
 
@@ -57,14 +57,14 @@ class Recorded(Interceptor):
         self._number = 0  # of the latest collective, the same on all ranks: so messages do not count
 
     def intercept(self, call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
-        return self._recorded(call.name, call.what, call.array, run)
+        return self._recorded(call.name, call.tag, call.array, run)
 
     def intercept_talk(self, run: Callable[[bytes], list[bytes]]) -> Callable[[bytes], list[bytes]]:
-        return self._recorded("talk", "", None, run)
+        return self._recorded("all_gather_bytes", "", None, run)
 
-    def _recorded(self, name: str, what: str, array: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _recorded(self, name: str, tag: str, array: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         self._number += name not in MESSAGES
-        facts = self._recorder.facts(self.name, self._number, name, what, array)
+        facts = self._recorder.facts(self.name, self._number, name, tag, array)
         return lambda *args: self._recorder.around(facts, run, args)
 
 
@@ -82,11 +82,11 @@ def group_name(role: str, ranks: Sequence[int], world: int) -> str:
     return f"{role}[{run.start}:{run.stop}{f':{step}' * (step > 1)}]"
 
 
-def message_to(peer: int, what: str) -> str:
+def message_to(peer: int, tag: str) -> str:
     """What is recorded of a message to a rank of its communicator."""
-    return f"{what} to rank {peer}".lstrip()
+    return f"{tag} to rank {peer}".lstrip()
 
 
-def message_from(peer: int, what: str) -> str:
+def message_from(peer: int, tag: str) -> str:
     """What is recorded of a message from a rank of its communicator."""
-    return f"{what} from rank {peer}".lstrip()
+    return f"{tag} from rank {peer}".lstrip()

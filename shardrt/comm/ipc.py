@@ -102,12 +102,12 @@ class IPCCommunicator(Communicator):
             self._memory.forget()
         self._host.close()
 
-    def _talk(self, data: bytes) -> list[bytes]:
-        return self._host._talk(data)
+    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self._host._all_gather_bytes(data)
 
-    def _meet(self, collective: str, buffer: Array, detail: int | str, what: str, kind: str = "") -> list:
+    def _meet(self, collective: str, buffer: Array, detail: int | str, tag: str, kind: str = "") -> list:
         """Every rank's counterpart of `buffer`, written and not yet changed; [] if a rank can't share it."""
-        places = self._places(collective, buffer, buffer, detail, what, kind)
+        places = self._places(collective, buffer, buffer, detail, tag, kind)
         return [self._memory.at(rank, place, buffer.size, buffer.dtype) for rank, place in enumerate(places)]
 
     def _places(self, collective: str, buffer: Array, *facts: Any) -> list[int]:
@@ -138,45 +138,45 @@ class IPCCommunicator(Communicator):
         """The other ranks, the next one first, so that ranks do not all read from the same."""
         return ((self.rank + step) % self.size for step in range(1, self.size))
 
-    def _all_gather(self, buffer: Array, what: str) -> None:
-        buffers = self._meet("all_gather", buffer, 0, what)
+    def _all_gather(self, buffer: Array, tag: str) -> None:
+        buffers = self._meet("all_gather", buffer, 0, tag)
         if not buffers:
-            return self._staged._all_gather(buffer, what)
+            return self._staged._all_gather(buffer, tag)
         n = buffer.size // self.size
         for peer in self._from_each():
             theirs = slice(peer * n, (peer + 1) * n)
             self._device.copy(buffer[theirs], buffers[peer][theirs])
         return self._part()
 
-    def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, what: str) -> None:
-        buffers = self._meet("reduce_scatter", buffer, how.op, what, how.kind)
+    def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, tag: str) -> None:
+        buffers = self._meet("reduce_scatter", buffer, how.op, tag, how.kind)
         if not buffers:
-            return self._staged._reduce_scatter(output, buffer, how, what)
+            return self._staged._reduce_scatter(output, buffer, how, tag)
         own = slice(self.rank * output.size, (self.rank + 1) * output.size)
         combine(output, [theirs[own] for theirs in buffers], *how)
         return self._part()
 
-    def _all_reduce_small(self, buffer: Array, op: str, what: str) -> None:
-        self._staged._all_reduce_small(buffer, op, what)
+    def _all_reduce_small(self, buffer: Array, op: str, tag: str) -> None:
+        self._staged._all_reduce_small(buffer, op, tag)
 
-    def _broadcast(self, buffer: Array, root: int, what: str) -> None:
-        buffers = self._meet("broadcast", buffer, root, what)
+    def _broadcast(self, buffer: Array, root: int, tag: str) -> None:
+        buffers = self._meet("broadcast", buffer, root, tag)
         if not buffers:
-            return self._staged._broadcast(buffer, root, what)
+            return self._staged._broadcast(buffer, root, tag)
         if self.rank != root:
             self._device.copy(buffer, buffers[root])
         return self._part()
 
-    def _all_to_all(self, output: Array, buffer: Array, received: Any, sent: Any, what: str) -> None:
+    def _all_to_all(self, output: Array, buffer: Array, received: Any, sent: Any, tag: str) -> None:
         facts = (buffer, 0) if sent is None else (buffer[:0], 1)
-        places = self._places("all_to_all", buffer, *facts, what)
+        places = self._places("all_to_all", buffer, *facts, tag)
         if not places:
-            return self._staged._all_to_all(output, buffer, received, sent, what)
+            return self._staged._all_to_all(output, buffer, received, sent, tag)
         if sent is None:
             received = counts.equal(buffer.size, self.size)
             table = [received] * self.size
         else:
-            table = self._told_counts(received, sent, what)
+            table = self._exchange_counts(received, sent, tag)
         mine = counts.slices(received)
         for peer in (*self._from_each(), self.rank):
             if received[peer]:
@@ -184,24 +184,24 @@ class IPCCommunicator(Communicator):
                 self._device.copy(output[mine[peer]], theirs[counts.slices(table[peer])[self.rank]])
         return self._part()
 
-    def _told_counts(self, received: Any, sent: Any, what: str) -> list[list[int]]:
+    def _exchange_counts(self, received: Any, sent: Any, tag: str) -> list[list[int]]:
         """Every rank's counts per peer (see counts.compared)."""
         rows = np.zeros((self.size, 2 * self.size + 1), np.int64)
         rows[self.rank] = counts.row(received, sent)
         self._host._all_gather(rows.reshape(-1), "")
-        return counts.compared(rows, self._sequence, what, self.rank)
+        return counts.compared(rows, self._sequence, tag, self.rank)
 
-    def _send(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
-        self._staged._send(buffer, peer, what, direct)
+    def _send(self, buffer: Array, peer: int, tag: str, direct: bool) -> None:
+        self._staged._send(buffer, peer, tag, direct)
 
-    def _recv(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
-        self._staged._recv(buffer, peer, what, direct)
+    def _recv(self, buffer: Array, peer: int, tag: str, direct: bool) -> None:
+        self._staged._recv(buffer, peer, tag, direct)
 
     def _exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
         self._staged._exchange(output, buffer, to, source)
 
-    def _barrier(self, what: str) -> None:
-        self._staged._barrier(what)
+    def _barrier(self, tag: str) -> None:
+        self._staged._barrier(tag)
 
 
 class _Memory:
@@ -222,7 +222,7 @@ class _Memory:
         mine["process"], mine["address"] = np.frombuffer(_process(), np.uint8), own.data.ptr
         with _together(host):
             mine["handle"] = np.frombuffer(self._device.export_memory(own), np.uint8)
-        exports = np.frombuffer(b"".join(host.talk(mine.tobytes())), _EXPORT)
+        exports = np.frombuffer(b"".join(host.all_gather_bytes(mine.tobytes())), _EXPORT)
         with _together(host):
             parts = [own if r == host.rank else self._map(exports[r], own.size) for r in range(host.size)]
         self._starts.insert(bisect(self._starts, (own.data.ptr, 0)), (own.data.ptr, len(self._parts)))
@@ -279,15 +279,15 @@ def _together(host: Communicator) -> Iterator[None]:
         yield
     except RuntimeError as raised:
         error = raised
-    if any(host.talk(b"" if error is None else b"failed")):
-        told = error or "another rank says why"
+    if any(host.all_gather_bytes(b"" if error is None else b"failed")):
+        message = error or "another rank says why"
         raise RuntimeError(
-            f"communicator: 'ipc' can't share GPU memory between these ranks ({told}); use 'nccl' or 'staged'"
+            f"communicator: 'ipc' can't share GPU memory between these ranks ({message}); use 'nccl' or 'staged'"
         ) from error
 
 
 def _check_one_node(host: Communicator) -> None:
-    if len(set(host.talk(_node()))) > 1:
+    if len(set(host.all_gather_bytes(_node()))) > 1:
         raise ValueError("communicator: 'ipc' needs all ranks on one node; use 'nccl' or 'staged'")
 
 

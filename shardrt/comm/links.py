@@ -10,7 +10,7 @@
 
 A link is (sender, receiver, kind): a communicator of two ranks and a stream on both of them. A send waits
 for its receiver, and so no link is queued behind another. Messages are received into slots of memory, in
-the order in which they are expected, as slots get free. The two ends say the same `what`, and the same
+the order in which they are expected, as slots get free. The two ends say the same `tag`, and the same
 `key`: anything that tells messages of other shapes apart. At its first message of a key a sender tells the
 shapes, through the host; from then on they are known, and receives are posted as soon as they are expected.
 (With NCCL not before `receive`. The host is ahead of the GPU anyway; and as long as the GPU waits for a
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardrt import dtypes
-from shardrt.comm import talk
+from shardrt.comm import objects
 from shardrt.comm.interceptors import message_from, message_to
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
@@ -67,7 +67,7 @@ class Links:
         for source, to, kind in links:
             if source == to or not (0 <= source < mesh.size and 0 <= to < mesh.size):
                 raise ValueError(f"links: no link {kind!r} from rank {source} to {to} on {mesh!r}")
-        if differ := talk.agree(mesh.communicator("control"), links):
+        if differ := objects.differing_ranks(mesh.communicator("control"), links):
             raise ValueError(f"links: ranks {differ} of {mesh!r} need other links than rank 0; here {links}")
         self._out: dict[tuple[str, int], _Outgoing] = {}
         self._in: dict[tuple[str, int], _Incoming] = {}
@@ -87,7 +87,7 @@ class Links:
         arrays: Sequence[Array | None],
         *,
         key: Hashable = None,
-        what: str,
+        tag: str,
         about: Any = None,
         keep: int | None = None,
     ) -> None:
@@ -101,19 +101,19 @@ class Links:
 
         Raises ValueError where shapes, types or `about` are not those of this key before.
         """
-        self._out[kind, to].send(arrays, key, what, about, keep)
+        self._out[kind, to].send(arrays, key, tag, about, keep)
 
-    def expect(self, kind: str, source: int, *, key: Hashable = None, what: str) -> None:
+    def expect(self, kind: str, source: int, *, key: Hashable = None, tag: str) -> None:
         """Have the next message of a link received as soon as there is a slot, in the order of the calls."""
-        self._in[kind, source].expect(key, what)
+        self._in[kind, source].expect(key, tag)
 
-    def receive(self, kind: str, source: int, *, what: str) -> "Received":
+    def receive(self, kind: str, source: int, *, tag: str) -> "Received":
         """The next expected message, once it has come: the compute stream waits for it.
 
         Raises RuntimeError where another message comes next, or all slots hold what has not been freed;
         StreamError, from a CollectiveMismatch, where the sender has sent something else.
         """
-        return self._in[kind, source].receive(what)
+        return self._in[kind, source].receive(tag)
 
     def finish(self) -> None:
         """The compute stream waits until what was sent is delivered.
@@ -223,7 +223,7 @@ class _End:
         return (here.host if self.communicator.keeps_host else here).new_event()
 
     def _recorded(
-        self, call: str, what: str, array: Array | None, function: Callable[..., None], *args: Any
+        self, call: str, tag: str, array: Array | None, function: Callable[..., None], *args: Any
     ) -> None:
         """Run what makes the program wait for the other end."""
         source, to, kind = self.link
@@ -231,14 +231,14 @@ class _End:
         if recorder is None:
             function(*args)
         else:
-            told = message_to(1, what) if call == "send" else message_from(0, what)
-            recorder.around(recorder.facts(name, 0, call, told, array), function, args)
+            report = message_to(1, tag) if call == "send" else message_from(0, tag)
+            recorder.around(recorder.facts(name, 0, call, report, array), function, args)
 
 
 class _Sent(NamedTuple):
     arrays: list[Array]  # as they are carried
     delivered: Event
-    what: str
+    tag: str
 
 
 class _Outgoing(_End):
@@ -249,14 +249,14 @@ class _Outgoing(_End):
         self._kept: deque[_Sent] = deque()
 
     def send(
-        self, arrays: Sequence[Array | None], key: Hashable, what: str, about: Any, keep: int | None
+        self, arrays: Sequence[Array | None], key: Hashable, tag: str, about: Any, keep: int | None
     ) -> None:
-        layout = Layout(tuple(None if array is None else _shape(array, what) for array in arrays), about)
+        layout = Layout(tuple(None if array is None else _shape(array, tag) for array in arrays), about)
         if key not in self.layouts:
-            self._tell(layout, what)
+            self._report(layout, tag)
             self.layouts[key] = layout
         elif layout != self.layouts[key]:
-            raise ValueError(f"send {what}: {layout}, but with this key there was {self.layouts[key]} before")
+            raise ValueError(f"send {tag}: {layout}, but with this key there was {self.layouts[key]} before")
         for sent in self._kept:
             sent.delivered.check()
         while keep is not None and len(self._kept) >= keep:
@@ -266,18 +266,18 @@ class _Outgoing(_End):
         self._stream.wait(written)
         carried = [_carried(array) for array in arrays if array is not None]
         for array in carried:
-            self.communicator.send(array, peer=1, stream=self._stream, what=what, direct=True)
+            self.communicator.send(array, peer=1, stream=self._stream, tag=tag, direct=True)
         self._stream.record(delivered)
-        self._kept.append(_Sent(carried, delivered, what))
+        self._kept.append(_Sent(carried, delivered, tag))
 
     @property
     def idle(self) -> bool:
         return not self._kept
 
-    def _tell(self, layout: Layout, what: str) -> None:
+    def _report(self, layout: Layout, tag: str) -> None:
         data = np.frombuffer(json.dumps(layout).encode(), np.uint8)
         for part in (np.array([data.size], np.int64), data):
-            self._host.send(part, peer=1, stream=self._compute, what=f"shapes of {what}")
+            self._host.send(part, peer=1, stream=self._compute, tag=f"shapes of {tag}")
 
     def finish(self) -> None:
         while self._kept:
@@ -285,8 +285,8 @@ class _Outgoing(_End):
 
     def _let_go(self) -> None:
         """Of the oldest message, once it is delivered."""
-        arrays, delivered, what = self._kept[0]
-        self._recorded("send", what, next(iter(arrays), None), self._compute.wait, delivered)
+        arrays, delivered, tag = self._kept[0]
+        self._recorded("send", tag, next(iter(arrays), None), self._compute.wait, delivered)
         self._kept.popleft()
 
     def plan(self, layouts: Sequence[Layout]) -> tuple[int, int]:
@@ -306,49 +306,49 @@ class _Incoming(_End):
         self._posted: deque[tuple[Slot, Layout, str]] = deque()
         self._held: dict[Slot, str] = {}  # received and not freed
 
-    def expect(self, key: Hashable, what: str) -> None:
-        self._expected.append((key, what))
+    def expect(self, key: Hashable, tag: str) -> None:
+        self._expected.append((key, tag))
         self._post_ahead()
 
-    def receive(self, what: str) -> Received:
+    def receive(self, tag: str) -> Received:
         source, _, kind = self.link
         nearest = (
             self._posted[0][2] if self._posted else self._expected[0][1] if self._expected else "nothing"
         )
-        if nearest != what:
-            raise RuntimeError(f"receive {what} from rank {source}: {nearest} was expected next")
+        if nearest != tag:
+            raise RuntimeError(f"receive {tag} from rank {source}: {nearest} was expected next")
         if not self._posted:
             key, _ = self._expected[0]
             if key not in self.layouts:
-                self.layouts[key] = self._hear(what)
+                self.layouts[key] = self._hear(tag)
             self._post()
         if not self._posted:
             raise RuntimeError(
-                f"receive {what} from rank {source}: all {self._slots} slots of this link hold messages that "
+                f"receive {tag} from rank {source}: all {self._slots} slots of this link hold messages that "
                 f"have not been freed ({', '.join(self._held.values())}); give it more slots"
             )
         slot, layout, _ = self._posted.popleft()
-        self._held[slot] = what
+        self._held[slot] = tag
         arrays = layout.arrays(slot.array)
         carried = next((_carried(array) for array in arrays if array is not None), None)
-        self._recorded("recv", what, carried, self._compute.wait, slot.ready)
+        self._recorded("recv", tag, carried, self._compute.wait, slot.ready)
         return Received(arrays, layout.about, slot, self)
 
     @property
     def idle(self) -> bool:
         return not (self._expected or self._posted or self._held)
 
-    def _hear(self, what: str) -> Layout:
+    def _hear(self, tag: str) -> Layout:
         """What the sender tells of a message of a new key."""
         size = np.empty(1, np.int64)
-        self._recorded("recv", f"shapes of {what}", size, self._hear_part, size, what)
+        self._recorded("recv", f"shapes of {tag}", size, self._hear_part, size, tag)
         data = np.empty(size[0], np.uint8)
-        self._hear_part(data, what)
+        self._hear_part(data, tag)
         shapes, about = json.loads(data.tobytes())
         return Layout(tuple(shape and (tuple(shape[0]), shape[1]) for shape in shapes), about)
 
-    def _hear_part(self, part: np.ndarray, what: str) -> None:
-        self._host.recv(part, peer=0, stream=self._compute, what=f"shapes of {what}")
+    def _hear_part(self, part: np.ndarray, tag: str) -> None:
+        self._host.recv(part, peer=0, stream=self._compute, tag=f"shapes of {tag}")
 
     def free(self, slot: Slot) -> None:
         if self._poison:
@@ -359,7 +359,7 @@ class _Incoming(_End):
         self._post_ahead()
 
     def finish(self) -> None:
-        left = [what for *_, what in (*self._posted, *self._expected)]
+        left = [tag for *_, tag in (*self._posted, *self._expected)]
         if left:
             raise RuntimeError(f"{', '.join(left)} from rank {self.link[0]} expected, and not received")
         if self._held:
@@ -383,7 +383,7 @@ class _Incoming(_End):
 
     def _post(self) -> bool:
         """Have the next expected message received, of known shapes; not if there is no slot."""
-        key, what = self._expected[0]
+        key, tag = self._expected[0]
         layout = self.layouts[key]
         slot = self._slot(layout.nbytes)
         if slot is None:
@@ -393,9 +393,9 @@ class _Incoming(_End):
         for array in layout.arrays(slot.array):
             if array is not None:
                 flat = _carried(array)
-                self.communicator.recv(flat, peer=0, stream=self._stream, what=what, direct=True)
+                self.communicator.recv(flat, peer=0, stream=self._stream, tag=tag, direct=True)
         self._stream.record(slot.ready)
-        self._posted.append((slot, layout, what))
+        self._posted.append((slot, layout, tag))
         return True
 
     def _slot(self, nbytes: int) -> Slot | None:
@@ -430,10 +430,10 @@ def _nbytes(shape: Shape) -> int:
     return int(np.prod(shape[0], dtype=np.int64)) * np.dtype(shape[1]).itemsize
 
 
-def _shape(array: Array, what: str) -> Shape:
+def _shape(array: Array, tag: str) -> Shape:
     if not array.flags.c_contiguous:
         raise ValueError(
-            f"send {what}: arrays must be contiguous, got shape {array.shape}, strides {array.strides}"
+            f"send {tag}: arrays must be contiguous, got shape {array.shape}, strides {array.strides}"
         )
     return tuple(array.shape), dtypes.name_of(array.dtype)
 

@@ -34,27 +34,27 @@ class Mailbox:
         self._out = _Direction(memory, mpi.rank)
         self._in = _Direction(memory, 1 - mpi.rank)
 
-    def send(self, array: np.ndarray, what: str) -> None:
+    def send(self, array: np.ndarray, tag: str) -> None:
         """Return when the peer has taken it. Raises PeerFailed."""
-        told, out = calls.pack_message(array, what), self._out
+        message, out = calls.pack_message(array, tag), self._out
         for piece in _pieces(array):
             self._wait(out, _TAKEN, out.count - 1, "send")  # the piece before the last was taken
-            out.put(told, piece)
+            out.put(message, piece)
             self._publish(out, _FILLED)
         self._wait(out, _TAKEN, out.count, "send")
 
-    def receive(self, array: np.ndarray, what: str) -> None:
+    def receive(self, array: np.ndarray, tag: str) -> None:
         """The next message, which must be like `array`. Raises CollectiveMismatch and PeerFailed."""
-        expected, source = calls.pack_message(array, what), self._in
+        expected, source = calls.pack_message(array, tag), self._in
         self._wait(source, _FILLED, source.count + 1, "recv")
-        told = source.head()
+        message = source.head()
         # What is not what was expected is taken all the same, so that its sender can go on and end.
-        for piece in _pieces(array if told == expected else calls.array_of(told)):
+        for piece in _pieces(array if message == expected else calls.array_of(message)):
             self._wait(source, _FILLED, source.count + 1, "recv")
             source.take(piece)
             self._publish(source, _TAKEN)
-        if told != expected:
-            raise calls.unlike(told, expected, *self._world_ranks())
+        if message != expected:
+            raise calls.unlike(message, expected, *self._world_ranks())
 
     def _publish(self, direction: "_Direction", word: int) -> None:
         """Say how far this rank has come, after what it has written or read; wake the other one."""
@@ -98,10 +98,10 @@ class _Direction:
         self._heads = [memoryview(part[_HEADS + i * calls.MESSAGE :][: calls.MESSAGE]) for i in range(2)]
         self._boxes = [part[_DATA + i * PIECE :][:PIECE] for i in range(2)]
 
-    def put(self, told: bytes, piece: np.ndarray) -> None:
+    def put(self, message: bytes, piece: np.ndarray) -> None:
         """Fill the next half with a piece of the message of which this is told."""
         half = self.count % 2
-        self._heads[half][:] = told
+        self._heads[half][:] = message
         self._boxes[half][: piece.size] = piece
         self.count += 1
 

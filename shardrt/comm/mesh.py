@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from shardrt import device as devices
-from shardrt.comm import digits as d
-from shardrt.comm import supervision
+from shardrt.comm import mesh_layout, supervision
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import CARRIERS, create, for_device, reductions
-from shardrt.comm.digits import Digits
 from shardrt.comm.interceptors import Recorded, Recorder, group_name
+from shardrt.comm.mesh_layout import MeshLayout
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, Stream
 
@@ -41,7 +40,7 @@ def init_device_mesh(
     reduction: how sums over ranks are made where NCCL carries them: "nccl", by NCCL itself, or "tree", by the
     fixed tree over ranks with which all other backends have the same bits (docs/gpu.md says what each
     promises). wrap: called with every communicator that the mesh makes, to intercept its calls, such as
-    CountedCommunicator. The device becomes the current one of this thread; "auto" is a GPU where there is
+    CollectiveCounter. The device becomes the current one of this thread; "auto" is a GPU where there is
     one; a simulated world has its own, whatever is named. timeout: seconds in which all ranks must come here,
     or this one ends the job with exit code 124; 0: no limit. Raises ValueError where the shape does not hold
     exactly the ranks that run, a communicator does not fit the device, or a reduction is unknown;
@@ -88,7 +87,7 @@ class _Family:
     reduction: str
     wrap: Callable[[Communicator], Any] | None
     root: "DeviceMesh" = field(init=False)
-    folded: dict[str, Digits] = field(default_factory=dict)  # axes of folds, by name
+    folded: dict[str, MeshLayout] = field(default_factory=dict)  # axes of folds, by name
     recorder: Recorder | None = None
     number: int = 1  # of the meshes that are recorded
     communicators: dict[tuple[str, tuple[int, ...]], Communicator] = field(default_factory=dict)
@@ -176,47 +175,49 @@ class DeviceMesh:
         return self._family.world
 
     @cached_property
-    def axes(self) -> Digits:
-        """Along what its ranks differ, as digits of their numbers in `root` (digits.py): a fold's axes too.
+    def axes(self) -> MeshLayout:
+        """Along what its ranks differ, as digits of their numbers in `root` (mesh_layout.py): a fold's axes too.
 
         Raises ValueError for ranks that are no slice of `root` or of a fold of it.
         """
-        found = d.digits_of(self.ranks)
+        found = mesh_layout.layout_of(self.ranks)
         if found is None:
             raise ValueError(f"{self!r} does not lie along axes of {self.root!r}, or of a fold of it")
         return found
 
-    def along(self, *axes: Digits) -> "DeviceMesh":
+    def along(self, *axes: MeshLayout) -> "DeviceMesh":
         """The ranks of `root` that differ from this one along these axes alone, the first ones outermost.
 
         Collective over `root` at the first time for several, or over what has come apart.
         """
-        root, wanted = self.root, tuple(d.union(each) for each in axes)
+        root, wanted = self.root, tuple(mesh_layout.union(each) for each in axes)
         numbers = [root._numbers_in(each) for each in wanted]
         if None not in numbers:
             return root[tuple(number for each in numbers for number in each)]
         if wanted not in root._parts:
-            root._parts[wanted] = root._in_digits(wanted)
+            root._parts[wanted] = root._with_layout(wanted)
         return root._parts[wanted]
 
-    def _numbers_in(self, axes: Digits) -> tuple[int, ...] | None:
+    def _numbers_in(self, axes: MeshLayout) -> tuple[int, ...] | None:
         """The numbers of the mesh's own axes that these are; None where they are those of a fold alone."""
         own = [number for number, size in enumerate(self.shape) if size > 1]
-        inside = tuple(number for number in own if d.union(self._axes[number].axes, axes) == axes)
-        return inside if prod(self.shape[number] for number in inside) == d.size_of(axes) else None
+        inside = tuple(number for number in own if mesh_layout.union(self._axes[number].axes, axes) == axes)
+        return inside if prod(self.shape[number] for number in inside) == mesh_layout.size_of(axes) else None
 
-    def come_apart(self, axes: Digits) -> None:
+    def allow_divergence(self, axes: MeshLayout) -> None:
         """Let ranks of `root` that differ along these axes make its other slices without each other.
 
         They need not make the same ones from now on. Collective over `root`.
         """
         root = self.root
-        self.device.coming_apart(axes)
-        others = [number for number, each in enumerate(root._axes) if not d.meet(each.axes, axes)]
+        self.device.allow_divergence(axes)
+        others = [
+            number for number, each in enumerate(root._axes) if not mesh_layout.overlap(each.axes, axes)
+        ]
         if axes and others:
             root._within = root[tuple(others)]
 
-    def names_of(self, axes: Digits) -> list[str]:
+    def names_of(self, axes: MeshLayout) -> list[str]:
         """What axes of `root`, or of a fold, are called; those without a name have their number."""
         root = self.root
         own = {
@@ -224,11 +225,13 @@ class DeviceMesh:
         }
         named = [*own.items(), *self._family.folded.items()]
         exact = [str(name) for name, each in named if each == axes and each]
-        return exact[:1] or [str(name) for name, each in own.items() if d.meet(each, axes)]
+        return exact[:1] or [str(name) for name, each in own.items() if mesh_layout.overlap(each, axes)]
 
-    def number_but(self, *axes: Digits) -> int:
+    def index_except(self, *axes: MeshLayout) -> int:
         """This rank's number among those of `root` that differ from it along all but these axes."""
-        return d.number_in(d.without(self.root.axes, d.union(*axes)), self.root.rank)
+        return mesh_layout.index_in(
+            mesh_layout.without(self.root.axes, mesh_layout.union(*axes)), self.root.rank
+        )
 
     def among(self, places: Sequence[int]) -> "DeviceMesh | None":
         """The ranks at these places of this mesh, which has one axis; None for others. Collective over it."""
@@ -238,9 +241,9 @@ class DeviceMesh:
             return None
         return DeviceMesh(self._family, self.ranks[list(places)], base, self.mesh_dim_names)
 
-    def widened(self, axes: Digits) -> "DeviceMesh":
+    def union(self, axes: MeshLayout) -> "DeviceMesh":
         """`along` its own axes and these; itself where it has them already."""
-        wanted = d.union(self.axes, axes)
+        wanted = mesh_layout.union(self.axes, axes)
         return self if wanted == self.axes else self.along(wanted)
 
     def axis(self, dim: int | str) -> "DeviceMesh":
@@ -336,14 +339,16 @@ class DeviceMesh:
             return self._along(axes)
         return within._along(tuple(within._axes.index(self._axes[axis]) for axis in axes))
 
-    def _in_digits(self, axes: tuple[Digits, ...]) -> "DeviceMesh":
+    def _with_layout(self, axes: tuple[MeshLayout, ...]) -> "DeviceMesh":
         """As `along`, of the mesh of all ranks: one axis, made by as few ranks as can. Collective."""
-        wanted, ranks = d.union(*axes), self.ranks.ravel()
-        within = self if self._within is None or d.without(wanted, self._within.axes) else self._within
-        colors = d.number_in(d.without(self.axes, wanted), ranks)
+        wanted, ranks = mesh_layout.union(*axes), self.ranks.ravel()
+        within = (
+            self if self._within is None or mesh_layout.without(wanted, self._within.axes) else self._within
+        )
+        colors = mesh_layout.index_in(mesh_layout.without(self.axes, wanted), ranks)
         keys = ranks * 0
         for each in axes:
-            keys = keys * d.size_of(each) + d.number_in(each, ranks)
+            keys = keys * mesh_layout.size_of(each) + mesh_layout.index_in(each, ranks)
         row = ranks[colors == colors[self.rank]]
         row = row[np.argsort(keys[row])]
         base = within._base.among(within._places(row), int(colors[self.rank]))

@@ -139,11 +139,11 @@ class MPICommunicator(Communicator):
         self._prepared[form] = prepared
         return prepared
 
-    def _all_gather(self, buffer: np.ndarray, what: str) -> None:
+    def _all_gather(self, buffer: np.ndarray, tag: str) -> None:
         n = buffer.size // self.size
         own = buffer[self.rank * n : (self.rank + 1) * n]
         along = own if own.nbytes <= _GATHERED else None
-        everyone = self._meet("all_gather", buffer, 0, what, data=along)
+        everyone = self._meet("all_gather", buffer, 0, tag, data=along)
         if everyone:
             for rank, theirs in enumerate(everyone):
                 if rank != self.rank:
@@ -154,9 +154,9 @@ class MPICommunicator(Communicator):
             for rank in range(self.size):
                 self._broadcast_pieces(buffer[rank * n : (rank + 1) * n], rank)
 
-    def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, what: str) -> None:
+    def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, tag: str) -> None:
         n = output.size
-        everyone = self._meet("reduce_scatter", buffer, how.op, what, how.kind, data=buffer, sliced=True)
+        everyone = self._meet("reduce_scatter", buffer, how.op, tag, how.kind, data=buffer, sliced=True)
         if everyone:
             return combine(output, everyone, *how)
         chunk = elements_at_once(self.size, buffer.itemsize)
@@ -172,16 +172,16 @@ class MPICommunicator(Communicator):
             combine(output[start:stop], parts, *how)
         return None
 
-    def _all_reduce_small(self, buffer: np.ndarray, op: str, what: str) -> None:
-        everyone = self._meet("all_reduce", buffer, op, what, data=buffer)
+    def _all_reduce_small(self, buffer: np.ndarray, op: str, tag: str) -> None:
+        everyone = self._meet("all_reduce", buffer, op, tag, data=buffer)
         if not everyone:
             rows = self._scratch_array(self.size * buffer.size, buffer.dtype).reshape(self.size, -1)
             self._mpi.Allgather(buffer, rows)
             everyone = list(rows)
         combine(buffer, everyone, op=op)
 
-    def _broadcast(self, buffer: np.ndarray, root: int, what: str) -> None:
-        everyone = self._meet("broadcast", buffer, root, what, data=buffer, root=root)
+    def _broadcast(self, buffer: np.ndarray, root: int, tag: str) -> None:
+        everyone = self._meet("broadcast", buffer, root, tag, data=buffer, root=root)
         if not everyone:
             self._broadcast_pieces(buffer, root)
         elif self.rank != root:
@@ -192,10 +192,10 @@ class MPICommunicator(Communicator):
             self._mpi.Bcast(buffer[start : start + _MESSAGE], root)
 
     def _all_to_all(
-        self, output: np.ndarray, buffer: np.ndarray, received: counts.Counts, sent: counts.Counts, what: str
+        self, output: np.ndarray, buffer: np.ndarray, received: counts.Counts, sent: counts.Counts, tag: str
     ) -> None:
         if sent is None:
-            everyone = self._meet("all_to_all", buffer, 0, what, data=buffer, sliced=True)
+            everyone = self._meet("all_to_all", buffer, 0, tag, data=buffer, sliced=True)
             n = buffer.size // self.size
             if everyone:
                 for rank, theirs in enumerate(everyone):
@@ -206,56 +206,56 @@ class MPICommunicator(Communicator):
                 return
             received = sent = counts.equal(buffer.size, self.size)
         else:
-            self._tell_counts(buffer, counts.row(received, sent), what)
+            self._exchange_counts(buffer, counts.row(received, sent), tag)
         given = [buffer[part] for part in counts.slices(sent)]
         wanted = [output[part] for part in counts.slices(received)]
         requests = begin_exchange(self._mpi, given, wanted)
         wanted[self.rank][:] = given[self.rank]
         MPI.Request.Waitall(requests)
 
-    def _tell_counts(self, buffer: np.ndarray, row: np.ndarray, what: str) -> tuple[Any, list[list[int]]]:
+    def _exchange_counts(self, buffer: np.ndarray, row: np.ndarray, tag: str) -> tuple[Any, list[list[int]]]:
         """Every rank's row (see counts.row), and what each sends to each; when all have come to this call."""
-        rows = self._meet("all_to_all", buffer[:0], 1, what, data=row)
+        rows = self._meet("all_to_all", buffer[:0], 1, tag, data=row)
         if not rows:  # of many ranks nothing goes along
             rows = np.empty((self.size, row.size), np.int64)
             self._mpi.Allgather(row, rows)
-        return rows, counts.compared(rows, self._teller.sequence, what, self.rank)
+        return rows, counts.compared(rows, self._teller.sequence, tag, self.rank)
 
-    def _send(self, buffer: np.ndarray, peer: int, what: str, direct: bool) -> None:
+    def _send(self, buffer: np.ndarray, peer: int, tag: str, direct: bool) -> None:
         self._outbox.check()
         kept = buffer if direct else buffer.copy()
-        told, sends = self._begin_send(kept, peer, what, _MESSAGE_TAG + direct)
+        message, sends = self._begin_send(kept, peer, tag, _MESSAGE_TAG + direct)
         if direct:
-            self._finish_send(sends, (told, kept), "send", peer)
+            self._finish_send(sends, (message, kept), "send", peer)
         else:
-            self._outbox.add(sends, (told, kept), peer)
+            self._outbox.add(sends, (message, kept), peer)
 
-    def _recv(self, buffer: np.ndarray, peer: int, what: str, direct: bool) -> None:
+    def _recv(self, buffer: np.ndarray, peer: int, tag: str, direct: bool) -> None:
         self._outbox.check()
-        told, expected, tag = bytearray(MESSAGE), pack_message(buffer, what), _MESSAGE_TAG + direct
-        self._receive(told, peer, tag)
+        message, expected, mpi_tag = bytearray(MESSAGE), pack_message(buffer, tag), _MESSAGE_TAG + direct
+        self._receive(message, peer, mpi_tag)
         # What is not what was expected is taken all the same, so that its sender can go on and end.
-        target = buffer if told == expected else array_of(told)
+        target = buffer if message == expected else array_of(message)
         for piece in _pieces(target):
-            self._receive(piece, peer, tag)
-        if told != expected:
+            self._receive(piece, peer, mpi_tag)
+        if message != expected:
             raise unlike(
-                told, expected, self._patience.world_rank(peer), self._patience.world_rank(self.rank)
+                message, expected, self._patience.world_rank(peer), self._patience.world_rank(self.rank)
             )
 
     def _exchange(self, output: np.ndarray, buffer: np.ndarray, to: int, source: int) -> None:
         self._outbox.check()
-        told, sends = self._begin_send(buffer, to, "", _MESSAGE_TAG)
+        message, sends = self._begin_send(buffer, to, "", _MESSAGE_TAG)
         self._recv(output, source, "", False)
-        self._finish_send(sends, (told, buffer), "exchange", to)
+        self._finish_send(sends, (message, buffer), "exchange", to)
 
     def _begin_send(
-        self, buffer: np.ndarray, peer: int, what: str, tag: int
+        self, buffer: np.ndarray, peer: int, tag: str, mpi_tag: int
     ) -> tuple[bytes, list[MPI.Request]]:
         """What is told before the array, and the sends of both, which read the two until they are done."""
-        told = pack_message(buffer, what)
-        first = self._mpi.Isend(told, peer, tag)
-        return told, [first, *(self._mpi.Isend(piece, peer, tag) for piece in _pieces(buffer))]
+        message = pack_message(buffer, tag)
+        first = self._mpi.Isend(message, peer, mpi_tag)
+        return message, [first, *(self._mpi.Isend(piece, peer, mpi_tag) for piece in _pieces(buffer))]
 
     def _finish_send(self, sends: list[MPI.Request], memory: Any, doing: str, peer: int) -> None:
         try:
@@ -265,16 +265,16 @@ class MPICommunicator(Communicator):
             outbox.keep(sends, memory)
             raise
 
-    def _receive(self, memory: Any, peer: int, tag: int) -> None:
-        request = self._mpi.Irecv(memory, peer, tag)
+    def _receive(self, memory: Any, peer: int, mpi_tag: int) -> None:
+        request = self._mpi.Irecv(memory, peer, mpi_tag)
         try:
             self._patience.wait(request, "recv", peer)
         except PeerFailed:
             outbox.keep([request], memory)
             raise
 
-    def _barrier(self, what: str) -> None:
-        self._meet("barrier", None, 0, what)
+    def _barrier(self, tag: str) -> None:
+        self._meet("barrier", None, 0, tag)
 
     def _scratch_array(self, count: int, dtype: Any) -> np.ndarray:
         """Memory that the next call may take again; it grows to the largest that was asked for."""

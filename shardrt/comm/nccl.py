@@ -105,7 +105,7 @@ class NCCLTransport(Transport):
         self._life = threading.Lock()  # of `comm`: the watchdog asks it while another thread destroys it
         self.rank, self.world_rank = host.rank, worlds.current().rank
         self._size = host.size
-        key = host.talk(bytes(nccl.get_unique_id()) if host.rank == 0 else b"")[0]
+        key = host.all_gather_bytes(bytes(nccl.get_unique_id()) if host.rank == 0 else b"")[0]
         device.empty_cache()  # NCCL takes memory of its own, now and at its first calls
         self.comm = self._create(key)
         self._closed = False
@@ -271,13 +271,13 @@ class NCCLCommunicator(Communicator):
         self._transport.close()
         self._host.close()
 
-    def _talk(self, data: bytes) -> list[bytes]:
-        return self._host._talk(data)
+    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self._host._all_gather_bytes(data)
 
-    def _all_gather(self, buffer: Array, what: str) -> None:
+    def _all_gather(self, buffer: Array, tag: str) -> None:
         self._transport.gather(buffer)
 
-    def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, what: str) -> None:
+    def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, tag: str) -> None:
         n = output.size
         own = buffer[self.rank * n : (self.rank + 1) * n]
         if self._by_tree(how.op, buffer) or (how.accumulate and address(own) == address(output)):
@@ -292,9 +292,9 @@ class NCCLCommunicator(Communicator):
         if total is own or how.scale != 1.0:  # not NCCL's mean, which its sums in the switch don't have
             combine(output, [total], *how)
 
-    def _all_reduce(self, buffer: Array, op: str, what: str) -> None:
+    def _all_reduce(self, buffer: Array, op: str, tag: str) -> None:
         if self._by_tree(op, buffer):
-            super()._all_reduce(buffer, op, what)
+            super()._all_reduce(buffer, op, tag)
         else:
             self._transport.all_reduce(buffer, op)
 
@@ -302,29 +302,29 @@ class NCCLCommunicator(Communicator):
         """Whether ranks' numbers are combined here. NCCL's largest and least of floats would lose nan."""
         return self.reduction == "tree" or (op in ("max", "min") and buffer.dtype.kind == "f")
 
-    def _all_reduce_small(self, buffer: Array, op: str, what: str) -> None:
+    def _all_reduce_small(self, buffer: Array, op: str, tag: str) -> None:
         n = buffer.size
         everyone = self._space(buffer, self.size * n)
         self._device.copy(everyone[self.rank * n : (self.rank + 1) * n], buffer)
-        self._all_gather(everyone, what)
+        self._all_gather(everyone, tag)
         combine(buffer, [everyone[r * n : (r + 1) * n] for r in range(self.size)], op=op)
 
-    def _broadcast(self, buffer: Array, root: int, what: str) -> None:
+    def _broadcast(self, buffer: Array, root: int, tag: str) -> None:
         self._transport.broadcast(buffer, root)
 
-    def _all_to_all(self, output: Array, buffer: Array, received: Any, sent: Any, what: str) -> None:
+    def _all_to_all(self, output: Array, buffer: Array, received: Any, sent: Any, tag: str) -> None:
         self._swap(output, buffer, received, sent)
 
-    def _send(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
+    def _send(self, buffer: Array, peer: int, tag: str, direct: bool) -> None:
         self._transport.send(buffer, peer)
 
-    def _recv(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
+    def _recv(self, buffer: Array, peer: int, tag: str, direct: bool) -> None:
         self._transport.recv(buffer, peer)
 
     def _exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
         self._transport.exchange(output, buffer, to, source)
 
-    def _barrier(self, what: str) -> None:
+    def _barrier(self, tag: str) -> None:
         self._transport.all_reduce(self._space(np.empty(1, np.int32)), "sum")
 
     def _swap(self, output: Array, buffer: Array, received: Any, sent: Any) -> None:
@@ -351,7 +351,7 @@ def a_gpu_for_each(host: Communicator, device: Device) -> bool:
     if world.device is not None:
         return True
     first: dict[bytes, int] = {}  # GPU -> its first rank of the run
-    for each in host.talk(b"%d %b" % (world.rank, device.identity)):
+    for each in host.all_gather_bytes(b"%d %b" % (world.rank, device.identity)):
         number, gpu = each.split(b" ", 1)
         rank = int(number)
         if not gpu:

@@ -93,5 +93,5 @@ def _report() -> None:
     while any(outbox.lost() for outbox in _open) and time.monotonic() < deadline:
         time.sleep(0.001)
     for outbox in list(_open):
-        if told := outbox.lost():
-            supervision.supervisor.end_job(f"{told}\n", 1)
+        if message := outbox.lost():
+            supervision.supervisor.end_job(f"{message}\n", 1)

@@ -29,7 +29,7 @@ class Communicator(ABC):
     in `stream`, and is seen through the stream's events. One communicator serves one stream at a time;
     `duplicate()` gives an independent one.
 
-    Every rank of the group makes the same collective calls in the same order, with equal `what`: the name of
+    Every rank of the group makes the same collective calls in the same order, with equal `tag`: the name of
     the thing the call is for ("blocks.3"). Ranks that differ all get a CollectiveMismatch that says who
     called what.
 
@@ -45,17 +45,17 @@ class Communicator(ABC):
     role = ""  # what its mesh wants it for
     interceptors: tuple[Interceptor, ...] = ()  # of its calls; the last one's is what runs in the stream
 
-    def all_gather(self, buffer: Any, *, stream: Any, what: str = "") -> None:
+    def all_gather(self, buffer: Any, *, stream: Any, tag: str = "") -> None:
         """In place: `buffer` (size * n,) holds this rank's slice [rank*n : (rank+1)*n] on entry, all on exit.
 
         On a buffer from `allocate(shared=True)` where `shares_memory`, nothing is copied: the call waits
         until every rank has written its slice. Such a buffer is read by peers until they have moved on:
         put a `barrier` before writing new values into it.
         """
-        checks.check_call("all_gather", stream, what)
+        checks.check_call("all_gather", stream, tag)
         checks.check_array("all_gather", "buffer", buffer)
         checks.check_divisible("all_gather", "buffer", buffer, self.size)
-        self._submit(stream, f"all_gather {what}", "all_gather", what, buffer, buffer, what)
+        self._submit(stream, f"all_gather {tag}", "all_gather", tag, buffer, buffer, tag)
 
     def reduce_scatter(
         self,
@@ -66,7 +66,7 @@ class Communicator(ABC):
         scale: float = 1.0,
         accumulate: bool = False,
         kind: str = "",
-        what: str = "",
+        tag: str = "",
     ) -> None:
         """`output` (n,) = (output if accumulate) + scale * sum of every rank's buffer[rank*n : (rank+1)*n].
 
@@ -78,7 +78,7 @@ class Communicator(ABC):
         `output` is float32. Where `reduction` is "tree", so are the sums: the bytes of a 16-bit exchange, no
         rounding on the way. With "nccl" the sums are made in 16 bits.
         """
-        checks.check_call("reduce_scatter", stream, what)
+        checks.check_call("reduce_scatter", stream, tag)
         if kind or not checks.plain(output, buffer, self.size, self.rank):
             checks.check_array("reduce_scatter", "output", output)
             checks.check_array("reduce_scatter", "buffer", buffer)
@@ -89,22 +89,22 @@ class Communicator(ABC):
                 checks.check_sums("reduce_scatter", buffer, "sum", scale)
             checks.check_count("reduce_scatter", output, buffer, output.size * self.size)
             checks.check_overlap("reduce_scatter", output, buffer, None if kind else self.rank * output.size)
-        label, how = f"reduce_scatter {what}", Reduction(scale, accumulate, "sum", kind)
-        self._submit(stream, label, "reduce_scatter", what, buffer, output, buffer, how, what)
+        label, how = f"reduce_scatter {tag}", Reduction(scale, accumulate, "sum", kind)
+        self._submit(stream, label, "reduce_scatter", tag, buffer, output, buffer, how, tag)
 
-    def all_reduce(self, buffer: Any, *, op: str = "sum", stream: Any, what: str = "") -> None:
+    def all_reduce(self, buffer: Any, *, op: str = "sum", stream: Any, tag: str = "") -> None:
         """In place: `buffer` becomes its "sum", "max", "min" or "prod" over ranks, the same bits on each."""
-        checks.check_call("all_reduce", stream, what)
+        checks.check_call("all_reduce", stream, tag)
         checks.check_array("all_reduce", "buffer", buffer)
         checks.check_sums("all_reduce", buffer, op, 1.0)
-        self._submit(stream, f"all_reduce {what}".rstrip(), "all_reduce", what, buffer, buffer, op, what)
+        self._submit(stream, f"all_reduce {tag}".rstrip(), "all_reduce", tag, buffer, buffer, op, tag)
 
-    def broadcast(self, buffer: Any, *, root: int, stream: Any, what: str = "") -> None:
+    def broadcast(self, buffer: Any, *, root: int, stream: Any, tag: str = "") -> None:
         """In place: every rank's `buffer` becomes that of rank `root`."""
-        checks.check_call("broadcast", stream, what)
+        checks.check_call("broadcast", stream, tag)
         checks.check_array("broadcast", "buffer", buffer)
         checks.check_rank("broadcast", "root", root, self.size)
-        self._submit(stream, "broadcast", "broadcast", what, buffer, buffer, root, what)
+        self._submit(stream, "broadcast", "broadcast", tag, buffer, buffer, root, tag)
 
     def all_to_all(
         self,
@@ -114,7 +114,7 @@ class Communicator(ABC):
         received: Sequence[int] | None = None,
         sent: Sequence[int] | None = None,
         stream: Any,
-        what: str = "",
+        tag: str = "",
     ) -> None:
         """Slice r of this rank's `output` becomes slice `rank` of rank r's `buffer`; both are (size * n,).
 
@@ -123,7 +123,7 @@ class Communicator(ABC):
         other ranks' counts differ. Where a rank sends another number than its peer expects, all ranks get a
         CollectiveMismatch that names both, and nothing is moved; NCCL compares nothing.
         """
-        checks.check_call("all_to_all", stream, what)
+        checks.check_call("all_to_all", stream, tag)
         equal = received is None and sent is None
         if not (equal and checks.plain(output, buffer, 1, None)):
             checks.check_array("all_to_all", "output", output)
@@ -136,33 +136,33 @@ class Communicator(ABC):
             checks.check_overlap("all_to_all", output, buffer, None)
         if equal:
             checks.check_divisible("all_to_all", "buffer", buffer, self.size)
-        label, args = f"all_to_all {what}".rstrip(), (output, buffer, received, sent, what)
-        self._submit(stream, label, "all_to_all", what, buffer, *args)
+        label, args = f"all_to_all {tag}".rstrip(), (output, buffer, received, sent, tag)
+        self._submit(stream, label, "all_to_all", tag, buffer, *args)
 
-    def send(self, buffer: Any, *, peer: int, stream: Any, what: str = "", direct: bool = False) -> None:
-        """Send `buffer` to rank `peer`, which receives an array of the same size and dtype with equal `what`.
+    def send(self, buffer: Any, *, peer: int, stream: Any, tag: str = "", direct: bool = False) -> None:
+        """Send `buffer` to rank `peer`, which receives an array of the same size and dtype with equal `tag`.
 
         It does not wait for the receiver: both ranks of a pair may send first. What has not been taken yet is
         kept as a copy. direct=True, on both ends: nothing is kept, and the stream goes on when the receiver
         has taken it. (With "nccl" a send always waits: where both send first, use `exchange`.)
         """
-        checks.check_call("send", stream, what)
+        checks.check_call("send", stream, tag)
         checks.check_array("send", "buffer", buffer)
         checks.check_rank("send", "peer", peer, self.size, self.rank)
-        told = message_to(peer, what)
-        self._submit(stream, f"send {what}".rstrip(), "send", told, buffer, buffer, peer, what, direct)
+        message = message_to(peer, tag)
+        self._submit(stream, f"send {tag}".rstrip(), "send", message, buffer, buffer, peer, tag, direct)
 
-    def recv(self, buffer: Any, *, peer: int, stream: Any, what: str = "", direct: bool = False) -> None:
+    def recv(self, buffer: Any, *, peer: int, stream: Any, tag: str = "", direct: bool = False) -> None:
         """Receive into `buffer` what rank `peer` sends; messages between two ranks keep their order.
 
-        (Those that are direct and those that are not are two orders.) Where sizes, dtypes or `what` differ
+        (Those that are direct and those that are not are two orders.) Where sizes, dtypes or `tag` differ
         from what was sent, this rank gets a CollectiveMismatch that names both; NCCL compares nothing.
         """
-        checks.check_call("recv", stream, what)
+        checks.check_call("recv", stream, tag)
         checks.check_array("recv", "buffer", buffer)
         checks.check_rank("recv", "peer", peer, self.size, self.rank)
-        told = message_from(peer, what)
-        self._submit(stream, f"recv {what}".rstrip(), "recv", told, buffer, buffer, peer, what, direct)
+        message = message_from(peer, tag)
+        self._submit(stream, f"recv {tag}".rstrip(), "recv", message, buffer, buffer, peer, tag, direct)
 
     def exchange(self, output: Any, buffer: Any, *, to: int, source: int, stream: Any) -> None:
         """Send `buffer` to rank `to` and receive `output` from rank `source`, at once and without a copy.
@@ -176,37 +176,37 @@ class Communicator(ABC):
         checks.check_overlap("exchange", output, buffer, None)
         checks.check_rank("exchange", "to", to, self.size, self.rank)
         checks.check_rank("exchange", "source", source, self.size, self.rank)
-        told = message_from(source, "")
-        self._submit(stream, "exchange", "exchange", told, output, output, buffer, to, source)
+        message = message_from(source, "")
+        self._submit(stream, "exchange", "exchange", message, output, output, buffer, to, source)
 
-    def barrier(self, *, stream: Any, what: str = "") -> None:
+    def barrier(self, *, stream: Any, tag: str = "") -> None:
         """Whatever comes later in `stream` runs after every rank's stream has reached its barrier."""
-        checks.check_call("barrier", stream, what)
-        self._submit(stream, "barrier", "barrier", what, None, what)
+        checks.check_call("barrier", stream, tag)
+        self._submit(stream, "barrier", "barrier", tag, None, tag)
 
-    def talk(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Everyone's `data`, by rank, of any lengths. Collective, and done when it returns: it has no stream.
 
         What ranks tell each other beside arrays goes through this one method.
         """
-        if device.current().alone:
+        if device.current().dry_run:
             return [data] * self.size
-        run = self._talk
+        run = self._all_gather_bytes
         for interceptor in self.interceptors:
             run = interceptor.intercept_talk(run)
         return run(data)
 
-    def _submit(self, stream: Any, label: str, call: str, what: str, array: Any, *args: Any) -> None:
+    def _submit(self, stream: Any, label: str, call: str, tag: str, array: Any, *args: Any) -> None:
         """Run `_call(*args)` in the stream, or what the interceptors make of it."""
-        if device.current().alone:
+        if device.current().dry_run:
             return
         run = getattr(self, f"_{call}")
         for interceptor in self.interceptors:
-            run = interceptor.intercept(Call(call, what, array, args, stream), run)
+            run = interceptor.intercept(Call(call, tag, array, args, stream), run)
         stream.submit(run, *args, label=label)
 
     def register_names(self, names: Iterable[str]) -> None:  # noqa: B027 (a world of one has nobody to name)
-        """Say beforehand which `what` will come, so that an error can print the one a peer gave.
+        """Say beforehand which `tag` will come, so that an error can print the one a peer gave.
 
         Not collective. Names that were used in a call are known without it; those of a communicator are
         known to its duplicates and splits.
@@ -266,12 +266,12 @@ class Communicator(ABC):
     # is made over another one calls these of it in turn, in its own stream, as a part of its own call.
 
     @abstractmethod
-    def _all_gather(self, buffer: Any, what: str) -> None: ...
+    def _all_gather(self, buffer: Any, tag: str) -> None: ...
 
     @abstractmethod
-    def _reduce_scatter(self, output: Any, buffer: Any, how: Reduction, what: str) -> None: ...
+    def _reduce_scatter(self, output: Any, buffer: Any, how: Reduction, tag: str) -> None: ...
 
-    def _all_reduce(self, buffer: Any, op: str, what: str) -> None:
+    def _all_reduce(self, buffer: Any, op: str, tag: str) -> None:
         """Reduce-scatter and all-gather of what divides by size; the rest, or little, goes to everyone."""
         even = buffer.size - buffer.size % self.size
         if buffer.nbytes * self.size <= _SMALL:
@@ -279,12 +279,12 @@ class Communicator(ABC):
         if even:
             n = even // self.size
             own = buffer[self.rank * n : (self.rank + 1) * n]
-            self._reduce_scatter(own, buffer[:even], Reduction(op=op), what)
-            self._all_gather(buffer[:even], what)
+            self._reduce_scatter(own, buffer[:even], Reduction(op=op), tag)
+            self._all_gather(buffer[:even], tag)
         if even < buffer.size:
-            self._all_reduce_small(buffer[even:], op, what)
+            self._all_reduce_small(buffer[even:], op, tag)
 
-    def _talk(self, data: bytes) -> list[bytes]:
+    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         """By one gather of the lengths with what is short, and another if anything is longer."""
         heads = np.zeros((self.size, 8 + _SHORT), np.uint8)
         heads[self.rank, :8] = np.array([len(data)], np.int64).view(np.uint8)
@@ -299,25 +299,25 @@ class Communicator(ABC):
         return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
     @abstractmethod
-    def _all_reduce_small(self, buffer: Any, op: str, what: str) -> None: ...
+    def _all_reduce_small(self, buffer: Any, op: str, tag: str) -> None: ...
 
     @abstractmethod
-    def _broadcast(self, buffer: Any, root: int, what: str) -> None: ...
+    def _broadcast(self, buffer: Any, root: int, tag: str) -> None: ...
 
     @abstractmethod
-    def _all_to_all(self, output: Any, buffer: Any, received: Counts, sent: Counts, what: str) -> None: ...
+    def _all_to_all(self, output: Any, buffer: Any, received: Counts, sent: Counts, tag: str) -> None: ...
 
     @abstractmethod
-    def _send(self, buffer: Any, peer: int, what: str, direct: bool) -> None: ...
+    def _send(self, buffer: Any, peer: int, tag: str, direct: bool) -> None: ...
 
     @abstractmethod
-    def _recv(self, buffer: Any, peer: int, what: str, direct: bool) -> None: ...
+    def _recv(self, buffer: Any, peer: int, tag: str, direct: bool) -> None: ...
 
     @abstractmethod
     def _exchange(self, output: Any, buffer: Any, to: int, source: int) -> None: ...
 
     @abstractmethod
-    def _barrier(self, what: str) -> None: ...
+    def _barrier(self, tag: str) -> None: ...
 
 
 def aligned_zeros(count: int, dtype: Any) -> np.ndarray:

@@ -46,7 +46,7 @@ class Segment:
         return self.memory()[first : first + self.nbytes]
 
 
-class Place(NamedTuple):
+class SharedOffset(NamedTuple):
     """Where an array lies: `offset` bytes into every rank's region of `segment`."""
 
     segment: Segment
@@ -97,7 +97,7 @@ class Segments:
         self._table = [each.start for each in segments], segments
         return segment.region(mpi.rank).view(dtype)
 
-    def find(self, array: np.ndarray) -> Place | None:
+    def find(self, array: np.ndarray) -> SharedOffset | None:
         """Where `array` lies; None for memory that did not come from here, and for an empty array."""
         address = MPI.Get_address(array)
         starts, segments = self._table
@@ -108,7 +108,7 @@ class Segments:
         offset = address - segment.start
         if offset + array.nbytes > segment.nbytes or segment.memory() is None:
             return None
-        return Place(segment, offset)
+        return SharedOffset(segment, offset)
 
 
 def map_shared(mpi: MPI.Intracomm, nbytes: int) -> np.ndarray:
@@ -132,7 +132,9 @@ def map_shared(mpi: MPI.Intracomm, nbytes: int) -> np.ndarray:
             region = mmap.mmap(file, nbytes)
     except OSError as raised:
         error = raised
-    errors = [found for found in mpi.allgather(None if error is None else _told(error, mpi, nbytes)) if found]
+    errors = [
+        found for found in mpi.allgather(None if error is None else _reported(error, mpi, nbytes)) if found
+    ]
     if file is not None:
         os.close(file)
     if errors:
@@ -143,7 +145,7 @@ def map_shared(mpi: MPI.Intracomm, nbytes: int) -> np.ndarray:
     return np.frombuffer(region, np.uint8)
 
 
-def _told(error: OSError, mpi: MPI.Intracomm, nbytes: int) -> RuntimeError:
+def _reported(error: OSError, mpi: MPI.Intracomm, nbytes: int) -> RuntimeError:
     """What all ranks raise when this one can't make or map a segment."""
     if error.errno == errno.EFBIG:
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -20,7 +20,7 @@ from shardrt.comm.flags import Flags
 from shardrt.comm.mailbox import Mailbox
 from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.reduction import Reduction, combine
-from shardrt.comm.segments import Place, Segments
+from shardrt.comm.segments import Segments, SharedOffset
 
 _STAGED = 1 << 20  # bytes of a rank that are copied to where others read them at a time: they stay in a cache
 
@@ -41,7 +41,7 @@ class ShmCommunicator(MPICommunicator):
         super().__init__(mpi, names, self._flags)
         self._segments = segments or Segments(mpi)
         # Where this rank puts what the others read. Two by turns: who fills one again has met all since.
-        self._stages: list[tuple[np.ndarray, Place]] = []
+        self._stages: list[tuple[np.ndarray, SharedOffset]] = []
         self._mailbox = Mailbox(mpi, self._flags, self._patience) if mpi.size == 2 else None
 
     def close(self) -> None:
@@ -60,15 +60,15 @@ class ShmCommunicator(MPICommunicator):
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> np.ndarray:
         return self._segments.allocate(self._mpi, count, dtype, shared)
 
-    def _all_gather(self, buffer: np.ndarray, what: str) -> None:
+    def _all_gather(self, buffer: np.ndarray, tag: str) -> None:
         place = self._segments.find(buffer)
         n = buffer.size // self.size
         little = self._flags.fits(n * buffer.itemsize, False)
         if little and (place is None or not place.segment.shared):
-            return super()._all_gather(buffer, what)
+            return super()._all_gather(buffer, tag)
         if place is None:
-            return self._gather_staged(buffer, what)
-        self._meet("all_gather", buffer, 0, what, "", place.word)
+            return self._gather_staged(buffer, tag)
+        self._meet("all_gather", buffer, 0, tag, "", place.word)
         if place.segment.shared:
             return None  # everyone's slice is written, here
         for step in range(1, self.size):  # each rank begins with another peer
@@ -76,17 +76,17 @@ class ShmCommunicator(MPICommunicator):
             buffer[peer * n : (peer + 1) * n] = place.of(peer, buffer)[peer * n : (peer + 1) * n]
         return self._flags.part("all_gather")
 
-    def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, what: str) -> None:
+    def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, tag: str) -> None:
         if self._flags.fits(buffer.nbytes, True):
             self.separate("reduce_scatter", buffer)
-            return super()._reduce_scatter(output, buffer, how, what)
-        for columns, everyone in self.columns(buffer.reshape(self.size, -1), how.op, what, how.kind):
+            return super()._reduce_scatter(output, buffer, how, tag)
+        for columns, everyone in self.columns(buffer.reshape(self.size, -1), how.op, tag, how.kind):
             own = [rows[self.rank] for rows in everyone]
             combine(output[columns], own, *how)
         return None
 
     def columns(
-        self, rows: np.ndarray, op: str, what: str, kind: str
+        self, rows: np.ndarray, op: str, tag: str, kind: str
     ) -> Iterator[tuple[slice, list[np.ndarray]]]:
         """For a reduce_scatter, columns of an array, and what each rank has there, until all columns were.
 
@@ -94,28 +94,28 @@ class ShmCommunicator(MPICommunicator):
         """
         place = self.separate("reduce_scatter", rows)
         if place is not None:
-            self._meet("reduce_scatter", rows, op, what, kind, place.word)
+            self._meet("reduce_scatter", rows, op, tag, kind, place.word)
             yield slice(None), [place.of(rank, rows).reshape(rows.shape) for rank in range(self.size)]
             self._flags.part("reduce_scatter")
             return
         each = max(1, _STAGED // (len(rows) * rows.itemsize))
         for start in range(0, rows.shape[1], each):
             columns = slice(start, start + each)
-            parts = self._staged(rows[:, columns], "reduce_scatter", rows, op, what, kind)
+            parts = self._staged(rows[:, columns], "reduce_scatter", rows, op, tag, kind)
             yield columns, [part.reshape(len(rows), -1) for part in parts]
 
-    def _all_reduce(self, buffer: np.ndarray, op: str, what: str) -> None:
+    def _all_reduce(self, buffer: np.ndarray, op: str, tag: str) -> None:
         place = self.separate("all_reduce", buffer)
         if place is not None or self._flags.fits(buffer.nbytes, False):
-            return super()._all_reduce(buffer, op, what)
+            return super()._all_reduce(buffer, op, tag)
         each = _STAGED // buffer.itemsize
         for start in range(0, buffer.size, each):
-            self._sum_staged(buffer[start : start + each], op, what)
+            self._sum_staged(buffer[start : start + each], op, tag)
         return None
 
-    def _sum_staged(self, buffer: np.ndarray, op: str, what: str) -> None:
+    def _sum_staged(self, buffer: np.ndarray, op: str, tag: str) -> None:
         """Of two ranks each adds all of it; of more each a part, which the others copy."""
-        parts = self._staged(buffer, "all_reduce", buffer, op, what)
+        parts = self._staged(buffer, "all_reduce", buffer, op, tag)
         if self.size == 2:
             return combine(buffer, parts, op=op)
         n = -(-buffer.size // self.size)
@@ -127,13 +127,13 @@ class ShmCommunicator(MPICommunicator):
             buffer[row] = part[row]
         return None
 
-    def _gather_staged(self, buffer: np.ndarray, what: str) -> None:
+    def _gather_staged(self, buffer: np.ndarray, tag: str) -> None:
         """In pieces of every rank's slice."""
         rows = buffer.reshape(self.size, -1)
         each = _STAGED // buffer.itemsize
         for start in range(0, rows.shape[1], each):
             pieces = rows[:, start : start + each]
-            parts = self._staged(pieces[self.rank], "all_gather", buffer, start, what)
+            parts = self._staged(pieces[self.rank], "all_gather", buffer, start, tag)
             for rank, part in enumerate(parts):
                 if rank != self.rank:
                     pieces[rank] = part
@@ -156,46 +156,46 @@ class ShmCommunicator(MPICommunicator):
             made = [segments.allocate(self._mpi, _STAGED, np.uint8, False) for _ in range(2)]
             self._stages = [(memory, segments.find(memory)) for memory in made]
 
-    def _broadcast(self, buffer: np.ndarray, root: int, what: str) -> None:
+    def _broadcast(self, buffer: np.ndarray, root: int, tag: str) -> None:
         place = self._segments.find(buffer)
         if place is None or not place.segment.shared:
-            super()._broadcast(buffer, root, what)
+            super()._broadcast(buffer, root, tag)
         else:  # what root wrote is already here
-            self._meet("broadcast", buffer, root, what, "", place.word)
+            self._meet("broadcast", buffer, root, tag, "", place.word)
 
     def _all_to_all(
-        self, output: np.ndarray, buffer: np.ndarray, received: counts.Counts, sent: counts.Counts, what: str
+        self, output: np.ndarray, buffer: np.ndarray, received: counts.Counts, sent: counts.Counts, tag: str
     ) -> None:
         place = self.separate("all_to_all", buffer)
         if sent is not None:
-            return self._all_to_all_by_counts(output, buffer, place, received, sent, what)
+            return self._all_to_all_by_counts(output, buffer, place, received, sent, tag)
         if self._flags.fits(buffer.nbytes, True):
-            return super()._all_to_all(output, buffer, None, None, what)
+            return super()._all_to_all(output, buffer, None, None, tag)
         sent = counts.equal(buffer.size, self.size)
         table = [sent] * self.size
         if place is None:
-            call = "all_to_all", buffer, 0, what
+            call = "all_to_all", buffer, 0, tag
             self._make_stages(*call)
             return self._take_turns(output, buffer, table, sent, call)
-        self._meet("all_to_all", buffer, 0, what, "", place.word)
+        self._meet("all_to_all", buffer, 0, tag, "", place.word)
         return self._take(output, [place.of(peer, buffer) for peer in range(self.size)], table, sent)
 
     def _all_to_all_by_counts(
         self,
         output: np.ndarray,
         buffer: np.ndarray,
-        place: Place | None,
+        place: SharedOffset | None,
         received: tuple[int, ...],
         sent: tuple[int, ...],
-        what: str,
+        tag: str,
     ) -> None:
         """Straight from the peers' buffers where all are of one allocation, else by turns."""
-        call = "all_to_all", buffer[:0], 2, what
+        call = "all_to_all", buffer[:0], 2, tag
         self._make_stages(*call)
         if place is None:  # the first piece waits for nobody: ranks meet once for both
             self._put(buffer, sent, 0)
         word = 0 if place is None else place.word
-        rows, table = self._tell_counts(buffer, counts.row(received, sent, word), what)
+        rows, table = self._exchange_counts(buffer, counts.row(received, sent, word), tag)
         words = [int(row[-1]) for row in rows]
         if place is not None and all(map(place.beside, words)):
             sizes = [sum(by) for by in table]
@@ -253,19 +253,19 @@ class ShmCommunicator(MPICommunicator):
             if window is not None:
                 stage[window[1]] = buffer[parts[peer]][window[0]]
 
-    def _send(self, buffer: np.ndarray, peer: int, what: str, direct: bool) -> None:
+    def _send(self, buffer: np.ndarray, peer: int, tag: str, direct: bool) -> None:
         if direct and self._mailbox is not None:
-            self._mailbox.send(buffer, what)
+            self._mailbox.send(buffer, tag)
         else:
-            super()._send(buffer, peer, what, direct)
+            super()._send(buffer, peer, tag, direct)
 
-    def _recv(self, buffer: np.ndarray, peer: int, what: str, direct: bool) -> None:
+    def _recv(self, buffer: np.ndarray, peer: int, tag: str, direct: bool) -> None:
         if direct and self._mailbox is not None:
-            self._mailbox.receive(buffer, what)
+            self._mailbox.receive(buffer, tag)
         else:
-            super()._recv(buffer, peer, what, direct)
+            super()._recv(buffer, peer, tag, direct)
 
-    def separate(self, call: str, buffer: np.ndarray) -> Place | None:
+    def separate(self, call: str, buffer: np.ndarray) -> SharedOffset | None:
         """Where a buffer lies of which each rank has its own. Raises ValueError if they have one together."""
         place = self._segments.find(buffer)
         if place is not None and place.segment.shared:

@@ -252,32 +252,32 @@ class SimulatedCommunicator(Communicator):
     def _speakers(self) -> list[int]:
         return self._board.speakers(self.channel.ranks)
 
-    def _meet(self, what: Any, own: Any) -> dict[int, Any]:
+    def _meet(self, tag: Any, own: Any) -> dict[int, Any]:
         """What the recorded ranks of the group say, by their numbers in the world."""
         if len(self._recorded) == 1:
             return {self._here: own}
-        return self._board.meet((self.channel.name, what), self._here, own, self._recorded)
+        return self._board.meet((self.channel.name, tag), self._here, own, self._recorded)
 
-    def _told(self, number: int, own: Any) -> dict[int, Any]:
+    def _reported(self, number: int, own: Any) -> dict[int, Any]:
         """As _meet, for all who speak for a rank of the group; ours for those who are not in it."""
-        told = self._meet(number, own)
-        return {speaker: told.get(speaker, own) for speaker in set(self._speakers)}
+        message = self._meet(number, own)
+        return {speaker: message.get(speaker, own) for speaker in set(self._speakers)}
 
-    def _talk(self, data: bytes) -> list[bytes]:
-        told = self._told(self._keep("all_gather", self.size * len(data)), data)
-        return [told[speaker] for speaker in self._speakers]
+    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
+        message = self._reported(self._keep("all_gather", self.size * len(data)), data)
+        return [message[speaker] for speaker in self._speakers]
 
-    def _all_gather(self, buffer: Array, what: str) -> None:
+    def _all_gather(self, buffer: Array, tag: str) -> None:
         if block_of(buffer) in self._board.shared:  # everyone's slice is written, here
-            return self._barrier(what)
+            return self._barrier(tag)
         own, others = _apart(buffer, self.rank, self.size)
         number = self._keep("all_gather", buffer.nbytes, own, others)
         if _has_values(buffer):
-            told = self._told(number, own[0].copy())
+            message = self._reported(number, own[0].copy())
             for row, speaker in zip(buffer.reshape(self.size, -1), self._speakers, strict=True):
-                row[:] = told[speaker]
+                row[:] = message[speaker]
 
-    def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, what: str) -> None:
+    def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, tag: str) -> None:
         reads = [buffer, output] if how.accumulate else [buffer]
         number = self._keep("reduce_scatter", buffer.nbytes, reads, [output])
         if _has_values(output):
@@ -285,7 +285,7 @@ class SimulatedCommunicator(Communicator):
             total = how.scale * self._combined(number, buffer, how.op)[own]
             output[...] = output + total if how.accumulate else total
 
-    def _all_reduce(self, buffer: Array, op: str, what: str) -> None:
+    def _all_reduce(self, buffer: Array, op: str, tag: str) -> None:
         number = self._keep("all_reduce", buffer.nbytes, [buffer], [buffer])
         if _has_values(buffer):
             buffer[...] = self._combined(number, buffer, op)
@@ -293,27 +293,27 @@ class SimulatedCommunicator(Communicator):
     _all_reduce_small = _all_reduce
 
     def _combined(self, number: int, own: np.ndarray, op: str) -> np.ndarray:
-        told, times = self._told(number, own.copy()), Counter(self._speakers)
+        message, times = self._reported(number, own.copy()), Counter(self._speakers)
         if op == "sum":
-            return sum(told[speaker] * count for speaker, count in times.items())
+            return sum(message[speaker] * count for speaker, count in times.items())
         if op == "prod":
-            return np.prod([told[speaker] ** count for speaker, count in times.items()], axis=0)
-        return (np.max if op == "max" else np.min)(list(told.values()), axis=0)
+            return np.prod([message[speaker] ** count for speaker, count in times.items()], axis=0)
+        return (np.max if op == "max" else np.min)(list(message.values()), axis=0)
 
-    def _broadcast(self, buffer: Array, root: int, what: str) -> None:
+    def _broadcast(self, buffer: Array, root: int, tag: str) -> None:
         both = [[buffer], []]
         number = self._keep("broadcast", buffer.nbytes, *(both if root == self.rank else both[::-1]))
         if _has_values(buffer):
-            buffer[...] = self._told(number, buffer.copy())[self._speakers[root]]
+            buffer[...] = self._reported(number, buffer.copy())[self._speakers[root]]
 
-    def _all_to_all(self, output: Array, buffer: Array, received: Any, sent: Any, what: str) -> None:
+    def _all_to_all(self, output: Array, buffer: Array, received: Any, sent: Any, tag: str) -> None:
         number = self._keep("all_to_all", buffer.nbytes, [buffer], [output])
         if _has_values(output):
             sent = sent or equal(buffer.size, self.size)
-            told = self._told(number, (buffer.copy(), slices(sent)))
+            message = self._reported(number, (buffer.copy(), slices(sent)))
             parts = slices(received or equal(output.size, self.size))
             for part, speaker in zip(parts, self._speakers, strict=True):
-                theirs, cut = told[speaker]
+                theirs, cut = message[speaker]
                 output[part] = np.resize(theirs[cut[self.rank]], part.stop - part.start)
 
     # Messages.
@@ -321,15 +321,15 @@ class SimulatedCommunicator(Communicator):
     def _letter(self, number: int, source: int, to: int) -> tuple:
         return self.channel.name, "letter", number, self.channel.ranks[source], self.channel.ranks[to]
 
-    def _send(self, buffer: Array, peer: int, what: str, direct: bool, grouped: bool = False) -> None:
+    def _send(self, buffer: Array, peer: int, tag: str, direct: bool, grouped: bool = False) -> None:
         number = self._keep("send", buffer.nbytes, [buffer], peer=peer, grouped=grouped)
         if _has_values(buffer) and self.channel.ranks[peer] in self._board.recorded:
             self._board.put(self._letter(number, self.rank, peer), buffer.copy())
 
-    def _recv(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
+    def _recv(self, buffer: Array, peer: int, tag: str, direct: bool) -> None:
         unknown = self.channel.ranks[peer] not in self._board.recorded
         if _has_values(buffer) and unknown and buffer.dtype.kind != "f":
-            raise NotImplementedError(f"recv {what}: {_UNKNOWN.format(peer)}")
+            raise NotImplementedError(f"recv {tag}: {_UNKNOWN.format(peer)}")
         number = self._keep("recv", buffer.nbytes, [], [buffer], peer=peer)
         if _has_values(buffer) and not unknown:
             buffer[...] = self._board.take(self._letter(number, peer, self.rank))
@@ -338,7 +338,7 @@ class SimulatedCommunicator(Communicator):
         self._send(buffer, to, "", False, grouped=True)
         self._recv(output, source, "", False)
 
-    def _barrier(self, what: str) -> None:
+    def _barrier(self, tag: str) -> None:
         self._keep("barrier", 0)
 
 

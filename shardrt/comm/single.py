@@ -26,10 +26,10 @@ class SingleCommunicator(Communicator):
             return super().allocate(count, dtype, shared=shared)
         return self._device.buffer(count, dtype)
 
-    def _reduce_scatter(self, output: Any, buffer: Any, how: Reduction, what: str) -> None:
+    def _reduce_scatter(self, output: Any, buffer: Any, how: Reduction, tag: str) -> None:
         combine(output, [buffer], *how)
 
-    def _all_to_all(self, output: Any, buffer: Any, received: Any, sent: Any, what: str) -> None:
+    def _all_to_all(self, output: Any, buffer: Any, received: Any, sent: Any, tag: str) -> None:
         output[...] = buffer
 
     def _nothing(self, *args: Any) -> None:

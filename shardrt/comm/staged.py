@@ -64,8 +64,8 @@ class StagedCommunicator(Communicator):
             start += size
         return staged
 
-    def _talk(self, data: bytes) -> list[bytes]:
-        return self._host._talk(data)
+    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self._host._all_gather_bytes(data)
 
     def _copy(self, target: Array, source: Array) -> None:
         """Copy, and wait: the host is about to read what the device has written, or to write it again."""
@@ -73,53 +73,53 @@ class StagedCommunicator(Communicator):
             self._device.copy(target, source)
             self._device.wait_here()
 
-    def _all_gather(self, buffer: Array, what: str) -> None:
+    def _all_gather(self, buffer: Array, tag: str) -> None:
         (host,) = self._stage(buffer)
         n = buffer.size // self.size
         own = slice(self.rank * n, (self.rank + 1) * n)
         if host is not buffer:
             self._copy(host[own], buffer[own])
-        self._host._all_gather(host, what)
+        self._host._all_gather(host, tag)
         self._copy(buffer, host)
 
-    def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, what: str) -> None:
+    def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, tag: str) -> None:
         host_output, host_buffer = self._stage(output, buffer)
         self._copy(host_buffer, buffer)
         if how.accumulate:
             self._copy(host_output, output)
-        self._host._reduce_scatter(host_output, host_buffer, how, what)
+        self._host._reduce_scatter(host_output, host_buffer, how, tag)
         self._copy(output, host_output)
 
-    def _all_reduce(self, buffer: Array, op: str, what: str) -> None:
+    def _all_reduce(self, buffer: Array, op: str, tag: str) -> None:
         (host,) = self._stage(buffer)
         self._copy(host, buffer)
-        self._host._all_reduce(host, op, what)
+        self._host._all_reduce(host, op, tag)
         self._copy(buffer, host)
 
-    def _all_reduce_small(self, buffer: Array, op: str, what: str) -> None:
-        self._all_reduce(buffer, op, what)
+    def _all_reduce_small(self, buffer: Array, op: str, tag: str) -> None:
+        self._all_reduce(buffer, op, tag)
 
-    def _broadcast(self, buffer: Array, root: int, what: str) -> None:
+    def _broadcast(self, buffer: Array, root: int, tag: str) -> None:
         (host,) = self._stage(buffer)
         if self.rank == root:
             self._copy(host, buffer)
-        self._host._broadcast(host, root, what)
+        self._host._broadcast(host, root, tag)
         self._copy(buffer, host)
 
-    def _all_to_all(self, output: Array, buffer: Array, received: Any, sent: Any, what: str) -> None:
+    def _all_to_all(self, output: Array, buffer: Array, received: Any, sent: Any, tag: str) -> None:
         host_output, host_buffer = self._stage(output, buffer)
         self._copy(host_buffer, buffer)
-        self._host._all_to_all(host_output, host_buffer, received, sent, what)
+        self._host._all_to_all(host_output, host_buffer, received, sent, tag)
         self._copy(output, host_output)
 
-    def _send(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
+    def _send(self, buffer: Array, peer: int, tag: str, direct: bool) -> None:
         (host,) = self._stage(buffer)
         self._copy(host, buffer)
-        self._host._send(host, peer, what, direct)
+        self._host._send(host, peer, tag, direct)
 
-    def _recv(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
+    def _recv(self, buffer: Array, peer: int, tag: str, direct: bool) -> None:
         (host,) = self._stage(buffer)
-        self._host._recv(host, peer, what, direct)
+        self._host._recv(host, peer, tag, direct)
         self._copy(buffer, host)
 
     def _exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
@@ -128,9 +128,9 @@ class StagedCommunicator(Communicator):
         self._host._exchange(host_output, host_buffer, to, source)
         self._copy(output, host_output)
 
-    def _barrier(self, what: str) -> None:
+    def _barrier(self, tag: str) -> None:
         self._device.wait_here()
-        self._host._barrier(what)
+        self._host._barrier(tag)
 
 
 def _rounded(nbytes: int) -> int:

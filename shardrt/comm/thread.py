@@ -183,37 +183,37 @@ class ThreadCommunicator(Communicator):
         except threading.BrokenBarrierError:
             raise self._group.reason(self.rank) from None
 
-    def _all_gather(self, buffer: np.ndarray, what: str) -> None:
+    def _all_gather(self, buffer: np.ndarray, tag: str) -> None:
         n = buffer.size // self.size
-        with self._meet(buffer, "all_gather", buffer, 0, what) as buffers:
+        with self._meet(buffer, "all_gather", buffer, 0, tag) as buffers:
             for rank, theirs in enumerate(buffers):
                 if rank != self.rank:
                     buffer[rank * n : (rank + 1) * n] = theirs[rank * n : (rank + 1) * n]
 
-    def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, what: str) -> None:
+    def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, tag: str) -> None:
         own = slice(self.rank * output.size, (self.rank + 1) * output.size)
-        with self._meet(buffer, "reduce_scatter", buffer, how.op, what, how.kind) as buffers:
+        with self._meet(buffer, "reduce_scatter", buffer, how.op, tag, how.kind) as buffers:
             combine(output, [theirs[own] for theirs in buffers], *how)
 
-    def _all_reduce_small(self, buffer: np.ndarray, op: str, what: str) -> None:
-        with self._meet(buffer.copy(), "all_reduce", buffer, op, what) as copies:
+    def _all_reduce_small(self, buffer: np.ndarray, op: str, tag: str) -> None:
+        with self._meet(buffer.copy(), "all_reduce", buffer, op, tag) as copies:
             combine(buffer, copies, op=op)
 
-    def _broadcast(self, buffer: np.ndarray, root: int, what: str) -> None:
-        with self._meet(buffer, "broadcast", buffer, root, what) as buffers:
+    def _broadcast(self, buffer: np.ndarray, root: int, tag: str) -> None:
+        with self._meet(buffer, "broadcast", buffer, root, tag) as buffers:
             if self.rank != root:
                 buffer[...] = buffers[root]
 
     def _all_to_all(
-        self, output: np.ndarray, buffer: np.ndarray, received: counts.Counts, sent: counts.Counts, what: str
+        self, output: np.ndarray, buffer: np.ndarray, received: counts.Counts, sent: counts.Counts, tag: str
     ) -> None:
         facts = (buffer, 0) if sent is None else (buffer[:0], 1)
         received, sent = (given or counts.equal(buffer.size, self.size) for given in (received, sent))
         row = counts.row(received, sent)
         differ = None
-        with self._meet((buffer, row), "all_to_all", *facts, what) as offers:
+        with self._meet((buffer, row), "all_to_all", *facts, tag) as offers:
             try:
-                table = counts.compared([theirs for _, theirs in offers], self._group.rounds[self.rank], what)
+                table = counts.compared([theirs for _, theirs in offers], self._group.rounds[self.rank], tag)
             except CollectiveMismatch as error:
                 differ = error  # all ranks have it: nobody needs to be woken
             else:
@@ -225,23 +225,23 @@ class ThreadCommunicator(Communicator):
     def abandon(self) -> None:
         self._group.abandon(self.rank)
 
-    def _send(self, buffer: np.ndarray, peer: int, what: str, direct: bool) -> None:
-        told = pack_message(buffer, what)
-        self._box(self.rank, peer, _content(direct)).put((told, buffer if direct else buffer.copy()))
+    def _send(self, buffer: np.ndarray, peer: int, tag: str, direct: bool) -> None:
+        report = pack_message(buffer, tag)
+        self._box(self.rank, peer, _content(direct)).put((report, buffer if direct else buffer.copy()))
         if direct:
             self._take(self.rank, peer, "taken")
 
-    def _recv(self, buffer: np.ndarray, peer: int, what: str, direct: bool) -> None:
-        told, message = self._take(peer, self.rank, _content(direct))
-        expected = pack_message(buffer, what)
-        if told == expected:
+    def _recv(self, buffer: np.ndarray, peer: int, tag: str, direct: bool) -> None:
+        report, message = self._take(peer, self.rank, _content(direct))
+        expected = pack_message(buffer, tag)
+        if report == expected:
             buffer[...] = message
         del message  # a sender that goes on may let go of it
         if direct:
             self._box(peer, self.rank, "taken").put(None)
-        if told != expected:
+        if report != expected:
             members = self._group.members
-            raise unlike(told, expected, members[peer], members[self.rank])
+            raise unlike(report, expected, members[peer], members[self.rank])
 
     def _exchange(self, output: np.ndarray, buffer: np.ndarray, to: int, source: int) -> None:
         self._send(buffer, to, "", False)
@@ -266,8 +266,8 @@ class ThreadCommunicator(Communicator):
     def _box(self, source: int, destination: int, content: str) -> queue.SimpleQueue:
         return self._group.mail.setdefault((source, destination, content), queue.SimpleQueue())
 
-    def _barrier(self, what: str) -> None:
-        with self._meet(None, "barrier", None, 0, what):
+    def _barrier(self, tag: str) -> None:
+        with self._meet(None, "barrier", None, 0, tag):
             pass
 
 

@@ -123,11 +123,11 @@ def _of_process() -> World:
         supervision.supervisor.launched(launched.rank, launched.variable)
     if launched is not None and launched.size > 1:
         return of_mpi()
-    told = os.environ.get("WORLD_SIZE", "1")
-    if launched is None and told.isdigit() and int(told) > 1:
+    message = os.environ.get("WORLD_SIZE", "1")
+    if launched is None and message.isdigit() and int(message) > 1:
         raise RuntimeError(
-            f"WORLD_SIZE={told} says {told} ranks, but this process was not started by mpirun: "
-            f"launch with `mpirun -n {told} python ...`, or unset WORLD_SIZE for one rank"
+            f"WORLD_SIZE={message} says {message} ranks, but this process was not started by mpirun: "
+            f"launch with `mpirun -n {message} python ...`, or unset WORLD_SIZE for one rank"
         )
     return World("single", 0, 1, 0, 1)
 

@@ -69,7 +69,7 @@ class Arena:
     def grow(self) -> None:
         """Add a slot: for a model that really uses more units at once than was planned."""
         slot = Slot(self._allocate(), self._device.new_event(), self._device.new_event(), self)
-        self._device.called(slot.array, self.name, "")
+        self._device.set_tag(slot.array, self.name, "")
         self.slots.append(slot)
         self._available.append(slot)
 

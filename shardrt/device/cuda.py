@@ -207,8 +207,10 @@ class CUDADevice(Device):
     def lacks_float8(self) -> str:
         ask = self._cupy.cuda.runtime.deviceGetAttribute
         major, minor = (ask(attribute, self.index) for attribute in _COMPUTE_CAPABILITY)
-        told = f"GPU {self.index} has compute capability {major}.{minor}; float8 needs 9.0 (Hopper) or later"
-        return "" if major >= 9 else told
+        message = (
+            f"GPU {self.index} has compute capability {major}.{minor}; float8 needs 9.0 (Hopper) or later"
+        )
+        return "" if major >= 9 else message
 
     def warm_up(self) -> None:
         self.kernels.warm_up()

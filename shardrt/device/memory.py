@@ -61,7 +61,7 @@ class Pool:
             return np.empty(shape, dtype)
         size = rounded(nbytes)
         with self._lock:
-            region = self._reused(size) or self._mapped_anew(size)
+            region = self._reused(size) or self._newly_mapped(size)
             region.take()
             self.held_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
@@ -80,7 +80,7 @@ class Pool:
         self._free.move_to_end(size)
         return free.pop()
 
-    def _mapped_anew(self, size: int) -> Mapping | Part:
+    def _newly_mapped(self, size: int) -> Mapping | Part:
         while self._free and self._mapped + size > _MOST * max(self._most, self.held_bytes + size):
             self._unmap()
         try:

@@ -77,7 +77,8 @@ class Device(ABC):
     in_host_memory = False  # whether its arrays are the host's, which host communicators carry as they are
     writes_files = True  # whether arrays of the host may be mapped files
     timed = False  # whether its streams tell the timeline what ran when
-    alone = False  # whether nothing of this device goes to other ranks: communicators leave out what is asked
+    # Whether nothing of this device goes to other ranks: communicators leave out what is asked.
+    dry_run = False
     identity = b""  # of a GPU, and of no other one; b"" of a device that NCCL does not know
     pools_results = False  # whether what the array library makes itself is of the pool as well
 
@@ -156,20 +157,20 @@ class Device(ABC):
     def take_pages(self, array: Array) -> None:  # noqa: B027
         """`array`, all or a part of what was lent, is about to be written anew."""
 
-    def called(self, array: Array, category: str, owner: str | None = None) -> Array:
+    def set_tag(self, array: Array, category: str, owner: str | None = None) -> Array:
         """The array. Says what its memory is for, as a memory plan does, to a device that keeps books.
 
         owner: whose it is, a unit's label; "" for nobody's own. None: that of the module that runs.
         """
         return array
 
-    def stepped(self) -> None:  # noqa: B027 (nobody keeps books)
+    def step_done(self) -> None:  # noqa: B027 (nobody keeps books)
         """An optimizer has issued all of a step: to a device that keeps books."""
 
-    def coming_apart(self, digits: tuple[tuple[int, int], ...]) -> None:  # noqa: B027
-        """Ranks that differ in these digits (comm/digits.py) do not do the same from now on."""
+    def allow_divergence(self, layout: tuple[tuple[int, int], ...]) -> None:  # noqa: B027
+        """Ranks that differ in these digits (comm/mesh_layout.py) do not do the same from now on."""
 
-    def doing(self, part: str) -> None:  # noqa: B027
+    def set_phase(self, phase: str) -> None:  # noqa: B027
         """Ops are of this part of the step from now on ("forward blocks.0"): to a device that keeps books."""
 
     @abstractmethod

@@ -133,19 +133,19 @@ class Shaped(np.ndarray):
 
     # -- what the host reads
 
-    def _told(self) -> np.ndarray:
+    def _reported(self) -> np.ndarray:
         return self.shardrt_device.to_numpy(self)
 
     def item(self, *place: int) -> Any:
         if not place and self.size != 1:
             raise ValueError("can only convert an array of size 1 to a Python scalar")
-        return (self[place] if place else self)._told().item()
+        return (self[place] if place else self)._reported().item()
 
     def tolist(self) -> Any:
-        return self._told().tolist()
+        return self._reported().tolist()
 
     def tobytes(self, order: str = "C") -> bytes:
-        return self._told().tobytes()
+        return self._reported().tobytes()
 
     def __float__(self) -> float:
         return float(self.item())
@@ -159,7 +159,7 @@ class Shaped(np.ndarray):
         return int(self.item())
 
     def __bool__(self) -> bool:
-        return bool(self._told())
+        return bool(self._reported())
 
     def __repr__(self) -> str:
         return f"Shaped({self.shape}, {self.dtype.name}, {self.shardrt_device.name!r})"

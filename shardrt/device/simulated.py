@@ -105,15 +105,16 @@ class SimulatedDevice(Device):
         kernels: Any = None,
         program: Program | None = None,
         *,
-        alone: bool = False,
+        dry_run: bool = False,
     ) -> None:
         self.like = like.like if isinstance(like, SimulatedDevice) else like
         self.values = values
         self.program = Program() if program is None else program
-        self.alone = alone
-        self.label = self._part = ""
+        self.dry_run = dry_run
+        self.label = self._phase = ""
         self.on_step: Callable[[int], None] | None = None  # told of each optimizer step, from 0
-        self.on_apart: Callable[[tuple[tuple[int, int], ...]], None] | None = None  # told as `coming_apart`
+        # Told as `allow_divergence`.
+        self.on_divergence: Callable[[tuple[tuple[int, int], ...]], None] | None = None
         self.whose: Callable[[], str] = str  # the module that runs now, which memory is lent to
         self._steps = count()
         self._marks, self._events = count(1), count(1)
@@ -152,18 +153,18 @@ class SimulatedDevice(Device):
         if nbytes is None:
             nbytes = sum(x.nbytes for x in (*reads, *writes))
         ranges, dtype = (_ranges(reads), _ranges(writes)), dtypes.computed_in(reads or writes)
-        label = self.label or (self._part if self._running is self.current_stream else "")
+        label = self.label or (self._phase if self._running is self.current_stream else "")
         what = flops, nbytes, launches, label, site(), sizes, dtype
         self.add(p.Work(self._running.name, name, *ranges, *what))
 
-    def doing(self, part: str) -> None:
-        self._part = part
+    def set_phase(self, phase: str) -> None:
+        self._phase = phase
 
-    def coming_apart(self, digits: tuple[tuple[int, int], ...]) -> None:
-        if self.on_apart is not None:
-            self.on_apart(digits)
+    def allow_divergence(self, layout: tuple[tuple[int, int], ...]) -> None:
+        if self.on_divergence is not None:
+            self.on_divergence(layout)
 
-    def stepped(self) -> None:
+    def step_done(self) -> None:
         number = next(self._steps)
         self.add(p.Step(number))
         if self.on_step is not None:
@@ -206,8 +207,8 @@ class SimulatedDevice(Device):
 
     def lacks_float8(self) -> str:
         """The dry run of a device does what it does."""
-        told = "the simulator has no speeds of matmuls in float8"
-        return self.like.lacks_float8() if isinstance(self.like, Device) else told
+        message = "the simulator has no speeds of matmuls in float8"
+        return self.like.lacks_float8() if isinstance(self.like, Device) else message
 
     def matmul_ignores_place(self) -> bool:
         return self.like.matmul_ignores_place()
@@ -274,7 +275,7 @@ class SimulatedDevice(Device):
         self.add(p.Free(block.start, site(), block.owner or ""))
         self.addresses.give_back(block.start, block.nbytes, block.owner)
 
-    def called(self, array: Array, category: str, owner: str | None = None) -> Array:
+    def set_tag(self, array: Array, category: str, owner: str | None = None) -> Array:
         block = block_of(array)
         items = self.program.items
         taken = items[block.item] if block is not None and block.item < len(items) else None
@@ -326,16 +327,18 @@ class SimulatedDevice(Device):
     def answer(self, reads: Iterable[Array], asked: Any) -> Any:
         """What a kernel tells the host, which waits for it. asked: `what` it is, and what it is usually."""
         self.wait_here()
-        return self._told((), np.dtype(type(asked.usual)), asked.what, asked.usual)
+        return self._answered((), np.dtype(type(asked.usual)), asked.what, asked.usual)
 
-    def _told(self, ranges: tuple[p.Range, ...], dtype: np.dtype, what: str = "", usual: Any = None) -> Any:
+    def _answered(
+        self, ranges: tuple[p.Range, ...], dtype: np.dtype, what: str = "", usual: Any = None
+    ) -> Any:
         place = site()
         value, why = self.values(place, dtype, what, usual)
         self.add(p.HostRead(ranges, why, place))
         return value
 
     def _value(self, array: Array) -> np.ndarray:
-        value = self._told(ranges_of(array), array.dtype)
+        value = self._answered(ranges_of(array), array.dtype)
         found = np.zeros(array.shape, array.dtype)  # pages of zeros take no memory
         if value:
             found[...] = value
@@ -380,7 +383,7 @@ class SimulatedHost(SimulatedDevice):
     def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
         self.like, self.values, self.label = CPUDevice, device.values, ""
-        self._part = ""
+        self._phase = ""
         self.addresses = device.addresses
         self._kernels, self._given = None, device._given
         if self._given is not None:

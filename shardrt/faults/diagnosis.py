@@ -107,11 +107,11 @@ def standing(flight: Flight, flights: Sequence[Flight], now: float | None) -> st
         what, since = f"{where}: {verb} {inside}", inside.monotonic
     if now is None:
         return what
-    told = f"{what}, {max(0.0, reference - since):.1f} s ago"
+    message = f"{what}, {max(0.0, reference - since):.1f} s ago"
     if flight.ended:
-        return f"{told}; it has ended: {flight.ended}"
+        return f"{message}; it has ended: {flight.ended}"
     silence = _silence(flight, now)
-    return told + (f"; stopped or dead, no sign of life for {silence:.1f} s" if silence > SILENT else "")
+    return message + (f"; stopped or dead, no sign of life for {silence:.1f} s" if silence > SILENT else "")
 
 
 def table(some: Sequence[Flight], flights: Sequence[Flight], now: Mapping[int, float]) -> list[str]:
@@ -152,10 +152,12 @@ def _together(flights: Sequence[Flight], hosts: Sequence[str]) -> str:
     if len(set(hosts)) < 2 or not all(flight.open_call for flight in flights):
         return ""
     *before, last = dict.fromkeys(hosts)
-    told = f"no rank is behind, all are in {', '.join(inside)}: "
+    message = f"no rank is behind, all are in {', '.join(inside)}: "
     if len(before) == 1:
-        return f"{told}what links {before[0]} and {last} is slow, or brings nothing"
-    return f"{told}a link of {', '.join(before)} or {last} is slow, or brings nothing; which one is not known"
+        return f"{message}what links {before[0]} and {last} is slow, or brings nothing"
+    return (
+        f"{message}a link of {', '.join(before)} or {last} is slow, or brings nothing; which one is not known"
+    )
 
 
 def _reached(flight: Flight, communicator: str) -> int:

@@ -192,8 +192,8 @@ class _Job:
             function()
         if not _done(everyone, _SILENCE):
             self._wait_for(everyone)
-        told = self._leaving.allgather(bool(self._farewells))
-        while {rank for rank, said in enumerate(told) if said} - {self._mpi.rank} - self.departed():
+        reported = self._leaving.allgather(bool(self._farewells))
+        while {rank for rank, said in enumerate(reported) if said} - {self._mpi.rank} - self.departed():
             time.sleep(0.001)
         MPI.Request.Waitall([programs, *self._farewells])
         for function in supervision.very_last:
@@ -234,7 +234,7 @@ class _Job:
     def _turn(self, error: BaseException) -> float:
         """Seconds in which the rank that is to tell of an error may end the job before this one speaks."""
         mismatch = _root(error, CollectiveMismatch)
-        if mismatch is not None and mismatch.speaks:
+        if mismatch is not None and mismatch.is_leader:
             return 0.0
         own = turn(self.hosts[self._mpi.rank], self.hosts, _TURN, _LAST) if self.hosts else 0.0
         return own if mismatch is None else max(own, _TURN)

@@ -27,7 +27,7 @@ PHASES = ("set-up", "data", "forward", "backward", "optimizer", "report", "save"
 _IN_STEP = ("data", "forward", "backward", "optimizer", "report")
 BEGUN, ENTERED, DONE = 0, 1, 2  # a phase; a collective
 OPERATIONS = ("", "barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
-OPERATIONS += (*MESSAGES, "talk")
+OPERATIONS += (*MESSAGES, "all_gather_bytes")
 
 _MAGIC = b"shardrt flight 2"
 # Magic, rank, size, pid, records, start (wall), host, seconds by which its clock is ahead of rank 0's.
@@ -224,17 +224,17 @@ class Record:
         size = f", {self.elements} of {self.dtype}" if self.elements else ""
         if self.operation in MESSAGES:
             peer = self.peer(_MOST)
-            told = self.unit if peer is None else _PEER.sub(f"rank {peer}", self.unit)
-            return f"{self.operation} {told}{size}, of {self.communicator}"
+            message = self.unit if peer is None else _PEER.sub(f"rank {peer}", self.unit)
+            return f"{self.operation} {message}{size}, of {self.communicator}"
         unit = f", unit {self.unit}" if self.unit else ""
         return f"{self.operation} #{self.call} of {self.communicator}{size}{unit}"
 
     def peer(self, world: int) -> int | None:
         """The rank, of all that run, at the other end of a message; None where the record does not say."""
-        group, told = members(self.communicator, world), _PEER.search(self.unit)
-        if group is None or told is None or int(told[1]) >= len(group):
+        group, message = members(self.communicator, world), _PEER.search(self.unit)
+        if group is None or message is None or int(message[1]) >= len(group):
             return None
-        return group[int(told[1])]
+        return group[int(message[1])]
 
 
 @dataclass(frozen=True)
@@ -316,34 +316,34 @@ def read(path: Path) -> Flight:
 
 def members(name: str, world: int) -> Sequence[int] | None:
     """The ranks of the communicator that is called so; None where its name was too long to say."""
-    told = re.search(r"^\w*(?:\[([\d:,]+)\])?(?:~\d+)?$", name)
-    if not told:
+    message = re.search(r"^\w*(?:\[([\d:,]+)\])?(?:~\d+)?$", name)
+    if not message:
         return None
-    if not told[1]:
+    if not message[1]:
         return range(world)
     try:
-        if ":" in told[1]:
-            return range(*map(int, told[1].split(":")))
-        return [int(rank) for rank in told[1].split(",")]
+        if ":" in message[1]:
+            return range(*map(int, message[1].split(":")))
+        return [int(rank) for rank in message[1].split(",")]
     except (ValueError, TypeError):  # no slice: a damaged name
         return None
 
 
 def read_all(folder: Path) -> tuple[list[Flight], list[str]]:
     """The flights of a folder by rank, and a line for each file that can't be read or is missing."""
-    flights, told = [], []
+    flights, message = [], []
     for path in sorted(folder.glob("rank-*.bin")):
         try:
             flights.append(read(path))
         except DamagedFlight as error:
-            told.append(str(error))
+            message.append(str(error))
         except OSError as error:
-            told.append(f"{path}: {error.strerror}")
+            message.append(f"{path}: {error.strerror}")
     flights.sort(key=lambda flight: flight.rank)
-    if flights and not told:
+    if flights and not message:
         missing = sorted(set(range(flights[0].size)) - {flight.rank for flight in flights})
-        told += [f"no flight file of rank {rank} in {folder}" for rank in missing]
-    return flights, told
+        message += [f"no flight file of rank {rank} in {folder}" for rank in missing]
+    return flights, message
 
 
 def resident_bytes() -> int:

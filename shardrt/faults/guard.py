@@ -129,16 +129,16 @@ class _Guard:
         else:
             self._exiting += passed
         if self.exit and self._exiting > self.exit:
-            told = f"has been in its exit handlers for {self._exiting:.0f} s"
+            message = f"has been in its exit handlers for {self._exiting:.0f} s"
             if left:
-                told = (
+                message = (
                     f"has ended but for its thread {', '.join(left[:8])}, for which others have waited "
                     f"{self._exiting:.0f} s"
                 )
             else:
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
-            told = f"hang: rank {self.rank} {told}; the job ends with exit code {failure.HANG}\n"
-            failure.end_job(told, failure.HANG)
+            message = f"hang: rank {self.rank} {message}; the job ends with exit code {failure.HANG}\n"
+            failure.end_job(message, failure.HANG)
 
 
 def _to_nobody() -> None:
@@ -160,7 +160,7 @@ def _end() -> None:
             sys.stdout.flush()
         os._exit(failure.exit_code())
     if _guard is not None and _guard.exit:
-        told = f"hang: rank {_guard.rank} has been at its exit for {_guard.exit:.0f} s"
+        message = f"hang: rank {_guard.rank} has been at its exit for {_guard.exit:.0f} s"
         with suppress(OSError, RuntimeError):  # no memory for a thread
-            _guard.last = Deadline(failure.HANG, f"{told}; the job ends with exit code {failure.HANG}")
+            _guard.last = Deadline(failure.HANG, f"{message}; the job ends with exit code {failure.HANG}")
             _guard.last.set(_guard.exit)

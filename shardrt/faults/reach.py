@@ -31,8 +31,8 @@ def answering(known: Mapping[str, str], seconds: float) -> set[str]:
     answers: set[str] = set()
     deadline = time.monotonic() + seconds
     with ExitStack() as links, selectors.DefaultSelector() as asked:
-        for host, told in known.items():
-            for address in told.split(","):
+        for host, message in known.items():
+            for address in message.split(","):
                 for port in PORTS:
                     with suppress(OSError):  # no more files, or no IPv6
                         link = links.enter_context(_asked(address, port))

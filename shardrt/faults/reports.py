@@ -23,7 +23,7 @@ class Heard(NamedTuple):
 
     flights: list[Flight]  # as they were first; but for the signs of life, which are the latest
     now: dict[int, float]  # by rank: monotonic time of its host
-    told: list[str]  # a line for each flight that can't be read
+    message: list[str]  # a line for each flight that can't be read
     silent: list[str]  # hosts that do not answer any more
 
 
@@ -34,10 +34,10 @@ def listen(
 
     hosts: by rank. addresses: of other hosts that did answer. beat: called now and then.
     """
-    flights, told = read_all(folder)
+    flights, message = read_all(folder)
     before, began = {flight.rank: flight for flight in flights}, time.monotonic()
     if len(set(hosts)) == 1:
-        return Heard(flights, dict.fromkeys(before, began), told, [])
+        return Heard(flights, dict.fromkeys(before, began), message, [])
     silent = dict(addresses)
     for turn in range(1, _TURNS + 1):
         for host in reach.answering(silent, LISTENING / _TURNS):
@@ -53,7 +53,7 @@ def listen(
         stands = was is not flight and was.life_monotonic == flight.life_monotonic
         now[flight.rank] = flight.life_monotonic + (LISTENING if stands else 0.0)
         before[flight.rank] = replace(was, beat_monotonic=flight.life_monotonic)
-    return Heard([before[rank] for rank in sorted(before)], now, told, list(silent))
+    return Heard([before[rank] for rank in sorted(before)], now, message, list(silent))
 
 
 def hang(recorder: Recorder, heard: Heard, hosts: Sequence[str], idle: float, limit: float) -> str:
@@ -69,7 +69,7 @@ def hang(recorder: Recorder, heard: Heard, hosts: Sequence[str], idle: float, li
         name = f"{host}: " if several else ""
         rows = diagnosis.table(there, heard.flights, heard.now) if host not in heard.silent else []
         lines += [f"  {name}{row}" for row in rows]
-    lines += [f"  {line}" for line in heard.told]
+    lines += [f"  {line}" for line in heard.message]
     gone = diagnosis.out_of_reach(heard.flights, hosts, heard.silent, hosts[recorder.rank])
     return "\n".join([*lines, gone or diagnosis.blame(heard.flights, hosts, heard.now)]) + "\n"
 

@@ -112,13 +112,15 @@ class Watch:
         self._durations: deque[float] = deque(maxlen=_STEPS)
         self._step_began = 0.0
         self._steps_done = 0
-        told = f"hang: rank {mesh.rank} has waited {self.limits.set_up:g} s for all ranks to begin a Watch"
+        message = f"hang: rank {mesh.rank} has waited {self.limits.set_up:g} s for all ranks to begin a Watch"
         limit = self.limits.set_up if mesh.world.kind == "mpi" else 0
-        with within(limit, told):
+        with within(limit, message):
             made = _temporary_folder() if mesh.rank == 0 else ""
-            told = mesh.communicator("control").talk(os.fsencode(f"{socket.gethostname()}\0{made}"))
-        self._hosts = [os.fsdecode(each).partition("\0")[0] for each in told]  # by rank
-        self._folder = Path(os.fsdecode(told[0]).partition("\0")[2])
+            message = mesh.communicator("control").all_gather_bytes(
+                os.fsencode(f"{socket.gethostname()}\0{made}")
+            )
+        self._hosts = [os.fsdecode(each).partition("\0")[0] for each in message]  # by rank
+        self._folder = Path(os.fsdecode(message[0]).partition("\0")[2])
         self._addresses: dict[str, str] = {}  # of other hosts that answered at the start
         self.recorder = Recorder(self._folder, mesh.rank, mesh.size, _ahead(mesh, self._hosts))
         self._temporary: Path | None = self._folder
@@ -386,7 +388,7 @@ class Watch:
 
 def _first(mesh: Watched, path: str) -> str:
     """The path that rank 0 gives. Collective."""
-    return os.fsdecode(mesh.communicator("control").talk(os.fsencode(path))[0])
+    return os.fsdecode(mesh.communicator("control").all_gather_bytes(os.fsencode(path))[0])
 
 
 def _ahead(mesh: Watched, hosts: Sequence[str]) -> float:
@@ -396,11 +398,13 @@ def _ahead(mesh: Watched, hosts: Sequence[str]) -> float:
     """
     if len(set(hosts)) == 1:
         return 0.0
-    times = [float(each) for each in mesh.communicator("control").talk(repr(time.time()).encode())]
+    times = [
+        float(each) for each in mesh.communicator("control").all_gather_bytes(repr(time.time()).encode())
+    ]
     off = {host: seconds - times[0] for host, seconds in zip(hosts, times, strict=True)}
-    told = [f"{host} {seconds:+.0f} s" for host, seconds in off.items() if abs(seconds) > _CLOCKS]
-    if told and mesh.rank == 0:
-        warnings.warn(f"clocks differ from that of {hosts[0]}: {', '.join(told)}", stacklevel=3)
+    message = [f"{host} {seconds:+.0f} s" for host, seconds in off.items() if abs(seconds) > _CLOCKS]
+    if message and mesh.rank == 0:
+        warnings.warn(f"clocks differ from that of {hosts[0]}: {', '.join(message)}", stacklevel=3)
     return times[mesh.rank] - times[0]
 
 

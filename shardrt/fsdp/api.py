@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from shardrt import dtypes
-from shardrt.comm import talk
-from shardrt.comm.digits import Digits, meet, without
+from shardrt.comm import objects
 from shardrt.comm.mesh import DeviceMesh, default_mesh
+from shardrt.comm.mesh_layout import MeshLayout, overlap, without
 from shardrt.fsdp.boundary import UnitBoundary, unit_of
 from shardrt.fsdp.full import built_units
 from shardrt.fsdp.group import GroupKey
@@ -24,7 +24,7 @@ from shardrt.functional.float8 import MULTIPLE
 from shardrt.nn.layers import Linear
 from shardrt.nn.module import Module, stages_of
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.share import CUT, PARTIAL
+from shardrt.nn.parameter_placement import PARTIAL, SHARD
 from shardrt.nn.storage import LocalStorage
 
 Whole = TypeVar("Whole", bound=Module | Sequence[Module])
@@ -211,25 +211,25 @@ def _choose_float8(modules: list[Module], taken: set[int]) -> None:
         )
 
 
-def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[Digits, Digits]:
+def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[MeshLayout, MeshLayout]:
     """(axes along which the parameter was split before, axes along which its gradients must be added)."""
-    share, place = parameter.share, parameter.place
-    if place is not None and (place.mesh.root is not mesh.root or meet(place.axes, mesh.axes)):
+    placement, place = parameter.placement, parameter.place
+    if place is not None and (place.mesh.root is not mesh.root or overlap(place.axes, mesh.axes)):
         raise ValueError(
             f"fully_shard: parameter {parameter.name!r} is {place.description} of {place.mesh!r}; shard it "
             f"along other axes of the same mesh, not {mesh!r}"
         )
-    if share is None:
+    if placement is None:
         return (), ()
     # A parameter may be sharded along axes where its gradients are parts of a sum: the reduction makes it.
-    alike = () if share.kind == PARTIAL else share.axes
-    if share.mesh.root is not mesh.root or meet(alike, mesh.axes):
+    alike = () if placement.kind == PARTIAL else placement.axes
+    if placement.mesh.root is not mesh.root or overlap(alike, mesh.axes):
         raise ValueError(
-            f"fully_shard: parameter {parameter.name!r} is on {share.mesh!r} already; shard it along other "
+            f"fully_shard: parameter {parameter.name!r} is on {placement.mesh!r} already; shard it along other "
             f'axes of the same mesh, as mesh["dp_shard"], not {mesh!r}'
         )
-    partial = without(share.partial, mesh.axes) if share.partial else ()
-    return share.axes if share.kind == CUT else (), partial
+    partial = without(placement.partial, mesh.axes) if placement.partial else ()
+    return placement.axes if placement.kind == SHARD else (), partial
 
 
 def register_forward_method(module: Module, name: str) -> None:
@@ -288,7 +288,7 @@ def set_gradient_divide_factor(module: Module, factor: float) -> None:
         raise ValueError(f"set_gradient_divide_factor: factor must be positive, got {factor}")
     found = units_for("set_gradient_divide_factor", module)
     for schedule in dict.fromkeys(unit.schedule for unit in found if unit.schedule is not None):
-        if differing := talk.agree(schedule.control, float(factor)):
+        if differing := objects.differing_ranks(schedule.control, float(factor)):
             raise ValueError(
                 f"set_gradient_divide_factor: ranks {differing} give another factor than rank 0 (rank "
                 f"{schedule.mesh.rank}: {factor}); pass the same on every rank"

@@ -4,8 +4,8 @@ import zlib
 from collections.abc import Callable, Iterable
 
 from shardrt import device, dtypes
-from shardrt.comm import talk
-from shardrt.comm.digits import without
+from shardrt.comm import objects
+from shardrt.comm.mesh_layout import without
 from shardrt.comm.protocol import Communicator
 from shardrt.fsdp.boundary import unit_of
 from shardrt.fsdp.group import ParameterGroup
@@ -14,7 +14,7 @@ from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.unit import Unit, data_of
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.share import PARTIAL
+from shardrt.nn.parameter_placement import PARTIAL
 from shardrt.nn.storage import LocalStorage
 from shardrt.recompute import Recomputation
 
@@ -32,10 +32,10 @@ def check_mesh(unit: Unit, first: Unit) -> None:
         )
     alike = own is theirs or sorted(own.ranks.ravel()) == sorted(theirs.ranks.ravel())
     for parameter in unit.parameters if unit is not first else ():
-        share = parameter.share
-        apart = share is not None and (share.own_data or share.kind == PARTIAL)
-        if not (data_of(share, own) == without(theirs.axes, share.one_loss) if apart else alike):
-            split = f" and {share.mesh!r}" if apart else ""
+        placement = parameter.placement
+        apart = placement is not None and (placement.own_data or placement.kind == PARTIAL)
+        if not (data_of(placement, own) == without(theirs.axes, placement.one_loss) if apart else alike):
+            split = f" and {placement.mesh!r}" if apart else ""
             raise ValueError(
                 f"fully_shard: unit {unit.label} is on {own!r}{split}, {first.label} on {theirs!r}; their "
                 "gradients would be summed over other ranks; take axes of the mesh that together have the "
@@ -87,7 +87,7 @@ def check_same_on_all_ranks(schedule: Schedule, units: list[Unit]) -> None:
         for u in units
     ]
     described.append((schedule.prefetch,))
-    rank, differing = schedule.mesh.rank, talk.agree(schedule.control, described)
+    rank, differing = schedule.mesh.rank, objects.differing_ranks(schedule.control, described)
     if differing:
         seeds = sorted({p.seed for u in units for p in u.parameters})
         raise ValueError(
@@ -101,7 +101,7 @@ def check_same_types(schedule: Schedule, units: list[Unit]) -> None:
     kinds = sorted({group.key.param for u in units for group in u.groups} & {*dtypes.LOW})
     here = schedule.streams.device
     found = [f"{kind} as {here.gathered_dtype(kind).name}" for kind in kinds]
-    if found and (differing := talk.agree(schedule.control, found)):
+    if found and (differing := objects.differing_ranks(schedule.control, found)):
         raise ValueError(
             f"fully_shard: ranks {differing} gather parameters in other types than rank 0 "
             f"(rank {schedule.mesh.rank}: {', '.join(found)}); have the extra bf16 installed for all ranks "
@@ -119,13 +119,15 @@ def check_same_values(control: Communicator, units: list[Unit], cut: bool) -> No
     groups = [group for u in units for group in u.groups if cut or not group.key.cut]
     initial = [pair for group in groups for pair in zip(group.parameters, group.initial, strict=True)]
     made = bytes(storage.materialised for _, storage in initial)
-    if talk.agree(control, made):  # ranks differ in which values are made: compare all made on any rank
-        made = bytes(map(max, *control.talk(made)))
+    if objects.differing_ranks(
+        control, made
+    ):  # ranks differ in which values are made: compare all made on any rank
+        made = bytes(map(max, *control.all_gather_bytes(made)))
     given = [place for place, there in enumerate(made) if there]
     checksums = [_checksum(*initial[place]) for place in given]
-    if not given or not talk.agree(control, checksums):
+    if not given or not objects.differing_ranks(control, checksums):
         return
-    everyone = talk.from_all(control, checksums)
+    everyone = objects.all_gather_object(control, checksums)
     for place, ranks in zip(given, zip(*everyone, strict=True), strict=True):
         if other := [rank for rank, checksum in enumerate(ranks) if checksum != ranks[0]]:
             raise ValueError(
@@ -137,5 +139,5 @@ def check_same_values(control: Communicator, units: list[Unit], cut: bool) -> No
 def _checksum(parameter: Parameter, storage: LocalStorage) -> int:
     """The CRC-32 of a parameter's values; makes them if this rank has not yet."""
     values = device.current().empty((parameter.size,), parameter.dtype)
-    storage.give(storage.part_of(parameter), values)
+    storage.give(storage.extents_of(parameter), values)
     return zlib.crc32(device.current().to_numpy(values))

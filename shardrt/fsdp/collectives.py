@@ -60,7 +60,7 @@ def _plain(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
         if not group.shard_in_slot:
             stream.submit(streams.device.copy, own, group.shard)
     if group.ranks.size > 1:
-        group.ranks.gather.all_gather(as_sent(full), stream=stream, what=group.called)
+        group.ranks.gather.all_gather(as_sent(full), stream=stream, tag=group.tag)
     stream.record(slot.ready)
 
 
@@ -77,13 +77,13 @@ def _native(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
     stream.wait(slot.free)  # compute has finished with the unit that had the slot
     if group.slot_shared:
         # All ranks must have finished with the slot's last unit: they read the part that this rank writes.
-        group.ranks.gather.barrier(stream=stream, what=group.called)
+        group.ranks.gather.barrier(stream=stream, tag=group.tag)
     bits = slot.array[: group.layout.total].view(dtypes.storage(group.key.param))
     if not new:
         own = bits[slice(*group.layout.shard_range(group.ranks.rank))]
         _cast(streams.device.kernels.cast.pack, group, own, streams)
     if group.ranks.size > 1:
-        group.ranks.gather.all_gather(bits, stream=stream, what=group.called)
+        group.ranks.gather.all_gather(bits, stream=stream, tag=group.tag)
     stream.record(slot.ready)
 
 
@@ -96,7 +96,7 @@ def _packed(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
     stream, cast, kind = streams.gather, streams.device.kernels.cast, group.key.param
     packed = group.arenas["wire"].slots[0].array[: group.layout.total]
     _cast(cast.pack, group, packed[slice(*group.layout.shard_range(group.ranks.rank))], streams)
-    group.ranks.gather.all_gather(packed, stream=stream, what=group.called)
+    group.ranks.gather.all_gather(packed, stream=stream, tag=group.tag)
     stream.wait(slot.free)  # compute has finished with the unit that had the slot
     stream.submit(cast.unpack, packed, slot.array[: packed.size], kind)
     stream.record(slot.ready)
@@ -181,7 +181,7 @@ def reduce_scatter(
     scale = 1.0 / group.choices.divide_factor
     if group.ranks.copies is None:
         group.ranks.reduce.reduce_scatter(
-            out, wire, stream=streams.reduce, scale=scale, accumulate=accumulate, kind=kind, what=group.called
+            out, wire, stream=streams.reduce, scale=scale, accumulate=accumulate, kind=kind, tag=group.tag
         )
         return
     own = slot.array[slice(*group.layout.shard_range(group.ranks.rank))]
@@ -210,10 +210,10 @@ def sum_over_ranks(
     """
     ranks, stream = group.ranks, streams.reduce
     if ranks.size > 1 or ranks.copies is None:
-        ranks.reduce.reduce_scatter(own, wire, stream=stream, kind=kind, what=group.called)
+        ranks.reduce.reduce_scatter(own, wire, stream=stream, kind=kind, tag=group.tag)
         wire, kind = own, ""
     if ranks.copies is not None:
         count = own.size // ranks.copies.size
         piece = own[ranks.copies.rank * count : (ranks.copies.rank + 1) * count]
-        ranks.copies.reduce_scatter(piece, wire, stream=stream, scale=scale, kind=kind, what=group.called)
-        ranks.copies.all_gather(own, stream=stream, what=group.called)
+        ranks.copies.reduce_scatter(piece, wire, stream=stream, scale=scale, kind=kind, tag=group.tag)
+        ranks.copies.all_gather(own, stream=stream, tag=group.tag)

@@ -42,7 +42,7 @@ def dry_run(model: Module, units: list[Unit], step: Callable[[], Any]) -> Taken:
     The model, its units and the random numbers stay as they were. setup.connect must have made the
     communicators that the units need.
     """
-    here = SimulatedDevice(units[0].settings.mesh.device, alone=True)
+    here = SimulatedDevice(units[0].settings.mesh.device, dry_run=True)
     with ExitStack() as stack:
         stack.callback(activation_offload.forget, here)
         stack.enter_context(units[0].settings.mesh.on(here))

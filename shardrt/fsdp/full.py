@@ -15,10 +15,10 @@ from shardrt.fsdp.collectives import as_sent
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.setup import units_below
 from shardrt.fsdp.unit import Unit
+from shardrt.nn.extents import take
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.runs import take
-from shardrt.nn.share import collected, joined
+from shardrt.nn.parameter_placement import collected, joined
 from shardrt.nn.storage import LocalStorage
 
 Array = Any
@@ -132,14 +132,14 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
     start, stop = storage.range_of(parameter)
     own = np.ascontiguousarray(device.of(array).to_numpy(array[start:stop]))
     if isinstance(storage, LocalStorage):
-        return joined(parameter.share, own.reshape(parameter.shape).copy())  # every rank holds all of it
+        return joined(parameter.placement, own.reshape(parameter.shape).copy())  # every rank holds all of it
     ranks, layout = storage.ranks, storage.layout
     if ranks.copies is not None and ranks.copies.rank > 0:
         return None  # rank 0's shard group holds the whole parameter
     entry = layout.entries[storage.position[id(parameter)]]
     parts = [layout.held(entry, rank)[2] for rank in range(ranks.size)]
     whole = collected(ranks.control, own, parameter.shape, parts)
-    return None if whole is None else joined(parameter.share, whole)
+    return None if whole is None else joined(parameter.placement, whole)
 
 
 def built_units(module: Module) -> list[Unit]:
@@ -172,7 +172,7 @@ def _gathered(group: ParameterGroup, shard: Array) -> Array:
     start, stop = layout.shard_range(ranks.rank)
     streams.compute.submit(streams.device.copy, whole[start:stop], shard)
     if ranks.size > 1:
-        ranks.control.all_gather(as_sent(whole), stream=streams.compute, what=group.label)
+        ranks.control.all_gather(as_sent(whole), stream=streams.compute, tag=group.label)
     return whole
 
 
@@ -181,6 +181,6 @@ def _take_back(unit: Unit) -> None:
     for group in unit.groups:
         for parameter, view in zip(group.parameters, group.full_views, strict=True):
             start, stop = group.range_of(parameter)
-            piece = take(group.part_of(parameter), view)
+            piece = take(group.extents_of(parameter), view)
             streams.compute.submit(streams.device.copy, group.shard[start:stop], piece)
         group.modified()

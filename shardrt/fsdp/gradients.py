@@ -54,7 +54,7 @@ class Gradients:
         """
         if of_their_own and any(unit.choices.micro_batches is not None for unit in self._units):
             raise RuntimeError(
-                "backward(late=...): with set_world_invariant the gradient of each micro-batch has its own "
+                "backward(deferred=...): with set_world_invariant the gradient of each micro-batch has its own "
                 "place in the tree of sums; leave late out"
             )
         accumulates = of_their_own or any(unit.accumulates for unit in self._units)
@@ -109,7 +109,7 @@ class Gradients:
         """End a backward: the optimizer and clipping may read the gradients from here on."""
         for group in self._ask():
             if group.on_gradient is not None and group.sharded_gradient.any_rank_wrote_gradient():
-                self.tell_optimizer(group)  # an optimizer in backward: only other ranks wrote this gradient
+                self.notify_optimizer(group)  # an optimizer in backward: only other ranks wrote this gradient
         for group in self._reduced:
             self._streams.compute.wait(group.gradient_ready)  # the reduction has put the sum into its place
         self._reduced = []
@@ -127,7 +127,7 @@ class Gradients:
             group.sharded_gradient.others_wrote = partial(_answer, answers, answered, place)
         return [group for group, own in wrote.items() if not own]
 
-    def tell_optimizer(self, group: ParameterGroup) -> None:
+    def notify_optimizer(self, group: ParameterGroup) -> None:
         """Pass the gradient of `group`, if complete, to an optimizer that updates during backward."""
         if group.on_gradient is not None and group.sharded_gradient.complete:
             group.on_gradient()

@@ -27,8 +27,8 @@ from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.policy import Choices, Settings
 from shardrt.fsdp.process_groups import Axes, ProcessGroups
 from shardrt.fsdp.sharded_gradient import ShardedGradient, Streams
+from shardrt.nn.extents import Extents
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.runs import Part
 from shardrt.nn.storage import HostPlacement, LocalStorage, LowPrecisionCopy, Storage, read_only
 
 Array = Any
@@ -103,7 +103,7 @@ class _Group(Storage):
         self.finds_unused = False
         self.sharded_gradient = sharded_gradient
         self.label = ""  # for messages and traces: the unit's name, with the key if it has several groups
-        self.called = ""  # tag of its collectives: the label, and which parameters train if that has changed
+        self.tag = ""  # tag of its collectives: the label, and which parameters train if that has changed
 
     @property
     def settings(self) -> Settings:
@@ -167,7 +167,7 @@ class _NoValues:
 
     materialised = False
 
-    def give(self, part: Part, out: Array) -> None:
+    def give(self, part: Extents, out: Array) -> None:
         """Leave `out` as it is."""
 
 
@@ -205,8 +205,8 @@ class UnbuiltGroup(_Group):
     def range_of(self, parameter: Parameter) -> tuple[int, int]:
         return self._built(parameter).range_of(parameter)
 
-    def part_of(self, parameter: Parameter) -> Part:
-        return self._built(parameter).part_of(parameter)
+    def extents_of(self, parameter: Parameter) -> Extents:
+        return self._built(parameter).extents_of(parameter)
 
     def full(self, parameter: Parameter) -> Array:
         raise _not_gathered(parameter)
@@ -248,7 +248,7 @@ class ParameterGroup(_Group):
     ) -> None:
         super().__init__(group.unit, group.key, group.parameters, group.sharded_gradient)
         self.trained, self.finds_unused = group.trained, group.finds_unused
-        self.label, self.called = group.label, group.called
+        self.label, self.tag = group.label, group.tag
         self.sharded_gradient.label = self.label
         self.sharded_gradient.ready = device.new_event()
         self.layout = layout
@@ -345,7 +345,7 @@ class ParameterGroup(_Group):
         if self.accumulates and autograd.running() is None:
             raise RuntimeError(
                 f"unit {self.label}: its gradients were accumulated under no_sync and not reduced yet; "
-                "run the last backward of a step, and its late.run(), outside no_sync"
+                "run the last backward of a step, and its deferred.flush(), outside no_sync"
             )
         self.sharded_gradient.refuse_incomplete()
         own = self.sharded_gradient
@@ -373,7 +373,7 @@ class ParameterGroup(_Group):
             array = host.buffer(self._device, count, dtype, self.placement.directory)
         else:
             array = self._device.buffer(count, dtype)
-        return self._device.called(array, "optimizer state", self.label)
+        return self._device.set_tag(array, "optimizer state", self.label)
 
     def before_write(self) -> None:
         if self.slot_shared and (self.shard_in_slot or self.low_precision_copy is not None):
@@ -393,7 +393,7 @@ class ParameterGroup(_Group):
     def range_of(self, parameter: Parameter) -> tuple[int, int]:
         return self._held[self.position[id(parameter)]][:2]
 
-    def part_of(self, parameter: Parameter) -> Part:
+    def extents_of(self, parameter: Parameter) -> Extents:
         return self._held[self.position[id(parameter)]][2]
 
     def full(self, parameter: Parameter) -> Array:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from shardrt.nn.runs import Part, cut, run
+from shardrt.nn.extents import Extents, contiguous, cut
 
 ALIGNMENT = 16  # elements: one cache line of float32
 
@@ -67,12 +67,16 @@ class Layout:
         """(start, stop) of a rank's shard in the flat buffer."""
         return rank * self.shard_size, (rank + 1) * self.shard_size
 
-    def held(self, entry: Entry, rank: int) -> tuple[int, int, Part]:
+    def held(self, entry: Entry, rank: int) -> tuple[int, int, Extents]:
         """(start, stop, part): a rank's shard[start:stop] holds elements `part` of the parameter."""
         low, high = self.shard_range(rank)
         start = min(max(entry.offset, low), high)
         stop = min(max(entry.stop, start), high)
-        return start - low, stop - low, cut(run(0, entry.size), start - entry.offset, stop - entry.offset)
+        return (
+            start - low,
+            stop - low,
+            cut(contiguous(0, entry.size), start - entry.offset, stop - entry.offset),
+        )
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:

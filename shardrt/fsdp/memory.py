@@ -73,7 +73,7 @@ def memory_plan(
         optimizer_states: arrays per parameter that the optimizer keeps: 2 for AdamW, 1 for SGD with momentum,
             1.5 for AdamW with exp_avg_dtype="bfloat16", whose first array has half the bytes.
         no_sync: some backwards will run under no_sync, so that full gradients of all units live at once. If
-            `step` itself uses no_sync, late= or unshard, the plan includes that without this argument.
+            `step` itself uses no_sync, deferred= or unshard, the plan includes that without this argument.
 
     Returns:
         The MemoryPlan.
@@ -285,9 +285,9 @@ def _joined_axes(group: ParameterGroup) -> str:
 
 def _before(group: ParameterGroup) -> str:
     """The other axes of the mesh along which the parameters were split or their gradients are summed."""
-    mesh, share, text = group.settings.mesh, group.parameters[0].share, ""
+    mesh, placement, text = group.settings.mesh, group.parameters[0].placement, ""
     if group.key.cut:
-        text += f", cut on {(share.mesh.mesh_dim_names or mesh.names_of(share.axes))[0]} {_ranks(share.mesh)}"
+        text += f", cut on {(placement.mesh.mesh_dim_names or mesh.names_of(placement.axes))[0]} {_ranks(placement.mesh)}"
     return text + "".join(f", summed on {name}" for name in mesh.names_of(group.key.partial))
 
 

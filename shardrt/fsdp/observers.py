@@ -108,7 +108,7 @@ class StepTrace(ScheduleObserver):
 
     def _show_phase(self) -> None:
         """Set the device's phase: the part of the step that ops belong to now."""
-        self._mesh.device.doing(next(reversed(self._phases.values()), ""))
+        self._mesh.device.set_phase(next(reversed(self._phases.values()), ""))
 
     def _add_span(self, direction: str, unit: Unit) -> None:
         started = self._started.pop(unit, None)

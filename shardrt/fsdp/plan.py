@@ -12,7 +12,7 @@ import warnings
 from itertools import zip_longest
 
 from shardrt.autograd import Function, Segment
-from shardrt.comm import talk
+from shardrt.comm import objects
 from shardrt.comm.errors import CollectiveMismatch
 from shardrt.comm.protocol import Communicator
 from shardrt.fsdp.unit import State, Unit
@@ -129,7 +129,10 @@ class Plan(Route):
         if self.agreed:
             return set()
         _compare([self.units.index(unit) for unit in self.order], self.units, control)
-        visited = [self.visited, *map(list, control.talk(bytes(self.visited)))]  # a list from each rank
+        visited = [
+            self.visited,
+            *map(list, control.all_gather_bytes(bytes(self.visited))),
+        ]  # a list from each rank
         by_unit = zip(self.order, *visited, strict=True)
         used = [unit.settings.by_rank or any(on_ranks) for unit, *on_ranks in by_unit]
         self.order = [unit for unit, is_used in zip(self.order, used, strict=True) if is_used]
@@ -163,15 +166,15 @@ class Plan(Route):
 
 def _compare(order: list[int], units: list[Unit], control: Communicator) -> None:
     """Raise CollectiveMismatch on every rank unless all ranks have the same order."""
-    differing = talk.agree(control, order)
+    differing = objects.differing_ranks(control, order)
     if not differing:
         return
-    orders, other = talk.from_all(control, order), differing[0]
+    orders, other = objects.all_gather_object(control, order), differing[0]
     pairs = zip_longest(orders[0], orders[other], fillvalue=None)
     place, pair = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
     names = ["missing" if index is None else units[index].label for index in pair]
     raise CollectiveMismatch(
         f"fully_shard: ranks use units in different orders: unit number {place + 1} is {names[0]} on rank 0, "
         f"{names[1]} on rank {other}; a rank may leave units out, but must not change their order",
-        speaks=control.rank == 0,
+        is_leader=control.rank == 0,
     )

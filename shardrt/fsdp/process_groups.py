@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from shardrt.comm.backends import for_device
-from shardrt.comm.digits import Digits, number_in, size_of, union, without
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.mesh_layout import MeshLayout, index_in, size_of, union, without
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.single import SingleCommunicator
 
-Axes = Digits  # of the root mesh
+Axes = MeshLayout  # of the root mesh
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class ProcessGroups:
         axes = union(cut_before, () if held is None else held.axes)
         holding = mesh.along(axes) if axes else None
         holders = own[2] if holding is None else holding.communicator("control")
-        everyone = mesh.widened(across)
-        first = not number_in(without(everyone.axes, axes), mesh.root.rank)
+        everyone = mesh.union(across)
+        first = not index_in(without(everyone.axes, axes), mesh.root.rank)
         return cls(*own, copies, holders, holding, everyone.size // holders.size, first)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.comm import talk
+from shardrt.comm import objects
 from shardrt.comm.protocol import Communicator
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.process_groups import ProcessGroups
@@ -49,7 +49,7 @@ def check_replicas(model: Module, optimizer: Any = None) -> None:
         _check_stage(model, optimizer)
     except ReplicasDiffer as differ:
         error = str(differ)
-    for message in [error] if others is None else talk.from_all(others, error):
+    for message in [error] if others is None else objects.all_gather_object(others, error):
         if message is not None:
             raise ReplicasDiffer(message)
 
@@ -80,7 +80,7 @@ def _unequal_copies(model: Module, states: States) -> str:
             start, stop = parameter.storage.range_of(parameter)
             arrays = {"parameter": parameter.storage.shard, **states.get(parameter.storage, {})}
             hashes = {kind: _hash(array[start:stop]) for kind, array in arrays.items()}
-            if talk.agree(parameter.place.copies.communicator("control"), hashes):
+            if objects.differing_ranks(parameter.place.copies.communicator("control"), hashes):
                 first, last = parameter.place.stages[0], parameter.place.stages[-1]
                 odd = odd or (
                     f"copies of parameter {parameter.name!r}, or of the optimizer's state of it, differ "
@@ -97,14 +97,14 @@ def _check(
         [ranks.holders.rank, _hash("".join(_hash(a) for g in groups for _, a in _arrays(g, states)).encode())]
         for ranks, groups in by_ranks.items()
     ]
-    everyone = talk.from_all(control, own)
+    everyone = objects.all_gather_object(control, own)
     odd = {ranks for n, ranks in enumerate(by_ranks) if _unequal([pairs[n] for pairs in everyone])}
     if odd:
         groups = [group for ranks in by_ranks if ranks in odd for group in by_ranks[ranks]]
         rows = [row for group in groups for row in _rows(group, states)]
         hashes = [
             {(name, kind, holder): hash_ for name, kind, holder, hash_ in of_rank}
-            for of_rank in talk.from_all(control, rows)
+            for of_rank in objects.all_gather_object(control, rows)
         ]
         raise ReplicasDiffer(_message(hashes))
 

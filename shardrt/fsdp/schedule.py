@@ -151,8 +151,8 @@ class Schedule:
         run.after_nodes(self._end_nodes)
         run.at_end(self._end_backward)
         autograd.later(self._begin_second_half, self._resets)
-        if run.late is not None or self.trained.changed:
-            self.gradients.have_slots(of_their_own=run.late is not None)
+        if run.deferred is not None or self.trained.changed:
+            self.gradients.have_slots(of_their_own=run.deferred is not None)
 
     def _begin_second_half(self, resets: int) -> tuple:
         """Raise RuntimeError if gradients were discarded since the first half, when _resets was `resets`."""
@@ -185,7 +185,7 @@ class Schedule:
         if group.on_gradient is None or not group.sharded_gradient.any_rank_wrote_gradient():
             return
         if not self._comes_again(unit):
-            self.gradients.tell_optimizer(group)
+            self.gradients.notify_optimizer(group)
 
     def _end_nodes(self) -> None:
         """Release all units: this backward reads no parameters any more."""
@@ -193,7 +193,7 @@ class Schedule:
         # A unit is still gathered if it was gathered for a node that then received no gradient.
         self.gathers.finish_all(self.forward.entered, also_kept=True)
         run = autograd.running()
-        if run.late is not None:
+        if run.deferred is not None:
             self._begun.remove(run)
 
     def _end_backward(self) -> None:

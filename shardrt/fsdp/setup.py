@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.comm.digits import union
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.mesh_layout import union
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, host
 from shardrt.device.arena import Arena, Slot
@@ -153,13 +153,15 @@ def lay_out(units: list[Unit]) -> dict[ParameterGroup, Layout]:
 def mesh_of(units: list[Unit]) -> DeviceMesh:
     """The mesh of all ranks that train the model, along axes of data and of split modules."""
     across, mesh = _across(units), units[0].settings.mesh
-    return mesh.widened(across) if across else mesh
+    return mesh.union(across) if across else mesh
 
 
 def _across(units: list[Unit]) -> Axes:
     """The mesh axes along which modules are split."""
-    shares = [parameter.share for unit in units for parameter in unit.parameters if parameter.share]
-    return union(*{share.axes for share in shares})
+    placements = [
+        parameter.placement for unit in units for parameter in unit.parameters if parameter.placement
+    ]
+    return union(*{placement.axes for placement in placements})
 
 
 def process_groups_of(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
@@ -218,7 +220,7 @@ def _reserve(
     layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], inputs: PlanInputs
 ) -> None:
     """Have each communicator allocate the scratch memory that its calls need."""
-    if inputs.device.alone:
+    if inputs.device.dry_run:
         return
     needed = buffers.scratch(layouts, ranks_of, inputs)
     for communicator, (on_device, on_host) in needed.items():
@@ -277,13 +279,13 @@ def _arena(group: ParameterGroup, ranks: ProcessGroups, role: str, spec: Spec, h
         allocate = partial(_allocated, maker, spec, here, shared=spec.sharers > 1)
     arena = Arena(here, allocate, spec.slots, name=buffers.ROLES[role])
     for slot in arena.slots:  # a gathered slot may be the shard
-        here.called(slot.array, buffers.ROLES[spec.role], group.label if spec.role == "shard" else "")
+        here.set_tag(slot.array, buffers.ROLES[spec.role], group.label if spec.role == "shard" else "")
     return arena
 
 
 def _allocated(maker: Communicator, spec: Spec, here: Device, *, shared: bool) -> Array:
     """A buffer from the communicator that sends it; on a dry-run device, which sends nothing, a plain one."""
-    if here.alone:
+    if here.dry_run:
         return here.buffer(spec.count, spec.dtype)
     return maker.allocate(spec.count, spec.dtype, shared=shared)
 
@@ -342,7 +344,7 @@ def _buffer(
         array = inputs.device.buffer(spec.count, spec.dtype)
     else:
         array = _allocated(maker, spec, inputs.device, shared=False)
-    return inputs.device.called(array, buffers.ROLES[spec.role], group.label)
+    return inputs.device.set_tag(array, buffers.ROLES[spec.role], group.label)
 
 
 def _check(units: list[Unit]) -> None:
@@ -361,7 +363,7 @@ def _check(units: list[Unit]) -> None:
                 f"{prefetch_of(units)}; give all units of a model the same number"
             )
         for group in u.groups:
-            group.label = group.called = f"{u.label} ({group.key})" if len(u.groups) > 1 else u.label
+            group.label = group.tag = f"{u.label} ({group.key})" if len(u.groups) > 1 else u.label
             group.train(group.to_train(bool(u.pending)), u.choices.find_unused)
     check_options(units)
     owners = {id(p): u for u in units for p in u.parameters}

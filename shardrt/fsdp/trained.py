@@ -23,7 +23,7 @@ class Trained:
         self.changed = False  # memory of gradients does not fit the trained parameters yet
         self._control = control
         self._at_first = self._pattern()
-        control.register_names([group.called for group in self.groups])
+        control.register_names([group.tag for group in self.groups])
 
     @property
     def groups(self) -> list[ParameterGroup]:
@@ -55,8 +55,8 @@ class Trained:
             checksum = zlib.crc32(repr(pattern).encode())
             suffix = f", {trained} of {everything} parameters trained [{checksum:08x}]"
         for group in self.groups:
-            group.called = group.label + suffix
-        self._control.register_names([group.called for group in self.groups])
+            group.tag = group.label + suffix
+        self._control.register_names([group.tag for group in self.groups])
         return True
 
     def agree(self, streams: Streams) -> None:
@@ -66,7 +66,7 @@ class Trained:
         reduce stream.
         """
         for communicator in dict.fromkeys(group.ranks.reducer for group in self.groups):
-            communicator.barrier(stream=streams.reduce, what=self.groups[0].called)
+            communicator.barrier(stream=streams.reduce, tag=self.groups[0].tag)
         self.changed = False
 
     def _pattern(self) -> list[tuple]:

@@ -10,13 +10,13 @@ from enum import Enum
 from typing import Any
 
 from shardrt.autograd import Function
-from shardrt.comm.digits import Digits, size_of, union, without
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.mesh_layout import MeshLayout, size_of, union, without
 from shardrt.fsdp.group import GroupKey, ParameterGroup, UnbuiltGroup
 from shardrt.fsdp.policy import Choices, Settings
 from shardrt.nn.module import Module, label_of
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.share import Share
+from shardrt.nn.parameter_placement import ParameterPlacement
 
 
 class State(Enum):
@@ -57,10 +57,10 @@ class Unit:
     ) -> None:
         self.modules = modules
         self.settings = settings
-        shares = [p.share for p, _ in parameters if p.share is not None]
+        placements = [p.placement for p, _ in parameters if p.placement is not None]
         self.data_ranks = settings.mesh.size  # number of ranks whose losses a gradient sums
-        if shares:
-            self.data_ranks = size_of(union(*(data_of(share, settings.mesh) for share in shares)))
+        if placements:
+            self.data_ranks = size_of(union(*(data_of(placement, settings.mesh) for placement in placements)))
         self.choices = choices or Choices(float(self.data_ranks))
         self.state = State.SHARDED
         self.gathered = False  # ops may read the parameters now
@@ -151,9 +151,9 @@ class Unit:
         return State.SHARDED if done else State.WAITING
 
 
-def data_of(share: Share, mesh: DeviceMesh) -> Digits:
+def data_of(placement: ParameterPlacement, mesh: DeviceMesh) -> MeshLayout:
     """The mesh axes along which ranks have different losses that all contribute to a parameter's gradient.
 
-    share: how the parameter's module was split. mesh: the mesh that the parameter is sharded over.
+    placement: how the parameter's module was split. mesh: the mesh that the parameter is sharded over.
     """
-    return without(union(mesh.axes, share.axes) if share.own_data else mesh.axes, share.one_loss)
+    return without(union(mesh.axes, placement.axes) if placement.own_data else mesh.axes, placement.one_loss)

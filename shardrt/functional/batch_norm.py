@@ -143,7 +143,7 @@ def _statistics(x: Array, communicator: Communicator | None) -> tuple[Array, Arr
         return mean, squares, count
     own = empty_exact((1, 2 * mean.size + 1), x)
     own[0, : mean.size], own[0, mean.size : -1], own[0, -1] = mean, squares, count
-    everyone = gathered(own, communicator, what="batch_norm")
+    everyone = gathered(own, communicator, tag="batch_norm")
     means, squares, counts = everyone[:, : mean.size], everyone[:, mean.size : -1], everyone[:, -1:]
     count = counts.sum(axis=0)
     mean = (counts * means).sum(axis=0) / count

@@ -296,39 +296,39 @@ def _filled(beside: Stream | None) -> Iterator[Stream]:
         compute.wait(done)  # the sum is read; and if that raised, its memory goes to others
 
 
-def summed(x: Array, communicator: Communicator, what: str = "", beside: Stream | None = None) -> Array:
+def summed(x: Array, communicator: Communicator, tag: str = "", beside: Stream | None = None) -> Array:
     """The sum of the ranks' arrays; `x` stays as it is. 16-bit types are summed in float32."""
     total = _copy(x, dtypes.exact(x.dtype))
     with _filled(beside) as stream:
-        communicator.all_reduce(flat(total), stream=stream, what=what)
+        communicator.all_reduce(flat(total), stream=stream, tag=tag)
     return total.astype(x.dtype, copy=False)
 
 
-def gathered(x: Array, communicator: Communicator, axis: int = 0, what: str = "") -> Array:
+def gathered(x: Array, communicator: Communicator, axis: int = 0, tag: str = "") -> Array:
     """The ranks' arrays one behind the other along `axis`."""
     parts = empty((communicator.size, *x.shape), x.dtype)
     parts[communicator.rank] = x
-    communicator.all_gather(bits(parts), stream=device.current().current_stream, what=what)
+    communicator.all_gather(bits(parts), stream=device.current().current_stream, tag=tag)
     return _joined(parts, axis)
 
 
 def sum_scattered(
-    x: Array, communicator: Communicator, axis: int = 0, what: str = "", beside: Stream | None = None
+    x: Array, communicator: Communicator, axis: int = 0, tag: str = "", beside: Stream | None = None
 ) -> Array:
     """This rank's part along `axis` of the sum of the ranks' arrays. 16-bit types are summed in float32."""
     parts = _parts(x.astype(dtypes.exact(x.dtype), copy=False), communicator.size, axis)
     total = empty(parts.shape[1:], parts.dtype)
     with _filled(beside) as stream:
-        communicator.reduce_scatter(flat(total), flat(parts), stream=stream, what=what)
+        communicator.reduce_scatter(flat(total), flat(parts), stream=stream, tag=tag)
     return total.astype(x.dtype, copy=False)
 
 
-def exchanged(x: Array, communicator: Communicator, axis: int = 0, what: str = "") -> Array:
+def exchanged(x: Array, communicator: Communicator, axis: int = 0, tag: str = "") -> Array:
     """The ranks' parts along `axis` that are for this one, each rank's in order."""
     parts = _parts(x, communicator.size, axis)
     received = empty_like(parts)
     stream = device.current().current_stream
-    communicator.all_to_all(bits(received), bits(parts), stream=stream, what=what)
+    communicator.all_to_all(bits(received), bits(parts), stream=stream, tag=tag)
     return _joined(received, axis)
 
 
@@ -338,7 +338,7 @@ def exchanged_rows(
     sent: Sequence[int],
     received: Sequence[int],
     rows: int,
-    what: str = "",
+    tag: str = "",
 ) -> Array:
     """The ranks' rows for this one: sent[r] of this rank's go to rank r, received[r] come from there.
 
@@ -353,7 +353,7 @@ def exchanged_rows(
         received=[rows * width for rows in received],
         sent=[rows * width for rows in sent],
         stream=device.current().current_stream,
-        what=what,
+        tag=tag,
     )
     return y
 

@@ -142,9 +142,9 @@ class _Lane:
     Arrays belong to the stream of the ops, which waits for each collective before they are given back.
     """
 
-    def __init__(self, mesh: DeviceMesh, k: Array, v: Array, what: str) -> None:
+    def __init__(self, mesh: DeviceMesh, k: Array, v: Array, tag: str) -> None:
         """k, v: (batch, heads, own time, head_dim)."""
-        self._mesh, self._k, self._v, self._what, self._here = mesh, k, v, what, device.current()
+        self._mesh, self._k, self._v, self._tag, self._here = mesh, k, v, tag, device.current()
         self._communicator, self._stream = mesh.communicator(ROLE), mesh.stream(ROLE)
         self._following = self._gather(0)
 
@@ -199,6 +199,6 @@ class _Lane:
         ready, done = self._here.new_event(), self._here.new_event()
         self._here.current_stream.record(ready)
         self._stream.wait(ready)
-        getattr(self._communicator, call)(*arrays, stream=self._stream, what=self._what)
+        getattr(self._communicator, call)(*arrays, stream=self._stream, tag=self._tag)
         self._stream.record(done)
         return done

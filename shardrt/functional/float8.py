@@ -65,8 +65,8 @@ def takes(x: Variable, weight: Variable) -> bool:
     count = prod(x.shape[:-1])
     fits = count > 0 and count % MULTIPLE == 0
     if not fits and weight.requires_grad and autograd.is_grad_enabled():
-        told = f"float8: rows that are not a multiple of {MULTIPLE} are multiplied in bfloat16"
-        warnings.warn(f"{told}; choose batch and sequence so that batch * sequence is one", stacklevel=3)
+        message = f"float8: rows that are not a multiple of {MULTIPLE} are multiplied in bfloat16"
+        warnings.warn(f"{message}; choose batch and sequence so that batch * sequence is one", stacklevel=3)
     return fits
 
 

@@ -362,7 +362,7 @@ class GatherLogits(Function):
             own = empty((len(own), most), logits.dtype)
             own[:, : part.count] = rows(logits)
             own[:, part.count :] = 0
-        parts = gathered(own, part.communicator, what="logits").reshape(size, len(own), most)
+        parts = gathered(own, part.communicator, tag="logits").reshape(size, len(own), most)
         y = empty((*logits.shape[:-1], part.vocab), logits.dtype)
         for rank in range(size):
             first, count = rows_of(part.vocab, rank, size)
@@ -401,7 +401,7 @@ def _joined(pairs: Array, targets: Array, part: VocabularyPart, ignore_index: in
 
     pairs: (parts of this rank, 2, rows).
     """
-    everyones = gathered(pairs, part.communicator, what="cross_entropy")
+    everyones = gathered(pairs, part.communicator, tag="cross_entropy")
     losses, lse = empty_like(pairs[0])
     kernels().cross_entropy.join(everyones, targets, losses, lse, ignore_index)
     return losses, lse

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from shardrt import device
 from shardrt.nn import elsewhere
-from shardrt.nn.runs import Runs
+from shardrt.nn.extents import Extent
 
 Array = Any
 
@@ -25,7 +25,7 @@ class Initialiser(Protocol):
 class InitialiserOfRuns(Protocol):
     """One that knows its values, and gives columns of a matrix at once rather than row by row."""
 
-    def fill_runs(self, out: Array, runs: Runs) -> None:
+    def fill_extent(self, out: Array, extent: Extent) -> None:
         """Write the elements `runs` of the parameter, each of several in a row of its own, into 1-D `out`."""
 
 

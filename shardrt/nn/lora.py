@@ -132,7 +132,7 @@ def _check(layer: Linear, rank: int) -> None:
         raise ValueError(f"add_lora: {layer.name} has a stage already; call add_lora before pipeline_stages")
     if not isinstance(layer.weight.storage, LocalStorage):
         raise ValueError(f"add_lora: {layer.name} is sharded already; call add_lora before fully_shard")
-    if layer.weight.share is not None:
+    if layer.weight.placement is not None:
         raise ValueError(f"add_lora: {layer.name} is cut already; call add_lora before parallelize_module")
     if rank > min(layer.weight.shape):
         raise ValueError(f"add_lora: rank {rank} is more than {layer.name} has, {layer.weight.shape}")

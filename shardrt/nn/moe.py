@@ -12,8 +12,8 @@ import numpy as np
 
 from shardrt import autograd, device, random
 from shardrt import functional as F
-from shardrt.comm.digits import meet
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.mesh_layout import overlap
 from shardrt.functional.route import SCORES, ExpertOrder
 from shardrt.nn import init as initial
 from shardrt.nn.init import Initialiser
@@ -65,10 +65,10 @@ class Router(Module):
         Collective over the root of `mesh`. Raises ValueError where its ranks have other stages.
         """
         place = self.weight.place
-        if place is not None and place.mesh.root is mesh.root and meet(place.axes, mesh.axes):
+        if place is not None and place.mesh.root is mesh.root and overlap(place.axes, mesh.axes):
             raise ValueError(f"balance_over: ranks of {mesh!r} have other stages than that of {self.name!r}")
         if mesh.size > 1:
-            self.balance_mesh = mesh if self.balance_mesh is None else self.balance_mesh.widened(mesh.axes)
+            self.balance_mesh = mesh if self.balance_mesh is None else self.balance_mesh.union(mesh.axes)
             self.balance_mesh.communicator("control")
 
     def of_all(self, chosen: np.ndarray) -> np.ndarray:
@@ -293,10 +293,10 @@ def balance_targets(model: Module, counted: int, tokens: int) -> float:
     return tokens * float(both[0] / max(1, both[1]))
 
 
-def _summed(mesh: DeviceMesh, numbers: np.ndarray, what: str) -> np.ndarray:
+def _summed(mesh: DeviceMesh, numbers: np.ndarray, tag: str) -> np.ndarray:
     """`numbers` over all ranks of `mesh`, in place, when they are there. Collective."""
     here = device.current()
-    mesh.communicator("control").all_reduce(numbers, stream=here.current_stream, what=what)
+    mesh.communicator("control").all_reduce(numbers, stream=here.current_stream, tag=tag)
     here.wait_here()
     return numbers
 
@@ -331,6 +331,6 @@ def _over_all_ranks(model: Module, loads: np.ndarray) -> np.ndarray:
     """Where ranks have the same tokens, all are counted as often, which moves no bias."""
     ranks = ranks_of(model)
     if ranks is not None and ranks.size > 1:
-        ranks.all_reduce(loads.reshape(-1), stream=device.current().current_stream, what="expert load")
+        ranks.all_reduce(loads.reshape(-1), stream=device.current().current_stream, tag="expert load")
         device.current().wait_here()
     return loads

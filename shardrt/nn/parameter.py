@@ -16,11 +16,11 @@ from shardrt.autograd import Edge
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.hooks import Hooks, RemovableHandle
+from shardrt.nn.extents import Extents, spans, take
 from shardrt.nn.init import AsNamed, Initialiser, InitialiserOfRuns
+from shardrt.nn.parameter_placement import SHARD, ParameterPlacement
 from shardrt.nn.placement import PipelinePlacement
-from shardrt.nn.runs import Part, spans, take
-from shardrt.nn.share import CUT, Share
-from shardrt.nn.storage import Absent, LocalStorage, Storage, read_only
+from shardrt.nn.storage import LocalStorage, RemoteStorage, Storage, read_only
 from shardrt.tensor import Tensor
 
 Array = Any
@@ -48,7 +48,7 @@ class Parameter(Tensor):
     """
 
     __slots__ = (
-        *("init", "seed", "storage", "dtype", "share", "place", "in_parts", "float8"),
+        *("init", "seed", "storage", "dtype", "placement", "place", "in_parts", "float8"),
         *("_shape", "_owner", "_attribute", "_hooks", "_words"),
     )
     changed_in_place = True
@@ -70,7 +70,8 @@ class Parameter(Tensor):
         self.requires_grad = requires_grad
         self.node = None
         self.index = 0
-        self.share: Share | None = None  # what `shape` is of a larger whole, if it is cut; see take_share
+        # What `shape` is of a larger whole, if it is cut; see take_placement.
+        self.placement: ParameterPlacement | None = None
         self.place: PipelinePlacement | None = None  # which ranks of a pipeline have it; see take_place
         self.in_parts: Any = None  # how products with it are made, where not at once; functional/in_parts.py
         self.float8 = False  # whether linear layers multiply by it in float8; MixedPrecisionPolicy says so
@@ -104,12 +105,12 @@ class Parameter(Tensor):
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Its shape with the parts that other ranks have, where the module that it is in is cut."""
-        return self._shape if self.share is None else self.share.whole
+        return self._shape if self.placement is None else self.placement.whole
 
     @property
     def words(self) -> Any:
         """How rows of a vocabulary that is cut, or could be, are looked up and make logits; else None."""
-        return self._words if self.share is None else self.share.words
+        return self._words if self.placement is None else self.placement.words
 
     @words.setter
     def words(self, words: Any) -> None:
@@ -159,15 +160,15 @@ class Parameter(Tensor):
         return Tensor(self.value())
 
     @property
-    def part(self) -> Part:
+    def extents(self) -> Extents:
         """Which elements this rank holds, of `whole_shape` in memory order: where those of `shard` belong."""
-        return self.in_whole(self.storage.part_of(self))
+        return self.in_whole(self.storage.extents_of(self))
 
-    def in_whole(self, part: Part) -> Part:
+    def in_whole(self, extents: Extents) -> Extents:
         """Some elements, counted in `shape`, as elements of the whole."""
-        return part if self.share is None else self.share.in_whole(part)
+        return extents if self.placement is None else self.placement.in_whole(extents)
 
-    def take_share(self, share: Share) -> None:
+    def take_placement(self, placement: ParameterPlacement) -> None:
         """Be what `share` says of the parameter as it was: `shape` is this rank's from now on.
 
         Before its values are made, and once; what all ranks have alike may still be cut. Raises ValueError,
@@ -178,9 +179,13 @@ class Parameter(Tensor):
             raise RuntimeError(
                 f"{described} is {self.place.description}; call parallelize_module before pipeline_stages"
             )
-        known = self.share
-        if known is not None and (known.kind == CUT or not (share.own_data or share.mesh is known.mesh)):
-            raise ValueError(f"{described} is cut already, {self.share.whole} into {self.share.shape}")
+        known = self.placement
+        if known is not None and (
+            known.kind == SHARD or not (placement.own_data or placement.mesh is known.mesh)
+        ):
+            raise ValueError(
+                f"{described} is cut already, {self.placement.whole} into {self.placement.shape}"
+            )
         if not isinstance(self.storage, LocalStorage):
             raise RuntimeError(f"{described} is sharded already; call parallelize_module before fully_shard")
         if self.storage.materialised:
@@ -189,8 +194,8 @@ class Parameter(Tensor):
             )
         if self.storage.owned:
             raise RuntimeError(f"{described} has an optimizer already; call parallelize_module before")
-        self.share, self._shape = share, share.shape
-        self.storage.take_share(share)
+        self.placement, self._shape = placement, placement.shape
+        self.storage.take_placement(placement)
 
     def take_place(self, place: PipelinePlacement) -> None:
         """Be where `place` says from now on: on other ranks without values. Once.
@@ -205,12 +210,12 @@ class Parameter(Tensor):
             )
         self.place = place
         if not place.here:
-            self.storage = Absent(self)
+            self.storage = RemoteStorage(self)
 
     @property
     def absent(self) -> bool:
         """Whether it is used by stages of other ranks alone, and has no values here."""
-        return isinstance(self.storage, Absent)
+        return isinstance(self.storage, RemoteStorage)
 
     @property
     def counts(self) -> bool:
@@ -267,20 +272,20 @@ class Parameter(Tensor):
             )
         self.storage.zero_grad()
 
-    def fill(self, out: Array, part: Part, name: str | None = None) -> None:
+    def fill(self, out: Array, extents: Extents, name: str | None = None) -> None:
         """Write what the elements `part`, counted in `shape`, start as, under this name or another one.
 
         out: 1-D.
         """
-        part = self.in_whole(part)
+        extents = self.in_whole(extents)
         if isinstance(self.init, InitialiserOfRuns):
             stop = 0
-            for runs in part:
+            for runs in extents:
                 start, stop = stop, stop + runs.size
-                self.init.fill_runs(out[start:stop], runs)
+                self.init.fill_extent(out[start:stop], runs)
             return
         key = random.name_key(self.name if name is None else name)
-        for place, first, length in spans(part):
+        for place, first, length in spans(extents):
             self.init.fill(out[place : place + length], self.seed, key, first)
 
     def load(self, values: Any) -> None:
@@ -296,7 +301,7 @@ class Parameter(Tensor):
             return
         start, stop = self.storage.range_of(self)
         shard = self.storage.shard[start:stop]
-        piece = np.ascontiguousarray(take(self.part, np.asarray(values)))
+        piece = np.ascontiguousarray(take(self.extents, np.asarray(values)))
         device.of(shard).copy(shard, piece.astype(shard.dtype, copy=False))
         self.storage.modified()
 
@@ -309,8 +314,8 @@ class Parameter(Tensor):
             raise TypeError(f"parameter {self.name!r} is {self.place.description}, and can't be copied")
         if not isinstance(self.storage, LocalStorage):
             raise TypeError(f"parameter {self.name!r} is sharded and can't be copied; see full_state_dict")
-        if self.share is not None:
-            raise TypeError(f"parameter {self.name!r} is on {self.share.mesh!r} and can't be copied")
+        if self.placement is not None:
+            raise TypeError(f"parameter {self.name!r} is on {self.placement.mesh!r} and can't be copied")
         if not self.storage.materialised and not isinstance(self.init, AsNamed):
             self.init = AsNamed(self.init, random.name_key(self.name))
         twin = Parameter(self._shape, self.init, requires_grad=self.requires_grad, dtype=self.dtype)

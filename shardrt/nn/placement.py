@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.comm.digits import Digits
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.mesh_layout import MeshLayout
 from shardrt.comm.protocol import Communicator
 
 
@@ -25,7 +25,7 @@ class PipelinePlacement:
     The stages that use it, in ascending order, and the rank of each on the one axis of `mesh`.
 
     copies: of what two ranks have, these two; None elsewhere, and on other ranks. twin: it is what the later
-    of two stages on one rank uses (parallel/twin.py).
+    of two stages on one rank uses (parallel/tied_replica.py).
     """
 
     mesh: DeviceMesh
@@ -50,14 +50,14 @@ class PipelinePlacement:
         return len(self.stages) > 1
 
     @property
-    def axes(self) -> Digits:
-        """Along what of the root mesh ranks have other stages (comm/digits.py)."""
+    def axes(self) -> MeshLayout:
+        """Along what of the root mesh ranks have other stages (comm/mesh_layout.py)."""
         return self.mesh.axes
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank is the first of those that have the same stages."""
-        return not self.mesh.number_but(self.axes)
+        return not self.mesh.index_except(self.axes)
 
     @property
     def control(self) -> Communicator:

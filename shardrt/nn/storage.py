@@ -2,7 +2,7 @@
 
 A parameter is a name and a shape; its storage holds the values. A plain model has one LocalStorage per
 parameter. fully_shard gives the parameters of a unit one common storage, of which this rank holds a
-contiguous 1-D piece. The optimizer, clipping and state dicts see only this contract. `part_of` says which
+contiguous 1-D piece. The optimizer, clipping and state dicts see only this contract. `extents_of` says which
 elements of a parameter a rank has, `owner` whether this rank saves them.
 """
 
@@ -20,9 +20,9 @@ from shardrt.autograd import WRITTEN, Edge
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.device.protocol import Event
+from shardrt.nn.extents import Extents, contiguous, take
+from shardrt.nn.parameter_placement import SHARD, ParameterPlacement
 from shardrt.nn.placement import PipelinePlacement
-from shardrt.nn.runs import Part, run, take
-from shardrt.nn.share import CUT, Share
 
 Array = Any
 
@@ -34,10 +34,10 @@ class Stored(Protocol):
     shape: tuple[int, ...]
     size: int
     dtype: np.dtype
-    share: Share | None
+    placement: ParameterPlacement | None
     place: PipelinePlacement | None
 
-    def fill(self, out: Array, part: Part, name: str | None = None) -> None: ...
+    def fill(self, out: Array, extents: Extents, name: str | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Storage(ABC):
         """
         here = device.current()
         array = here.buffer(self.shard.size, self.shard.dtype if dtype is None else dtype)
-        return here.called(array, "optimizer state")
+        return here.set_tag(array, "optimizer state")
 
     def before_write(self) -> None:  # noqa: B027 (most storages are read by this rank alone)
         """The shard is about to be written, on every rank: wait until no other rank reads it. Collective."""
@@ -176,7 +176,7 @@ class Storage(ABC):
         """(start, stop): shard[start:stop] holds what this rank has of the parameter."""
 
     @abstractmethod
-    def part_of(self, parameter: Stored) -> Part:
+    def extents_of(self, parameter: Stored) -> Extents:
         """Which elements of the parameter those are, in their order."""
 
     @abstractmethod
@@ -225,23 +225,23 @@ class LocalStorage(Storage):
         self._array = array
         self._made_as: str | None = None  # the name that the values were made for
         self._gradient: Array | None = None
-        # Where each backward's gradient is summed over ranks (Share.partial): what those have that have not
+        # Where each backward's gradient is summed over ranks (ParameterPlacement.partial): what those have that have not
         # ended. What is left of one that has raised would be another gradient on each rank, and goes with it.
         self._partial: WeakKeyDictionary[autograd.Backward, Array] = WeakKeyDictionary()
         self._parameter = parameter
-        if parameter.share is not None:
-            self.take_share(parameter.share)
+        if parameter.placement is not None:
+            self.take_placement(parameter.placement)
 
-    def take_share(self, share: Share) -> None:
+    def take_placement(self, placement: ParameterPlacement) -> None:
         """The parameter is a part of a larger one from now on: other ranks have the rest, or train it too."""
-        self.holders = share.mesh if share.kind == CUT else None
-        self.communicator = share.communicator if share.kind == CUT else None
-        self.everyone = share.mesh.root.communicator("control")
+        self.holders = placement.mesh if placement.kind == SHARD else None
+        self.communicator = placement.communicator if placement.kind == SHARD else None
+        self.everyone = placement.mesh.root.communicator("control")
 
     def owner(self, first: bool) -> bool:
-        share, place = self._parameter.share, self._parameter.place
-        if share is not None:
-            return share.owner(() if place is None else place.axes)
+        placement, place = self._parameter.placement, self._parameter.place
+        if placement is not None:
+            return placement.owner(() if place is None else place.axes)
         return first if place is None else place.is_leader
 
     @property
@@ -256,20 +256,20 @@ class LocalStorage(Storage):
             self._array = self._initial(self._made_as)
         return self._array
 
-    def give(self, part: Part, out: Array) -> None:
+    def give(self, extents: Extents, out: Array) -> None:
         """Write the values of these elements into 1-D `out`; the others need not be made for it."""
         if self._array is None:
-            self._parameter.fill(out, part)
+            self._parameter.fill(out, extents)
         else:
-            out[...] = take(part, self._array)
+            out[...] = take(extents, self._array)
 
     def _initial(self, name: str) -> Array:
         """What a parameter of this name starts as."""
         parameter = self._parameter
         here = device.current()
         owner = name.rpartition(".")[0]
-        array = here.called(here.empty(parameter.shape, parameter.dtype), "parameters", owner)
-        parameter.fill(array.reshape(-1), self.part_of(parameter), name)
+        array = here.set_tag(here.empty(parameter.shape, parameter.dtype), "parameters", owner)
+        parameter.fill(array.reshape(-1), self.extents_of(parameter), name)
         return array
 
     def made_under(self) -> str | None:
@@ -291,8 +291,8 @@ class LocalStorage(Storage):
     def range_of(self, parameter: Stored) -> tuple[int, int]:
         return 0, parameter.size
 
-    def part_of(self, parameter: Stored) -> Part:
-        return run(0, parameter.size)
+    def extents_of(self, parameter: Stored) -> Extents:
+        return contiguous(0, parameter.size)
 
     def full(self, parameter: Stored) -> Array:
         return self.array()
@@ -302,7 +302,7 @@ class LocalStorage(Storage):
 
     def gradient_target(self, parameter: Stored) -> tuple[Array, bool, Any]:
         run = autograd.running()
-        if run is not None and parameter.share is not None and parameter.share.partial:
+        if run is not None and parameter.placement is not None and parameter.placement.partial:
             return self._partial_target(parameter, run.outermost)
         accumulate = self._gradient is not None
         if not accumulate:
@@ -322,8 +322,8 @@ class LocalStorage(Storage):
         if gradient is None:
             return  # forgotten since
         stream = device.current().current_stream
-        communicator = self._parameter.share.summing.communicator("tensor")
-        communicator.all_reduce(gradient.reshape(-1), stream=stream, what=self._parameter.name)
+        communicator = self._parameter.placement.summing.communicator("tensor")
+        communicator.all_reduce(gradient.reshape(-1), stream=stream, tag=self._parameter.name)
         if self._gradient is not None:
             gradient += self._gradient
         self._gradient = gradient
@@ -333,7 +333,7 @@ class LocalStorage(Storage):
         self._partial.clear()
 
 
-class Absent(Storage):
+class RemoteStorage(Storage):
     """In place of the values of a parameter that other ranks have."""
 
     def __init__(self, parameter: Stored) -> None:
@@ -353,7 +353,7 @@ class Absent(Storage):
     def range_of(self, parameter: Stored) -> tuple[int, int]:
         return 0, 0
 
-    def part_of(self, parameter: Stored) -> Part:
+    def extents_of(self, parameter: Stored) -> Extents:
         return ()
 
     def full(self, parameter: Stored) -> NoReturn:

@@ -156,7 +156,7 @@ def _everyones_pairs(pairs: Array, ranks: DeviceMesh | None) -> Array:
     here.kernels.reduce.add_pairs(pairs, everyone[ranks.rank])
     compute.record(given)
     reduce.wait(given)  # compute has written this rank's pair
-    ranks.communicator("reduce").all_gather(everyone.reshape(-1), stream=reduce, what="norm of gradients")
+    ranks.communicator("reduce").all_gather(everyone.reshape(-1), stream=reduce, tag="norm of gradients")
     reduce.record(gathered)
     compute.wait(gathered)  # the others' pairs are here
     return everyone

@@ -64,7 +64,7 @@ Kernel = Callable[[ModuleType, Update], None]
 
 
 class Updates:
-    """Issues the updates of one optimizer; `settle` makes the compute stream wait for them.
+    """Issues the updates of one optimizer; `wait` makes the compute stream wait for them.
 
     Staging memory, `staging_bytes`, is taken here once: SLOTS slots for the largest chunk of all `slices`.
 
@@ -105,7 +105,7 @@ class Updates:
         last.record(route.updated)
         self._pending.append(route)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Let nothing in the compute stream run before all updates issued so far are complete."""
         for route in self._pending:
             self.device.current_stream.wait(route.updated)

@@ -142,8 +142,8 @@ class Optimizer:
         if here:  # beside those that were issued
             self._update_here(here)
         if self.updates is not None:
-            self.updates.settle()
-        self._device.stepped()
+            self.updates.wait()
+        self._device.step_done()
         return loss
 
     def numbers(self, group: dict, steps: int) -> tuple[float, ...]:
@@ -199,7 +199,7 @@ class Optimizer:
     def _start_updates(self, new: list[Slice]) -> None:
         """Streams, staging memory and hooks for updates that are not made in step() on the device."""
         if new and self.updates is not None:
-            self.updates.settle()
+            self.updates.wait()
         if self.in_backward:
             for index, piece in enumerate(new, start=len(self.slices)):
                 # Weak, and by index: a storage must not keep an optimizer and its state alive.
@@ -278,7 +278,7 @@ class Optimizer:
         piece.storage.applied = True
         run = autograd.running()
         if run is not None:  # what comes after backward finds the new parameters, also where it raises
-            run.in_any_case(self.updates.settle)
+            run.in_any_case(self.updates.wait)
         self._issue(piece)
 
 

@@ -179,8 +179,8 @@ class GradScaler:
         names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
         found = [state_dict.get(name) for name in names] if isinstance(state_dict, dict) else []
         if not found or not all(isinstance(value, int | float) and abs(value) < 1e300 for value in found):
-            told = str(state_dict)[:200]
-            raise ValueError(f"GradScaler: a state has the finite numbers {', '.join(names)}; got {told}")
+            message = str(state_dict)[:200]
+            raise ValueError(f"GradScaler: a state has the finite numbers {', '.join(names)}; got {message}")
         scale, growth, backoff, interval, tracker = found
         _check("scale", scale, growth, backoff, interval)
         if not 0 <= tracker < interval or tracker != int(tracker):

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardrt import autograd, random
-from shardrt.comm.digits import Digits
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.mesh_layout import MeshLayout
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.single import SingleCommunicator
 from shardrt.device import Stream
 from shardrt.functional import collective
+from shardrt.nn.extents import Extents
 from shardrt.nn.module import Module
-from shardrt.nn.runs import Part
-from shardrt.nn.share import CUT, Share
+from shardrt.nn.parameter_placement import SHARD, ParameterPlacement
 from shardrt.tensor import Tensor
 
 TIME = -2
@@ -34,13 +34,13 @@ class Batch:
 
     def __init__(self, root: DeviceMesh) -> None:
         self.root = root
-        self.same: Digits = ()  # the axes of the root mesh whose ranks have the same part
+        self.same: MeshLayout = ()  # the axes of the root mesh whose ranks have the same part
         self.chunks: tuple[tuple[int, ...], int] = (0,), 1  # of that part's time, which it has, of how many
 
     @property
     def part(self) -> int:
         """This rank's number along the other axes."""
-        return self.root.number_but(self.same)
+        return self.root.index_except(self.same)
 
     def __call__(self) -> random.Block:
         return random.Block(self.part, *self.chunks) if recorded() else random.Block(self.part)
@@ -103,11 +103,11 @@ class Axis:
         self,
         whole: tuple[int, ...],
         shape: tuple[int, ...],
-        parts: tuple[Part, ...],
+        parts: tuple[Extents, ...],
         words: Any = None,
-    ) -> Share:
+    ) -> ParameterPlacement:
         """The share of a parameter of which each rank has a part of its own."""
-        return Share(CUT, self.mesh, whole, shape, parts, words=words)
+        return ParameterPlacement(SHARD, self.mesh, whole, shape, parts, words=words)
 
     def enter(self, x: Tensor) -> Tensor:
         """An activation for each rank to use in its own way: I or V -> R."""

@@ -20,7 +20,7 @@ class Carrier:
     """What goes on from stage to stage of one rank's pipeline: kind "F", and back: "B".
 
     A message is known by kind, the stage that sends it, and the micro-batch. Its arrays have the shapes that
-    all messages of its `key` have. kept: Facts.kept, where the table's own actions send; without, all that
+    all messages of its `key` have. kept: TableStats.kept, where the table's own actions send; without, all that
     is sent is kept until `finish`.
     """
 
@@ -40,7 +40,7 @@ class Carrier:
             self._here[kind, stage, micro_batch] = arrays, form
         else:
             label, keep = action_label(kind, stage, micro_batch), self._keep(Link(self._rank, to, kind))
-            self._links.send(kind, to, arrays, key=(kind, stage, key), what=label, about=form, keep=keep)
+            self._links.send(kind, to, arrays, key=(kind, stage, key), tag=label, about=form, keep=keep)
 
     def _keep(self, link: Link) -> int | None:
         return next(self._kept[link]) if link in self._kept else None
@@ -50,7 +50,7 @@ class Carrier:
         source = self._table.rank_of(stage)
         if source != self._rank:
             label = action_label(kind, stage, micro_batch)
-            self._links.expect(kind, source, key=(kind, stage, key), what=label)
+            self._links.expect(kind, source, key=(kind, stage, key), tag=label)
 
     def receive(self, kind: str, stage: int, micro_batch: int) -> tuple[Arrays, Any]:
         """What `stage` has sent, and its form. The arrays are the caller's.
@@ -60,7 +60,7 @@ class Carrier:
         source = self._table.rank_of(stage)
         if source == self._rank:
             return self._here.pop((kind, stage, micro_batch))
-        received = self._links.receive(kind, source, what=action_label(kind, stage, micro_batch))
+        received = self._links.receive(kind, source, tag=action_label(kind, stage, micro_batch))
         arrays, form = tuple(map(_copy, received.arrays)), received.about
         received.free()
         return arrays, form

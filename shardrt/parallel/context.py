@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardrt import device
-from shardrt.comm.digits import union, without
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.mesh_layout import union, without
 from shardrt.fsdp.setup import units_below
 from shardrt.functional.context import ROLE, context_attention, own_chunks, positions_of
 from shardrt.nn.module import Layer, Module
@@ -138,7 +138,9 @@ class Summing:
     def _check(self, module: Module) -> None:
         take = 'fully_shard(..., mesh=mesh.flat("dp_shard", "cp"))'
         for unit in units_below(module):
-            apart = [p.share.axes for p in unit.parameters if p.share is not None and p.share.own_data]
+            apart = [
+                p.placement.axes for p in unit.parameters if p.placement is not None and p.placement.own_data
+            ]
             summed = union(unit.settings.mesh.axes, *apart)
             if without(self._mesh.axes, summed):
                 raise ValueError(

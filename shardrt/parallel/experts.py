@@ -18,11 +18,11 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.functional._arrays import empty
 from shardrt.functional.collective import all_to_all_rows, named
 from shardrt.functional.route import ExpertOrder
+from shardrt.nn.extents import contiguous
 from shardrt.nn.module import Module
 from shardrt.nn.moe import Experts
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.runs import run
-from shardrt.nn.share import CUT, PARTIAL, Share
+from shardrt.nn.parameter_placement import PARTIAL, SHARD, ParameterPlacement
 from shardrt.parallel.axis import Axis, batch_of
 from shardrt.parallel.conversion import Converting
 from shardrt.parallel.styles import Style, check_alone
@@ -64,17 +64,17 @@ class ExpertParallel(Style):
 def spread_experts(model: Module, mesh: DeviceMesh, modules: Sequence[tuple[Module, Style]]) -> None:
     """parallelize_module for a plan of this style. Raises ValueError for what can't be beside it."""
     check_alone(ExpertParallel, modules, "on an axis whose ranks have different tokens")
-    planned = [parameter.share for module, _ in modules for parameter in module._parameters.values()]
-    for share in planned:
-        if share is not None and share.own_data:
-            raise ValueError(f"parallelize_module: the experts are cut along {share.mesh!r} already")
+    planned = [parameter.placement for module, _ in modules for parameter in module._parameters.values()]
+    for placement in planned:
+        if placement is not None and placement.own_data:
+            raise ValueError(f"parallelize_module: the experts are cut along {placement.mesh!r} already")
         if (
-            share is not None
-            and share.kind != PARTIAL
-            or share is None
+            placement is not None
+            and placement.kind != PARTIAL
+            or placement is None
             and "tp" in (mesh.mesh_dim_names or ())
         ):
-            same = mesh if share is None else share.mesh
+            same = mesh if placement is None else placement.mesh
             raise ValueError(
                 f"parallelize_module: the ranks of {same!r} have the same tokens; give the nn.MoE around the "
                 "experts TokenParallel() in a plan along that axis first"
@@ -91,9 +91,11 @@ def _cut_experts(weight: Parameter, axis: Axis) -> None:
     """Each rank has the weights of its own experts, one behind the other."""
     whole, each = weight.shape, weight.shape[0] // axis.size
     size = weight.size // axis.size
-    parts = tuple(run(rank * size, size) for rank in range(axis.size))
-    beside = () if weight.share is None else weight.share.axes
-    weight.take_share(Share(CUT, axis.mesh, whole, (each, *whole[1:]), parts, own_data=True, beside=beside))
+    parts = tuple(contiguous(rank * size, size) for rank in range(axis.size))
+    beside = () if weight.placement is None else weight.placement.axes
+    weight.take_placement(
+        ParameterPlacement(SHARD, axis.mesh, whole, (each, *whole[1:]), parts, own_data=True, beside=beside)
+    )
 
 
 def expert_plan(model: Module, planned: float = ExpertParallel.planned) -> dict[str, Style]:
@@ -149,7 +151,7 @@ class ToExperts(Converting):
         """
         n, here, control = self.axis.size, device.current(), self.axis.mesh.communicator("control")
         theirs = np.empty_like(counts)
-        control.all_to_all(theirs, counts, stream=here.current_stream, what=named("counts", module))
+        control.all_to_all(theirs, counts, stream=here.current_stream, tag=named("counts", module))
         here.wait_here()
         planned = self._planned_counts(counts, limit or min(ceil(rows * self._planned), rows * n))
         theirs = here.read(theirs, planned)

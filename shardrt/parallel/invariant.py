@@ -7,7 +7,7 @@ what SequenceParallel leaves whole.
 
 from collections.abc import Mapping, Sequence
 
-from shardrt.comm import talk
+from shardrt.comm import objects
 from shardrt.kernels.determinism import use_deterministic_algorithms
 from shardrt.nn.lora import adapted_layers
 from shardrt.nn.module import Module
@@ -38,7 +38,7 @@ def set_tensor_invariant(model: Module, parts: int = 4, *, plan: Mapping[str, St
     if parts < axis.size:
         raise ValueError(f"set_tensor_invariant: parts {parts} are too few for {axis.size} ranks")
     _check(model, axis, chosen)
-    if axis.size > 1 and (differing := talk.agree(axis.mesh.communicator("control"), parts)):
+    if axis.size > 1 and (differing := objects.differing_ranks(axis.mesh.communicator("control"), parts)):
         raise ValueError(f"set_tensor_invariant: ranks {differing} have other parts than rank 0")
     for module, style in chosen:
         style.put_in_parts(module, axis, parts)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardrt import device, dtypes
-from shardrt.comm import talk
+from shardrt.comm import objects
 from shardrt.fsdp.memory import MemoryPlan, memory_plan, run_dry, whole_of
 from shardrt.fsdp.setup import connect
 from shardrt.parallel.carrier import STEP, Arrays, Carrier, key_of
@@ -35,7 +35,7 @@ def pipeline_plan(
 ) -> MemoryPlan:
     """Bytes that training takes on this rank, as memory_plan says; "links": slots for what others send.
 
-    Its own messages are activations until the table proves that they have been used (Facts.kept).
+    Its own messages are activations until the table proves that they have been used (TableStats.kept).
 
     loss, batches, inputs: those of Pipeline.step. Collective, over the ranks of all stages too. Raises as
     memory_plan does, and on all ranks of the pipeline what a stage's first forward would raise.
@@ -59,7 +59,7 @@ def pipeline_plan(
 
 
 def step_alone(pipeline: StagedModel, work: Work) -> None:
-    """A step where nothing goes to other ranks (Device.alone), which tell each other shapes. Collective."""
+    """A step where nothing goes to other ranks (Device.dry_run), which tell each other shapes. Collective."""
     _run(pipeline, work, _messages(pipeline, work))
 
 
@@ -97,7 +97,7 @@ def _messages(pipeline: StagedModel, work: Work) -> Messages:
             except (ValueError, OSError) as error:
                 raised = error
         with device.use(device.get("cpu")):  # also where the device is alone
-            everyone = talk.from_all(control, [sent, raised and str(raised)])
+            everyone = objects.all_gather_object(control, [sent, raised and str(raised)])
         sent, wrong = everyone[pipeline.table.rank_of(stage)]
         if raised is not None:
             raise raised
@@ -170,7 +170,7 @@ class _Links:
         self._kept: dict[tuple[str, int], deque[Arrays]] = {}
 
     def send(
-        self, kind: str, to: int, arrays: Arrays, *, key: Hashable, what: str, about: Any, keep: int
+        self, kind: str, to: int, arrays: Arrays, *, key: Hashable, tag: str, about: Any, keep: int
     ) -> None:
         """As many messages of the link as Links keeps are kept here."""
         kept = self._kept.setdefault((kind, to), deque())
@@ -178,10 +178,10 @@ class _Links:
             kept.popleft()
         kept.append(arrays)
 
-    def expect(self, kind: str, source: int, *, key: Hashable, what: str) -> None:
+    def expect(self, kind: str, source: int, *, key: Hashable, tag: str) -> None:
         self._expected.setdefault((kind, source), deque()).append(self._messages[key])
 
-    def receive(self, kind: str, source: int, *, what: str) -> SimpleNamespace:
+    def receive(self, kind: str, source: int, *, tag: str) -> SimpleNamespace:
         shapes, form = self._expected[kind, source].popleft()
         return SimpleNamespace(arrays=_arrays(shapes), about=form, free=lambda: None)
 

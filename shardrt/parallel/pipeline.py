@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardrt import autograd, device, dtypes, random
-from shardrt.comm import talk
+from shardrt.comm import objects
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module
@@ -65,7 +65,7 @@ class Pipeline(StagedModel):
             raise TypeError(f"Pipeline: schedule must be a name or a Table, got {type(schedule).__name__}")
         facts = schedule.check()
         _check_table(schedule, mesh, micro_batches, stages_per_rank, cuts)
-        if differing := talk.agree(mesh.communicator("control"), str(schedule)):
+        if differing := objects.differing_ranks(mesh.communicator("control"), str(schedule)):
             raise ValueError(f"Pipeline: ranks {differing} of {mesh!r} have another table than rank 0")
         stages = pipeline_stages(
             model,
@@ -100,7 +100,7 @@ class Pipeline(StagedModel):
         self._check()
         self._check_sums()
         self._keep_one_copy()
-        if device.current().alone:  # a dry run (fsdp.memory_plan), whose gradients are forgotten
+        if device.current().dry_run:  # a dry run (fsdp.memory_plan), whose gradients are forgotten
             step_alone(self, work)
             return
         with self.using_links():
@@ -137,7 +137,7 @@ class Pipeline(StagedModel):
             with autograd.no_grad():
                 step = Step(self, work, row, kind="whole")
                 step.run()
-            random.begin_call(max(talk.from_all(self.mesh.communicator("control"), step.used)))
+            random.begin_call(max(objects.all_gather_object(self.mesh.communicator("control"), step.used)))
             return self._everywhere(outputs[0] if outputs else None)
 
     @contextmanager
@@ -184,7 +184,9 @@ class Pipeline(StagedModel):
         """Raise ValueError where nobody would reduce the gradients of some stages."""
         trained = [stage for stage in self.stages if any(p.requires_grad for p in stage.parameters())]
         alone = [stage.number for stage in trained if not units_below(stage)]
-        found = talk.from_all(self.mesh.communicator("control"), [alone, len(alone) < len(trained)])
+        found = objects.all_gather_object(
+            self.mesh.communicator("control"), [alone, len(alone) < len(trained)]
+        )
         alone = sorted(number for numbers, _ in found for number in numbers)
         if alone and any(sharded for _, sharded in found):
             raise ValueError(
@@ -206,11 +208,11 @@ class Pipeline(StagedModel):
         root = self.table.rank_of(self.table.stages - 1)
         control, here = self.mesh.communicator("control"), device.current()
         form = None if output is None else [list(output.shape), dtypes.name_of(output.dtype)]
-        shape, dtype = talk.from_all(control, form)[root]
+        shape, dtype = objects.all_gather_object(control, form)[root]
         array = here.empty(tuple(shape), np.dtype(dtype))
         if output is not None:
             here.copy(array, output.data)
-        control.broadcast(array.reshape(-1), root=root, stream=here.current_stream, what="output")
+        control.broadcast(array.reshape(-1), root=root, stream=here.current_stream, tag="output")
         return Tensor(array)
 
 

@@ -19,18 +19,18 @@ Array = Any
 class GatheredAgain:
     """In place of a saved tuple: unpacks like it, with what was gathered gathered again, once."""
 
-    __slots__ = ("_saved", "_whole", "_own", "_communicator", "_axis", "_what")
+    __slots__ = ("_saved", "_whole", "_own", "_communicator", "_axis", "_tag")
 
     def __init__(
-        self, saved: tuple, whole: Array, own: Array, communicator: Communicator, axis: int, what: str
+        self, saved: tuple, whole: Array, own: Array, communicator: Communicator, axis: int, tag: str
     ) -> None:
         self._saved = tuple(None if item is whole else item for item in saved)
         self._whole = tuple(item is whole for item in saved)
-        self._own, self._communicator, self._axis, self._what = own, communicator, axis, what
+        self._own, self._communicator, self._axis, self._tag = own, communicator, axis, tag
 
     def __iter__(self) -> Iterator:
         if any(self._whole):
-            whole = gathered(self._own, self._communicator, self._axis, self._what)
+            whole = gathered(self._own, self._communicator, self._axis, self._tag)
             self._saved = tuple(
                 whole if there else item for item, there in zip(self._saved, self._whole, strict=True)
             )
@@ -42,7 +42,7 @@ def gather_again(y: Tensor, whole: Tensor, own: Tensor, communicator: Communicat
     """Let what made `y` from `whole`, which was gathered from `own`, keep `own` alone."""
     if y.node is None or whole.node is None:
         return
-    array, what = whole.data, named("gather_again", y.node.module)
+    array, tag = whole.data, named("gather_again", y.node.module)
     for node in autograd.reachable({y.node}, whole.node.sequence):
         if isinstance(node.saved, tuple) and any(item is array for item in node.saved):
-            node.saved = GatheredAgain(node.saved, array, own.data, communicator, axis % array.ndim, what)
+            node.saved = GatheredAgain(node.saved, array, own.data, communicator, axis % array.ndim, tag)

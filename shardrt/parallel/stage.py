@@ -12,21 +12,21 @@ from numbers import Integral, Real
 from typing import Any
 
 from shardrt import device, random
-from shardrt.comm import talk
-from shardrt.comm.digits import meet
+from shardrt.comm import objects
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.mesh_layout import overlap
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.containers import ModuleList
 from shardrt.nn.module import Layer, Module, label_of, stages_of
 from shardrt.nn.moe import Router
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.parameter_placement import whole_size
 from shardrt.nn.pieces import Piece
 from shardrt.nn.placement import PipelinePlacement
-from shardrt.nn.share import whole_size
 from shardrt.parallel.axis import batch_of
 from shardrt.parallel.cut import balanced, loop, vee
+from shardrt.parallel.tied_replica import TiedReplica, gradient_of, with_tied_replicas
 from shardrt.parallel.times import piece_times
-from shardrt.parallel.twin import Twin, gradient_of, with_twins
 
 PLACEMENTS = {"loop": loop, "V": vee}
 
@@ -48,7 +48,7 @@ class Stage(Module):
         self.take_placement(label=f"stage {number}", inner_ends=(True, number < count - 1))
         object.__setattr__(self, "model", model)  # not below this: it would have all of it
         self.number, self.count, self.pieces = number, count, list(pieces)
-        self.twins: list[Twin] = []  # of what an earlier stage of this rank uses as well
+        self.tied_replicas: list[TiedReplica] = []  # of what an earlier stage of this rank uses as well
         self.blocks: list[Module] = []
         for item in {id(item): item for piece in pieces for item in (*piece.uses, *piece.tied)}.values():
             self._take(item)
@@ -92,7 +92,7 @@ class Stage(Module):
 
         Also before something gathers it. Collective over the ranks of this stage where it was written.
         """
-        for twin in self.twins:
+        for twin in self.tied_replicas:
             twin.refresh()
 
     def forward(self, x: Any, batch: Mapping[str, Any]) -> Any:
@@ -155,7 +155,7 @@ def pipeline_stages(
     root = mesh.root
     _check_same_on_all_ranks(root.communicator("control"), model, begins, ranks)
     mesh.communicator("control")
-    root.come_apart(mesh.axes)
+    root.allow_divergence(mesh.axes)
     places = _places(mesh, ranks, used)
     for parameter in model.parameters():
         parameter.take_place(places[used[id(parameter)]])
@@ -166,9 +166,9 @@ def pipeline_stages(
                 module.take_placement(pipeline=places[number,])
         if ranks[number] == mesh.rank:
             again = _again(pieces[start:stop], number, ranks)
-            seen = with_twins(model, again).pieces() if again else pieces
+            seen = with_tied_replicas(model, again).pieces() if again else pieces
             own.append(Stage(model, number, len(begins), seen[start:stop]))
-            own[-1].twins = again
+            own[-1].tied_replicas = again
     model.take_placement(stages=tuple(map(weakref.ref, own)))
     if len(begins) > 1:
         model.wrap_forward(_Refusing())
@@ -196,16 +196,18 @@ def sum_tied(model: Module) -> None:
     parameter is tied. The sum is that of the first stage plus that of the last. Both stages must shard it
     alike. Raises RuntimeError for a parameter that is trained and has no gradient.
     """
-    for twin in (twin for stage in stages_of(model) for twin in stage.twins if twin.own.requires_grad):
+    for twin in (
+        twin for stage in stages_of(model) for twin in stage.tied_replicas if twin.own.requires_grad
+    ):
         twin.add_gradient()
     tied = [p for p in model.parameters() if p.place is not None and p.place.copies is not None]
     for parameter in {p.storage: p for p in tied if p.requires_grad}.values():
         gradient = gradient_of(parameter)
         here = device.of(gradient) is device.current()
         communicator = parameter.place.copies.communicator("tied" if here else "control")
-        held = ", ".join(f"{runs.first} to {runs.stop}" for runs in parameter.part[:2])
-        what = f"{parameter.name}, elements {held}"  # ranks compare it: they must hold the same
-        communicator.all_reduce(gradient, op="sum", stream=device.current().current_stream, what=what)
+        held = ", ".join(f"{runs.first} to {runs.stop}" for runs in parameter.extents[:2])
+        tag = f"{parameter.name}, elements {held}"  # ranks compare it: they must hold the same
+        communicator.all_reduce(gradient, op="sum", stream=device.current().current_stream, tag=tag)
 
 
 def _pieces(model: Module, mesh: DeviceMesh) -> list[Piece]:
@@ -230,11 +232,11 @@ def _pieces(model: Module, mesh: DeviceMesh) -> list[Piece]:
 def _check_apart(model: Module, mesh: DeviceMesh) -> None:
     """Raise ValueError for a module that would wait for ranks along `mesh`, which have other stages."""
     for module in model.modules():
-        meshes = [p.share.mesh for p in module._parameters.values() if p.share is not None]
+        meshes = [p.placement.mesh for p in module._parameters.values() if p.placement is not None]
         if isinstance(module, Router) and module.balance_mesh is not None:
             meshes.append(module.balance_mesh)
         for other in meshes:
-            if other.root is mesh.root and meet(other.axes, mesh.axes):
+            if other.root is mesh.root and overlap(other.axes, mesh.axes):
                 raise ValueError(
                     f"pipeline_stages: {module.name!r} is on {other!r}, along which are the stages too: take "
                     "other axes for it, those behind the pipeline's"
@@ -262,7 +264,7 @@ def _begins(
         if batch is None:
             raise ValueError("pipeline_stages: costs='time' is measured with a micro-batch; give it as batch")
         _check_batch(model, batch)
-        costs = talk.from_first(mesh.root.communicator("control"), piece_times(model, batch))
+        costs = objects.broadcast_object(mesh.root.communicator("control"), piece_times(model, batch))
     elif isinstance(costs, str):
         raise ValueError(f"pipeline_stages: costs must be 'parameters', 'time' or numbers, got {costs!r}")
     costs = listed("pipeline_stages: costs must be 'parameters', 'time' or numbers", costs)
@@ -361,7 +363,7 @@ def _check_same_on_all_ranks(
 ) -> None:
     """Raise ValueError for ranks whose stages would be parts of no model."""
     described = [(p.name, p.whole_shape, p.seed, p.requires_grad) for p in model.parameters()]
-    if differing := talk.agree(control, (described, begins, ranks)):
+    if differing := objects.differing_ranks(control, (described, begins, ranks)):
         raise ValueError(f"pipeline_stages: ranks {differing} have another model, seed or cut than rank 0")
 
 
@@ -377,10 +379,10 @@ def _places(
     return alone | tied
 
 
-def _again(pieces: list[Piece], number: int, ranks: list[int]) -> list[Twin]:
+def _again(pieces: list[Piece], number: int, ranks: list[int]) -> list[TiedReplica]:
     """Twins for what an earlier stage on the same rank as stage `number`, of these pieces, uses as well."""
     tied = {id(p): p for piece in pieces for p in piece.tied_parameters()}.values()
-    return [Twin(p) for p in tied if p.place.stages[0] < number and p.place.ranks[0] == ranks[number]]
+    return [TiedReplica(p) for p in tied if p.place.stages[0] < number and p.place.ranks[0] == ranks[number]]
 
 
 def _place_batch(model: Module, mesh: DeviceMesh) -> None:

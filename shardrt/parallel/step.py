@@ -14,14 +14,14 @@ from shardrt import autograd, device, dtypes, fsdp, random
 from shardrt.autograd import Function
 from shardrt.comm.links import Links
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.deferred_gradients import DeferredGradients
 from shardrt.device import timeline
 from shardrt.fsdp.setup import units_below
-from shardrt.late import Late
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.parallel.carrier import Carrier, action_label, flat, key_of, nested
 from shardrt.parallel.stage import Stage, listed
-from shardrt.parallel.table import Action, Facts, Table
+from shardrt.parallel.table import Action, Table, TableStats
 from shardrt.tensor import Tensor
 
 Array = Any
@@ -44,7 +44,7 @@ class StagedModel:
     """
 
     def __init__(
-        self, model: Module, mesh: DeviceMesh, table: Table, facts: Facts, stages: Sequence[Stage]
+        self, model: Module, mesh: DeviceMesh, table: Table, facts: TableStats, stages: Sequence[Stage]
     ) -> None:
         self.model = model
         self.mesh = mesh
@@ -146,7 +146,7 @@ class Step:
         # By stage and micro-batch, from F to B or I:
         self._inputs: dict[tuple[int, int], StageInput] = {}
         self._outputs: dict[tuple[int, int], list[Tensor]] = {}
-        self._late: dict[tuple[int, int], Late] = {}  # from I to W
+        self._deferred: dict[tuple[int, int], DeferredGradients] = {}  # from I to W
 
     def run(self) -> None:
         """Every action of the row, in order."""
@@ -197,7 +197,9 @@ class Step:
         tensors, self._inputs[stage.number, micro_batch] = StageInput.around(arrays, deliver)
         return nested(iter(tensors), form), drawn
 
-    def _backward(self, stage: Stage, micro_batch: int, action: Action, late: Late | None = None) -> None:
+    def _backward(
+        self, stage: Stage, micro_batch: int, action: Action, deferred: DeferredGradients | None = None
+    ) -> None:
         outputs = self._outputs.pop((stage.number, micro_batch))
         gradients = None
         if not stage.last:
@@ -206,20 +208,20 @@ class Step:
             outputs, gradients = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
         if outputs:
             with self._reducing(stage, action):
-                autograd.backward(outputs, gradients, late=late)
-            if late is not None:
-                self._late[stage.number, micro_batch] = late
+                autograd.backward(outputs, gradients, deferred=deferred)
+            if deferred is not None:
+                self._deferred[stage.number, micro_batch] = deferred
         if not stage.first:
             self._inputs.pop((stage.number, micro_batch)).deliver()
 
     def _input_gradients(self, stage: Stage, micro_batch: int, action: Action) -> None:
-        self._backward(stage, micro_batch, action, Late())
+        self._backward(stage, micro_batch, action, DeferredGradients())
 
     def _weight_gradients(self, stage: Stage, micro_batch: int, action: Action) -> None:
-        late = self._late.pop((stage.number, micro_batch), None)
+        deferred = self._deferred.pop((stage.number, micro_batch), None)
         with self._reducing(stage, action):
-            if late is not None:  # something of the stage is trained
-                late.run()
+            if deferred is not None:  # something of the stage is trained
+                deferred.flush()
 
     def _unshard(self, stage: Stage, *_: Any) -> None:
         if stage.number in self._sharded:

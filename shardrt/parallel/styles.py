@@ -11,12 +11,12 @@ from math import prod
 from shardrt.comm.protocol import Communicator
 from shardrt.functional.in_parts import InParts
 from shardrt.functional.in_time import InTime
+from shardrt.nn.extents import Extent, Extents, contiguous
 from shardrt.nn.layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm
 from shardrt.nn.lora import is_adapted
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.runs import Part, Runs, run
-from shardrt.nn.share import PARTIAL, SAME, Share
+from shardrt.nn.parameter_placement import PARTIAL, REPLICATE, ParameterPlacement
 from shardrt.parallel.axis import Alone, Axis
 from shardrt.parallel.conversion import Column, OwnTime, Row, WholeTime
 
@@ -213,7 +213,7 @@ def _check_divided(module: Module, parts: int, count: int, what: str) -> None:
 def _sum_in_time(parameter: Parameter, axis: Axis | Alone, parts: int) -> None:
     """What it gets is summed over the ranks by each op, so it has the same gradient on all of them."""
     if axis.size > 1:
-        parameter.take_share(Share.of_all(SAME, axis.mesh, parameter.shape))
+        parameter.take_placement(ParameterPlacement.of_all(REPLICATE, axis.mesh, parameter.shape))
     parameter.in_parts = InTime(parts // axis.size, axis.communicator)
 
 
@@ -221,16 +221,16 @@ def _cut_rows(parameter: Parameter, axis: Axis, sizes: list[int]) -> None:
     """Each rank has an equal part of the rows of every part."""
     whole, n = parameter.shape, axis.size
     width = prod(whole[1:])
-    parts: list[Part] = []
+    parts: list[Extents] = []
     for rank in range(n):
-        part: Part = ()
+        part: Extents = ()
         first = 0
         for size in sizes:
             each = size // n
-            part += run((first + rank * each) * width, each * width)
+            part += contiguous((first + rank * each) * width, each * width)
             first += size
         parts.append(part)
-    parameter.take_share(axis.cut(whole, (whole[0] // n, *whole[1:]), tuple(parts)))
+    parameter.take_placement(axis.cut(whole, (whole[0] // n, *whole[1:]), tuple(parts)))
 
 
 def _cut_columns(weight: Parameter, axis: Axis) -> None:
@@ -241,10 +241,10 @@ def _cut_columns(weight: Parameter, axis: Axis) -> None:
         raise ValueError(
             f"RowwiseParallel: {axis.size} ranks do not divide the {columns} inputs of {weight.name!r}"
         )
-    parts = tuple((Runs(rank * each, each, columns, rows),) for rank in range(axis.size))
-    weight.take_share(axis.cut((rows, columns), (rows, each), parts))
+    parts = tuple((Extent(rank * each, each, columns, rows),) for rank in range(axis.size))
+    weight.take_placement(axis.cut((rows, columns), (rows, each), parts))
 
 
 def partial(parameter: Parameter, axis: Axis) -> None:
     """All ranks have it, and what each adds to its gradient is summed."""
-    parameter.take_share(Share.of_all(PARTIAL, axis.mesh, parameter.shape))
+    parameter.take_placement(ParameterPlacement.of_all(PARTIAL, axis.mesh, parameter.shape))

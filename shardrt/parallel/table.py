@@ -59,7 +59,7 @@ class Link(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Facts:
+class TableStats:
     """What a table holds at most, however fast its ranks and links are.
 
     activations: by rank: micro-batches of its stages between F and B, or F and W. late: those of them between
@@ -127,7 +127,7 @@ class Table:
         """The stages of a rank, in ascending order."""
         return sorted({action.stage for action in self.ranks[rank]})
 
-    def check(self) -> Facts:
+    def check(self) -> TableStats:
         """Prove that every rank comes to the end of its row, and that sums of gradients have one order.
 
         Every stage is on one rank. Its F, its I and its W each run once per micro-batch, in ascending order
@@ -149,7 +149,7 @@ class Table:
         ranks = range(len(self.ranks))
         held = [[(sum(whole.values()), sum(late.values())) for whole, late in self.held(r)] for r in ranks]
         activations = tuple(max(whole + late for whole, late in row) for row in held)
-        return Facts(activations, tuple(max(late for _, late in row) for row in held), kept)
+        return TableStats(activations, tuple(max(late for _, late in row) for row in held), kept)
 
     def held(self, rank: int) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
         """After each action of a rank: micro-batches from F to B or I, and from I to W; each by stage."""

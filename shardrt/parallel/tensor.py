@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from shardrt.comm import talk
+from shardrt.comm import objects
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.nn.module import Module
 from shardrt.nn.moe import MoE
-from shardrt.nn.share import CUT, SAME, Share
+from shardrt.nn.parameter_placement import REPLICATE, SHARD, ParameterPlacement
 from shardrt.parallel.axis import Alone, Axis, batch_of
 from shardrt.parallel.context import ContextParallel, lay_out_sequences
 from shardrt.parallel.conversion import Deciding
@@ -63,9 +63,9 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
 def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Style]]) -> None:
     """parallelize_module for columns, rows, words and what lies between: tensor parallelism."""
     for parameter in model.parameters():
-        if parameter.share is not None and not parameter.share.own_data:
+        if parameter.placement is not None and not parameter.placement.own_data:
             raise ValueError(
-                f"parallelize_module: {parameter.name!r} is on {parameter.share.mesh!r} already; give one "
+                f"parallelize_module: {parameter.name!r} is on {parameter.placement.mesh!r} already; give one "
                 "plan for the whole model"
             )
     _check_tokens(model, mesh, chosen)
@@ -85,8 +85,8 @@ def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Sty
     for module, style in chosen:
         style.apply(module, axis)
     for parameter in model.parameters():
-        if parameter.share is None:
-            parameter.take_share(Share.of_all(SAME, mesh, parameter.shape))
+        if parameter.placement is None:
+            parameter.take_placement(ParameterPlacement.of_all(REPLICATE, mesh, parameter.shape))
     model.wrap_forward(Deciding(axis))
     model.take_placement(axis=axis, styles=chosen)
 
@@ -106,7 +106,7 @@ def _check_tokens(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, St
                 f"{inside[module].name!r}, of whose tokens each rank has a part by TokenParallel"
             )
     for module in model.modules():
-        if module not in inside and any(p.share is not None for p in module._parameters.values()):
+        if module not in inside and any(p.placement is not None for p in module._parameters.values()):
             raise ValueError(
                 f"parallelize_module: experts of {module.name!r} are on several ranks, and those of {mesh!r} "
                 "have the same tokens: give the nn.MoE around them TokenParallel()"
@@ -119,8 +119,10 @@ _WITH_A_PLAN_OF_ITS_OWN = {ContextParallel: lay_out_sequences, ExpertParallel: s
 def _check_same_on_all_ranks(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Style]]) -> None:
     """Raise ValueError for ranks whose model, seed or plan differs: they would train parts of no model."""
     described: list = [(module.name, type(style).__name__) for module, style in chosen]
-    described += [(p.name, p.whole_shape, p.seed, p.share and p.share.kind) for p in model.parameters()]
-    if differing := talk.agree(mesh.communicator("control"), described):
+    described += [
+        (p.name, p.whole_shape, p.seed, p.placement and p.placement.kind) for p in model.parameters()
+    ]
+    if differing := objects.differing_ranks(mesh.communicator("control"), described):
         raise ValueError(
             f"parallelize_module: ranks {differing} of {mesh!r} have another model, seed or plan than rank 0"
         )
@@ -156,8 +158,8 @@ def _check_tied(model: Module, mesh: DeviceMesh, chosen: set[Module]) -> None:
     """Raise ValueError where a module that is not cut along `mesh` has a parameter that is."""
     for path, module in model.named_modules():
         for parameter in module._parameters.values() if module not in chosen else ():
-            share = parameter.share
-            if share is not None and share.kind == CUT and share.mesh is mesh:
+            placement = parameter.placement
+            if placement is not None and placement.kind == SHARD and placement.mesh is mesh:
                 raise ValueError(
                     f"parallelize_module: parameter {parameter.name!r} is cut, and tied to {path!r}, which "
                     "the plan does not name"

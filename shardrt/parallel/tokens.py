@@ -31,9 +31,9 @@ class TokenParallel(Style):
     def apply(self, module: Module, axis: Axis) -> None:
         own = OwnTokens(axis)
         for parameter in dict.fromkeys(module.parameters()):
-            share = parameter.share
-            if share is not None and share.own_data:
-                parameter.share = replace(share, beside=axis.mesh.axes)
+            placement = parameter.placement
+            if placement is not None and placement.own_data:
+                parameter.placement = replace(placement, beside=axis.mesh.axes)
             else:
                 partial(parameter, axis)
         for router in module.modules():

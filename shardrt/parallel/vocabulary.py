@@ -13,10 +13,10 @@ from shardrt import functional as F
 from shardrt.functional import vocabulary
 from shardrt.functional.in_parts import InParts
 from shardrt.functional.vocabulary import VocabularyPart, rows_of
+from shardrt.nn.extents import contiguous
 from shardrt.nn.layers import Embedding, Linear
 from shardrt.nn.lora import is_adapted
 from shardrt.nn.module import Module
-from shardrt.nn.runs import run
 from shardrt.parallel.axis import Alone, Axis
 from shardrt.parallel.conversion import Converting
 from shardrt.parallel.styles import Style
@@ -77,9 +77,9 @@ class VocabParallel(Style):
         if vocab < axis.size:
             raise ValueError(f"VocabParallel: {module.name!r} has {vocab} rows for {axis.size} ranks")
         rows = [rows_of(vocab, rank, axis.size) for rank in range(axis.size)]
-        parts = tuple(run(first * width, count * width) for first, count in rows)
+        parts = tuple(contiguous(first * width, count * width) for first, count in rows)
         count, words = rows[axis.rank][1], Words(axis, vocab)
-        weight.take_share(axis.cut((vocab, width), (count, width), parts, words))
+        weight.take_placement(axis.cut((vocab, width), (count, width), parts, words))
 
     def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
         weight = module.weight

@@ -133,9 +133,9 @@ class _Merge:
             if isinstance(item, Record):
                 recorded.add(item.mark)
             if isinstance(item, _WAITS) and item.mark not in recorded:
-                raise ValueError(f"{_told(program, index)}: mark {item.mark} was not recorded before")
+                raise ValueError(f"{_reported(program, index)}: mark {item.mark} was not recorded before")
             if isinstance(item, Collective) and item.group not in program.groups:
-                raise ValueError(f"{_told(program, index)}: the program names no group {item.group!r}")
+                raise ValueError(f"{_reported(program, index)}: the program names no group {item.group!r}")
             if isinstance(item, Collective) and item.peer < 0 and self._group(number, item.group)[1] > 1:
                 phases = (COME, MOVE, LEAVE) if item.call in REDUCTIONS else (COME, MOVE)
                 steps += [(index, phase) for phase in phases]
@@ -242,10 +242,10 @@ class _Merge:
         return False
 
     def _stuck(self) -> list[str]:
-        return [_told(self.order.programs[n], left[0][0]) for n, left in enumerate(self.left) if left]
+        return [_reported(self.order.programs[n], left[0][0]) for n, left in enumerate(self.left) if left]
 
 
-def _told(program: Program, index: int) -> str:
+def _reported(program: Program, index: int) -> str:
     item = program.items[index]
     words = [f"rank {program.rank}, item {index}", getattr(item, "call", type(item).__name__)]
     words += [getattr(item, name, "") for name in ("label", "site")]

@@ -129,14 +129,14 @@ def search(
     worth: float = 0.02,
     tries: int | None = None,
     seconds: float = inf,
-    told: Callable[[Found], None] = lambda found: None,
+    on_found: Callable[[Found], None] = lambda found: None,
 ) -> Found:
     """Simulate the candidates that may be among the `best`.
 
     simulate: raises SystemExit, or another exception, for one that can't be: what it writes to stderr is
     kept from there. limits: bytes of each place ("device", "host") that a rank has. worth: a candidate that
     can't take less than the last of the best by this part of its time is left out. tries: how many are
-    simulated at most. seconds: after which nothing more is simulated. told: is called after each. An
+    simulated at most. seconds: after which nothing more is simulated. on_found: is called after each. An
     interruption ends the search with what was found.
     Raises NoScript.
     """
@@ -145,7 +145,7 @@ def search(
     try:
         while one.queue and (tries is None or one.found.tried < tries) and monotonic() < end:
             one.next()
-            told(one.found)
+            on_found(one.found)
     except KeyboardInterrupt:
         pass
     one.leave()
@@ -309,6 +309,6 @@ def _line(error: BaseException, said: str) -> str:
     if isinstance(error, SystemExit):
         if isinstance(error.code, str):
             return error.code
-        told = [line for line in lines if "error: " in line] or lines or [f"exit code {error.code}"]
-        return told[-1].removeprefix("error: ")
+        on_found = [line for line in lines if "error: " in line] or lines or [f"exit code {error.code}"]
+        return on_found[-1].removeprefix("error: ")
     return f"{type(error).__name__}: {error}"

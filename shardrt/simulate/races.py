@@ -35,8 +35,8 @@ class Access:
         item = self.item
         name = getattr(item, "name", "") or getattr(item, "call", "") or type(item).__name__
         words = [name, getattr(item, "label", "") or getattr(item, "why", ""), self.does]
-        told = f"rank {self.rank}, {self.stream}: {' '.join(word for word in words if word)}"
-        return f"{told}, {item.site}" if item.site else told
+        message = f"rank {self.rank}, {self.stream}: {' '.join(word for word in words if word)}"
+        return f"{message}, {item.site}" if item.site else message
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,8 @@ def _buffer(programs: Sequence[Program], number: int, index: int, address: int) 
 def _lent(buffer: Take | None) -> str:
     if buffer is None:
         return "memory that no Take tells of"
-    told = " ".join(word for word in (buffer.category, buffer.label) if word) or "a buffer"
-    return f"{told} on the {buffer.place}{f', taken at {buffer.site}' if buffer.site else ''}"
+    message = " ".join(word for word in (buffer.category, buffer.label) if word) or "a buffer"
+    return f"{message} on the {buffer.place}{f', taken at {buffer.site}' if buffer.site else ''}"
 
 
 def _sites(race: Race) -> tuple[str, str]:

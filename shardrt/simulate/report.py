@@ -35,7 +35,7 @@ FORMULA = (
     "MFU: matrix products and attention of forward, once, and of backward, over the peak; recomputed ones "
     "don't count. Causal attention counts the pairs it sees: 6 N + 6 L C T for each token. HFU: all that run"
 )
-_TOLD = 6  # rows of a list that people read
+_SHOWN = 6  # rows of a list that people read
 
 
 class NoStep(ValueError):
@@ -269,12 +269,16 @@ def _waits(timing: Timing, items: list[tuple[int, Item]]) -> tuple[Waited, ...]:
 
 
 def _assumptions(machine: Machine, recorded: int) -> tuple[str, ...]:
-    told = [f"{machine.name}: {machine.origin} ({machine.date})"]
+    message = [f"{machine.name}: {machine.origin} ({machine.date})"]
     if not machine.measured:
-        told.insert(0, f"measured = false: nobody measured {machine.name}, so these figures are estimates")
-    told.append("all ranks do the same at the same time" if recorded == 1 else f"{recorded} ranks recorded")
-    told.append("memory is what was asked for, without what an allocator rounds up and what libraries take")
-    return tuple(told)
+        message.insert(0, f"measured = false: nobody measured {machine.name}, so these figures are estimates")
+    message.append(
+        "all ranks do the same at the same time" if recorded == 1 else f"{recorded} ranks recorded"
+    )
+    message.append(
+        "memory is what was asked for, without what an allocator rounds up and what libraries take"
+    )
+    return tuple(message)
 
 
 # -- for people
@@ -300,7 +304,7 @@ def _lines(found: Report) -> list[str]:
     shown = f"exposed communication, ms: {found.exposed['']:,.1f}"
     lines.append(shown + (f" ({_listed(by_call)})" if any(by_call.values()) else ""))
     units = {label: ms for label, ms in found.exposed.items() if label and ms > 0.05}
-    for label, ms in sorted(units.items(), key=lambda one: -one[1])[:_TOLD]:
+    for label, ms in sorted(units.items(), key=lambda one: -one[1])[:_SHOWN]:
         lines.append(f"  {ms:10,.2f}  {label}")
     for place, parts in found.memory.items():
         lines.append(f"{place} memory at its peak, MB: {sum(parts.values()) / 1e6:,.1f}")
@@ -315,16 +319,16 @@ def _lines(found: Report) -> list[str]:
     for wait in found.waits:
         made = f", made up: {', '.join(wait.values)}" if wait.values else ""
         lines.append(f"the host waits at {wait.site}: {wait.times} times, {wait.ms:,.2f} ms{made}")
-    return [*lines, FORMULA, *(f"assumed: {told}" for told in found.assumptions)]
+    return [*lines, FORMULA, *(f"assumed: {message}" for message in found.assumptions)]
 
 
 def _of_modules(parts: dict[str, dict[str, int]]) -> str:
     """Those with most."""
     own = {module: sum(categories.values()) / 1e6 for module, categories in parts.items() if module}
-    told = [f"{module} {nbytes:,.1f}" for module, nbytes in list(own.items())[:_TOLD]]
-    if len(own) > _TOLD:
-        told.append(f"{len(own) - _TOLD:,} more {sum(list(own.values())[_TOLD:]):,.1f}")
-    return ", ".join([*told, f"no module's own {sum(parts.get('', {}).values()) / 1e6:,.1f}"])
+    message = [f"{module} {nbytes:,.1f}" for module, nbytes in list(own.items())[:_SHOWN]]
+    if len(own) > _SHOWN:
+        message.append(f"{len(own) - _SHOWN:,} more {sum(list(own.values())[_SHOWN:]):,.1f}")
+    return ", ".join([*message, f"no module's own {sum(parts.get('', {}).values()) / 1e6:,.1f}"])
 
 
 def _listed(parts: dict[str, float]) -> str:

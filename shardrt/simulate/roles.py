@@ -1,6 +1,6 @@
 """Roles: the ranks that have equal collectives and equal bytes, of which one is recorded for all.
 
-    programs = recorded(lambda stands_for, on_apart: ..., ranks)
+    programs = recorded(lambda stands_for, on_divergence: ..., ranks)
 
 Sharding, hybrids and tensor parallelism have one role. Stages of a pipeline come apart (comm/mesh.py), and
 each is a role. What ranks of a role still differ in is how their shards are cut: a few launches of clipping
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardrt.comm import digits as d
-from shardrt.comm.digits import Digits
+from shardrt.comm import mesh_layout
+from shardrt.comm.mesh_layout import MeshLayout
 from shardrt.device.program import Collective, Item, Program, Step, Take
 
 Roles = Mapping[int, Sequence[int]]  # the rank that is recorded -> all that do the same, itself among them
@@ -23,29 +23,31 @@ Roles = Mapping[int, Sequence[int]]  # the rank that is recorded -> all that do 
 class Apart(BaseException):
     """Ranks that one recorded rank stands for come apart along these digits."""
 
-    def __init__(self, digits: Digits) -> None:
+    def __init__(self, digits: MeshLayout) -> None:
         self.digits = digits
 
 
-def roles_of(digits: Digits, ranks: int, column: int = 0) -> Roles:
+def roles_of(digits: MeshLayout, ranks: int, column: int = 0) -> Roles:
     """Ranks of one place along `digits` have one role. column: which of each is recorded; the first."""
     if not digits:
         return {column: range(ranks)}
-    places = d.number_in(digits, np.arange(ranks))
-    members = [np.flatnonzero(places == place).tolist() for place in range(d.size_of(digits))]
+    places = mesh_layout.index_in(digits, np.arange(ranks))
+    members = [np.flatnonzero(places == place).tolist() for place in range(mesh_layout.size_of(digits))]
     return {some[column]: some for some in members}
 
 
-def recorded(record: Callable[[Roles, Callable[[Digits], None]], list[Program]], ranks: int) -> list[Program]:
+def recorded(
+    record: Callable[[Roles, Callable[[MeshLayout], None]], list[Program]], ranks: int
+) -> list[Program]:
     """What `record` gives for the roles; it is told them, and calls back with digits along which ranks part.
 
     It begins with one role, and again when that is too few.
     """
-    digits: Digits = ()
+    digits: MeshLayout = ()
 
-    def parts(found: Digits) -> None:
-        if d.union(digits, found) != digits:
-            raise Apart(d.union(digits, found))
+    def parts(found: MeshLayout) -> None:
+        if mesh_layout.union(digits, found) != digits:
+            raise Apart(mesh_layout.union(digits, found))
 
     while True:
         try:
@@ -88,8 +90,8 @@ def compared(program: Program, other: Program) -> Compared:
         differs = f"other collectives ({', '.join(counts)})"
     elif (taken := _bytes(program)) != (elsewhere := _bytes(other)):
         places = [place for place in {**taken, **elsewhere} if taken[place] != elsewhere[place]]
-        told = [f"{' '.join(place)} {taken[place]:,}, not {elsewhere[place]:,}" for place in places]
-        differs = f"other bytes ({'; '.join(told)})"
+        message = [f"{' '.join(place)} {taken[place]:,}, not {elsewhere[place]:,}" for place in places]
+        differs = f"other bytes ({'; '.join(message)})"
     return Compared(program.rank, other.rank, launches(program), launches(other), differs)
 
 

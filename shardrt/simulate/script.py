@@ -17,7 +17,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from shardrt import autograd, device
-from shardrt.comm.digits import Digits
+from shardrt.comm.mesh_layout import MeshLayout
 from shardrt.comm.simulated import run
 from shardrt.device import timeline
 from shardrt.device.cuda import CUDADevice
@@ -91,8 +91,8 @@ def record_of(
     """As `record`, of what `function()` does. steps: 0 for all."""
     world = {"local_size": local_size, "shared": shared, "shape": shape}
 
-    def of(roles: Roles, on_apart: Callable[[Digits], None] | None) -> list[Program]:
-        return _recorded(function, ranks, roles, on_apart, steps, like, values or Values(), **world)
+    def of(roles: Roles, on_divergence: Callable[[MeshLayout], None] | None) -> list[Program]:
+        return _recorded(function, ranks, roles, on_divergence, steps, like, values or Values(), **world)
 
     return of(stands_for, None) if stands_for is not None else recorded(of, ranks)
 
@@ -101,7 +101,7 @@ def _recorded(
     function: Any,
     ranks: int,
     stands_for: Roles,
-    on_apart: Callable[[Digits], None] | None,
+    on_divergence: Callable[[MeshLayout], None] | None,
     steps: int,
     like: Device | type[Device],
     values: Values,
@@ -111,7 +111,7 @@ def _recorded(
 
     def device_of(rank: int) -> SimulatedDevice:
         own.device = SimulatedDevice(like, values)
-        own.device.on_apart, own.device.whose = on_apart, _module_now
+        own.device.on_divergence, own.device.whose = on_divergence, _module_now
         own.device.program.alike = stands_for[rank]
         return own.device
 
@@ -196,11 +196,11 @@ def _command(command: Sequence[str]) -> Iterator[Any]:
 
 def _target(command: list[str]) -> tuple[str, list[str], bool]:
     """(script or module, its arguments, whether it is a module)."""
-    told = command[0] == "-m" if command else False
-    if len(command) <= told:
+    message = command[0] == "-m" if command else False
+    if len(command) <= message:
         raise NoScript("no script: say which after --")
-    name, *arguments = command[told:]
-    return name, arguments, told or not (name.endswith(".py") or Path(name).is_file())
+    name, *arguments = command[message:]
+    return name, arguments, message or not (name.endswith(".py") or Path(name).is_file())
 
 
 def _script(name: str) -> CodeType:

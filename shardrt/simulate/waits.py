@@ -51,8 +51,8 @@ class WaitSite:
 
     def __str__(self) -> str:
         others = " and ".join(self.covered_by) or ("many others" if self.verdict == COVERED else "")
-        told = f"{self.verdict} {others}".rstrip()
-        lines = [f"{self.site}: {told} ({'; '.join(self.what)})"]
+        message = f"{self.verdict} {others}".rstrip()
+        lines = [f"{self.site}: {message} ({'; '.join(self.what)})"]
         if self.prevents is not None:
             lines += [f"  first   {self.prevents.first}", f"  second  {self.prevents.second}"]
         return "\n".join(lines)
@@ -68,7 +68,7 @@ def waits(programs: Sequence[Program]) -> list[WaitSite]:
     best, used = _best(order, pairs, names)
     sites = []
     for n, name in enumerate(names):
-        what = tuple(f"{told}, {count} times" for told, count in found[name].items())
+        what = tuple(f"{message}, {count} times" for message, count in found[name].items())
         if n not in best:
             sites.append(WaitSite(name, what, COVERED if used >> n & 1 else NEVER))
             continue
@@ -85,12 +85,12 @@ def _sites(programs: Sequence[Program]) -> dict[str, Counter[str]]:
     for number, program in enumerate(programs):
         recorded = {item.mark: item.stream for item in program.items if isinstance(item, Record)}
         for index, item in enumerate(program.items):
-            if (told := _told(item, recorded)) is not None:
-                found[site_of(number, index, item.site)][told] += 1
+            if (message := _reported(item, recorded)) is not None:
+                found[site_of(number, index, item.site)][message] += 1
     return found
 
 
-def _told(item: Item, recorded: Mapping[int, str]) -> str | None:
+def _reported(item: Item, recorded: Mapping[int, str]) -> str | None:
     if isinstance(item, Wait | HostWait):
         return f"{getattr(item, 'stream', HOST)} waits for {recorded.get(item.mark, 'nothing')}"
     if isinstance(item, Collective) and item.call == "barrier":

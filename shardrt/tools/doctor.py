@@ -19,8 +19,8 @@ from shardrt.untrusted import Refused, say
 
 def add_to(commands: Any) -> None:
     """Add `doctor` to argparse's subparsers."""
-    told = "what became of the ranks of RUN; without RUN, what this machine has"
-    parser = commands.add_parser("doctor", help=told, description=told)
+    message = "what became of the ranks of RUN; without RUN, what this machine has"
+    parser = commands.add_parser("doctor", help=message, description=message)
     parser.add_argument("path", metavar="RUN", nargs="?", type=Path, help="a run's folder, runs/NAME")
     parser.add_argument("--hosts", metavar="FILE", type=Path, help="a host file: whether these fit together")
     parser.add_argument("--mpirun", default="", help="how to start processes on hosts, with its options")

@@ -17,7 +17,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from shardrt.comm.talk import differing
+from shardrt.comm.objects import differing
 from shardrt.faults import reach
 from shardrt.tools.launched import host_lines, host_of
 from shardrt.train.versions import versions
@@ -30,7 +30,7 @@ _TRIPS, _TRANSFERS = 20, 3  # of which the shortest counts
 _BYTES = 4 << 20  # of a transfer
 _SEEN = 5.0  # seconds until a file of another host is seen
 _SHM = 64 << 20
-_TOLD = 8  # of the first and of the last lines of a launcher that fails: ssh speaks first, Python last
+_SHOWN = 8  # of the first and of the last lines of a launcher that fails: ssh speaks first, Python last
 _SLOW = 4  # times slower than the fastest pair, which is told
 
 
@@ -61,55 +61,55 @@ def examine(hosts: Sequence[str], mpirun: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"hosts": [], "pairs": []}
     if not lacking:
         pairs = len(hosts) * (len(hosts) - 1) // 2
-        told = _started(hosts, mpirun, _PATIENCE + 2 * pairs)
-        if isinstance(told, str):
-            lacking.append(f"one process on each host could not be run: {told}")
+        message = _started(hosts, mpirun, _PATIENCE + 2 * pairs)
+        if isinstance(message, str):
+            lacking.append(f"one process on each host could not be run: {message}")
         else:
-            found = told
+            found = message
             lacking += _lacking(found)
     return found | {"lacking": lacking, "code": int(bool(lacking))}
 
 
 def lines(found: dict[str, Any]) -> list[str]:
     """The same for people."""
-    told = [
+    message = [
         f"{host['host']}: {host['cores']} cores, {host['shm'] / 1e9:.1f} GB in /dev/shm, clock "
         f"{host['clock']:+.3f} s, shardrt {host['versions']['shardrt']}, Python {host['versions']['python']}"
         for host in found["hosts"]
     ]
-    told += [
+    message += [
         f"{pair['hosts'][0]} - {pair['hosts'][1]}: {pair['latency'] * 1e3:.3f} ms, "
         f"{pair['there'] / 1e6:.0f} MB/s there, {pair['back'] / 1e6:.0f} MB/s back"
         for pair in found["pairs"]
     ]
-    return told + [f"lacking: {what}" for what in found["lacking"]]
+    return message + [f"lacking: {what}" for what in found["lacking"]]
 
 
 def _lacking(found: dict[str, Any]) -> list[str]:
     hosts = found["hosts"]
     names = [host["host"] for host in hosts]
-    told = []
+    message = []
     for what, values in differing([host["versions"] for host in hosts]):
         other = next(number for number, value in enumerate(values) if value != values[0])
-        told.append(f"hosts differ: {what}: {values[0]} on {names[0]}, {values[other]} on {names[other]}")
+        message.append(f"hosts differ: {what}: {values[0]} on {names[0]}, {values[other]} on {names[other]}")
     for host in hosts:
         if abs(host["clock"]) > _CLOCK:
-            told.append(f"{host['host']}: its clock is {host['clock']:+.1f} s from that of {names[0]}")
+            message.append(f"{host['host']}: its clock is {host['clock']:+.1f} s from that of {names[0]}")
         if not host["seen"]:
-            told.append(f"{host['host']} does not see what {names[0]} writes to {found['folder']}")
+            message.append(f"{host['host']} does not see what {names[0]} writes to {found['folder']}")
         if host["unknown"]:
             unknown = ", ".join(host["unknown"])
-            told.append(f"{host['host']} knows no host of the name {unknown}, and can't say if it is lost")
+            message.append(f"{host['host']} knows no host of the name {unknown}, and can't say if it is lost")
         if host["shm"] < _SHM:
-            told.append(f"{host['host']}: /dev/shm has less than 64 MB free")
+            message.append(f"{host['host']}: /dev/shm has less than 64 MB free")
     pairs = found["pairs"] if len(hosts) > 2 else []  # two have nothing to be compared with
     best = max((pair[way] for pair in pairs for way in ("there", "back")), default=0.0)
     for pair in pairs:
         slowest = min(pair["there"], pair["back"])
         if slowest < best / _SLOW:
             between = " - ".join(pair["hosts"])
-            told.append(f"{between}: {slowest / 1e6:.0f} MB/s, where others reach {best / 1e6:.0f} MB/s")
-    return told
+            message.append(f"{between}: {slowest / 1e6:.0f} MB/s, where others reach {best / 1e6:.0f} MB/s")
+    return message
 
 
 def launcher() -> list[str]:
@@ -132,9 +132,9 @@ def _started(hosts: Sequence[str], mpirun: Sequence[str], seconds: float) -> dic
     except OSError as error:
         return str(error)
     if done.returncode or not done.stdout.strip():
-        told = done.stderr.strip().splitlines()
-        told[_TOLD:-_TOLD] = ["..."] if len(told) > 2 * _TOLD else told[_TOLD:-_TOLD]
-        return "\n  ".join([f"{command[0]} ended with exit code {done.returncode}", *told])
+        message = done.stderr.strip().splitlines()
+        message[_SHOWN:-_SHOWN] = ["..."] if len(message) > 2 * _SHOWN else message[_SHOWN:-_SHOWN]
+        return "\n  ".join([f"{command[0]} ended with exit code {done.returncode}", *message])
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -203,15 +203,15 @@ def _sees(world: Any) -> bool:
             mark.touch()
         except OSError:
             mark = None
-    told = world.bcast(None if mark is None else str(mark))
+    message = world.bcast(None if mark is None else str(mark))
     deadline = time.monotonic() + _SEEN
-    while told and not (seen := os.path.exists(told)) and time.monotonic() < deadline:
+    while message and not (seen := os.path.exists(message)) and time.monotonic() < deadline:
         time.sleep(0.1)
     world.Barrier()
     if mark is not None:
         with suppress(OSError):
             mark.unlink()
-    return bool(told) and seen
+    return bool(message) and seen
 
 
 def _pair(world: Any, here: int, there: int) -> dict[str, float]:

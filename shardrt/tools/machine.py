@@ -112,8 +112,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         ("two ranks", found["two ranks"]),
     ]
     width = max(len(name) for name, _ in rows)
-    told = [line for name, text in rows for line in _folded(f"{name:{width}}", text)]
-    return told + [line for what in found["lacking"] for line in _folded("lacking:", what)]
+    message = [line for name, text in rows for line in _folded(f"{name:{width}}", text)]
+    return message + [line for what in found["lacking"] for line in _folded("lacking:", what)]
 
 
 def _folded(name: str, text: str) -> list[str]:
@@ -140,8 +140,8 @@ def _self_test() -> str:
     launcher = str(beside) if beside.exists() else shutil.which("mpirun")
     if launcher is None:
         return "no mpirun: pip install mpich"
-    told = _asked([launcher, "-n", "2", sys.executable, "-c", _SELF_TEST])
-    return told if isinstance(told, str) and told else "well"
+    message = _asked([launcher, "-n", "2", sys.executable, "-c", _SELF_TEST])
+    return message if isinstance(message, str) and message else "well"
 
 
 def _asked(command: list[str]) -> Any:

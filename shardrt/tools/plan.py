@@ -23,14 +23,14 @@ from shardrt.simulate.space import Candidate, candidates, combinations, words_fo
 from shardrt.simulate.step import Simulated, simulated
 from shardrt.tools.scripts import FAILED, USAGE, add_script, of_script, positive
 from shardrt.train.config import read_toml
-from shardrt.train.errors import told
+from shardrt.train.errors import describe_error
 from shardrt.train.options import last_of
 from shardrt.untrusted import say
 
 NONE_FITS = 1
 TRAINING = ("models.train", "shardrt.models.train")  # whose options are known
 _PARTS = (COMPUTING, COMMUNICATION, HOST, MEMORY)
-_TOLD = 5  # lines of refusals that people read
+_SHOWN = 5  # lines of refusals that people read
 _BEST = 10
 _MINUTES = 5
 
@@ -75,7 +75,7 @@ def plan(options: argparse.Namespace) -> int:
         vary = _varied(options.vary)
         space = _space(options, command, machine, vary)
     except (OSError, ValueError) as error:
-        say(f"error: {told(error)}", file=sys.stderr)
+        say(f"error: {describe_error(error)}", file=sys.stderr)
         return USAGE
 
     def found_of(words: Sequence[str]) -> Found:
@@ -86,7 +86,7 @@ def plan(options: argparse.Namespace) -> int:
             best=_BEST,
             tries=options.tries,
             seconds=60 * options.minutes,
-            told=lambda found: _progress(found, len(space.candidates)),
+            on_found=lambda found: _progress(found, len(space.candidates)),
         )
 
     code, found = of_script(options, found_of)
@@ -230,13 +230,13 @@ def _table(found: Found, space: _Space, machine: Machine) -> dict[str, Any]:
 
 
 def _row(each: Plan, space: _Space) -> dict[str, Any]:
-    told = each.report
+    describe_error = each.report
     return {
-        "ms": told.ms,
-        "tokens": told.tokens,
-        "tokens_per_s": told.tokens_per_s,
-        "mfu": told.mfu,
-        "hfu": told.hfu,
+        "ms": describe_error.ms,
+        "tokens": describe_error.tokens,
+        "tokens_per_s": describe_error.tokens_per_s,
+        "mfu": describe_error.mfu,
+        "hfu": describe_error.hfu,
         "rank": each.rank,
         "device_bytes": each.bytes(),
         "host_bytes": each.bytes("host"),
@@ -282,22 +282,22 @@ def _counts(found: Found, space: _Space) -> str:
     refused = sum(each.times for each in found.refused.values())
     skipped = sum(each.skipped for each in found.refused.values())
     too_large, slower, same = len(found.too_large), len(found.slower), len(found.same)
-    told = (
+    describe_error = (
         f"{len(space.candidates):,} candidates: {found.tried:,} tried, of which {len(found.best) + same:,} "
         f"fit ({same:,} like another to the bit), {len(found.over):,} take more memory and {refused:,} were "
         f"refused; dropped {too_large:,} that need no less than one that takes more, {slower:,} that can't "
         "be among the best"
     )
-    told += f", {skipped:,} like refused ones" * (skipped > 0)
+    describe_error += f", {skipped:,} like refused ones" * (skipped > 0)
     minutes = f" when {space.options.minutes:g} minutes were over (--minutes)" * found.late
-    return told + f"; {found.left:,} left{minutes}" * (found.left > 0)
+    return describe_error + f"; {found.left:,} left{minutes}" * (found.left > 0)
 
 
 def _figures(each: Plan) -> str:
-    told, shares = each.report, each.shares
+    describe_error, shares = each.report, each.shares
     widths = zip(_PARTS, (13, 17, 8, 10), strict=True)
     return (
-        f"{told.ms:10,.1f}{told.tokens_per_s:13,.0f}{100 * told.mfu:7.1f}{each.bytes() / 1e9:7.1f}"
+        f"{describe_error.ms:10,.1f}{describe_error.tokens_per_s:13,.0f}{100 * describe_error.mfu:7.1f}{each.bytes() / 1e9:7.1f}"
         f"{each.bytes('host') / 1e9:9.1f}" + "".join(f"{100 * shares[part]:{n}.1f}" for part, n in widths)
     )
 
@@ -317,11 +317,11 @@ def _failures(found: Found, space: _Space) -> list[str]:
                 lines.append(f"   {place}, GB: {', '.join(shown)}")
         lines.append(f"   {space.simulate(each.candidate)}")
     most = sorted(found.refused.values(), key=_times, reverse=True)
-    for refused in most[:_TOLD]:
+    for refused in most[:_SHOWN]:
         lines.append(f"refused {refused.times}, not tried {refused.skipped}: {refused.line}")
         lines.append(f"   {space.simulate(refused.first)}")
-    if len(most) > _TOLD:
-        lines.append(f"and {len(most) - _TOLD} other refusals")
+    if len(most) > _SHOWN:
+        lines.append(f"and {len(most) - _SHOWN} other refusals")
     return lines
 
 

@@ -23,8 +23,8 @@ DEVICES = {"cuda": CUDADevice, "cpu": CPUDevice}
 
 def add_to(commands: Any) -> None:
     """Add `races` to argparse's subparsers."""
-    told = "prove of a script's steps, without running them, that waits put all uses of memory in order"
-    parser = commands.add_parser("races", help=told, description=told)
+    message = "prove of a script's steps, without running them, that waits put all uses of memory in order"
+    parser = commands.add_parser("races", help=message, description=message)
     parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="how many there are (2)")
     parser.add_argument("--steps", type=positive, default=2, metavar="N", help="optimizer steps (2)")
     parser.add_argument("--device", choices=DEVICES, help="what it would run on (cuda; with --shared cpu)")
@@ -60,11 +60,11 @@ def check(options: argparse.Namespace) -> int:
         say("error: the script did nothing on a device, so nothing was proved", file=sys.stderr)
         return FAILED
     proof = prove(programs)
-    say(f"{_told(programs)}\n\n{proof}", lines=True)
+    say(f"{_reported(programs)}\n\n{proof}", lines=True)
     return RACES if proof.races or proof.hidden else 0
 
 
-def _told(programs: Sequence[Program]) -> str:
+def _reported(programs: Sequence[Program]) -> str:
     """Of what the proof is."""
     which = ", ".join(str(program.rank) for program in programs)
     steps = min(sum(isinstance(item, Step) for item in program.items) for program in programs)

@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 
 from shardrt.tools import trace
-from shardrt.tools.runs import BadRun, Run, pipeline_told, read_run
+from shardrt.tools.runs import BadRun, Run, pipeline_described, read_run
 from shardrt.train import charts
 from shardrt.untrusted import printable, say
 
@@ -23,8 +23,8 @@ MEGABYTE = 1e6
 
 def add_to(commands: Any) -> None:
     """Add `report` to argparse's subparsers."""
-    told = "make one HTML page about a run, which may still be going"
-    parser = commands.add_parser("report", help=told, description=told)
+    message = "make one HTML page about a run, which may still be going"
+    parser = commands.add_parser("report", help=message, description=message)
     parser.add_argument("path", metavar="RUN", type=Path, help="a run's folder, runs/NAME")
     parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="where to (RUN/report.html)")
     parser.set_defaults(run=report)
@@ -105,7 +105,7 @@ def _summary(run: Run) -> Iterable[tuple[str, str]]:
     named = f" ({', '.join(f'{name} {size}' for name, size in axes.items())})" * (len(axes) > 1)
     yield "ranks", f"{about.get('ranks', '')}{named}"
     if piped := about.get("pipeline"):
-        yield "pipeline", pipeline_told(piped)
+        yield "pipeline", pipeline_described(piped)
     yield "state", f"{'done' if run.end else run.doctor['verdict']}"
     if "began" in about:
         yield "began", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about["began"]))

@@ -52,13 +52,13 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 def add_to(commands: Any) -> None:
     """Add `run` to argparse's subparsers."""
-    told = "start a training command, and start it again where it was when it fails"
-    parser = commands.add_parser("run", help=told, description=told)
-    told = "at most so often with no newer checkpoint in between; a wait for hosts counts as one (5)"
-    parser.add_argument("--restarts", type=whole, default=5, help=told)
+    message = "start a training command, and start it again where it was when it fails"
+    parser = commands.add_parser("run", help=message, description=message)
+    message = "at most so often with no newer checkpoint in between; a wait for hosts counts as one (5)"
+    parser.add_argument("--restarts", type=whole, default=5, help=message)
     parser.add_argument("--min-ranks", type=positive, default=1, help="fewer are not started (1)")
-    told = "seconds before the first restart, then twice as long each time, up to 60 (1)"
-    parser.add_argument("--back-off", type=seconds, default=1.0, help=told)
+    message = "seconds before the first restart, then twice as long each time, up to 60 (1)"
+    parser.add_argument("--back-off", type=seconds, default=1.0, help=message)
     parser.add_argument("--log", type=Path, help="a JSON line for each start, wait and end goes to this file")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- mpirun ... --name NAME --resume auto")
     parser.set_defaults(run=run)
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
             facts: dict[str, Any] = {}
             if ranks is not None and ranks < least:
                 what, why = "wait", patience.waited()
-                told = f"can start {ranks} ranks{without}, of at least {least}"
+                message = f"can start {ranks} ranks{without}, of at least {least}"
             else:
                 words = command.on(lost, ranks, Path(scratch, "hosts"))
                 tell(f"starts{without}: {' '.join(words)}", "start", lost=lost, ranks=ranks)
@@ -103,18 +103,18 @@ def run(options: argparse.Namespace) -> int:
                 if code == 0:
                     tell("done", "end", **facts)
                     return 0
-                told = f"ended with exit code {code}; step {saved} is saved"
+                message = f"ended with exit code {code}; step {saved} is saved"
                 if code == errors.USAGE and ranks is not None and ranks != command.ranks and not stop.asked:
                     refused.add(ranks)
-                    tell(f"{told}; is tried with fewer ranks than {ranks}", "end", **facts)
+                    tell(f"{message}; is tried with fewer ranks than {ranks}", "end", **facts)
                     continue
                 why = stop.why or AGAIN.get(code, "")
                 if not why:
                     why = patience.waited() if code == Locked.exit_code else patience.ended(saved > before)
             if why:
-                tell(f"{told}; it is not started again: {why}", what, **facts)
+                tell(f"{message}; it is not started again: {why}", what, **facts)
                 return stop.code if stop.asked and code != STOPPED else code
-            tell(f"{told}; again in {patience.wait:g} s", what, **facts)
+            tell(f"{message}; again in {patience.wait:g} s", what, **facts)
             stop.sleep(patience.wait)
 
 
@@ -205,7 +205,7 @@ def _one(words: list[str], folder: Path, hosts: Mapping[str, str], stop: _Stop, 
     old = _written(report)
     job = stop.start(words)
     signs: list[float] = []
-    told = False
+    message = False
     quiet = looked = time.monotonic()
     try:
         while (code := job.poll()) is None:
@@ -224,9 +224,9 @@ def _one(words: list[str], folder: Path, hosts: Mapping[str, str], stop: _Stop, 
                 why = f"{', '.join(sorted(away))} does not answer" if away else "the watchdog has spoken"
                 tell(f"{what}, and {why}: the launcher is ended", "silent")
                 return failure.HANG
-            if still > _QUIET and not told:
+            if still > _QUIET and not message:
                 tell(f"{what}; it is not ended", "silent")
-                told = True
+                message = True
         return code if code >= 0 else 128 - code
     finally:
         if job.poll() is None:

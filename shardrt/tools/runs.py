@@ -83,7 +83,7 @@ def read_table(path: Path) -> Table:
     return table
 
 
-def pipeline_told(facts: dict[str, Any]) -> str:
+def pipeline_described(facts: dict[str, Any]) -> str:
     """A pipeline in a line."""
     return (
         f"{printable(facts['schedule'])}, {len(facts['stages'])} stages, {facts['micro_batches']} "
@@ -139,8 +139,8 @@ def _is_table(value: Any) -> bool:
 
 
 def _is_pipeline(value: Any) -> bool:
-    told = isinstance(value, dict) and isinstance(value.get("schedule"), str)
-    numbers = told and natural(value.get("micro_batches")) and number(value.get("bubble"), 1)
+    message = isinstance(value, dict) and isinstance(value.get("schedule"), str)
+    numbers = message and natural(value.get("micro_batches")) and number(value.get("bubble"), 1)
     return bool(numbers and isinstance(value.get("stages"), list) and all(map(_is_text, value["stages"])))
 
 

@@ -24,8 +24,8 @@ from shardrt.untrusted import say
 
 def add_to(commands: Any) -> None:
     """Add `simulate` to argparse's subparsers."""
-    told = "say what a step of a script would take on a machine, without it"
-    parser = commands.add_parser("simulate", help=told, description=told)
+    message = "say what a step of a script would take on a machine, without it"
+    parser = commands.add_parser("simulate", help=message, description=message)
     parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="in all (1)")
     parser.add_argument(
         "--machine", default="h100-8", metavar="NAME", help="a machine's name, or its TOML file (h100-8)"
@@ -70,7 +70,7 @@ def simulate(options: argparse.Namespace) -> int:
         say(f"error: {error}", file=sys.stderr)
         return USAGE
 
-    def told(command: Sequence[str]) -> Simulated:
+    def message(command: Sequence[str]) -> Simulated:
         return simulated(
             command,
             options.ranks,
@@ -83,7 +83,7 @@ def simulate(options: argparse.Namespace) -> int:
             jitter=options.jitter,
         )
 
-    code, done = of_script(options, told)
+    code, done = of_script(options, message)
     if done is None:
         return code
     found = done.report

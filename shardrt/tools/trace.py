@@ -50,8 +50,8 @@ _ACTION_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W
 
 def add_to(commands: Any) -> None:
     """Add `trace` to argparse's subparsers."""
-    told = "draw a step that --report.trace has kept, as an SVG"
-    parser = commands.add_parser("trace", help=told, description=told)
+    message = "draw a step that --report.trace has kept, as an SVG"
+    parser = commands.add_parser("trace", help=message, description=message)
     parser.add_argument("path", metavar="RUN", type=Path, help="a run's folder, or a trace.json")
     parser.add_argument("--step", type=int, metavar="N", help="which step (the last one that was traced)")
     parser.add_argument("--rank", type=int, metavar="R", help="of which rank (0; of a pipeline all)")
@@ -83,8 +83,8 @@ def draw(options: argparse.Namespace) -> int:
     for each in ranks_of(events) if whole else [rank]:
         if number in steps_of(events, each):
             parts = split(events, each, number)
-            told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items())
-            Screen().explain(f"step {number}, rank {each}: {sum(parts.values()):.1f} ms = {told}")
+            message = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items())
+            Screen().explain(f"step {number}, rank {each}: {sum(parts.values()):.1f} ms = {message}")
     say(f"wrote {output}")
     return 0
 
@@ -173,10 +173,10 @@ def rows_of(events: list[Event], rank: int, step: int) -> tuple[dict[str, list[c
             colour = COLOURS.get(phase, _OTHER)
             name = NAMES.get(phase, phase if phase in COLOURS else "copies, updates")
             legend.setdefault(name, colour)
-            told = f"{event['name']}: {event['dur'] / 1e3:.2f} ms"
+            message = f"{event['name']}: {event['dur'] / 1e3:.2f} ms"
             outer = unit == "(root)" and stream == "compute"
             label = "" if phase == "wait" else unit or name
-            bars.append(charts.Bar(start, start + event["dur"] / 1e3, label, colour, told, faint=outer))
+            bars.append(charts.Bar(start, start + event["dur"] / 1e3, label, colour, message, faint=outer))
         rows[f"{stream} stream"] = bars
     order_of = [*(NAMES.get(phase, phase) for phase in COLOURS), "copies, updates"]
     return rows, {name: legend[name] for name in dict.fromkeys(order_of) if name in legend}
@@ -255,14 +255,14 @@ def pipeline_picture(events: list[Event], step: int) -> str:
             colours = ACTION_COLOURS[acted.kind]
             legend.setdefault(_ACTION_NAMES[acted.kind], colours[0])
             label = f"{acted.kind}{acted.micro_batch}"
-            told = f"{label} of stage {acted.stage}: {acted.busy:.2f} ms"
+            message = f"{label} of stage {acted.stage}: {acted.busy:.2f} ms"
             parts = acted.parts()
             longest = max(parts, key=lambda part: part[1] - part[0], default=None)
             for part in parts:
                 colour = colours[turns.index(acted.stage) % 2]
-                bars.append(charts.Bar(*part, label if part is longest else "", colour, told))
+                bars.append(charts.Bar(*part, label if part is longest else "", colour, message))
             for start, stop in acted.waits:
-                waited = f"wait in {told.partition(':')[0]}: {stop - start:.2f} ms"
+                waited = f"wait in {message.partition(':')[0]}: {stop - start:.2f} ms"
                 bars.append(charts.Bar(start, stop, "", COLOURS["wait"], waited))
         rows[f"rank {rank}"] = bars
     legend = {name: legend[name] for name in (*_ACTION_NAMES.values(), "wait") if name in legend}

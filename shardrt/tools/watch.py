@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrt.tools import autopsy
-from shardrt.tools.runs import LARGEST, BadRun, parsed, pipeline_told
+from shardrt.tools.runs import LARGEST, BadRun, parsed, pipeline_described
 from shardrt.train.metrics import METRICS
 from shardrt.train.progress import evaluation_line, step_line
 from shardrt.train.screen import Screen
@@ -24,8 +24,8 @@ _LOOKS = 4  # of these to one at the flight files
 
 def add_to(commands: Any) -> None:
     """Add `watch` to argparse's subparsers."""
-    told = "print a run's figures as they come, until it ends"
-    parser = commands.add_parser("watch", help=told, description=told)
+    message = "print a run's figures as they come, until it ends"
+    parser = commands.add_parser("watch", help=message, description=message)
     parser.add_argument("path", metavar="RUN", type=Path, help="a run's folder, runs/NAME")
     parser.add_argument("--once", action="store_true", help="print the latest figures and leave")
     parser.set_defaults(run=watch)
@@ -129,8 +129,8 @@ class Teller:
         try:
             return self._line(record)
         except (LookupError, TypeError, ValueError) as error:
-            told = f"a record of kind {record['kind']!r} is not as expected ({error!r})"
-            raise BadRun(f"{METRICS}: {told}") from None
+            message = f"a record of kind {record['kind']!r} is not as expected ({error!r})"
+            raise BadRun(f"{METRICS}: {message}") from None
 
     def _line(self, record: dict[str, Any]) -> str:
         kind = record["kind"]
@@ -139,7 +139,7 @@ class Teller:
             self._steps, self._unit = record["steps"], record["unit"]
             size = f"{record['parameters'] / 1e6:.2f} M parameters"
             ranks = f"{record['ranks']} rank{'s' * (record['ranks'] != 1)}"
-            piped = f"\n{pipeline_told(record['pipeline'])}" if "pipeline" in record else ""
+            piped = f"\n{pipeline_described(record['pipeline'])}" if "pipeline" in record else ""
             return f"{record['architecture']}, {size}, {ranks}, {self._steps} steps{piped}"
         if kind == "step":
             return step_line(finite, self._steps, self._unit, self.screen.width)

@@ -52,7 +52,7 @@ def make(options: argparse.Namespace) -> int:
         facts["end"] = last[0] if last else None
         found = _tokenised(tokenizer, documents, last)
         file = write(options.file, found, lambda text: text.ids, **facts)
-    say(_told(file))
+    say(_reported(file))
     return 0
 
 
@@ -62,11 +62,11 @@ def check(options: argparse.Namespace) -> int:
     verify(file)
     if options.vocabulary is not None:
         file.check_vocabulary(options.vocabulary)
-    say(f"{_told(file)}, whole")
+    say(f"{_reported(file)}, whole")
     return 0
 
 
-def _told(file: TokenFile) -> str:
+def _reported(file: TokenFile) -> str:
     return (
         f"{file.path}: {file.tokens.size} tokens of {file.tokens.dtype} in {file.documents.size} documents, "
         f"{file.bytes} bytes of text ({file.bytes / file.tokens.size:.2f} a token), "

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from shardrt.comm import world as worlds
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.comm.talk import from_all
+from shardrt.comm.objects import all_gather_object
 from shardrt.faults import launcher
 from shardrt.faults.failure import refusal
 from shardrt.untrusted import say
@@ -53,7 +53,7 @@ def one_line(
     if rank == speaker or (no_room and worlds.launch().local_rank == 0):
         if os.environ.get("SHARDRT_DEBUG"):
             traceback.print_exception(failure)
-        say(f"error: {' '.join(told(failure).split())}", file=sys.stderr)
+        say(f"error: {' '.join(describe_error(failure).split())}", file=sys.stderr)
         if no_room:
             launcher.end_job(code)
     sys.exit(code)
@@ -69,11 +69,11 @@ def _speaker(code: int, mesh: DeviceMesh | None) -> tuple[int, int]:
     """The lowest rank that failed, and its code; 0 if none did."""
     if mesh is None or mesh.size == 1:
         return 0, code
-    told = from_all(mesh.communicator("control"), code)
-    return next(((rank, code) for rank, code in enumerate(told) if code), (0, 0))
+    describe_error = all_gather_object(mesh.communicator("control"), code)
+    return next(((rank, code) for rank, code in enumerate(describe_error) if code), (0, 0))
 
 
-def told(error: BaseException | None) -> str:
+def describe_error(error: BaseException | None) -> str:
     """An error in the words for one line."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"

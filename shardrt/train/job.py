@@ -11,7 +11,7 @@ from shardrt import device, dtypes, nn, optim, random
 from shardrt.checkpoint import CheckpointError, CheckpointManager, read_manifest, save
 from shardrt.comm import init_device_mesh
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.comm.talk import differences, differing, from_all, from_first
+from shardrt.comm.objects import all_gather_object, broadcast_object, differences, differing
 from shardrt.faults import failure
 from shardrt.faults.lock import LOCK
 from shardrt.faults.watchdog import Watch
@@ -24,7 +24,7 @@ from shardrt.fsdp import (
     set_world_invariant,
 )
 from shardrt.fsdp.options.chunks import IN_CHUNKS
-from shardrt.nn.share import whole_size
+from shardrt.nn.parameter_placement import whole_size
 from shardrt.parallel import context_plan, expert_plan, most_rows, parallelize_module, set_tensor_invariant
 from shardrt.parallel.memory import pipeline_plan
 from shardrt.parallel.styles import Style
@@ -55,7 +55,7 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
     with one_line(DIFFERS, mesh):
         check_same(mesh, {"settings": settings.plain(recipe), **versions()})
     with one_line(USAGE, mesh):
-        recipe = pipelines.settled(recipe, mesh.size)
+        recipe = pipelines.resolved(recipe, mesh.size)
         table = pipelines.written(recipe)
     with one_line(DIFFERS, mesh):
         check_same(mesh, {"parallel.schedule": str(table), "micro_batches": recipe.micro_batches})
@@ -90,7 +90,7 @@ def go(job: "Job", plan: MemoryPlan, began: float) -> None:
         with one_line(DATA, mesh):
             check_shared(mesh, run.directory)
     with one_line(DATA, mesh, kinds=(CheckpointError,)):
-        first, told = resume(job)  # before anything of a run that was there is changed
+        first, message = resume(job)  # before anything of a run that was there is changed
     if mesh.world.device is None:
         watch.keep(run.directory / "flight" if run.directory else None)
     with one_line(DATA, mesh):
@@ -101,7 +101,7 @@ def go(job: "Job", plan: MemoryPlan, began: float) -> None:
         if recipe.resume:
             run.rewind(first, finished=first >= recipe.steps)
     introduce(job, plan)
-    for line in told:
+    for line in message:
         run.say(line)
     with (
         one_line(COPIES, mesh, kinds=(ReplicasDiffer,)),
@@ -110,7 +110,7 @@ def go(job: "Job", plan: MemoryPlan, began: float) -> None:
         try:
             loop.train(job, first)
         except (FloatingPointError, ReplicasDiffer):  # of all ranks; what they save now is from before
-            loop.tell_saved(run, job.checkpoints.settle)
+            loop.report_saved(run, job.checkpoints.wait)
             raise
     # Rank 0 gathers and writes; the others take part and need no directory.
     watch.phase("save")
@@ -144,9 +144,9 @@ def rows_of_experts(job: "Job") -> dict[str, float]:
 
 def check_same(mesh: DeviceMesh, what: dict[str, Any]) -> None:
     """Raise ValueError that names the fields and ranks unless all ranks have the same. Collective."""
-    told = differences(from_all(mesh.communicator("control"), what))
-    if told:
-        raise ValueError(f"ranks differ: {'; '.join(told[:5])}")
+    message = differences(all_gather_object(mesh.communicator("control"), what))
+    if message:
+        raise ValueError(f"ranks differ: {'; '.join(message[:5])}")
 
 
 def with_axes(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
@@ -352,7 +352,7 @@ def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: 
     kept["kind"] = recipe.checkpoint.folder.value
     folder = (run.directory or Path()) / "checkpoints"  # rank 0's counts
     if recipe.checkpoint.folder is settings.Folder.hosts:  # all look at that place, each on its host
-        folder = Path(from_first(mesh.communicator("control"), str(folder)))
+        folder = Path(broadcast_object(mesh.communicator("control"), str(folder)))
     checkpoints = CheckpointManager(folder, model, optimizer, mesh, **kept)
     ranks = Ranks(mesh, lambda: sum(watch.recorder.inside.values()))
     origin = {"config": settings.plain(recipe), "data": task.facts(), "versions": versions()}
@@ -377,10 +377,10 @@ def resume(job: Job) -> tuple[int, list[str]]:
         if wanted != "auto":
             job.run.discard()
         raise
-    told = [f"resumed from step {step}" if step else "no checkpoint yet: from the beginning"]
+    message = [f"resumed from step {step}" if step else "no checkpoint yet: from the beginning"]
     if changed := changes(extra, job.origin) if step else []:
-        told.append(f"warning: not the run that was saved: {'; '.join(changed[:8])}")
-    return step, told
+        message.append(f"warning: not the run that was saved: {'; '.join(changed[:8])}")
+    return step, message
 
 
 def _restore_scale(scaler: optim.GradScaler, state: Any) -> None:
@@ -422,11 +422,11 @@ def over_axes(recipe: Recipe, ranks: int) -> str:
     """How the model lies over the ranks: FULL_SHARD over 4 ranks x tp 2."""
     pp, tp, cp = recipe.parallel.pp, recipe.parallel.tp, recipe.parallel.cp
     shards = ranks // (pp * tp)
-    told = f"{recipe.fsdp.strategy.name} over {shards} rank{'s' * (shards > 1)}"
-    told += f", sequences over cp {cp}" * (cp > 1)
-    told += f" x tp {tp}" * (tp > 1) + " with sequence parallelism" * recipe.parallel.sequence
-    told += f" x pp {pp}" * (pp > 1)
-    return told + f", experts over {recipe.parallel.ep} ranks" * (recipe.parallel.ep > 1)
+    message = f"{recipe.fsdp.strategy.name} over {shards} rank{'s' * (shards > 1)}"
+    message += f", sequences over cp {cp}" * (cp > 1)
+    message += f" x tp {tp}" * (tp > 1) + " with sequence parallelism" * recipe.parallel.sequence
+    message += f" x pp {pp}" * (pp > 1)
+    return message + f", experts over {recipe.parallel.ep} ranks" * (recipe.parallel.ep > 1)
 
 
 def _precision(recipe: Recipe, mesh: DeviceMesh) -> tuple[str, ...]:

@@ -14,13 +14,13 @@ from shardrt import device, nn, optim, random
 from shardrt.autograd import no_grad
 from shardrt.checkpoint import CheckpointError, NonfiniteWeights
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.comm.talk import from_all
+from shardrt.comm.objects import all_gather_object
 from shardrt.device import timeline
 from shardrt.fsdp import check_replicas, no_sync
 from shardrt.tensor import Tensor
 from shardrt.train import config as settings
 from shardrt.train.axes import counts, data_of
-from shardrt.train.errors import DATA, told
+from shardrt.train.errors import DATA, describe_error
 from shardrt.train.metrics import RunLog, exact_sum, over_ranks
 from shardrt.train.pipelines import Shares, pipeline_of
 from shardrt.train.prefetch import Prefetched
@@ -83,7 +83,7 @@ def train(job: "Job", first: int) -> None:
             if done < steps and (reason := requests.reason()):
                 leave(job, done, reason)
     job.watch.phase("save")
-    tell_saved(job.run, job.checkpoints.settle)
+    report_saved(job.run, job.checkpoints.wait)
     if first >= steps:  # a run that was finished before
         evaluate(job, steps, recipe.report.evaluated(last=True))
     check_weights(job, steps)
@@ -116,7 +116,7 @@ def read(batches: Iterable[Any]) -> Iterator[Any]:
         except StopIteration:
             return
         except (ValueError, OSError) as error:
-            say(f"error: {told(error)}", file=sys.stderr)
+            say(f"error: {describe_error(error)}", file=sys.stderr)
             sys.exit(DATA)
         yield batch
 
@@ -161,10 +161,10 @@ def update(job: "Job", done: int) -> float:
                 parameters, wanted.clip_norm, wanted.clip_type, error_if_nonfinite=True
             )
         except nn.utils.NonfiniteNorm as error:
-            told = f"step {done}: the norm of the gradients is {error.norm}"
+            describe_error = f"step {done}: the norm of the gradients is {error.norm}"
             if wanted.on_nonfinite is settings.Nonfinite.stop:
-                raise FloatingPointError(f"{told}: {culprit(job)}") from None
-            job.run.say(f"{told}, so this update is skipped")
+                raise FloatingPointError(f"{describe_error}: {culprit(job)}") from None
+            job.run.say(f"{describe_error}, so this update is skipped")
             job.optimizer.zero_grad()
             return error.norm
     job.scaler.step(job.optimizer)
@@ -221,7 +221,7 @@ def culprit(job: "Job") -> str:
 
 def first_of(job: "Job", found: list[str]) -> str:
     """The first parameter that is in `found` on any rank, and those ranks; "" if none is. Collective."""
-    everyone = from_all(job.mesh.communicator("control"), found)
+    everyone = all_gather_object(job.mesh.communicator("control"), found)
     order = [name for name, _ in job.model.named_parameters() if any(name in names for names in everyone)]
     if not order:
         return ""
@@ -273,7 +273,7 @@ def evaluate(job: "Job", done: int, limit: int | None) -> None:
         return
     names = list(found[0])
     if pipeline:
-        names = next(filter(None, from_all(mesh.communicator("control"), names)))
+        names = next(filter(None, all_gather_object(mesh.communicator("control"), names)))
     figures = {}
     for name in names:
         own = [each[name] for each in found if each] if counts(mesh, but="pp") else []
@@ -295,10 +295,10 @@ def keep(job: "Job", done: int) -> None:
     if due or job.checkpoints.under_way:
         job.watch.phase("save")
     # One that was begun before and fails now is no reason not to begin the next.
-    tell_saved(job.run, job.checkpoints.settle if due else job.checkpoints.tick)
+    report_saved(job.run, job.checkpoints.wait if due else job.checkpoints.tick)
     if due:
         save = job.checkpoints.start if chosen.in_background else job.checkpoints.save
-        tell_saved(job.run, save, done, extra_of(job))
+        report_saved(job.run, save, done, extra_of(job))
 
 
 def saves(job: "Job", done: int) -> bool:
@@ -335,8 +335,8 @@ def extra_of(job: "Job") -> dict[str, Any]:
 
 def check_weights(job: "Job", done: int) -> None:
     """Raise FloatingPointError, naming parameter and ranks, if trained weights are not finite. Collective."""
-    if told := nonfinite_weights(job):
-        raise FloatingPointError(f"step {done}: {told}")
+    if describe_error := nonfinite_weights(job):
+        raise FloatingPointError(f"step {done}: {describe_error}")
 
 
 def nonfinite_weights(job: "Job") -> str:
@@ -346,11 +346,11 @@ def nonfinite_weights(job: "Job") -> str:
         values = here.to_numpy(parameter.shard)
         if parameter.requires_grad and values.size and not np.isfinite([values.min(), values.max()]).all():
             found.append(name)
-    told = first_of(job, found)
-    return told and f"weights are nan or infinite: {told}"
+    describe_error = first_of(job, found)
+    return describe_error and f"weights are nan or infinite: {describe_error}"
 
 
-def tell_saved(run: RunLog, function: Callable, *args: Any) -> None:
+def report_saved(run: RunLog, function: Callable, *args: Any) -> None:
     """Call something that may give the directory of a checkpoint, or fail to write one; say so.
 
     Raises FloatingPointError for weights that are not finite: no later checkpoint will have better ones.
@@ -368,7 +368,7 @@ def tell_saved(run: RunLog, function: Callable, *args: Any) -> None:
 def leave(job: "Job", done: int, reason: str) -> None:
     """Save, and exit with a code that says so; where saving fails, with the error."""
     job.watch.phase("save")
-    tell_saved(job.run, job.checkpoints.settle)
+    report_saved(job.run, job.checkpoints.wait)
     if job.checkpoints.last_saved != done:
         try:
             job.run.say(f"saved {job.checkpoints.save(done, extra_of(job))}")

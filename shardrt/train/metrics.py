@@ -17,7 +17,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.comm.talk import from_all
+from shardrt.comm.objects import all_gather_object
 from shardrt.faults.lock import LOCK, lock
 from shardrt.train import charts
 from shardrt.train.screen import Screen
@@ -80,7 +80,7 @@ class RunLog:
         self.screen = Screen(shown=directory is not None)
         self._lock = self._metrics = -1  # descriptors
         self._unwritten = b""
-        self._told = False  # that something can't be written
+        self._reported = False  # that something can't be written
         self._events = None
         if directory is None:
             return
@@ -148,12 +148,12 @@ class RunLog:
             while self._unwritten:
                 self._unwritten = self._unwritten[os.write(self._metrics, self._unwritten) :]
         except OSError as error:
-            if not self._told:
-                told = f"warning: {self.directory / METRICS}: {error.strerror}"
-                self.say(f"{told}; training goes on, and records are written when there is a way")
-            self._told = True
+            if not self._reported:
+                message = f"warning: {self.directory / METRICS}: {error.strerror}"
+                self.say(f"{message}; training goes on, and records are written when there is a way")
+            self._reported = True
         else:
-            self._told = False
+            self._reported = False
 
     def _begin_again(self) -> None:
         """Make the directory, which was moved or removed, or the file in it, with what the old one holds."""
@@ -261,7 +261,7 @@ def over_ranks(mesh: DeviceMesh, op: str, *values: float) -> tuple[float, ...]:
 
 def exact_sum(mesh: DeviceMesh, values: list[float]) -> float:
     """The sum of all ranks' values, rounded once: the same bits however they are shared. Collective."""
-    return fsum(value for own in from_all(mesh.communicator("control"), values) for value in own)
+    return fsum(value for own in all_gather_object(mesh.communicator("control"), values) for value in own)
 
 
 def _default_names() -> Iterator[Path]:

@@ -61,8 +61,8 @@ def command_line(
     parser = _Parser(prog=program, description=kind.__doc__, allow_abbrev=False, usage=usage)
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, max_help_position=8)
     if start is not None:
-        told = "TOML file with settings, over which the other options go" + _default(file)
-        parser.add_argument("--config", metavar="PATH", help=_escaped(told))
+        report = "TOML file with settings, over which the other options go" + _default(file)
+        parser.add_argument("--config", metavar="PATH", help=_escaped(report))
     known = {}
     for section, options in _sections(kind, start):
         group = parser.add_argument_group(f"{section[:-1]} options") if section else parser
@@ -81,8 +81,8 @@ def command_line(
     try:
         return built(kind, table)
     except ValueError as error:
-        section, told = getattr(error, "section", ""), str(error)
-        raise ValueError(f"{section}: {told}" if not told.startswith(section) else told) from None
+        section, report = getattr(error, "section", ""), str(error)
+        raise ValueError(f"{section}: {report}" if not report.startswith(section) else report) from None
 
 
 def last_of(arguments: Sequence[str], option: str) -> str | None:
@@ -157,12 +157,12 @@ def _add(group: Any, option: _Option) -> None:
         many = {"nargs": "?", "const": "True"}  # a switch alone is on
     choices = ("True", "False") if kind is bool else kind.__members__ if is_enum(kind) else None
     metavar = "{" + ",".join(choices) + "}" if choices else {str: "STR"}.get(kind, kind.__name__.upper())
-    told = _escaped(option.help + _default(option.default))
+    report = _escaped(option.help + _default(option.default))
     if option.positional:
-        group.add_argument(option.name, metavar=metavar, help=told)
+        group.add_argument(option.name, metavar=metavar, help=report)
     else:
         flag = "--" + option.name.replace("_", "-")
-        group.add_argument(flag, dest=option.name, metavar=metavar, help=told, default=None, **many)
+        group.add_argument(flag, dest=option.name, metavar=metavar, help=report, default=None, **many)
 
 
 def _value(option: _Option, words: list[str]) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 from shardrt import optim
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.comm.talk import from_all
+from shardrt.comm.objects import all_gather_object
 from shardrt.fsdp.memory import MemoryPlan
 from shardrt.fsdp.memory import table as columns
 from shardrt.nn.module import Module
@@ -18,14 +18,14 @@ from shardrt.train.recipe import Recipe
 from shardrt.train.tasks import Task
 from shardrt.untrusted import read_regular
 
-__all__ = ["Shares", "cut", "described", "pipeline_of", "settled", "written"]
+__all__ = ["Shares", "cut", "described", "pipeline_of", "resolved", "written"]
 
 _COLUMNS = 8  # of a table on the screen
 _LARGEST = 1 << 24  # bytes of a file with a table
 _TWO_STAGES = ("interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
 
 
-def settled(recipe: Recipe, ranks: int) -> Recipe:
+def resolved(recipe: Recipe, ranks: int) -> Recipe:
     """With the number of micro-batches that parallel.micro_batches, the table or the pipeline's size say.
 
     Raises ValueError for ranks that can't be shared, and a table for other numbers; OSError.
@@ -61,24 +61,24 @@ def cut(recipe: Recipe, mesh: DeviceMesh, model: Module, data_ranks: int) -> Pip
     chosen = recipe.parallel
     table = written(recipe) or _made(recipe, model, data_ranks)
     each = recipe.parts(data_ranks) // data_ranks
-    told = f"parallel.schedule {chosen.schedule}"
+    message = f"parallel.schedule {chosen.schedule}"
     if len(table.ranks) != chosen.pp:
-        raise ValueError(f"{told} is a table of {len(table.ranks)} ranks, parallel.pp is {chosen.pp}")
+        raise ValueError(f"{message} is a table of {len(table.ranks)} ranks, parallel.pp is {chosen.pp}")
     if table.micro_batches != each:
-        raise ValueError(f"{told} is a table of {table.micro_batches} micro-batches, a rank has {each}")
+        raise ValueError(f"{message} is a table of {table.micro_batches} micro-batches, a rank has {each}")
     if chosen.stages_per_rank and table.stages != chosen.stages_per_rank * chosen.pp:
         raise ValueError(
-            f"{told} is a table of {table.stages} stages, not of {chosen.stages_per_rank} for each of "
+            f"{message} is a table of {table.stages} stages, not of {chosen.stages_per_rank} for each of "
             f"{chosen.pp} ranks"
         )
     _check_pieces(model, table.stages)
     try:
         table.check()
     except ValueError as error:
-        raise ValueError(f"{told}: {error}") from None
+        raise ValueError(f"{message}: {error}") from None
     if recipe.invariant and any(action.kind == "W" for row in table.ranks for action in row):
         raise ValueError(
-            f"deterministic = 'world-invariant' reduces each micro-batch at once, and {told} puts weight "
+            f"deterministic = 'world-invariant' reduces each micro-batch at once, and {message} puts weight "
             "gradients off; take GPipe, 1F1B or Interleaved1F1B"
         )
     pipeline = Pipeline(model, mesh["pp"], schedule=table)
@@ -127,12 +127,12 @@ class Described:
 def described(recipe: Recipe, mesh: DeviceMesh, pipeline: Pipeline, plan: MemoryPlan) -> Described:
     """Collective. plan: of this rank."""
     own = {s.number: f"{s.pieces[0].name} to {s.pieces[-1].name}" for s in pipeline.stages}
-    everyone = from_all(mesh.communicator("control"), [own, plan.device, plan.host])
+    everyone = all_gather_object(mesh.communicator("control"), [own, plan.device, plan.host])
     together = len(everyone) // len(pipeline.table.ranks)  # the first axis is that of the pipeline
     plans, pieces = {}, {}
     for rank in range(len(pipeline.table.ranks)):
         ranks = everyone[rank * together : (rank + 1) * together]
-        plans[rank] = max((MemoryPlan(*told[1:]) for told in ranks), key=_bytes)
+        plans[rank] = max((MemoryPlan(*message[1:]) for message in ranks), key=_bytes)
         pieces |= {int(stage): name for stage, name in ranks[0][0].items()}
     table, replay = pipeline.table, pipeline.table.replay()
     facts = {

@@ -11,7 +11,7 @@ import psutil
 from shardrt import functional as F
 from shardrt.autograd import no_grad
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.comm.talk import from_all
+from shardrt.comm.objects import all_gather_object
 from shardrt.tensor import Tensor
 
 MEGABYTE = 1e6
@@ -83,7 +83,7 @@ class Ranks:
         """
         own = (self._in_collectives() - self._before) / (step - self._step)
         mine = np.array([memory_mb(), own])  # always as many bytes: a simulated step takes one time
-        everyone = self._mesh.communicator("control").talk(mine.tobytes())
+        everyone = self._mesh.communicator("control").all_gather_bytes(mine.tobytes())
         self.restart(step)
         memory, seconds = zip(*(np.frombuffer(each).tolist() for each in everyone), strict=True)
         found = {"memory_mb": max(memory), "memory_rank": memory.index(max(memory))}
@@ -102,7 +102,7 @@ def expert_figures(mesh: DeviceMesh, loads: Mapping[str, np.ndarray]) -> dict[st
     if not loads:
         return {}
     mine = np.concatenate(list(loads.values()))  # of this rank's own tokens; layers of other stages have 0
-    everyone = np.sum(from_all(mesh.communicator("control"), mine.tolist()), axis=0)
+    everyone = np.sum(all_gather_object(mesh.communicator("control"), mine.tolist()), axis=0)
     layers = np.split(everyone, np.cumsum([load.size for load in loads.values()])[:-1])
     return {
         "expert_load": max(float(layer.max() / max(1, layer.sum()) * layer.size) for layer in layers),
@@ -185,12 +185,12 @@ def _percent(part: float) -> str:
 
 def evaluation_line(record: dict[str, Any], total_steps: int) -> str:
     """One line for a record of metrics.jsonl about held-out data."""
-    width, told = len(str(total_steps)), [f"held-out loss {record['held_out_loss']:.4f}"]
+    width, message = len(str(total_steps)), [f"held-out loss {record['held_out_loss']:.4f}"]
     if "held_out_bits_per_byte" in record:
-        told.append(f"{record['held_out_bits_per_byte']:.4f} bits per byte")
+        message.append(f"{record['held_out_bits_per_byte']:.4f} bits per byte")
     if "held_out_accuracy" in record:
-        told.append(f"{100 * record['held_out_accuracy']:.2f} % right")
-    return f"step {record['step']:{width}}/{total_steps}  {', '.join(told)}"
+        message.append(f"{100 * record['held_out_accuracy']:.2f} % right")
+    return f"step {record['step']:{width}}/{total_steps}  {', '.join(message)}"
 
 
 def clock(seconds: float) -> str:

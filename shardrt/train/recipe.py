@@ -106,7 +106,7 @@ class Recipe:
         """What this recipe trains. Reads data. Raises ValueError, OSError for what is wrong with it."""
         raise NotImplementedError(f"{type(self).__name__}.task")
 
-    def settled(self) -> "Recipe":
+    def resolved(self) -> "Recipe":
         """With what was left to the data. Reads headers of data. Raises ValueError, OSError."""
         return self
 
@@ -115,8 +115,8 @@ class Recipe:
         warmup = self.optimizer.warmup_steps
         if warmup <= self.steps:
             return []
-        told = f"warning: optimizer.warmup_steps is {warmup}, of {self.steps} steps"
-        return [f"{told}: lr never reaches {self.optimizer.lr}"]
+        message = f"warning: optimizer.warmup_steps is {warmup}, of {self.steps} steps"
+        return [f"{message}: lr never reaches {self.optimizer.lr}"]
 
     @property
     def invariant(self) -> bool:

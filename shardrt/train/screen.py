@@ -37,7 +37,7 @@ class Screen:
 
             self._console = console.Console()
         self._live: Live | None = None
-        self._told = 0.0
+        self._reported = 0.0
 
     @property
     def width(self) -> int:
@@ -90,10 +90,10 @@ class Screen:
         """
         now, pause = time.perf_counter(), _EVERY if self._live else _TELL
         if done == 0:
-            self._told = now - pause if self._live else now
-        if now - self._told < pause or not (self._live or lines):
+            self._reported = now - pause if self._live else now
+        if now - self._reported < pause or not (self._live or lines):
             return
-        self._told = now
+        self._reported = now
         if self._live:
             from rich.progress_bar import ProgressBar
             from rich.table import Table

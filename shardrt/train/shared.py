@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.comm.talk import from_all, from_first
+from shardrt.comm.objects import all_gather_object, broadcast_object
 from shardrt.faults.diagnosis import ranks
 
 _SEEN = 5.0  # seconds until another host must see a new file: some remember for a while what was not there
@@ -27,13 +27,13 @@ def check_shared(mesh: DeviceMesh, directory: Path | None) -> None:
             mark.touch()
         except OSError:  # a full disk ends no run
             mark = None
-    told = from_first(control, None if mark is None else str(mark))
-    if told is None:
+    message = broadcast_object(control, None if mark is None else str(mark))
+    if message is None:
         return
     deadline = time.monotonic() + _SEEN
-    while not (seen := os.path.exists(told)) and time.monotonic() < deadline:
+    while not (seen := os.path.exists(message)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    found = from_all(control, [socket.gethostname(), seen])
+    found = all_gather_object(control, [socket.gethostname(), seen])
     if mark is not None:
         with suppress(OSError):
             mark.unlink()
@@ -41,7 +41,7 @@ def check_shared(mesh: DeviceMesh, directory: Path | None) -> None:
     if missing:
         hosts = [host for host, _ in found]
         raise ValueError(
-            f"{Path(told).parent} is not the same folder on all hosts: {ranks(missing, hosts)} "
+            f"{Path(message).parent} is not the same folder on all hosts: {ranks(missing, hosts)} "
             f"{'does' if len(missing) == 1 else 'do'} not see what rank 0 on {hosts[0]} has written there; "
             f"a run needs a folder that all hosts share, or checkpoint.folder hosts"
         )

@@ -79,9 +79,9 @@ class Tokenizer:
         size += len(self._content)
         answer = self._process.ask({"do": do, "with": given, "size": size})
         if answer is None:
-            told = self._process.last_words(tokenizer_process.seconds(size))
+            message = self._process.last_words(tokenizer_process.seconds(size))
             self._process = None
-            raise BadTokens(f"{self.path}: the library tokenizers does not survive it ({told})")
+            raise BadTokens(f"{self.path}: the library tokenizers does not survive it ({message})")
         if "error" in answer[0]:
             what = "no tokenizer" if do == "load" else "the library tokenizers refuses"
             raise BadTokens(f"{self.path}: {what} ({answer[0]['error']})")

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.comm.talk import from_all
+from shardrt.comm.objects import all_gather_object
 from shardrt.device import timeline
 from shardrt.device.cpu import finish_streams
 from shardrt.device.timeline import Passed, Recording, Span
@@ -54,7 +54,7 @@ class Trace:
             self._write()
 
     def _write(self) -> None:
-        everyone = from_all(self._mesh.communicator("control"), [socket.gethostname(), self._events])
+        everyone = all_gather_object(self._mesh.communicator("control"), [socket.gethostname(), self._events])
         self._events = []
         if self._directory is None:
             return
@@ -68,8 +68,8 @@ class Trace:
 def check_timed(steps: range) -> None:
     """Raise ValueError if steps are to be traced on a device that can't tell what its streams did."""
     if steps and not device.current().timed:
-        told = f"what streams of {device.current().name!r} do is not recorded"
-        raise ValueError(f"report.trace: {told}; Nsight Systems shows it")
+        message = f"what streams of {device.current().name!r} do is not recorded"
+        raise ValueError(f"report.trace: {message}; Nsight Systems shows it")
 
 
 def common_zero(mesh: DeviceMesh) -> float:
@@ -79,9 +79,9 @@ def common_zero(mesh: DeviceMesh) -> float:
     latency of that is the error of what stands side by side.
     """
     clock = mesh.device.clock
-    told = from_all(mesh.communicator("control"), [socket.gethostname(), clock()])
-    one_host = len({host for host, _ in told}) == 1
-    return max(at for _, at in told) if one_host else clock()
+    message = all_gather_object(mesh.communicator("control"), [socket.gethostname(), clock()])
+    one_host = len({host for host, _ in message}) == 1
+    return max(at for _, at in message) if one_host else clock()
 
 
 def write(events: list[dict[str, Any]], about: dict[str, Any], path: Path) -> None:

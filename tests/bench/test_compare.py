@@ -146,7 +146,7 @@ def fake(milliseconds, losses=(2.0, 1.0), other_load=0.0):
     return figures.figures(TINY, ranks, **about) | {"other_load": other_load, "product_gflops": 77.0}
 
 
-def told_of(result):
+def reported_of(result):
     return compare.table(result | {"processor": "a processor"}, "")
 
 
@@ -155,9 +155,9 @@ def test_no_ratio_stands_without_the_processor_the_libraries_and_their_rates():
         compare.Contestant("shardrt", "", "FULL_SHARD"),
         compare.Contestant("torch x", "", "fsdp2"),
     ]
-    told = told_of(compare.summary(contestants, [[fake(10), fake(20)]]))
-    assert "processor: a processor" in told and told.count(" 77 ") == 2
-    assert "products of shardrt: none" in told and "products of torch: none" in told
+    message = reported_of(compare.summary(contestants, [[fake(10), fake(20)]]))
+    assert "processor: a processor" in message and message.count(" 77 ") == 2
+    assert "products of shardrt: none" in message and "products of torch: none" in message
 
 
 def test_what_is_not_products_is_told_beside():
@@ -167,9 +167,9 @@ def test_what_is_not_products_is_told_beside():
     assert compare.beside_products(run | {"product_gflops": 50.0}) == 0
     job = compare.Contestant("shardrt", "", "FULL_SHARD")
     runs = [fake(10) | run, fake(20) | run | {"step_ms_median": 30.0}]
-    (told,) = compare.summary([job], [[each] for each in runs])["contestants"]
-    assert told["beside_products_ms"] == 5.0
-    assert "      80        5  " in told_of(compare.summary([job], [[each] for each in runs]))
+    (message,) = compare.summary([job], [[each] for each in runs])["contestants"]
+    assert message["beside_products_ms"] == 5.0
+    assert "      80        5  " in reported_of(compare.summary([job], [[each] for each in runs]))
 
 
 def test_losses_in_bfloat16_are_held_to_twice_what_those_of_torch_are_from_float32():
@@ -227,7 +227,7 @@ def test_each_run_is_told_as_it_comes_and_a_peer_that_is_hopeless_is_left_out_af
     ]
     result = compare.summary(contestants, rounds, 0.0, [*left_out.values()])
     assert [each["contestant"] for each in result["contestants"]] == ["ours", "peer"]
-    assert "slow                   left out: its first step takes more than 6000 ms, 20 times" in told_of(
+    assert "slow                   left out: its first step takes more than 6000 ms, 20 times" in reported_of(
         result
     )
     assert compare.rounding_of(contestants, rounds[0], left_out, run) == 0 and len(asked) == 5
@@ -253,10 +253,10 @@ def test_a_peer_gives_up_in_a_first_step_that_takes_too_long():
 
 
 def test_the_slowest_rank_and_the_largest_memory_count():
-    told = fake(8)
-    assert told["step_ms_median"] == 8 and told["tokens_per_s"] == 2 * TINY.batch * TINY.seq / 8e-3
-    assert (told["peak_rss_mb"], told["peak_pss_mb"], told["job_pss_mb"]) == (20, 9, 14)
-    assert told["processor_ms"] == 4
+    message = fake(8)
+    assert message["step_ms_median"] == 8 and message["tokens_per_s"] == 2 * TINY.batch * TINY.seq / 8e-3
+    assert (message["peak_rss_mb"], message["peak_pss_mb"], message["job_pss_mb"]) == (20, 9, 14)
+    assert message["processor_ms"] == 4
 
 
 def test_ratios_are_taken_within_a_round():
@@ -265,7 +265,7 @@ def test_ratios_are_taken_within_a_round():
     result = compare.summary(contestants, rounds)
     assert result["contestants"][1]["ratios"] == [2.0, 1.5, 3.0]
     assert result["contestants"][1]["ratio"] == 2.0
-    assert "2.00 (1.50 to 3.00)" in told_of(result)
+    assert "2.00 (1.50 to 3.00)" in reported_of(result)
 
 
 @pytest.mark.parametrize(
@@ -281,16 +281,16 @@ def test_ratios_are_taken_within_a_round():
 def test_who_has_other_losses_gets_no_figures(strategy, losses, shown):
     contestants = [compare.Contestant("a", "", "FULL_SHARD"), compare.Contestant("b", "", strategy)]
     result = compare.summary(contestants, [[fake(10), fake(10)], [fake(10), fake(98765, losses)]])
-    told = told_of(result)
+    message = reported_of(result)
     assert ("step_ms" in result["contestants"][1]) == shown
-    assert ("LOSSES DIFFER" in told) == (not shown) and ("98765" in told + json.dumps(result)) == shown
+    assert ("LOSSES DIFFER" in message) == (not shown) and ("98765" in message + json.dumps(result)) == shown
 
 
 @pytest.mark.parametrize(("other_load", "doubtful"), [(0.01, False), (0.5, True)])
 def test_a_run_beside_busy_processes_is_called_doubtful(other_load, doubtful):
     contestants = [compare.Contestant("a", "", "FULL_SHARD"), compare.Contestant("b", "", "fsdp2")]
     rounds = [[fake(10), fake(20)], [fake(10), fake(20, other_load=other_load)]]
-    assert ("doubtful" in told_of(compare.summary(contestants, rounds))) == doubtful
+    assert ("doubtful" in reported_of(compare.summary(contestants, rounds))) == doubtful
 
 
 def test_the_load_of_other_processes_is_seen():
@@ -325,7 +325,7 @@ def test_a_wait_for_an_idle_machine_is_told_at_once(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--output", "figures.json"], "exists"),
         (["--against", "fsdp2,fsdp3"], "unknown peer 'fsdp3'; known are fsdp2"),
@@ -336,11 +336,11 @@ def test_a_wait_for_an_idle_machine_is_told_at_once(monkeypatch, capsys):
         ([], "PyTorch is not installed"),
     ],
 )
-def test_nonsense_is_refused_in_one_line(words, told, tmp_path, monkeypatch, capsys):
+def test_nonsense_is_refused_in_one_line(words, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "figures.json").write_text("mine")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert_refused(with_words(monkeypatch, compare.main), words, told, capsys)
+    assert_refused(with_words(monkeypatch, compare.main), words, message, capsys)
     assert (tmp_path / "figures.json").read_text() == "mine"
 
 

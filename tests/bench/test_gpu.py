@@ -155,9 +155,9 @@ def test_a_gpu_without_bfloat16_is_named_and_no_section_runs(driver_played, monk
     for name, given in {"libraries": list, "there": lambda name: True, "_cuda": lambda: 12}.items():
         monkeypatch.setattr(needs, name, given)
     found = needs.find()
-    told = "the GPU has compute capability 7.5, and bfloat16 needs 8.0: all sections are skipped"
-    assert found.lines() == ([] if runs else [told])
-    assert {found.lacks(name) for name in command.SECTIONS} == {"" if runs else f"not run: {told}"}
+    message = "the GPU has compute capability 7.5, and bfloat16 needs 8.0: all sections are skipped"
+    assert found.lines() == ([] if runs else [message])
+    assert {found.lacks(name) for name in command.SECTIONS} == {"" if runs else f"not run: {message}"}
 
 
 def test_the_frontend_of_cudnn_is_one_that_shardrt_takes():
@@ -189,11 +189,11 @@ def test_make_keeps_packages_that_pythonpath_brings(tmp_path):
     python.write_text('#!/bin/sh\necho "path=$PYTHONPATH"\n')
     python.chmod(0o755)
     run = ["make", "gpu", f"GPU_PYTHON={python}"]
-    told = [
+    message = [
         subprocess.run(run, capture_output=True, text=True, cwd=ROOT, env=os.environ | more).stdout
         for more in ({"PYTHONPATH": "/site"}, {"PYTHONPATH": ""})
     ]
-    assert "path=.:/site\n" in told[0] and "path=.\n" in told[1]
+    assert "path=.:/site\n" in message[0] and "path=.\n" in message[1]
 
 
 @pytest.mark.parametrize(
@@ -289,8 +289,11 @@ def test_headers_that_are_not_found_are_named_before_anything_runs(driver_played
         "import cuda.pathfinder\ncuda.pathfinder.find_nvidia_header_directory = lambda name: None\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    told = [line for line in needs.find().lines() if "headers" in line]
-    assert len(told) == 1 and "CUDA's headers not found: no kernel can be compiled (pip install " in told[0]
+    message = [line for line in needs.find().lines() if "headers" in line]
+    assert (
+        len(message) == 1
+        and "CUDA's headers not found: no kernel can be compiled (pip install " in message[0]
+    )
 
 
 def test_a_driver_too_old_for_cupy_is_named(driver_played, monkeypatch):
@@ -398,7 +401,7 @@ def sections_played(monkeypatch):
 CHOSEN = ["ceilings", "kernels", "products", "launches"]
 
 
-def told(folder):
+def message(folder):
     rows = json.loads((folder / "gpu.json").read_text())["rows"]
     return [(row["section"], row["figure"], row["error"]) for row in rows]
 
@@ -407,7 +410,7 @@ def test_sections_that_fail_hang_or_say_nothing_become_rows(sections_played, tmp
     sections_played(2)
     options = command.arguments().parse_args(["--out", str(tmp_path)])
     assert command.run(CHOSEN, options) == 1
-    assert told(tmp_path) == [
+    assert message(tmp_path) == [
         ("ceilings", 2.0, ""),
         ("products", 2.0, ""),
         ("products", None, "ended after 3 s"),
@@ -442,7 +445,7 @@ def test_what_a_section_lacks_is_its_row_and_the_others_run(sections_played, tmp
     with pytest.raises(SystemExit, match="1"):
         command.main()
     assert started == ["ceilings", "launches"]
-    assert [row for row in told(tmp_path) if row[0] in ("step", "kernels", "tests")] == [
+    assert [row for row in message(tmp_path) if row[0] in ("step", "kernels", "tests")] == [
         ("step", None, "not run: numba missing (pip install numba)"),
         ("tests", None, "not run: pytest, numba missing (pip install pytest numba)"),
         ("kernels", None, "not run: numba missing (pip install numba)"),
@@ -452,7 +455,7 @@ def test_what_a_section_lacks_is_its_row_and_the_others_run(sections_played, tmp
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "--out", str(tmp_path / "bare")])
     with pytest.raises(SystemExit, match="1"):
         command.main()
-    assert {row[0] for row in told(tmp_path / "bare")} == set(command.SECTIONS)
+    assert {row[0] for row in message(tmp_path / "bare")} == set(command.SECTIONS)
 
 
 def test_the_next_call_goes_on_and_what_failed_comes_last(sections_played, tmp_path):
@@ -463,7 +466,7 @@ def test_the_next_call_goes_on_and_what_failed_comes_last(sections_played, tmp_p
     started = sections_played(3)
     assert command.run(["kernels", "offload", "convolution"], options) == 0
     assert started == ["offload", "convolution", "kernels"]
-    assert told(tmp_path) == [
+    assert message(tmp_path) == [
         ("ceilings", 2.0, ""),  # as the first call has found it
         *((name, 3.0, "") for name in ("kernels", "offload", "convolution")),
     ]
@@ -474,10 +477,10 @@ def test_what_is_cut_off_earlier_than_before_takes_no_row_away(sections_played, 
     options = command.arguments().parse_args(["--out", str(tmp_path)])
     sections_played(2)
     command.run(["ceilings", "products"], options)  # a row, then it hangs
-    before = told(tmp_path)
+    before = message(tmp_path)
     command.SECTIONS["products"] = (*command.SECTIONS["products"][:2], 0.01)
     command.run(["products"], options)
-    assert [row[1] for row in told(tmp_path)] == [row[1] for row in before] == [2.0, 2.0, None]
+    assert [row[1] for row in message(tmp_path)] == [row[1] for row in before] == [2.0, 2.0, None]
 
 
 def test_ceilings_come_first_also_when_they_were_cut_off(tmp_path):
@@ -494,7 +497,7 @@ def test_only_what_is_chosen_is_measured_anew(sections_played, tmp_path):
     options.anew = True
     sections_played(4)
     command.run(["kernels"], options)
-    assert told(tmp_path) == [("ceilings", 3.0, ""), ("kernels", 4.0, ""), ("offload", 3.0, "")]
+    assert message(tmp_path) == [("ceilings", 3.0, ""), ("kernels", 4.0, ""), ("offload", 3.0, "")]
 
 
 def test_ranks_run_again_when_more_gpus_are_to_be_seen(sections_played, tmp_path, monkeypatch):
@@ -514,14 +517,14 @@ def test_what_was_measured_of_something_else_is_forgotten(sections_played, tmp_p
     if changed == "code":
         monkeypatch.setattr(command, "sources", lambda root: "other")
         kept = command.arguments().parse_args(["--out", str(tmp_path), "--keep"])
-        assert command.run(["kernels"], kept) == 0 and told(tmp_path)[1] == ("kernels", 3.0, "")
+        assert command.run(["kernels"], kept) == 0 and message(tmp_path)[1] == ("kernels", 3.0, "")
     if changed in ("GPU", "torch"):
         new = {"GPU": {"name": "another"}, "torch": {"name": "a GPU", "torch": "2.13.0"}}[changed]
         monkeypatch.setattr(needs, "machine", lambda: new)
     options.anew = changed == "--anew"
     sections_played(4)
     command.run(["ceilings", "kernels"], options)
-    assert told(tmp_path) == [("ceilings", 4.0, ""), ("kernels", 4.0, "")]
+    assert message(tmp_path) == [("ceilings", 4.0, ""), ("kernels", 4.0, "")]
 
 
 def test_a_section_for_which_no_time_is_left_says_so(tmp_path):
@@ -661,16 +664,16 @@ def test_a_race_goes_on_when_one_falls(monkeypatch, tmp_path):
         "bad": ("stub", {"seconds": 0.1, "left": 4}),
         "absent": ("no_such_module", {}),
     }
-    told = []
+    message = []
     courses = contestant.race(
         entrants,
         warmup=1,
         rounds=3,
         steps=2,
         last=("digest",),
-        entered=lambda name, course: told.append((name, course.alone["seconds"], course.seconds[:])),
+        entered=lambda name, course: message.append((name, course.dry_run["seconds"], course.seconds[:])),
     )
-    assert told == [("good", 0.5, []), ("bad", 0.1, [])]
+    assert message == [("good", 0.5, []), ("bad", 0.1, [])]
     assert courses["good"].seconds == [0.5] * 3 and courses["good"].median == 0.5
     assert courses["good"].about["parameters"] == 5 and courses["good"].about["digest"] == "abc"
     assert courses["bad"].seconds == [0.1]

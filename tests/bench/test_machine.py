@@ -151,11 +151,11 @@ def test_of_each_step_that_was_not_disturbed_the_slowest_ranks_calls_count():
     models._steps = [[(fast, 3, 0.5, 1.0, 0.5), (slow, 1, 0.1, 1.0, 0.5), disturbed]]
 
     class Control:
-        def talk(self, data):
+        def all_gather_bytes(self, data):
             rest = (2, 0.1, 1.0, 0.5), (1, 0.3, 1.0, 0.5), disturbed[1:]
             other = [(slow, *each) for each in rest[-len(json.loads(data)) :]]
-            told = [([list(vars(s).values()) for s in samples], *rest) for samples, *rest in other]
-            return [data, json.dumps(told).encode()]
+            message = [([list(vars(s).values()) for s in samples], *rest) for samples, *rest in other]
+            return [data, json.dumps(message).encode()]
 
     samples, launch = models.slowest(Control())
     assert samples == [*fast, *slow]  # fast, whose host took longer; then the other rank's

@@ -27,21 +27,23 @@ def figures_of(done):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def check(told, ranks):
+def check(message, ranks):
     """A figures object is whole and agrees with itself."""
-    assert REQUIRED <= told.keys()
-    assert told["world_size"] == ranks
-    assert len(told["step_ms"]) == 3 and len(told["losses"]) == 4
-    assert told["step_ms_median"] == sorted(told["step_ms"])[1]
+    assert REQUIRED <= message.keys()
+    assert message["world_size"] == ranks
+    assert len(message["step_ms"]) == 3 and len(message["losses"]) == 4
+    assert message["step_ms_median"] == sorted(message["step_ms"])[1]
     tokens = ranks * TINY.batch * TINY.seq
-    assert told["tokens_per_s"] == pytest.approx(1e3 * tokens / told["step_ms_median"], rel=1e-2)
-    assert told["loss"] == told["losses"][-1] == pytest.approx(np.log(TINY.vocab), rel=0.05)
-    assert 30 < told["peak_pss_mb"] <= told["peak_rss_mb"] < 5000
-    assert told["peak_pss_mb"] <= told["job_pss_mb"] <= ranks * (told["peak_pss_mb"] + 0.1)  # rounded
-    assert sum(told["parts_ms"].values()) == pytest.approx(told["step_ms_median"], rel=0.02)
-    assert all(told["parts_ms"][part] > 0 for part in ("forward", "backward", "optimizer"))
-    assert told["received_mb"] == pytest.approx(told["formula_mb"], abs=1e-3)
-    assert 0 < told["mfu_of_product"] < 1
+    assert message["tokens_per_s"] == pytest.approx(1e3 * tokens / message["step_ms_median"], rel=1e-2)
+    assert message["loss"] == message["losses"][-1] == pytest.approx(np.log(TINY.vocab), rel=0.05)
+    assert 30 < message["peak_pss_mb"] <= message["peak_rss_mb"] < 5000
+    assert (
+        message["peak_pss_mb"] <= message["job_pss_mb"] <= ranks * (message["peak_pss_mb"] + 0.1)
+    )  # rounded
+    assert sum(message["parts_ms"].values()) == pytest.approx(message["step_ms_median"], rel=0.02)
+    assert all(message["parts_ms"][part] > 0 for part in ("forward", "backward", "optimizer"))
+    assert message["received_mb"] == pytest.approx(message["formula_mb"], abs=1e-3)
+    assert 0 < message["mfu_of_product"] < 1
 
 
 def test_batches_are_a_function_of_step_and_rank():
@@ -63,8 +65,8 @@ def test_a_result_is_written_a_row_a_line(tmp_path):
 
 
 def test_a_result_names_no_path_of_a_machine():
-    told = facts("python -m bench.step --tcmalloc /usr/lib/a.so --keep=/tmp/k -o bench/a.json")
-    assert told["command"] == "python -m bench.step --tcmalloc FILE --keep=FILE -o bench/a.json"
+    message = facts("python -m bench.step --tcmalloc /usr/lib/a.so --keep=/tmp/k -o bench/a.json")
+    assert message["command"] == "python -m bench.step --tcmalloc FILE --keep=FILE -o bench/a.json"
     kept = list((ROOT / "bench" / "results").iterdir())
     assert len(kept) > 40
     paths = re.compile(r"[\s\"'=:](?:~|/[\w.-]+)/[^\s\"']*")
@@ -123,14 +125,14 @@ def test_forwards_among_the_backwards_of_a_pipeline_are_told_apart():
         Span("F 0 to 1", "recv", 0.0, 1.75),
     ]
     found = parts(Stamps(0.5, 0.5, 6.5, 7.0, 7.0), Recording(spans, []))
-    told = {"forward": 1.5, "backward": 3.75, "other waits": 0.75, "optimizer": 0.5}
-    assert found == pytest.approx(dict.fromkeys(PARTS, 0.0) | told)
+    message = {"forward": 1.5, "backward": 3.75, "other waits": 0.75, "optimizer": 0.5}
+    assert found == pytest.approx(dict.fromkeys(PARTS, 0.0) | message)
 
 
 def test_a_step_without_mpirun_ends_with_one_json_line():
-    told = figures_of(python("-m", "bench.step", *TINY.arguments(), *STEPS[:-1]))
-    check(told, ranks=1)
-    assert told["received_mb"] == 0 and told["parts_ms"]["waits for gathers"] == 0
+    message = figures_of(python("-m", "bench.step", *TINY.arguments(), *STEPS[:-1]))
+    check(message, ranks=1)
+    assert message["received_mb"] == 0 and message["parts_ms"]["waits for gathers"] == 0
 
 
 @pytest.mark.mpi
@@ -147,8 +149,8 @@ def test_strategies_together_have_processes_of_their_own_and_the_same_losses(mon
     assert hybrid["settings"]["mesh"] == [2, 1] and hybrid["received_mb"] < full["received_mb"]
     assert full["losses"] == hybrid["losses"]
     assert alone["losses"][0] == full["losses"][0] and alone["losses"][1] != full["losses"][1]
-    for told in (step.table([full, hybrid]), step.lines(full, TINY)):
-        assert any("FULL_SHARD" in line for line in told)
+    for message in (step.table([full, hybrid]), step.lines(full, TINY)):
+        assert any("FULL_SHARD" in line for line in message)
 
 
 WRONG = {
@@ -178,8 +180,8 @@ def two_ranks():
 
 @pytest.mark.mpi
 def test_a_clipped_step_on_two_ranks_shows_its_collectives(two_ranks):
-    told = figures_of(two_ranks)
-    assert told["parts_ms"]["collectives"] > 0 and told["received_mb"] >= told["formula_mb"]
+    message = figures_of(two_ranks)
+    assert message["parts_ms"]["collectives"] > 0 and message["received_mb"] >= message["formula_mb"]
 
 
 @pytest.mark.mpi
@@ -194,14 +196,14 @@ def test_a_step_in_bfloat16_is_told_like_the_others_and_gathers_half_the_bytes(t
 @pytest.mark.mpi
 def test_nonsense_is_refused_once_for_two_ranks(two_ranks):
     assert two_ranks.stdout.count("exit code 2\n") == 2 * len(WRONG)
-    for told, line in zip(WRONG, two_ranks.stderr.strip().splitlines(), strict=True):
-        assert told in line
+    for message, line in zip(WRONG, two_ranks.stderr.strip().splitlines(), strict=True):
+        assert message in line
     refused = python("-m", "bench.step", "--ranks", "3", "--strategy", "HYBRID_SHARD")  # by ranks it starts
     assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1 and "even" in refused.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "launched", "told"),
+    ("words", "launched", "message"),
     [
         (["--strategy", "all"], 2, "python -m bench.step --ranks 2 --strategy all"),
         (["--strategy", "all", "--save", "there"], None, "no --save"),
@@ -210,8 +212,8 @@ def test_nonsense_is_refused_once_for_two_ranks(two_ranks):
         (["--size", "vit-s16", "--kv_heads", "2"], None, "is a ViT and has none"),
     ],
 )
-def test_options_that_do_not_fit_are_named(words, launched, told):
-    with pytest.raises(ValueError, match=told):
+def test_options_that_do_not_fit_are_named(words, launched, message):
+    with pytest.raises(ValueError, match=message):
         options = step.arguments().parse_args(words)
         workload.workload_of(options)
         step.check(options, launched)

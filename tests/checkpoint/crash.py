@@ -60,7 +60,7 @@ class Stop(Disk):
     def note(self, name, args, result):
         """Keep in mind what would be lost if the machine stopped now."""
         if name == "create":
-            self.files[result] = File(Place(args[0]))
+            self.files[result] = File(SharedOffset(args[0]))
             self.written.append(self.files[result])
             self.names.append(("create", self.files[result].place, None))
         elif name == "write":
@@ -68,10 +68,10 @@ class Stop(Disk):
         elif name == "sync":
             self.files[args[0]].safe = self.files[args[0]].length
         elif name == "make_directory":
-            self.names.append(("create", Place(args[0]), None))
+            self.names.append(("create", SharedOffset(args[0]), None))
         elif name == "rename":
             self.move(*args)
-            self.names.append(("rename", Place(args[0]), Place(args[1])))
+            self.names.append(("rename", SharedOffset(args[0]), SharedOffset(args[1])))
         elif name == "sync_directory":
             self.names = [entry for entry in self.names if args[0] not in (entry[1].path.parent,)]
 
@@ -100,7 +100,7 @@ class Stop(Disk):
         os._exit(9)
 
 
-class Place:
+class SharedOffset:
     """Where something is now."""
 
     def __init__(self, path):

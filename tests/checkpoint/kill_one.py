@@ -94,18 +94,18 @@ class Job:
         folder = self.folder / "case" / case.how
         shutil.copytree(self.folder / "before" / case.how, folder)
         try:
-            code, told, began, ended = self.run(folder, case.how, case.rank, case.at, case.when)
-            told = f"{case}, exit code {code}\n{told[-3000:]}"
+            code, message, began, ended = self.run(folder, case.how, case.rank, case.at, case.when)
+            message = f"{case}, exit code {code}\n{message[-3000:]}"
             left = survivors(f"SHARDRT_CASE={folder}")
-            assert not left, f"processes {left} are left: {told}"
-            assert (folder / "killed").exists() and code != 0, told
+            assert not left, f"processes {left} are left: {message}"
+            assert (folder / "killed").exists() and code != 0, message
             killed, operation = json.loads((folder / "killed").read_text())
-            assert operation == case.operation, f"killed at {operation}: {told}"
-            look(folder, case, told)
+            assert operation == case.operation, f"killed at {operation}: {message}"
+            look(folder, case, message)
         finally:
             shutil.rmtree(folder)
         allowed = limit(killed - began)
-        assert ended - killed < allowed, f"{ended - killed:.1f} s, {allowed:.1f} allowed: {told}"
+        assert ended - killed < allowed, f"{ended - killed:.1f} s, {allowed:.1f} allowed: {message}"
         return ended - killed
 
 
@@ -116,7 +116,7 @@ def counted(folder: Path, how: str) -> None:
     (folder / f"done-{world.current().rank}").write_text(json.dumps(disk.done))
 
 
-def look(folder: Path, case: Case, told: str) -> None:
+def look(folder: Path, case: Case, message: str) -> None:
     """The next start finds the old or the new step, to the bit, leaves nothing over, and can save again."""
     recorded = [
         [(int(step), found) for step, found in map(str.split, (folder / f"recorded-{r}").open())]
@@ -125,13 +125,13 @@ def look(folder: Path, case: Case, told: str) -> None:
     before = [(0, None)] * RANKS if case.how == "first" else [rows[0] for rows in recorded]
     expected = [rows[-1] for rows in recorded] if case.published else before
     found = thread.run(RANKS, restored, folder / "c")
-    assert [(step, step and hashed or None) for step, hashed in found] == expected, (found, recorded, told)
+    assert [(step, step and hashed or None) for step, hashed in found] == expected, (found, recorded, message)
     root = folder / "c"
     left = sorted(path.name for path in root.iterdir()) if root.exists() else []
-    assert all(re.fullmatch(r"step-\d{8}", name) for name in left), (left, told)
+    assert all(re.fullmatch(r"step-\d{8}", name) for name in left), (left, message)
     for name in left:
         verify(root / name)
-    assert thread.run(RANKS, saved_and_restored, root) == [True] * RANKS, told
+    assert thread.run(RANKS, saved_and_restored, root) == [True] * RANKS, message
 
 
 def restored(root: Path) -> tuple[int, str]:

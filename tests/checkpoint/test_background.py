@@ -43,7 +43,7 @@ def calls_of_start(root, sharded, blocks):
     optimizer = optim.AdamW(model.parameters())
     checkpoints = CheckpointManager(root, model, optimizer, mesh)
     checkpoints.start(1)
-    checkpoints.settle()
+    checkpoints.wait()
     called = Counter()
 
     def note(frame, event, _):
@@ -56,7 +56,7 @@ def calls_of_start(root, sharded, blocks):
         checkpoints.start(2)
     finally:
         sys.setprofile(None)
-    checkpoints.settle()
+    checkpoints.wait()
     return called
 
 
@@ -106,7 +106,7 @@ def saved_in_every_step(root, case, steps=3):
         checkpoints.start(step + 1)
     for piece in pieces_of(model, optimizer, saving=False):
         piece.array[...] = -1  # the last copy has been taken
-    checkpoints.settle()
+    checkpoints.wait()
     for step in range(steps):
         checkpoints.restore(root / checkpoints.store.name(step + 1))
         restored.append(everything(model, optimizer))
@@ -134,9 +134,9 @@ def without_memory(root):
     checkpoints = CheckpointManager(root, model, optim.AdamW(model.parameters()), mesh)
     checkpoints.start(1)
     with pytest.raises(CheckpointError, match=r"^step 1 was not saved: rank 1: MemoryError: no room$"):
-        checkpoints.settle()
+        checkpoints.wait()
     checkpoints.start(2)
-    return checkpoints.settle().name
+    return checkpoints.wait().name
 
 
 def test_a_rank_without_memory_for_the_copy_tells_all_and_they_go_on(tmp_path, monkeypatch):

@@ -78,7 +78,7 @@ def save_after(root, last, asynchronous=False, **settings):
     if asynchronous:
         checkpoints.start(last, {"note": "é"})
         train(model, optimizer, last, STEPS)  # the copy must not follow
-        assert checkpoints.settle() is not None and checkpoints.settle() is None
+        assert checkpoints.wait() is not None and checkpoints.wait() is None
     else:
         checkpoints.save(last, {"note": "é"})
     return everything(model, optimizer)
@@ -188,7 +188,7 @@ def test_what_was_unfrozen_in_the_run_keeps_its_moments(tmp_path):
     model(np.ones((1, 3), np.float32)).sum().backward()
     optimizer.step()
     checkpoints.start(2)
-    checkpoints.settle()
+    checkpoints.wait()
     again, resumed, others = begun()
     assert others.restore()[0] == 2
     held, steps = everything(model, optimizer)
@@ -240,20 +240,20 @@ def test_it_loads_into_other_units(saved_at):
     same(whole(thread.run(2, into_one_unit, root)), expected)
 
 
-def weights_of(root, momentum, told):
+def weights_of(root, momentum, message):
     model, optimizer, checkpoints = made(root, sgd=momentum)
     with pytest.raises(
-        CheckpointError, match=rf"another optimizer: it has {told}.* restore with weights_only"
+        CheckpointError, match=rf"another optimizer: it has {message}.* restore with weights_only"
     ):
         checkpoints.restore()
     step, _ = checkpoints.restore(weights_only=True)
     return step, full_state_dict(model)
 
 
-@pytest.mark.parametrize("momentum, told", [(True, "no 'momentum'"), (0.0, "'m', SGD keeps nothing")])
-def test_weights_alone_load_under_another_optimizer(saved_at, momentum, told):
+@pytest.mark.parametrize("momentum, message", [(True, "no 'momentum'"), (0.0, "'m', SGD keeps nothing")])
+def test_weights_alone_load_under_another_optimizer(saved_at, momentum, message):
     root, expected = saved_at[2]
-    step, weights = thread.run(2, weights_of, root, momentum, told)[0]
+    step, weights = thread.run(2, weights_of, root, momentum, message)[0]
     assert step == 2
     for name, values in weights.items():
         np.testing.assert_array_equal(values.reshape(-1), expected["parameter", name])
@@ -384,7 +384,7 @@ def restore_wider(root):
     checkpoints.restore()
 
 
-def test_another_model_is_told(tmp_path):
+def test_another_model_is_reported(tmp_path):
     thread.run(2, two_saved, tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"parameter 'embed.weight' is \(\(11, 7\), 'float32'\) there"):
         thread.run(2, restore_wider, tmp_path / "c")
@@ -406,7 +406,7 @@ def one_rank_fails(root, asynchronous):
     ):
         if asynchronous:
             checkpoints.start(1)
-            checkpoints.settle()
+            checkpoints.wait()
         else:
             checkpoints.save(1)
     same(whole([everything(model, optimizer)]), whole([before]))
@@ -431,7 +431,7 @@ def ticked(root):
         published += [path.name] if path else []
         if step == 2:
             checkpoints.start(step)
-    path = checkpoints.settle()
+    path = checkpoints.wait()
     return published + ([path.name] if path else [])
 
 

@@ -9,14 +9,14 @@ import shardrt
 from shardrt import nn, optim
 from shardrt.checkpoint import CheckpointManager, set_optimizer_state_dict, verify
 from shardrt.comm import init_device_mesh, thread
-from shardrt.nn.runs import Runs, cut, run, size_of
+from shardrt.nn.extents import Extent, contiguous, cut, size_of
 from shardrt.nn.storage import Storage
 
 ROWS, COLUMNS = 6, 8
 WHOLE = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
 
 
-class Part(Storage):
+class Extents(Storage):
     """What a rank has of a parameter: `part`, as a tensor-parallel layer would say."""
 
     gradient = None
@@ -35,20 +35,20 @@ class Part(Storage):
     def range_of(self, parameter):
         return 0, self._shard.size
 
-    def part_of(self, parameter):
+    def extents_of(self, parameter):
         return self._part
 
 
 def columns(rank, ranks):
     """Columns that are cut again, as sharding cuts them: a begin of a run, whole runs, the rest of one."""
     wide = COLUMNS // 2
-    mine = (Runs(rank % 2 * wide, wide, COLUMNS, ROWS),)
+    mine = (Extent(rank % 2 * wide, wide, COLUMNS, ROWS),)
     half = size_of(mine) // 2 + 1
     return mine if ranks == 2 else cut(mine, rank // 2 * half, (rank // 2 + 1) * half)
 
 
 def rows(rank, ranks):
-    return run(rank * ROWS // ranks * COLUMNS, ROWS // ranks * COLUMNS)
+    return contiguous(rank * ROWS // ranks * COLUMNS, ROWS // ranks * COLUMNS)
 
 
 def made(folder, part_of):
@@ -56,7 +56,7 @@ def made(folder, part_of):
     shardrt.manual_seed(3)
     model = nn.Linear(COLUMNS, ROWS, bias=False)
     part = part_of(mesh.rank, mesh.size)
-    Part(model.weight, part)
+    Extents(model.weight, part)
     optimizer = optim.AdamW(model.parameters())
     return model, part, optimizer, CheckpointManager(folder, model, optimizer, mesh)
 

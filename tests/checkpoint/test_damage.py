@@ -21,7 +21,7 @@ from shardrt.checkpoint.manifest import (
     _checksum,
 )
 from shardrt.comm import init_device_mesh, thread
-from shardrt.nn.runs import Runs
+from shardrt.nn.extents import Extent
 
 FLIPS, MADE_UP = 1000, 1000
 
@@ -249,7 +249,7 @@ def made_up(chooser, text):
     return json.dumps({**content, "self": own}).encode()
 
 
-class Counted(Runs):
+class Counted(Extent):
     """Counts how often anything of any of them is read."""
 
     reads = 0
@@ -286,9 +286,9 @@ def test_a_check_of_twice_as_many_columns_takes_twice_as_long():
     ],
 )
 def test_pieces_that_make_no_whole_are_refused(pieces, fault):
-    manifest_of(starmap(Runs, [(0, 1, 4, 2), (2, 2, 4, 2), (1, 1, 4, 2)]), (2, 4))._check()
+    manifest_of(starmap(Extent, [(0, 1, 4, 2), (2, 2, 4, 2), (1, 1, 4, 2)]), (2, 4))._check()
     with pytest.raises(Damaged, match=fault):
-        manifest_of(starmap(Runs, pieces), (2, 4))._check()
+        manifest_of(starmap(Extent, pieces), (2, 4))._check()
 
 
 def test_a_manifest_holds_what_was_put_in(saved):

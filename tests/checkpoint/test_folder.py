@@ -45,8 +45,8 @@ def test_what_is_not_ours_is_passed_over_by_name(root, tmp_path):
         (root / name).mkdir()
     with pytest.warns(UserWarning, match="passed over in the folder of checkpoints") as warned:
         assert steps_found(root) == [2, 2]
-    told = "\n".join(str(warning.message) for warning in warned)
-    assert all(name in told for name in strange) and not any(name in told for name in others)
+    report = "\n".join(str(warning.message) for warning in warned)
+    assert all(name in report for name in strange) and not any(name in report for name in others)
     assert names(root) == sorted([*strange, *others, "step-00000001", "step-00000002"])
     assert (tmp_path / "kept" / "file").read_text() == "kept"
 

@@ -28,7 +28,7 @@ def saved(root, steps=(2, 4), kind="hosts", each=2, disk=None, **how):
     for step in steps:
         train(model, optimizer, first, step)
         checkpoints.start(step, {"step": step})
-        checkpoints.settle()
+        checkpoints.wait()
         first = step
     return everything(model, optimizer)
 
@@ -108,11 +108,11 @@ def test_what_went_with_a_host_is_named(parts):
 def test_a_checkpoint_that_one_host_has_not_published_is_passed_over(parts):
     root, _ = parts
     shutil.rmtree(root / "host1" / "checkpoints" / "step-00000004")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as report:
         warnings.simplefilter("always")
         after = thread.run(4, restored, root)
     assert {step for step, *_ in after} == {2}
-    assert any("passed over a checkpoint" in str(each.message) for each in told)
+    assert any("passed over a checkpoint" in str(each.message) for each in report)
 
 
 def test_parts_of_different_checkpoints_are_not_put_together(tmp_path):
@@ -230,11 +230,11 @@ def test_gather_completes_a_part_with_copies_of_others(parts, capsys):
     assert main(["ckpt", "verify", str(mine)]) == 65
     assert capsys.readouterr().out.count("a part: 2 of 4 files are not here, the others are whole") == 2
     assert main(["ckpt", "gather", str(mine), str(root / "nowhere")]) == 65
-    told = capsys.readouterr()
-    assert "rank-00002.safetensors, rank-00003.safetensors are not here" in told.out
-    assert "no part of step-00000004" in told.err
+    report = capsys.readouterr()
+    assert "rank-00002.safetensors, rank-00003.safetensors are not here" in report.out
+    assert "no part of step-00000004" in report.err
     assert main(["ckpt", "gather", str(mine), str(other)]) == 0
-    assert "2 files from" in (told := capsys.readouterr().out) and told.endswith("  whole\n")
+    assert "2 files from" in (report := capsys.readouterr().out) and report.endswith("  whole\n")
     verify(mine / "checkpoints" / "step-00000004")
     same(before, thread.run(2, restored, mine / "checkpoints", kind="shared"))
 
@@ -244,7 +244,7 @@ def test_gather_takes_no_damaged_file(parts, capsys):
     path = root / "host1" / "checkpoints" / "step-00000004" / "rank-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     assert main(["ckpt", "verify", str(root / "host1")]) == 65
-    assert "DAMAGED" in (told := capsys.readouterr().out) and "rank-00003.safetensors: bytes 0 to" in told
+    assert "DAMAGED" in (report := capsys.readouterr().out) and "rank-00003.safetensors: bytes 0 to" in report
     assert main(["ckpt", "gather", str(root / "host0"), str(root / "host1")]) == 65
     assert "rank-00003.safetensors: bytes 0 to" in capsys.readouterr().err
     assert not (root / "host0" / "checkpoints" / "step-00000004" / path.name).exists()

@@ -83,7 +83,7 @@ def test_what_the_program_changes_after_start_is_not_saved(tmp_path):
         _, checkpoints = odd(tmp_path / "c")
         checkpoints.start(1, extra)
         extra["history"].append(2)
-        checkpoints.settle()
+        checkpoints.wait()
 
     thread.run(1, save)
     assert read_manifest(tmp_path / "c" / "step-00000001").extra == {"history": [1]}
@@ -147,7 +147,7 @@ def poisoned(root, kind, value, asynchronous):
         (piece.storage.shard if kind == "parameter" else piece.state[kind])[0] = value
     with pytest.raises(NonfiniteWeights) as error:
         checkpoints.start(3) if asynchronous else checkpoints.save(3)
-        checkpoints.settle()
+        checkpoints.wait()
     return str(error.value)
 
 
@@ -156,9 +156,9 @@ def poisoned(root, kind, value, asynchronous):
     [("parameter", nan, True), ("parameter", -inf, False), ("m", nan, True), ("v", nan, False)],
 )
 def test_weights_that_are_no_numbers_replace_no_sound_ones(tmp_path, kind, value, asynchronous):
-    for told in thread.run(2, poisoned, tmp_path / "c", kind, value, asynchronous):
-        assert told.startswith("step 3 was not saved: rank 1: NotFinite: ")
-        assert ("'m' of 'blocks.1." in told) == (kind == "m") and "'blocks.1." in told
+    for message in thread.run(2, poisoned, tmp_path / "c", kind, value, asynchronous):
+        assert message.startswith("step 3 was not saved: rank 1: NotFinite: ")
+        assert ("'m' of 'blocks.1." in message) == (kind == "m") and "'blocks.1." in message
     assert names(tmp_path / "c") == ["step-00000002"]
     verify(tmp_path / "c" / "step-00000002")
 

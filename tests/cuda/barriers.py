@@ -64,12 +64,12 @@ def tests_of(file: str) -> list[str]:
 class First:
     """A plugin of pytest that keeps the first failure, in a line."""
 
-    told = ""
+    message = ""
 
     def pytest_exception_interact(self, node, call):
-        if not self.told:
+        if not self.message:
             text = re.sub(r"\s+", " ", str(call.excinfo.value))
-            self.told = f"{call.excinfo.typename}: {text[:200]} ({node.name})"
+            self.message = f"{call.excinfo.typename}: {text[:200]} ({node.name})"
 
 
 def child(folder: Path, tests: list[str]) -> None:
@@ -78,8 +78,8 @@ def child(folder: Path, tests: list[str]) -> None:
     emulator.Emulator.sources = emulator.LIBRARIES = folder
     first = First()
     code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], plugins=[first])
-    assert (code == pytest.ExitCode.TESTS_FAILED) == bool(first.told), code
-    print(first.told)
+    assert (code == pytest.ExitCode.TESTS_FAILED) == bool(first.message), code
+    print(first.message)
 
 
 def without(site: tuple[str, int, str]) -> str:

@@ -104,14 +104,16 @@ def _told(command):
 
 
 def _race(launch, library, names, findings, grid):
-    told, lines = [], []
+    report, lines = [], []
     for finding in findings:
         sides = [finding.first, finding.second] if finding.what == 0 else [finding.first]
         lines.append(tuple(library.lines(side.where)[0] for side in sides))
         where = "" if finding.what == 2 else f" of {names[finding.extent]}, byte {finding.offset}"
-        told.append(_WHATS[finding.what] + where)
+        report.append(_WHATS[finding.what] + where)
         for side in sides:
             x, y, z = side.block % grid[0], side.block // grid[0] % grid[1], side.block // grid[0] // grid[1]
             places = ", from ".join(library.lines(side.where))
-            told.append(f"    {_KINDS[side.kind]} by thread {side.thread} of block ({x}, {y}, {z}): {places}")
-    return Race("\n".join([launch, *told]), lines)
+            report.append(
+                f"    {_KINDS[side.kind]} by thread {side.thread} of block ({x}, {y}, {z}): {places}"
+            )
+    return Race("\n".join([launch, *report]), lines)

@@ -143,7 +143,7 @@ def test_all_to_all_by_counts_per_peer(gpu, kind, size):
 
 @pytest.mark.parametrize("kind", ["staged", "ipc"])
 @pytest.mark.parametrize("allocated", [False, True])
-def test_counts_that_ranks_do_not_agree_on_are_told(gpu, kind, allocated):
+def test_counts_that_ranks_do_not_agree_on_are_reported(gpu, kind, allocated):
     def body(comm, here, stream):
         memory = comm.allocate(9, "float32", shared=False)
         sent = [4, 3 + comm.rank]

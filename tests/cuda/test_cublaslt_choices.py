@@ -162,12 +162,12 @@ def test_a_damaged_file_is_measured_anew_with_one_warning_and_mended(library, ke
     for file in kept.iterdir():
         damaged(kind, file)
     stage = Stage(library, fastest=101)
-    with pytest.warns(UserWarning, match="damaged or of another cublasLt") as told:
+    with pytest.warns(UserWarning, match="damaged or of another cublasLt") as report:
         lt = CublasLt(library, stage)
         for b in (A, A, A.T, A.T):
             lt.gemm(A, b, OUT, accumulate=False)
             assert record(library).algorithm == 101
-    assert len(told) == 1 and str(kept) in str(told[0].message)
+    assert len(report) == 1 and str(kept) in str(report[0].message)
     assert stage.measured == 8
     later = Stage(library, fastest=102)
     assert chosen(library, later) == 101 and later.measured == 0

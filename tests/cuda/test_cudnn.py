@@ -286,12 +286,12 @@ def test_lengths_for_which_cudnn_gives_nan_are_left_to_others(
         q, k = array(np.zeros((1, 1, queries, 8))), array(np.zeros((1, 1, keys, 8)))
         lse, dq, dk = array(np.zeros((1, 1, queries)), dtype=np.float32), array(q), array(k)
         arrays = q, q, k, k, q, lse, dq, dk, array(k)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as report:
             warnings.simplefilter("always")
             for _ in range(2):
                 done = emulated.attention().backward(*arrays, causal=causal, scale=1.0)
                 assert done is not refused
-    assert len(told) == refused and len(cudnn.graphs) == (not refused)
+    assert len(report) == refused and len(cudnn.graphs) == (not refused)
 
 
 @pytest.mark.parametrize("queries, keys", [(5, 64), (1, 100)])
@@ -541,7 +541,7 @@ VERSIONS = {  # frontend, cuDNN -> whether attention's backward can be built, as
 def test_versions_that_can_not_build_backward_leave_it_to_others_and_say_so_once(emulated, frontend, backend):
     """Forward stays cuDNN's; nothing is tried in vain for each shape."""
     cudnn, builds = played(emulated, frontend=frontend, backend=backend), VERSIONS[frontend, backend]
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as report:
         warnings.simplefilter("always")
         for time in (9, 10):
             with packed("bfloat16", heads=1, batch=1, time=time) as arrays:
@@ -552,8 +552,8 @@ def test_versions_that_can_not_build_backward_leave_it_to_others_and_say_so_once
         cudnn.graphs
     )
     assert ("backward_keys" in emulated.launches) is not builds
-    assert len(told) == (not builds)
-    for each in told:
+    assert len(report) == (not builds)
+    for each in report:
         assert f"frontend {frontend} can't build" in str(each.message) and "slower" in str(each.message)
 
 

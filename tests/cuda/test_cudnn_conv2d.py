@@ -165,13 +165,13 @@ def test_an_array_that_32_bits_can_not_count_runs_by_the_reference(cudnn, emulat
 def test_what_cudnn_refuses_runs_by_the_reference_and_is_said_once(cudnn, emulated, element):
     cudnn.refuses = lambda graph: True
     with guarded(element) as array:
-        with pytest.warns(UserWarning) as told:
+        with pytest.warns(UserWarning) as report:
             for found, expected in everything(array, CONVOLUTIONS[0]):
                 assert_close(found, expected, 3)
-        assert [str(each.message).partition(" of ")[0] for each in told] == [
+        assert [str(each.message).partition(" of ")[0] for each in report] == [
             f"conv2d: cuDNN refuses {kind}" for kind in KINDS
         ]
-        assert f"image (3, 3, 9, 8) and weight (5, 3, 3, 3) of {element}; slower" in str(told[0].message)
+        assert f"image (3, 3, 9, 8) and weight (5, 3, 3, 3) of {element}; slower" in str(report[0].message)
         built = len(cudnn.graphs)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -130,7 +130,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_what_a_cast_costs_is_told(emulated, monkeypatch, call):
+def test_what_a_cast_costs_is_reported(emulated, monkeypatch, call):
     """Launches, and bytes: with 132 multiprocessors."""
     monkeypatch.setattr(emulated, "multiprocessors", 132)
     scratch, make, chosen = [], emulated.empty, dict(CALLS[call])

@@ -37,11 +37,11 @@ def products(emulated):
     """What cublasLt is told of the three operands of each product."""
     found, gemm = [], emulated.gemm
 
-    def told(a, b, out, **how):
+    def message(a, b, out, **how):
         found.append([Matrix.of(x) for x in (b, a, out)])
         gemm(a, b, out, **how)
 
-    emulated.gemm = told
+    emulated.gemm = message
     with device.use(Emulated()):
         yield found
 

@@ -226,7 +226,7 @@ def test_peers_read_between_the_end_of_a_stream_and_a_barrier(gpu, monkeypatch):
 def test_ranks_in_different_calls_are_told_so(gpu):
     def body(comm, here, stream):
         buffer = comm.allocate(12, "float32", shared=True)
-        comm.all_gather(buffer, stream=stream, what=f"blocks.{comm.rank}")
+        comm.all_gather(buffer, stream=stream, tag=f"blocks.{comm.rank}")
 
     with pytest.raises(CollectiveMismatch, match=r"all_gather\(12 of float32, unit blocks\.[01]\)"):
         on_ranks(2, body)

@@ -229,8 +229,8 @@ def test_work_says_what_it_computes_in_and_for_which_part_of_a_step(here):
     gather.submit(here.kernels.sums.add, numbers, numbers, numbers)
     here.doing("")
     here.kernels.sums.add(x, x, x)
-    told = [(work.dtype, work.label) for work in of_kind(here, Work)]
-    assert told == [("float32", "forward blocks.0"), ("", ""), ("float32", "")]
+    message = [(work.dtype, work.label) for work in of_kind(here, Work)]
+    assert message == [("float32", "forward blocks.0"), ("", ""), ("float32", "")]
 
 
 def test_a_product_of_bits_computes_in_bfloat16_whatever_it_adds_to():

@@ -112,17 +112,17 @@ def check(run: Run, folder: Path, limit: float = LIMIT) -> float:
         survivors(mark)
         job.kill()
         job.wait()
-    told = (folder / f"{name}.out").read_text(errors="replace")[-3000:]
-    assert seconds < limit, f"{run}: ranks were there after {seconds:.1f} s\n{told}"
+    message = (folder / f"{name}.out").read_text(errors="replace")[-3000:]
+    assert seconds < limit, f"{run}: ranks were there after {seconds:.1f} s\n{message}"
     kept = folder / "runs" / name
     done = max(row["step"] for row in read_metrics(kept / "metrics.jsonl") if row["kind"] == "step")
     saved = [int(path.name[5:]) for path in (kept / "checkpoints").glob("step-*")]
     if run.kill in SAVED:
-        assert done in saved, f"{run}: step {done} was done, {sorted(saved)} are saved\n{told}"
+        assert done in saved, f"{run}: step {done} was done, {sorted(saved)} are saved\n{message}"
     again = start(folder, run.recipe, name, mark, "--resume", "auto")
     code = again.wait(timeout=BACKSTOP)
-    told = (folder / f"{name}.out").read_text(errors="replace")[-3000:]
-    assert code == 0, f"{run}: resumed with code {code}\n{told}"
+    message = (folder / f"{name}.out").read_text(errors="replace")[-3000:]
+    assert code == 0, f"{run}: resumed with code {code}\n{message}"
     found = outcome(kept)
     wrong = [
         f"{part} differ: {difference(found[part], expected)}"

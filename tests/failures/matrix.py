@@ -170,35 +170,35 @@ def check(
         ended = time.time()
     # Open MPI puts NUL bytes into what it prints at an abort.
     out, err = (path.read_text(errors="replace").replace("\0", "") for path in files)
-    told = f"{case}, exit code {code}\n{out[-2000:]}\n{err[-6000:]}"
+    message = f"{case}, exit code {code}\n{out[-2000:]}\n{err[-6000:]}"
     left = survivors(f"SHARDRT_CASE={folder}/{case}")
-    assert not left, f"processes {left} are left: {told}"
+    assert not left, f"processes {left} are left: {message}"
     failed = re.search(r"failed at ([\d.]+)", out)
-    assert failed, told
+    assert failed, message
     seconds = ended - float(failed[1])
     allowed = grace(float(failed[1]) - began) + (limit if case.hangs else 0.0)
     if case.failure != "kill":
-        assert code == CODES[case.failure], told
-        assert re.search(MESSAGES[case.failure].format(case.victim), err, re.M), told
-        assert len(re.findall(_FIRST_WORDS, err, re.M)) == 1, told
+        assert code == CODES[case.failure], message
+        assert re.search(MESSAGES[case.failure].format(case.victim), err, re.M), message
+        assert len(re.findall(_FIRST_WORDS, err, re.M)) == 1, message
         if case.in_action:
-            assert re.search(_OF_STAGE, err, re.M), told
+            assert re.search(_OF_STAGE, err, re.M), message
             letters = "F" if case.phase == "forward" else "BIW"
             assert re.search(
                 rf"^  (?:\S+: )?rank {case.victim} .*{case.phase}, [{letters}]\d+ of stage \d", err, re.M
-            ), told
+            ), message
     else:
-        assert code not in (0, None), told  # the launcher's own, and its message
-        assert not re.search(_FIRST_WORDS, err, re.M), told
+        assert code not in (0, None), message  # the launcher's own, and its message
+        assert not re.search(_FIRST_WORDS, err, re.M), message
     if case.phase != "set-up" and case.failure in FAILURES:  # before, the run has no folder
         found = autopsy.examine(folder / "runs" / str(case))
         pointed = found["behind"] if case.failure in ("stop", "loop") else [found["first"]]
-        said = f"{told}\nthe doctor said: {autopsy.lines(found)}"
+        said = f"{message}\nthe doctor said: {autopsy.lines(found)}"
         if case.failure == "kill":  # the launcher kills the others so soon that they may look alike
             assert case.victim in (*pointed, *found["behind"]), said
         else:
             assert pointed == [case.victim], said
-    late = f"{seconds:.1f} s, {allowed:.1f} allowed: {told}"
+    late = f"{seconds:.1f} s, {allowed:.1f} allowed: {message}"
     assert case.failure in DIFFERENCES or seconds < allowed, late
     return seconds
 

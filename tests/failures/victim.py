@@ -63,8 +63,8 @@ def call(failure: str, mesh, victim: bool) -> None:
     )
     what = "blocks.1" if failure == "unit" and victim else "blocks.0"
     if failure == "order" and victim:
-        control.barrier(stream=stream, what=what)
-    control.all_reduce(numbers, stream=stream, what=what)
+        control.barrier(stream=stream, tag=what)
+    control.all_reduce(numbers, stream=stream, tag=what)
 
 
 def out_of_memory() -> None:

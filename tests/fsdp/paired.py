@@ -14,7 +14,8 @@ from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict, load, save
-from shardrt.comm import init_device_mesh, talk
+from shardrt.comm import init_device_mesh, objects
+from shardrt.deferred_gradients import DeferredGradients
 from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -23,7 +24,6 @@ from shardrt.fsdp import (
     register_forward_method,
     set_world_invariant,
 )
-from shardrt.late import Late
 from shardrt.nn.utils import clip_grad_norm_, clip_grad_value_
 from shardrt.parallel import (
     ColwiseParallel,
@@ -346,7 +346,7 @@ def cut_of(mesh):
 def backward(model, options, scaler, tokens, targets, cut):
     """The loss of all micro-batches. The last of them reduces, whatever those before it do.
 
-    Late: gradients of weights wait, if nobody reduces them, until the next micro-batch's are waiting too.
+    DeferredGradients: gradients of weights wait, if nobody reduces them, until the next micro-batch's are waiting too.
     """
     ways = turns(options)
     added = shardrt.fsdp.units(model)[0].settings.mesh.size if "invariant" in options else 1
@@ -357,8 +357,8 @@ def backward(model, options, scaler, tokens, targets, cut):
         with no_sync(model) if way == "no_sync" else nullcontext():
             call = model.score if "forward_method" in options else model
             loss = loss_of(call(tokens, positions), targets) * (1 / len(ways))
-            late = Late() if "late" in options else None
-            scaler.scale(loss * (1 / added)).backward(late=late)
+            late = DeferredGradients() if "late" in options else None
+            scaler.scale(loss * (1 / added)).backward(deferred=late)
             for earlier in waiting:
                 with no_sync(model):
                     earlier.run()
@@ -371,12 +371,12 @@ def backward(model, options, scaler, tokens, targets, cut):
 
 def by_stages(pipeline, model, options, scaler, tokens, targets, cut):
     """The same by steps of a pipeline, each of some micro-batches."""
-    ways, count, told = turns(options), pipeline.table.micro_batches, []
+    ways, count, message = turns(options), pipeline.table.micro_batches, []
 
     def weighted(output, batch):
         _, targets, _, weight = batch
         loss = loss_of(output, targets) * weight
-        told.append(float(loss.item()))
+        message.append(float(loss.item()))
         return scaler.scale(loss)
 
     rows = list(zip(np.array_split(tokens, len(ways)), np.array_split(targets, len(ways)), strict=True))
@@ -385,7 +385,7 @@ def by_stages(pipeline, model, options, scaler, tokens, targets, cut):
         with no_sync(model) if way == "no_sync" else nullcontext():
             steps = [(*cut(x, y), len(x) / (len(own) * len(ways))) for x, y in parts]
             pipeline.step(weighted, steps, inputs=lambda batch: (batch[0], batch[2]))
-    return sum(sum(talk.from_all(pipeline.mesh.communicator("control"), told), []))
+    return sum(sum(objects.all_gather_object(pipeline.mesh.communicator("control"), message), []))
 
 
 def turns(options):

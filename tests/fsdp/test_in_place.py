@@ -5,7 +5,7 @@ import pytest
 import shardrt
 from shardrt import optim
 from shardrt.checkpoint import full_state_dict, load, save
-from shardrt.comm import DelayedCommunicator
+from shardrt.comm import CollectiveDelay
 from shardrt.fsdp import (
     MixedPrecisionPolicy,
     collectives,
@@ -52,7 +52,7 @@ def test_a_reduction_that_is_late_when_backward_raises_does_not_reach_the_next_g
     expected, mesh = lab.build(strategy="NO_SHARD")
     set_gradient_divide_factor(expected, 1.0)
     lab.backward(expected, mesh, BATCHES[2])
-    model, mesh = lab.build(wrap=lambda inner: DelayedCommunicator(inner, 0.05), strategy="NO_SHARD")
+    model, mesh = lab.build(wrap=lambda inner: CollectiveDelay(inner, 0.05), strategy="NO_SHARD")
     set_gradient_divide_factor(model, 1.0)  # a mean over the ranks would not show that it is made twice
     lab.backward(model, mesh, BATCHES[0])
     if not accumulates:

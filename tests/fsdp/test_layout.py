@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardrt.fsdp.layout import ALIGNMENT, Layout
-from shardrt.nn.runs import spans
+from shardrt.nn.extents import spans
 
 shapes = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from shardrt.comm import DelayedCommunicator, init_device_mesh, thread
+from shardrt.comm import CollectiveDelay, init_device_mesh, thread
 from shardrt.comm.interceptors import Interceptor
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.fsdp import units
@@ -17,7 +17,7 @@ MESSAGE = 0.02  # seconds that a collective takes longer
 
 
 def delayed(seconds):
-    return lambda inner: DelayedCommunicator(inner, seconds)
+    return lambda inner: CollectiveDelay(inner, seconds)
 
 
 def step_seconds(prefetch, serial):
@@ -55,7 +55,7 @@ class Logged(Interceptor):
             time.sleep(MESSAGE)
             run(*args)
             name = "gather" if call.name == "all_gather" else "reduce"
-            self.log.setdefault((name, call.what), []).append((start, time.perf_counter()))
+            self.log.setdefault((name, call.tag), []).append((start, time.perf_counter()))
 
         return timed
 
@@ -104,7 +104,7 @@ def test_slow_communication_gives_the_same_weights(late, monkeypatch):
     def slowed(self, role, dim=None):
         made = original(self, role, dim)
         if role == late and not made.interceptors:
-            DelayedCommunicator(made, 0.004)
+            CollectiveDelay(made, 0.004)
         return made
 
     monkeypatch.setattr(DeviceMesh, "communicator", slowed)

@@ -264,8 +264,8 @@ def test_every_pair_is_among_the_sets():
 
 @pytest.mark.parametrize("names", REFUSED, ids=readable)
 def test_what_does_not_go_together_is_refused(names, tmp_path):
-    kind, told = REFUSED[names]
-    with pytest.raises(kind, match=told):
+    kind, message = REFUSED[names]
+    with pytest.raises(kind, match=message):
         train_on(ranks_for(names), names, tmp_path)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardrt.comm import init_device_mesh, talk, thread
+from shardrt.comm import init_device_mesh, objects, thread
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ReplicasDiffer, check_replicas, fully_shard
 from shardrt.fsdp.strategy import ShardingStrategy
 from tests import lab
@@ -87,14 +87,14 @@ def test_units_with_copies_beside_units_without():
 def test_ranks_exchange_a_few_bytes_however_large_the_model(monkeypatch):
     def sizes(blocks):
         """Of the messages of both ranks in a check."""
-        sent, original = [], talk.from_all
+        sent, original = [], objects.all_gather_object
 
         def rank():
             model, mesh = lab.build(lambda: lab.Net(blocks), strategy="NO_SHARD")
             optimizer = lab.adamw(model.parameters())
             if mesh.rank == 0:  # the patch is of both: ranks are threads
                 noted = lambda *args: sent.append(len(str(args[1]))) or original(*args)  # noqa: E731
-                monkeypatch.setattr(talk, "from_all", noted)
+                monkeypatch.setattr(objects, "all_gather_object", noted)
             mesh.communicator("control").barrier(stream=mesh.device.current_stream)
             check_replicas(model, optimizer)
             mesh.communicator("control").barrier(stream=mesh.device.current_stream)

@@ -209,9 +209,14 @@ def test_rows_take_what_is_trained_and_nothing_where_that_saves_nothing():
     rows = Rows.plan(layout, {1, 2}, False)
     assert rows.moves == ((), (Move(0, 0, 80, 36),)) and rows.size == 48 and rows.full == 48
     assert rows.offsets == {1: 0, 2: 16} and rows.gaps == ((3, 16),)
-    told = Rows.plan(layout, {0, 2}, True)
-    assert told.moves == ((Move(0, 16, 0, 128),), (Move(128, 16, 0, 72), Move(208, 96, 96, 20)))
-    assert told.uses == 3 and told.size == 144 and told.full == 240 and told.offsets == {0: 0, 2: 208}
+    message = Rows.plan(layout, {0, 2}, True)
+    assert message.moves == ((Move(0, 16, 0, 128),), (Move(128, 16, 0, 72), Move(208, 96, 96, 20)))
+    assert (
+        message.uses == 3
+        and message.size == 144
+        and message.full == 240
+        and message.offsets == {0: 0, 2: 208}
+    )
 
 
 # -- agreement

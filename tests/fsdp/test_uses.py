@@ -9,7 +9,7 @@ import pytest
 
 import shardrt
 from shardrt import nn
-from shardrt.comm import DelayedCommunicator, init_device_mesh, thread
+from shardrt.comm import CollectiveDelay, init_device_mesh, thread
 from shardrt.fsdp import fully_shard, set_gradient_divide_factor, units
 from tests import lab
 
@@ -121,7 +121,7 @@ class Boxes(nn.Module):
 def gradients_in(box):
     """At once after backward, where reductions take long."""
     shardrt.manual_seed(3)
-    mesh = init_device_mesh("auto", wrap=lambda communicator: DelayedCommunicator(communicator, 0.02))
+    mesh = init_device_mesh("auto", wrap=lambda communicator: CollectiveDelay(communicator, 0.02))
     model = nn.ModuleList([Boxes(box), Boxes(box)])
     for part in (*model, model):
         fully_shard(part, mesh=mesh)

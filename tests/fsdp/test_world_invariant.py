@@ -15,7 +15,7 @@ from shardrt import functional as F
 from shardrt import nn, no_grad, optim
 from shardrt.checkpoint.pieces import pieces_of
 from shardrt.comm import init_device_mesh, thread
-from shardrt.comm.talk import from_all
+from shardrt.comm.objects import all_gather_object
 from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -112,7 +112,7 @@ def train(make=gpt, steps=3, copies=1, fp16=False, in_backward=False, **options)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        everyone = from_all(mesh.communicator("control"), own)
+        everyone = all_gather_object(mesh.communicator("control"), own)
         losses.append(fsum(loss for rank in everyone for loss in rank))
     return losses, norms, pieces(model, optimizer)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from shardrt import Tensor
-from shardrt.comm import CollectiveMismatch, CountedCommunicator, create
+from shardrt.comm import CollectiveCounter, CollectiveMismatch, create
 from shardrt.functional import collective as C
 from tests.gradcheck import normal
 from tests.ranks import run_ranks
@@ -148,11 +148,11 @@ MOVED = {
 def test_calls_and_bytes_are_those_of_the_formulas(name, size):
     def body():
         comm = create()
-        counted = CountedCommunicator(comm)
+        counted = CollectiveCounter(comm)
         x = Tensor(np.ones((2 * size, 5 * size), np.float32), requires_grad=True)
         y = OPS[name][2](x, comm, 1)
-        for told in MOVED[name]:
-            formulas = {call: (1, formula(size) * x.data.nbytes) for call, formula in told.items()}
+        for message in MOVED[name]:
+            formulas = {call: (1, formula(size) * x.data.nbytes) for call, formula in message.items()}
             assert {call: (counted.calls[call], counted.bytes[call]) for call in counted.calls} == formulas
             counted.reset()
             if y.requires_grad and x.grad is None:
@@ -165,7 +165,7 @@ def test_calls_and_bytes_are_those_of_the_formulas(name, size):
 def test_rows_by_counts_move_those_of_others_there_and_back(size):
     def body():
         comm, table = create(), counts(size)
-        counted = CountedCommunicator(comm)
+        counted = CollectiveCounter(comm)
         x = Tensor(np.ones((2 * size, 5), np.float32), requires_grad=True)
         y = by_counts(x, comm)
         own = table[comm.rank, comm.rank]
@@ -215,7 +215,7 @@ def test_sums_of_16_bits_move_twice_their_bytes_and_the_rest_just_these(size):
 
     def body():
         comm, x = create(), Tensor(np.ones((size, 4), ml_dtypes.bfloat16))
-        counted = CountedCommunicator(comm)
+        counted = CollectiveCounter(comm)
         for op in (C.reduce_from, C.reduce_scatter_to, C.gather, C.all_to_all):
             op(x, comm)
         one = x.data.nbytes * (size - 1) // size
@@ -293,7 +293,7 @@ def test_integers_are_gathered_too():
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda c: C.scatter_to(normal(3, 2), c), r"scatter_to: axis 0 of x \(3, 2\) can't be cut into 2"),
         (
@@ -316,9 +316,9 @@ def test_integers_are_gathered_too():
         (lambda c: C.exchange(normal(2), c, to=c.rank, source=None), "both or neither can be this rank"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, told):
+def test_what_does_not_fit_is_refused(call, message):
     def body():
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             call(create())
 
     run_ranks(2, body)

@@ -178,8 +178,8 @@ BAD = [
 
 
 def test_bad_arguments_are_an_error():
-    for shapes, options, told in BAD:
-        with pytest.raises(ValueError, match=f"conv2d: .*{told}"):
+    for shapes, options, message in BAD:
+        with pytest.raises(ValueError, match=f"conv2d: .*{message}"):
             F.conv2d(*(normal(*shape) for shape in shapes), **options)
     with pytest.raises(TypeError, match="x float64, weight float32"):
         F.conv2d(normal(1, 1, 2, 2), normal(1, 1, 1, 1).astype("float32"))

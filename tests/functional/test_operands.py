@@ -11,7 +11,7 @@ import pytest
 
 from shardrt import Tensor, no_grad
 from shardrt import functional as F
-from tests.combinations import told
+from tests.combinations import noting
 from tests.gradcheck import check_gradients, leaf, normal
 
 OPERATORS = {
@@ -68,7 +68,7 @@ def raw(x):
 @pytest.mark.parametrize("name", OPS)
 def test_a_number_leaves_the_dtype_of_a_float_tensor(name, kind):
     for case in product([(), (3,), (2, 3)], [np.float32, np.float64]):
-        with told(*case):
+        with noting(*case):
             assert_it_leaves_the_dtype(name, kind, *case)
 
 
@@ -113,7 +113,7 @@ def test_two_float_tensors_without_dimensions_do_not_mix_as_others_do_not():
 @pytest.mark.parametrize("name", ["+", "-", "*", "/", "maximum"])
 def test_integers_stay_integers_until_a_float_comes(name, kind):
     for dtype in (np.int32, np.int64):
-        with told(dtype):
+        with noting(dtype):
             assert_they_stay_integers(name, kind, dtype)
 
 

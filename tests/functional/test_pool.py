@@ -21,12 +21,12 @@ def test_of_equal_numbers_the_first_has_the_gradient_and_nan_stays():
 @pytest.mark.parametrize("op", OPS)
 def test_bad_arguments_are_an_error(op):
     x = normal(1, 1, 4, 4)
-    for args, told in [
+    for args, message in [
         ((x[0], 2), "x must be"),
         ((x, 5), "larger than x"),
         ((x, 0), "kernel_size must be"),
         ((x, 2, 0), "stride must be"),
         ((x, (2, 3), 1, (2, 0)), "at most half of the window"),
     ]:
-        with pytest.raises(ValueError, match=f"{op.__name__}: .*{told}"):
+        with pytest.raises(ValueError, match=f"{op.__name__}: .*{message}"):
             op(*args)

@@ -8,7 +8,7 @@ import pytest
 from shardrt import Tensor
 from shardrt import functional as F
 from shardrt.comm import create
-from shardrt.comm.counted import CountedCommunicator
+from shardrt.comm.counter import CollectiveCounter
 from shardrt.device.cpu import CPUDevice
 from shardrt.functional import collective as C
 from shardrt.functional import vocabulary as V
@@ -234,23 +234,23 @@ def test_two_numbers_per_row_are_gathered_once_whatever_the_chunks_and_no_more_b
 
     def body():
         comm = create()
-        counted = CountedCommunicator(comm)
+        counted = CollectiveCounter(comm)
         part, weight = of_rank(comm, matrix)
         given = Tensor(x, requires_grad=True)
         losses = [
             lambda n=n: V.linear_cross_entropy(given, weight, targets, part, chunk=n) for n in (0, 3, 128)
         ]
         losses.append(lambda: V.cross_entropy(F.linear(given, weight), targets, part))
-        told = []
+        message = []
         for loss in losses:
             counted.reset()
             loss().backward()
-            told.append((dict(counted.calls), dict(counted.bytes)))
+            message.append((dict(counted.calls), dict(counted.bytes)))
         counted.reset()
         V.embedding(targets, weight, part).sum().backward()
         assert not counted.calls
         V.gather_logits(F.linear(given, weight), part).sum().backward()
-        return told, dict(counted.calls), dict(counted.bytes)
+        return message, dict(counted.calls), dict(counted.bytes)
 
     itemsize, most = np.dtype(dtype).itemsize, -(-11 // size)
     of_loss = ({"all_gather": 1}, {"all_gather": 2 * itemsize * 10 * (size - 1)})
@@ -371,7 +371,7 @@ X, TABLE = normal(2, WIDTH), normal(6, WIDTH)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "told"),
+    ("call", "error", "message"),
     [
         (
             lambda p: V.embedding([0], normal(11, WIDTH), p),
@@ -392,11 +392,11 @@ X, TABLE = normal(2, WIDTH), normal(6, WIDTH)
         (lambda p: V.gather_logits(normal(2, 5), p), ValueError, r"logits \(2, 5\) should have 6 of 11"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_gathered(call, error, told):
+def test_what_does_not_fit_is_refused_before_anything_is_gathered(call, error, message):
     def body():
         comm = create()
         if comm.rank == 0:
-            with pytest.raises(error, match=told):
+            with pytest.raises(error, match=message):
                 call(V.VocabularyPart(comm, 11))
 
     run_ranks(2, body)

@@ -42,7 +42,7 @@ def test_every_function_with_an_axis_takes_dim_too():
 
 
 @pytest.mark.parametrize(
-    "call, told",
+    "call, message",
     [
         (lambda x: x.max(dim=1), "x.argmax"),
         (lambda x: x.sum(axis=1, dim=1), "axis was given twice"),
@@ -50,8 +50,8 @@ def test_every_function_with_an_axis_takes_dim_too():
         (lambda x: x.sum(dims=1), "unexpected keyword"),
     ],
 )
-def test_what_is_not_there_says_what_to_do(call, told):
-    with pytest.raises(TypeError, match=told):
+def test_what_is_not_there_says_what_to_do(call, message):
+    with pytest.raises(TypeError, match=message):
         call(leaf(normal(3, 3)))
 
 

@@ -13,8 +13,8 @@ from shardrt import device, nn, optim
 from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
+from shardrt.deferred_gradients import DeferredGradients
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
-from shardrt.late import Late
 from shardrt.parallel import parallelize_module
 from shardrt.recompute import checkpoint
 
@@ -72,11 +72,11 @@ def train(
     texts[:, 0, 2] = -100  # a target that does not count, and not in every row
 
     def step():
-        halves = Late() if late else None
+        halves = DeferredGradients() if late else None
         loss = model(tokens, targets)  # in one op with the head
-        loss.backward(late=halves)
+        loss.backward(deferred=halves)
         if late:
-            halves.run()
+            halves.flush()
         norm = nn.utils.clip_grad_norm_on_device_(model.parameters(), 0.5) if clip else loss
         updates.step()
         updates.zero_grad()

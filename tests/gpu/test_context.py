@@ -24,7 +24,7 @@ def train(name, kind, precision):
     parallelize_module(model, mesh, {"blocks.*.attention": ContextParallel()})
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(precision, "float32"))
     set_gradient_divide_factor(model, 1.0)
-    optimizer, told = None, []
+    optimizer, message = None, []
     for step in range(2):
         shardrt.manual_seed(3, step=step)
         rows = np.random.default_rng(step).integers(0, 19, (2, 9))
@@ -35,10 +35,10 @@ def train(name, kind, precision):
             optimizer = optim.SGD(model.parameters(), lr=0.1)
         loss = model(**part, reduction="sum") * (1 / 16)
         loss.backward()
-        told.append((loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        message.append((loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
-    return told
+    return message
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def train(name, sizes, sequence):
         fully_shard(block.mlp.experts, mesh=fold["efsdp"])
     fully_shard(model, mesh=data)
     set_gradient_divide_factor(model, 1.0)
-    optimizer, told = None, []
+    optimizer, message = None, []
     for step in range(2):
         rows = np.random.default_rng(step).integers(0, 19, (2, 9))
         part = shard_sequence(rows[:, :-1], rows[:, 1:], mesh=mesh["cp"])._asdict()
@@ -39,10 +39,10 @@ def train(name, sizes, sequence):
             optimizer = optim.SGD(model.parameters(), lr=0.1)
         loss = model(**part, reduction="sum") * (1 / 16)
         loss.backward()
-        told.append((loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        message.append((loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
-    return told
+    return message
 
 
 @pytest.mark.parametrize(("sizes", "sequence"), [((1, 1, 2), False), ((1, 2, 2), True)], ids=str)

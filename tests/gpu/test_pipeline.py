@@ -34,14 +34,14 @@ def train(name, schedule, shards, v=None, communicator="auto", **settings):
     pipeline = Pipeline(model, mesh["pp"], schedule=schedule, micro_batches=4, stages_per_rank=v)
     for stage in pipeline.stages:
         fully_shard(stage, mesh=mesh["dp_shard"], **settings)
-    optimizer, told = optim.AdamW(model.parameters(), lr=1e-2), []
+    optimizer, message = optim.AdamW(model.parameters(), lr=1e-2), []
 
     def inputs(rows):
         return rows[:, :-1], rows[:, 1:]
 
     def loss(output, rows):
         found = output * 0.25
-        told.append(found.item())
+        message.append(found.item())
         return found
 
     for step in range(2):
@@ -49,11 +49,11 @@ def train(name, schedule, shards, v=None, communicator="auto", **settings):
         rows = np.random.default_rng(step).integers(0, 19, (8, 9))
         batches = np.split(np.split(rows, shards)[mesh.rank_of("dp_shard")], 4)
         pipeline.step(loss, batches, inputs=inputs)
-        told.append(clip_grad_norm_(model.parameters(), 1.0))
+        message.append(clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         optimizer.zero_grad()
-    told.append(float(pipeline(rows[:2, :-1], rows[:2, 1:])))
-    return told
+    message.append(float(pipeline(rows[:2, :-1], rows[:2, 1:])))
+    return message
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def train(name, schedule, shards, v=None, communicator="auto", **settings):
 )
 def test_losses_and_norms_are_those_of_the_cpu(gpu, schedule, v, shards):
     found, expected = (thread.run(2 * shards, train, name, schedule, shards, v) for name in ("cuda", "cpu"))
-    assert [len(told) for told in found] == [len(told) for told in expected]
-    for told, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(told, wanted, rtol=0, atol=1e-4)
+    assert [len(message) for message in found] == [len(message) for message in expected]
+    for message, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(message, wanted, rtol=0, atol=1e-4)
 
 
 def test_bfloat16_goes_over_links(gpu):
     policy = MixedPrecisionPolicy("bfloat16", "float32")
     found, expected = (thread.run(2, train, name, "ZB-H1", 1, mp_policy=policy) for name in ("cuda", "cpu"))
-    for told, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(told, wanted, rtol=3e-2)
+    for message, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(message, wanted, rtol=3e-2)

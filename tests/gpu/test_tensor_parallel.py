@@ -30,16 +30,16 @@ def train(name, kind, shards, tp, sequence):
     model = MODELS[kind]()
     parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
     fully_shard(model, mesh=mesh["dp_shard"])
-    optimizer, told = optim.SGD(model.parameters(), lr=0.1), []
+    optimizer, message = optim.SGD(model.parameters(), lr=0.1), []
     for step in range(2):
         shardrt.manual_seed(3, step=step)
         rows = np.split(np.random.default_rng(step).integers(0, 19, (2, 9)), shards)[mesh.rank_of("dp_shard")]
         loss = model(rows[:, :-1], rows[:, 1:])
         loss.backward()
-        told.append((loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        message.append((loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
-    return told
+    return message
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -14,7 +14,7 @@ from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict, load, save
 from shardrt.comm import init_device_mesh, thread
 from shardrt.comm import mesh as comm_mesh
-from shardrt.comm.delayed import DelayedCommunicator
+from shardrt.comm.delay import CollectiveDelay
 from shardrt.device.arena import Arena
 from shardrt.device.cuda import CUDADevice
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, full_parameters, fully_shard
@@ -154,7 +154,7 @@ def make_late(monkeypatch, poison):
 
     def delayed(*how):
         communicator = made(*how)
-        DelayedCommunicator(communicator, 0.3, spin)
+        CollectiveDelay(communicator, 0.3, spin)
         return communicator
 
     monkeypatch.setattr(CUDADevice, "copy", late)

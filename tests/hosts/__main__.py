@@ -54,9 +54,9 @@ def main(arguments: list[str]) -> None:
     ratio = {name: round(full[name] / hybrid[name], 3) for name in ("ms", "simulated_ms", "expected", "wire")}
     print(*map(json.dumps, [*calls, *steps, {"FULL_SHARD over HYBRID_SHARD": ratio}]), sep="\n")
     if given.output:
-        told = facts(shlex.join(["python", "-m", "tests.hosts", *arguments]))
-        told |= {"load_average": list(os.getloadavg()), "calls": calls, "steps": steps, "ratio": ratio}
-        write_result(given.output, told)
+        message = facts(shlex.join(["python", "-m", "tests.hosts", *arguments]))
+        message |= {"load_average": list(os.getloadavg()), "calls": calls, "steps": steps, "ratio": ratio}
+        write_result(given.output, message)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def main(megabytes: str, rounds: str) -> None:
         function()  # connections, pages
         seconds = []
         world.Barrier()
-        before, told = received(), getattr(comm, "bytes_across", 0)
+        before, message = received(), getattr(comm, "bytes_across", 0)
         for _ in range(int(rounds)):
             world.Barrier()
             began = time.perf_counter()
@@ -75,7 +75,7 @@ def main(megabytes: str, rounds: str) -> None:
             "buffer": int(float(megabytes) * 1e6),
             "ms": round(sorted(seconds)[len(seconds) // 2] * 1e3, 2),
             "wire": (received() - before) / int(rounds),
-            "across": (getattr(comm, "bytes_across", 0) - told) / int(rounds),  # of one rank
+            "across": (getattr(comm, "bytes_across", 0) - message) / int(rounds),  # of one rank
         }
         if world.rank == 0:
             os.write(1, json.dumps(found).encode() + b"\n")

@@ -141,14 +141,14 @@ class Job:
             )
 
     @property
-    def told(self) -> str:
+    def printed(self) -> str:
         return self.out.read_text(errors="replace")
 
     def until_step(self, step: int) -> None:
         """Return when it has told of a step, or has ended."""
         deadline = time.monotonic() + _LONGEST
-        while not re.search(rf"^step +{step}/", self.told, re.M) and self.process.poll() is None:
-            assert time.monotonic() < deadline, self.told
+        while not re.search(rf"^step +{step}/", self.printed, re.M) and self.process.poll() is None:
+            assert time.monotonic() < deadline, self.printed
             time.sleep(_LOOK)
 
     @property
@@ -194,8 +194,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("seed", nargs="?", type=int, default=0, help="of the first; the others follow")
     parser.add_argument("--at-once", type=int, default=1, help="most of the time they wait (1)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none later than that")
-    told = "write JSON; runs that are in it are not made again"
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=told)
+    printed = "write JSON; runs that are in it are not made again"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=printed)
     given = parser.parse_args(arguments)
     last = time.monotonic() + given.seconds
     results = kept(given.output)
@@ -209,8 +209,8 @@ def main(arguments: list[str]) -> int:
                 results = sorted([*results, done.result()], key=lambda result: result["seed"])
                 print(json.dumps(done.result()), flush=True)
                 if given.output:
-                    told = facts(shlex.join(["python", "-m", "tests.hosts.restarts", *arguments]))
-                    write_result(given.output, told | summary(results) | {"each": results})
+                    printed = facts(shlex.join(["python", "-m", "tests.hosts.restarts", *arguments]))
+                    write_result(given.output, printed | summary(results) | {"each": results})
     print(json.dumps(summary(results)))
     return int(any(result["wrong"] for result in results))
 

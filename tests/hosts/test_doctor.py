@@ -52,7 +52,7 @@ def test_a_line_that_is_no_host_is_refused(tmp_path, line):
         hosts_of(tmp_path / "hosts")
 
 
-def test_what_a_launcher_says_that_fails_is_told(tmp_path, monkeypatch, capsys):
+def test_what_a_launcher_says_that_fails_is_reported(tmp_path, monkeypatch, capsys):
     """The reason comes first, as ssh's, and what MPICH makes of it behind that."""
     script = tmp_path / "mpirun"
     script.write_text("#!/bin/sh\necho ssh: connect refused >&2\nseq 30 >&2\nexit 255\n")
@@ -61,9 +61,14 @@ def test_what_a_launcher_says_that_fails_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(reach, "answering", lambda known, _: set(known))
     command = ["doctor", "--hosts", str(tmp_path / "hosts"), "--mpirun", str(script)]
     assert main(command) == 1
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].endswith(f"could not be run: {script} ended with exit code 255")
-    assert told[1] == "  ssh: connect refused" and "  ..." in told and told[-1] == "  30" and len(told) < 20
+    message = capsys.readouterr().out.splitlines()
+    assert message[0].endswith(f"could not be run: {script} ended with exit code 255")
+    assert (
+        message[1] == "  ssh: connect refused"
+        and "  ..." in message
+        and message[-1] == "  30"
+        and len(message) < 20
+    )
     assert main([*command[:-1], "true"]) == 1
     assert "true ended with exit code 0" in capsys.readouterr().out
     assert main([*command, "runs/a"]) == 65
@@ -112,7 +117,9 @@ def test_hosts_that_fit_by_the_launcher_of_open_mpi(tmp_path):
 
 @MADE
 @pytest.mark.hosts
-def test_a_slow_link_a_clock_ahead_another_python_a_small_dev_shm_and_a_folder_of_its_own_are_told(tmp_path):
+def test_a_slow_link_a_clock_ahead_another_python_a_small_dev_shm_and_a_folder_of_its_own_are_reported(
+    tmp_path,
+):
     ahead, own = tmp_path / "ahead", tmp_path / "own"
     ahead.mkdir()
     own.mkdir()
@@ -125,14 +132,14 @@ def test_a_slow_link_a_clock_ahead_another_python_a_small_dev_shm_and_a_folder_o
         made.run(2, ["sh", "-c", "grep -v node1 /etc/hosts > /tmp/others; cat /tmp/others > /etc/hosts"])
         code, found = examine(made, own, PYTHONPATH=f"{HERE.parent.parent}:{ahead}")
     assert code == 1
-    told = "\n".join(found["lacking"])
-    assert f"hosts differ: python: {platform.python_version()} on node0, 2.7.18 on node1" in told
-    assert "node1: its clock is +100.0 s from that of node0" in told
-    assert f"node2 does not see what node0 writes to {own}" in told
-    assert "node2 knows no host of the name node1, and can't say if it is lost" in told
-    assert told.count("knows no host") == 1
-    assert "node1: /dev/shm has less than 64 MB free" in told
+    message = "\n".join(found["lacking"])
+    assert f"hosts differ: python: {platform.python_version()} on node0, 2.7.18 on node1" in message
+    assert "node1: its clock is +100.0 s from that of node0" in message
+    assert f"node2 does not see what node0 writes to {own}" in message
+    assert "node2 knows no host of the name node1, and can't say if it is lost" in message
+    assert message.count("knows no host") == 1
+    assert "node1: /dev/shm has less than 64 MB free" in message
     assert len(found["pairs"]) == 3
     slow = {tuple(pair["hosts"]) for pair in found["pairs"] if min(pair["there"], pair["back"]) < 7e6}
     assert slow == {("node0", "node2"), ("node1", "node2")}
-    assert "node0 - node2: " in told and "node1 - node2: " in told and "node0 - node1" not in told
+    assert "node0 - node2: " in message and "node1 - node2: " in message and "node0 - node1" not in message

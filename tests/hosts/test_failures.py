@@ -186,15 +186,15 @@ def test_a_clock_that_is_ahead_is_told_and_spoils_no_record(folder):
         job = Job(folder, "early", "--steps", "3", PYTHONPATH=f"{ROOT}:{ahead}")
         assert job.ended(60) == 0, job.err
     assert "clocks differ from that of node0: node1 +100 s" in job.err
-    flights, told = read_all(folder / "runs" / "early" / "flight")
-    assert not told and len(flights) == 4
+    flights, message = read_all(folder / "runs" / "early" / "flight")
+    assert not message and len(flights) == 4
     lives = [flight.life for flight in flights]
     assert max(lives) - min(lives) < 50
     assert max(flight.began for flight in flights) - min(flight.began for flight in flights) > 80
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "message"),
     [
         ("raise ValueError(f'boo on {mesh.rank}')", "ValueError: boo on "),
         ("mesh.rank == 3 or wait()", "PeerFailed: rank 3 has left; rank "),
@@ -203,14 +203,14 @@ def test_a_clock_that_is_ahead_is_told_and_spoils_no_record(folder):
     ],
     ids=["raise", "leave", "differ", "differ in a group"],
 )
-def test_ranks_of_all_hosts_that_fail_alike_print_one_traceback(hosts, end, told):
+def test_ranks_of_all_hosts_that_fail_alike_print_one_traceback(hosts, end, message):
     done = mpirun(4, ["-c", f"{FAIL}{end}"])
-    assert done.returncode == (70 if "Mismatch" in told else 1), done.stderr
+    assert done.returncode == (70 if "Mismatch" in message else 1), done.stderr
     assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
     (first,) = re.findall(r"^rank (\d) of 4 on (node\d) failed in its main thread:$", done.stderr, re.M)
     assert first[1] == f"node{int(first[0]) // 2}"
-    (said,) = re.findall(rf"^[\w.]*{told}.*$", done.stderr, re.M)  # "failed as well" others may say
-    assert "Mismatch" not in told or re.search(r"rank [13] called barrier\(\) on node1", said), said
+    (said,) = re.findall(rf"^[\w.]*{message}.*$", done.stderr, re.M)  # "failed as well" others may say
+    assert "Mismatch" not in message or re.search(r"rank [13] called barrier\(\) on node1", said), said
 
 
 @pytest.mark.parametrize("rank", [1, 2])

@@ -79,13 +79,13 @@ def test_ranks_of_a_host_share_its_name_network_and_memory_and_nothing_with_the_
     assert os.readlink("/proc/self/ns/net") not in networks
 
 
-def test_a_cable_takes_the_time_that_it_is_told():
+def test_a_cable_takes_the_time_that_it_is_reported():
     trip, _, lost = times(latency=5e-3)
     assert trip > 4 * 5e-3  # there and back, each over two cables
     assert not lost
 
 
-def test_a_cable_has_the_rate_that_it_is_told():
+def test_a_cable_has_the_rate_that_it_is_reported():
     _, mebibyte, _ = times(rate="50mbit")
     assert mebibyte > ((1 << 20) - made_here.BURST) / (50e6 / 8)
 

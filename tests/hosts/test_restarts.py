@@ -46,9 +46,9 @@ def test_a_run_that_loses_a_rank_goes_on_with_as_many_to_the_bit(folder):
         os.kill(victim, signal.SIGKILL)
 
     job = run(folder, "killed", harm)
-    assert job.code == 0, job.told
+    assert job.code == 0, job.printed
     assert job.starts == [[], []]
-    assert len(re.findall(r"^shardrt run, start \d: starts", job.told, re.M)) == 2
+    assert len(re.findall(r"^shardrt run, start \d: starts", job.printed, re.M)) == 2
     assert losses(folder, "killed") == losses(folder, "whole")
 
 
@@ -56,7 +56,9 @@ def test_hosts_with_folders_of_their_own_wait_for_the_one_that_is_lost(folder):
     def harm(made, job):
         job.until_step(12)
         made.cut(1)
-        while "can start 2 ranks without node1, of at least 4" not in job.told and job.process.poll() is None:
+        while (
+            "can start 2 ranks without node1, of at least 4" not in job.printed and job.process.poll() is None
+        ):
             time.sleep(0.1)
         made.mend(1)
 
@@ -64,8 +66,8 @@ def test_hosts_with_folders_of_their_own_wait_for_the_one_that_is_lost(folder):
     for place in places:
         place.mkdir()
     job = run(folder, "apart", harm, 4, places)
-    assert job.code == 0, job.told
-    assert job.starts == [[], []], job.told
+    assert job.code == 0, job.printed
+    assert job.starts == [[], []], job.printed
     here = [sorted(path.name for path in place.glob("apart/checkpoints/*40/rank-*")) for place in places]
     assert [len(found) for found in here] == [2, 2] and here[0] != here[1]
     assert losses(folder, places[0] / "apart") == losses(folder, "whole")

@@ -100,8 +100,10 @@ def test_three_and_four_hosts_of_two_ranks_have_the_bits_of_one(count):
         expected = mpirun(size, ["-m", "tests.hosts.strategies", *precisions])
     assert sums.returncode == found.returncode == expected.returncode == 0, sums.stderr + found.stderr
     digests = run_ranks(size, lambda: digest(create()))
-    told = f"HierarchicalCommunicator {2 * (count - 1)}"  # a slice and a sum to each of the other hosts
-    assert sorted(sums.stdout.splitlines()) == [f"{rank} {told} {bits}" for rank, bits in enumerate(digests)]
+    message = f"HierarchicalCommunicator {2 * (count - 1)}"  # a slice and a sum to each of the other hosts
+    assert sorted(sums.stdout.splitlines()) == [
+        f"{rank} {message} {bits}" for rank, bits in enumerate(digests)
+    ]
     of_hosts, of_one = ([line.split() for line in done.stdout.splitlines()] for done in (found, expected))
     assert {row[2] for row in of_hosts} == {"HierarchicalCommunicator"} and len(of_hosts) == 12
     assert [row[:2] + row[3:] for row in of_hosts] == [row[:2] + row[3:] for row in of_one]

@@ -18,7 +18,7 @@ from shardrt.kernels import cpu
 from shardrt.kernels.cost import Answer, New
 from shardrt.kernels.costs import ON_CPU, ON_GPU
 from shardrt.kernels.cuda import _launch
-from tests.combinations import told
+from tests.combinations import noting
 from tests.kernels.calls import CASES, Arrays
 
 NO_KERNELS = {
@@ -175,7 +175,7 @@ CHECKS = (
 def test_a_kernel_reads_and_writes_what_it_declares(name):
     for number, case in enumerate(CASES[name]):
         for check in CHECKS:
-            with told(name, number, check.__name__):
+            with noting(name, number, check.__name__):
                 arguments = case(Arrays())
                 check(arguments, of(ON_CPU, name)(**arguments), of(cpu, name))
 

@@ -210,8 +210,8 @@ def test_processes_that_measure_differently_agree(kept):
     """
     environment = {**os.environ, "XDG_CACHE_HOME": str(kept.parents[2])}
     done = run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    told = done.stdout.splitlines()
-    assert len(told) == 4 and len(set(told)) == 1 and len(list(kept.iterdir())) == 4
+    message = done.stdout.splitlines()
+    assert len(message) == 4 and len(set(message)) == 1 and len(list(kept.iterdir())) == 4
 
 
 def test_sizes_that_are_about_the_same_have_one_choice(kept, monkeypatch):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from shardrt.comm import CountedCommunicator
+from shardrt.comm import CollectiveCounter
 from shardrt.comm.protocol import Communicator
 from shardrt.device.arena import Arena
 from shardrt.fsdp import memory_plan, units
@@ -14,10 +14,10 @@ class Counts:
     """Counts what is called on the communicators of a mesh: init_device_mesh(..., wrap=counts)."""
 
     def __init__(self) -> None:
-        self.communicators: list[CountedCommunicator] = []
+        self.communicators: list[CollectiveCounter] = []
 
-    def __call__(self, communicator: Communicator) -> CountedCommunicator:
-        self.communicators.append(CountedCommunicator(communicator))
+    def __call__(self, communicator: Communicator) -> CollectiveCounter:
+        self.communicators.append(CollectiveCounter(communicator))
         return self.communicators[-1]
 
     def reset(self) -> None:

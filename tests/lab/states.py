@@ -9,7 +9,7 @@ import numpy as np
 from shardrt import nn, optim
 from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
 from shardrt.comm import DeviceMesh
-from shardrt.nn.runs import take
+from shardrt.nn.extents import take
 from tests.lab.comparing import assert_equal
 from tests.lab.world import first
 

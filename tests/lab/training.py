@@ -14,8 +14,8 @@ from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import DeviceMesh, init_device_mesh, thread, world
 from shardrt.fsdp import full_gradients, fully_shard, units
-from shardrt.nn.runs import put
-from shardrt.nn.share import joined
+from shardrt.nn.extents import put
+from shardrt.nn.parameter_placement import joined
 from shardrt.nn.utils import clip_grad_norm_
 from tests.lab.comparing import assert_equal
 from tests.lab.counting import Counts

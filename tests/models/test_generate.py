@@ -83,10 +83,10 @@ def test_a_sequence_ends_behind_its_end_and_the_others_go_on():
 
 def test_a_text_says_how_far_it_is():
     shardrt.manual_seed(1)
-    model, told = GPT(GPTConfig(**SIZES | {"vocab_size": 256})), []
+    model, message = GPT(GPTConfig(**SIZES | {"vocab_size": 256})), []
     how = {"block_size": 24, "seed": 0}
-    text = generate(model, SampleConfig(prompt="a", length=5), ByteText(), **how, told=told.append)
-    assert told == [0, 1, 2, 3, 4]
+    text = generate(model, SampleConfig(prompt="a", length=5), ByteText(), **how, on_token=message.append)
+    assert message == [0, 1, 2, 3, 4]
     assert text == generate(model, SampleConfig(prompt="a", length=5), ByteText(), **how)
 
 

@@ -416,17 +416,17 @@ def test_a_failed_export_is_told_to_every_rank_and_leaves_nothing(tmp_path, monk
     (tmp_path / "there" / "file").touch()
 
     def attempts():
-        told = []
+        report = []
         for name in ("there", "full"):
             with pytest.raises(CheckpointError) as error:
                 save_pretrained(sharded(made("gpt2")), tmp_path / name)
-            told.append(str(error.value))
-        return told
+            report.append(str(error.value))
+        return report
 
     monkeypatch.setattr(tensorfiles, "Disk", FullDisk)
-    for told in thread.run(2, attempts):
-        assert re.search("there was not written: rank 0: FileExistsError", told[0])
-        assert re.search("full was not written: rank 0: OSError.*No space left", told[1])
+    for report in thread.run(2, attempts):
+        assert re.search("there was not written: rank 0: FileExistsError", report[0])
+        assert re.search("full was not written: rank 0: OSError.*No space left", report[1])
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 

@@ -254,8 +254,8 @@ def test_transformers_reads_what_was_exported_and_gives_the_same_logits(referenc
     thread.run(2, exported, reference.folder, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [expected.__name__]
-    model, told = expected.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(told.values()), told
+    model, message = expected.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(message.values()), message
     with torch.no_grad():
         logits = model.eval()(torch.from_numpy(asked(kind)[0])).logits.numpy()
     np.testing.assert_allclose(logits, reference.logits, rtol=1e-6, atol=1e-6)

@@ -103,9 +103,9 @@ def test_pipes_and_devices_in_a_folder_are_refused_at_once(tmp_path, name):
 
 def test_a_step_in_the_metadata_that_is_none_is_no_error(tmp_path):
     model = made("gpt2")
-    for step, told in (("7", 7), ("x", 0), ("9" * 5000, 0), ("-1", 0)):
+    for step, message in (("7", 7), ("x", 0), ("9" * 5000, 0), ("-1", 0)):
         save_file(model.state_dict(), tmp_path / "model.safetensors", metadata={"step": step})
-        assert load(tmp_path, model) == told
+        assert load(tmp_path, model) == message
 
 
 def test_a_name_that_a_terminal_obeys_or_no_file_can_hold_is_no_name_of_a_run(tmp_path, monkeypatch, capsys):

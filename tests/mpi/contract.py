@@ -17,7 +17,7 @@ import pytest
 from shardrt import device, dtypes
 from shardrt.comm import CollectiveMismatch
 from shardrt.dtypes import CARRIED
-from tests.combinations import pairwise, told
+from tests.combinations import noting, pairwise
 
 COUNTS = (0, 1, 7, 1000, 300_001)  # per rank; the last is odd and longer than any chunk
 SUMMED = ("float32", "float64", "int32", "int64", "uint8")
@@ -119,10 +119,10 @@ def exchange(comm, pattern, dtype, memory=None, salt=0):
 
 CALLS = {  # as an error prints them
     "all_gather(840 of float32, unit blocks.3)": lambda comm: comm.all_gather(
-        np.zeros(840, np.float32), stream=INLINE, what="blocks.3"
+        np.zeros(840, np.float32), stream=INLINE, tag="blocks.3"
     ),
     "all_gather(840 of float32, unit blocks.4)": lambda comm: comm.all_gather(
-        np.zeros(840, np.float32), stream=INLINE, what="blocks.4"
+        np.zeros(840, np.float32), stream=INLINE, tag="blocks.4"
     ),
     "all_gather(840 of float32)": lambda comm: comm.all_gather(np.zeros(840, np.float32), stream=INLINE),
     "all_gather(1680 of float32)": lambda comm: comm.all_gather(np.zeros(1680, np.float32), stream=INLINE),
@@ -143,8 +143,8 @@ CALLS = {  # as an error prints them
     "reduce_scatter(840 of float16, sum)": lambda comm: comm.reduce_scatter(
         np.zeros(840 // comm.size, np.float32), np.zeros(840, np.uint16), kind="float16", stream=INLINE
     ),
-    "barrier(unit blocks.3)": lambda comm: comm.barrier(stream=INLINE, what="blocks.3"),
-    "barrier(unit blocks.4)": lambda comm: comm.barrier(stream=INLINE, what="blocks.4"),
+    "barrier(unit blocks.3)": lambda comm: comm.barrier(stream=INLINE, tag="blocks.3"),
+    "barrier(unit blocks.4)": lambda comm: comm.barrier(stream=INLINE, tag="blocks.4"),
 }
 
 DIFFERENCES = {
@@ -179,7 +179,7 @@ class Contract:
     def test_all_gather_collects_every_slice(self):
         def body(comm):
             for dtype, n in MOVED:
-                with told(dtype, n):
+                with noting(dtype, n):
                     everything = np.concatenate([values(r, n, dtype) for r in range(comm.size)])
                     for buffer in (
                         np.zeros(comm.size * n, dtype),
@@ -211,7 +211,7 @@ class Contract:
     def test_reduce_scatter_sums_by_a_tree_over_the_ranks(self):
         def body(comm):
             for dtype, n, accumulate in SUMS:
-                with told(dtype, n, accumulate):
+                with noting(dtype, n, accumulate):
                     count = comm.size * n
                     scale = 0.3 if np.dtype(dtype).kind == "f" else 1.0
                     mine = values(comm.rank, count, dtype)
@@ -229,7 +229,7 @@ class Contract:
     def test_reduce_scatter_sums_the_bits_of_a_16_bit_type_in_float32(self):
         def body(comm):
             for accumulate, n, kind in SUMS_OF_BITS:
-                with told(accumulate, n, kind):
+                with noting(accumulate, n, kind):
                     count = comm.size * n
                     slices = [values(rank, count, np.float32, part=own(comm, n)) for rank in range(comm.size)]
                     parts = [unpacked(packed(numbers, kind), kind) for numbers in slices]
@@ -281,7 +281,7 @@ class Contract:
     def test_all_reduce_gives_every_rank_the_same_bits(self):
         def body(comm):
             for op, dtype, count in REDUCTIONS:
-                with told(op, dtype, count):
+                with noting(op, dtype, count):
                     for buffer in (np.empty(count, dtype), comm.allocate(count, dtype, shared=False)):
                         buffer[:] = values(comm.rank, count, dtype)
                         comm.all_reduce(buffer, op=op, stream=INLINE)
@@ -292,7 +292,7 @@ class Contract:
     def test_broadcast_from_every_root(self):
         def body(comm):
             for dtype, count in MOVED:
-                with told(dtype, count):
+                with noting(dtype, count):
                     for root in range(comm.size):
                         buffer = values(comm.rank, count, dtype)
                         comm.broadcast(buffer, root=root, stream=INLINE)
@@ -313,7 +313,7 @@ class Contract:
     def test_all_to_all_transposes(self):
         def body(comm):
             for dtype, n in MOVED:
-                with told(dtype, n):
+                with noting(dtype, n):
                     count = comm.size * n
                     expected = [values(rank, count, dtype, part=own(comm, n)) for rank in range(comm.size)]
                     for buffer in (np.empty(count, dtype), comm.allocate(count, dtype, shared=False)):
@@ -328,7 +328,7 @@ class Contract:
     def test_all_to_all_by_counts_per_peer(self):
         def body(comm):
             for name, pattern in PATTERNS.items():
-                with told(name):
+                with noting(name):
                     counts = partial(pattern, n=comm.size)
                     exchange(comm, counts, np.float32)
                     most = max(sum(counts(s, r) for r in range(comm.size)) for s in range(comm.size))
@@ -342,7 +342,7 @@ class Contract:
     def test_all_to_all_by_counts_carries_every_type(self):
         def body(comm):
             for dtype in CARRIED:
-                with told(dtype):
+                with noting(dtype):
                     exchange(comm, lambda s, r: 500 * s + r, dtype)
                     exchange(comm, lambda s, r: 70_001 * (s != r), dtype)
 
@@ -362,7 +362,7 @@ class Contract:
             output = np.zeros(sum(received))
             with pytest.raises(CollectiveMismatch) as caught:
                 twin.all_to_all(
-                    output, np.ones(sum(sent)), received=received, sent=sent, stream=INLINE, what="dispatch"
+                    output, np.ones(sum(sent)), received=received, sent=sent, stream=INLINE, tag="dispatch"
                 )
             assert re.fullmatch(
                 r"ranks differ in collective \d of this communicator, all_to_all\(unit dispatch\): "
@@ -405,10 +405,10 @@ class Contract:
                 sent = values(comm.rank, count, np.float32, salt)
                 received = np.zeros(count, np.float32)
                 calls = [
-                    lambda sent=sent: comm.send(sent, peer=right, stream=INLINE, what="F3", direct=True),
+                    lambda sent=sent: comm.send(sent, peer=right, stream=INLINE, tag="F3", direct=True),
                     lambda sent=sent: sent.fill(np.nan),
                     lambda received=received: comm.recv(
-                        received, peer=left, stream=INLINE, what="F3", direct=True
+                        received, peer=left, stream=INLINE, tag="F3", direct=True
                     ),
                 ]
                 for call in calls if comm.rank % 2 == 0 else (calls[2], *calls[:2]):  # not all send first
@@ -427,17 +427,17 @@ class Contract:
             if comm.rank == 0 and comm.size > 1:
                 for count, dtype, what in (sent, (7, "u2", "F9")):
                     array = np.ones(count, dtype)
-                    comm.send(array, peer=1, stream=INLINE, what=what, direct=direct)
+                    comm.send(array, peer=1, stream=INLINE, tag=what, direct=direct)
             elif comm.rank == 1:
                 array = np.zeros(*expected[:2])
                 with pytest.raises(CollectiveMismatch) as caught:
-                    comm.recv(array, peer=0, stream=INLINE, what=expected[2], direct=direct)
-                told = [f"{what}, {count} of {np.dtype(dtype)}" for count, dtype, what in (sent, expected)]
-                told = [text.removeprefix(", ") for text in told]
-                assert str(caught.value) == f"rank 0 sent {told[0]}; rank 1 receives {told[1]}"
+                    comm.recv(array, peer=0, stream=INLINE, tag=expected[2], direct=direct)
+                noting = [f"{what}, {count} of {np.dtype(dtype)}" for count, dtype, what in (sent, expected)]
+                noting = [text.removeprefix(", ") for text in noting]
+                assert str(caught.value) == f"rank 0 sent {noting[0]}; rank 1 receives {noting[1]}"
                 assert not array.any()
                 after = np.zeros(7, np.uint16)  # the next one is found
-                comm.recv(after, peer=0, stream=INLINE, what="F9", direct=direct)
+                comm.recv(after, peer=0, stream=INLINE, tag="F9", direct=direct)
                 assert after.all()
 
         self.run(body)
@@ -461,7 +461,7 @@ class Contract:
     def test_all_are_told_what_each_says(self, longest):
         def body(comm):
             said = [bytes([rank]) * (longest - rank if longest > rank else 0) for rank in range(comm.size)]
-            assert comm.talk(said[comm.rank]) == said
+            assert comm.all_gather_bytes(said[comm.rank]) == said
 
         self.run(body)
 
@@ -621,7 +621,7 @@ class Contract:
             twin.register_names(["blocks.3", "blocks.4"])
             buffer = twin.allocate(comm.size * 5, np.float32, shared=True)
             with pytest.raises(CollectiveMismatch, match=r"unit blocks\.3\).*unit blocks\.4\)"):
-                twin.all_gather(buffer, stream=INLINE, what="blocks.4" if comm.rank == 1 else "blocks.3")
+                twin.all_gather(buffer, stream=INLINE, tag="blocks.4" if comm.rank == 1 else "blocks.3")
             twin.close()
 
         self.run(body)
@@ -633,7 +633,7 @@ class Contract:
             name = "told to none" if comm.rank == 1 else "blocks.3"
             for made in (comm.duplicate(), comm.split(0, comm.rank)):
                 with pytest.raises(CollectiveMismatch) as caught:
-                    made.barrier(stream=INLINE, what=name)
+                    made.barrier(stream=INLINE, tag=name)
                 assert f"barrier(unit {name})" in str(caught.value)
                 assert re.search(
                     r"rank 1 called barrier\((unit told to none|another unit)\)", str(caught.value)
@@ -642,7 +642,7 @@ class Contract:
             comm.register_names(["told to none", "blocks.3"])
             for made in (comm.duplicate(), comm.split(0, comm.rank)):
                 with pytest.raises(CollectiveMismatch, match=r"unit blocks\.3\).*unit told to none\)"):
-                    made.barrier(stream=INLINE, what=name)
+                    made.barrier(stream=INLINE, tag=name)
                 made.close()
 
         self.run(body)
@@ -650,7 +650,7 @@ class Contract:
     def test_ranks_that_agree_may_use_any_names(self):
         def body(comm):
             for step in range(20):
-                comm.barrier(stream=INLINE, what=f"blocks.{step // 3}")
+                comm.barrier(stream=INLINE, tag=f"blocks.{step // 3}")
 
         self.run(body)
 

@@ -23,7 +23,7 @@ from models.plans import plan_of
 from shardrt import activation_offload, device, nn, optim
 from shardrt import functional as F
 from shardrt.activation_offload import offload_activations
-from shardrt.comm import DelayedCommunicator, init_device_mesh
+from shardrt.comm import CollectiveDelay, init_device_mesh
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.shm import ShmCommunicator
 from shardrt.device.cpu import CPUDevice
@@ -40,7 +40,7 @@ from shardrt.parallel import parallelize_module
 from shardrt.parallel.memory import pipeline_plan
 from shardrt.parallel.pipeline import Pipeline
 from shardrt.recompute import checkpoint
-from tests.combinations import pairwise, told
+from tests.combinations import noting, pairwise
 
 OFFLOADS = {
     "on the device": None,
@@ -279,7 +279,7 @@ IN_FOUR = [
 
 def late(made):
     """Each of its calls is late, by times that are never the same."""
-    return DelayedCommunicator(made, 0.0, lambda *_: time.sleep(random.choice((0, 1e-4, 5e-3))))
+    return CollectiveDelay(made, 0.0, lambda *_: time.sleep(random.choice((0, 1e-4, 5e-3))))
 
 
 IN_STAGES = {  # by the number of ranks: meshes, what their communicators are wrapped in, and cases
@@ -317,12 +317,12 @@ def main(backend, combinations="pairs"):
     gc.freeze()  # modules: to look at them again for each case takes as long as the case
     taken = []
     for on, case in cases:
-        with told(case):
+        with noting(case):
             taken.append(check(counted, on, **case))
     for shape, wrap, staged in IN_STAGES[mesh.size]:
         piped = init_device_mesh("auto", shape, ("pp", "dp_shard"), communicator=backend, wrap=wrap)
         for case in staged:
-            with told(case):
+            with noting(case):
                 taken.append(check_stages(counted, piped, **case))
     if mesh.rank == 0:
         print(f"{len(taken)} as planned; activations took {min(taken)} to {max(taken)} bytes")

@@ -132,7 +132,7 @@ class TestMPI(OverMPI if SIZE in (1, 2) else Bits):
         for step in range(3):
             for count in range(10):
                 buffer = np.full(count, made.rank + step, np.int64)
-                made.all_reduce(buffer, stream=INLINE, what=str(count))
+                made.all_reduce(buffer, stream=INLINE, tag=str(count))
                 assert (buffer == sum(range(SIZE)) + SIZE * step).all()
         made.close()
 
@@ -144,7 +144,7 @@ class TestMPI(OverMPI if SIZE in (1, 2) else Bits):
         exchange(many, lambda s, r: 5 * s + r, np.float32)
         if SIZE > 1:
             with pytest.raises(CollectiveMismatch, match="rank 1 called barrier"):
-                many.barrier(stream=INLINE, what="late" if many.rank == 1 else "")
+                many.barrier(stream=INLINE, tag="late" if many.rank == 1 else "")
         many.close()
         few.close()
 

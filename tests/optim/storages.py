@@ -5,7 +5,7 @@ import time
 import numpy as np
 
 from shardrt import device, nn
-from shardrt.nn.runs import run
+from shardrt.nn.extents import contiguous
 from shardrt.nn.storage import HostPlacement, Storage
 
 SIZES = (370, 1500, 2603, 991, 40)  # no multiple of anything
@@ -75,8 +75,8 @@ class HostStorage(Storage):
         stop = int(self._stops[[p is parameter for p in self.parameters].index(True)])
         return stop - parameter.size, stop
 
-    def part_of(self, parameter):
-        return run(0, parameter.size)
+    def extents_of(self, parameter):
+        return contiguous(0, parameter.size)
 
     def zero_grad(self):
         self.applied = False

@@ -8,7 +8,7 @@ import shardrt
 from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
 from shardrt import nn
-from shardrt.comm import talk
+from shardrt.comm import objects
 from shardrt.fsdp import fully_shard, set_gradient_divide_factor
 from shardrt.parallel import expert_plan, parallelize_module
 from tests import lab
@@ -92,7 +92,7 @@ def train(axes, ep=1, steps=2, documents=False, mean=False, ignoring=False, **ho
         return loss.item() / scale / (BATCH * TIME)
 
     found = lab.learn(model, step, steps=steps, after=lambda: nn.update_expert_bias(model, rate=0.01))
-    everyone = talk.from_all(mesh.communicator("control"), found["losses"])
+    everyone = objects.all_gather_object(mesh.communicator("control"), found["losses"])
     return found | {"losses": np.sum(everyone, 0) / mesh.size_of("tp")}
 
 

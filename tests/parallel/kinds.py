@@ -361,10 +361,10 @@ class _Step:
 
     def error(self, why: str) -> KindError:
         """With the op, its module, and what it was given."""
-        told = []
+        message = []
         for argument, (name, kind) in zip(self.call.arguments, self.given.items(), strict=True):
             if argument.is_tensor or kind != C:
                 which = f" ({argument.key})" if argument.what == "parameter" else ""
-                told.append(f"{name} is {kind}{which}")
+                message.append(f"{name} is {kind}{which}")
         where = f" of {self.call.module}" if self.call.module else ""
-        return KindError(f"{self.call.op}{where}: {', '.join(told)}; {why}")
+        return KindError(f"{self.call.op}{where}: {', '.join(message)}; {why}")

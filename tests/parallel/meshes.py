@@ -15,9 +15,9 @@ from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
 from shardrt import device, nn, optim
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import init_device_mesh, talk
+from shardrt.comm import init_device_mesh, objects
 from shardrt.fsdp import fully_shard
-from shardrt.nn.runs import put
+from shardrt.nn.extents import put
 from shardrt.parallel import parallelize_module, pipeline_stages, sum_tied
 from tests.parallel import pipes
 
@@ -167,7 +167,7 @@ def train(net, on: Mesh, steps):
         gradients = whole_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
-    everyones = np.array(talk.from_all(mesh.communicator("control"), losses))
+    everyones = np.array(objects.all_gather_object(mesh.communicator("control"), losses))
     weights = {f"weight/{name}": values for name, values in full_state_dict(model).items()}
     if mesh.rank > 0:
         return {}

@@ -100,8 +100,8 @@ def train(kind, axes, sequence=False, steps=10, micro_batches=1, synced=True, **
 def trained(kind, axes, *args, **how):
     """What rank 0 has of `train` on all ranks, with the mean of the losses and all ranks' norms."""
     ranks = thread.run(int(np.prod(axes)), train, kind, axes, *args, **how)
-    losses = np.mean([told["losses"] for told in ranks], 0)
-    return ranks[0] | {"losses": losses, "all norms": [told["norms"] for told in ranks]}
+    losses = np.mean([message["losses"] for message in ranks], 0)
+    return ranks[0] | {"losses": losses, "all norms": [message["norms"] for message in ranks]}
 
 
 @cache

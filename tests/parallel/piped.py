@@ -199,28 +199,28 @@ def train(axes, schedule, steps=2, update=update, optimizer=optim.AdamW, lr=1e-2
     model = pipeline.model
     optimizer = optimizer(model.parameters(), lr=lr)
     scaler = optim.GradScaler(init_scale=scale or 1.0, enabled=scale is not None)
-    told = {"losses": [], "norms": []}
+    message = {"losses": [], "norms": []}
 
     def loss(output, batch):
         found = loss_of(output, batch)
-        told["losses"].append(found.item())
+        message["losses"].append(found.item())
         return scaler.scale(found)
 
     for step in range(steps):
         shardrt.manual_seed(3, step=step)
         pipeline.step(loss, batches_of(step, data))
-        told["norms"].append(update(model, optimizer, scaler))
+        message["norms"].append(update(model, optimizer, scaler))
         optimizer.zero_grad()
-    return told | {"scale": scaler.get_scale(), "final": full_state_dict(model)}
+    return message | {"scale": scaler.get_scale(), "final": full_state_dict(model)}
 
 
 @cache
 def trained(axes, schedule, **how):
     ranks = run_ranks(int(np.prod(axes)), train, axes, schedule, **how)
     for what in ("norms", "scale"):
-        assert [told[what] for told in ranks] == [ranks[0][what]] * len(ranks)
-    assert not any(told["final"] for told in ranks[1:])
-    return ranks[0] | {"losses": [told["losses"] for told in ranks if told["losses"]]}
+        assert [message[what] for message in ranks] == [ranks[0][what]] * len(ranks)
+    assert not any(message["final"] for message in ranks[1:])
+    return ranks[0] | {"losses": [message["losses"] for message in ranks if message["losses"]]}
 
 
 def same_bits(found, expected):

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardrt import Tensor, device, nn, optim
 from shardrt import functional as F
-from shardrt.comm import init_device_mesh, talk
+from shardrt.comm import init_device_mesh, objects
 from shardrt.fsdp import fully_shard, memory_plan
 from shardrt.parallel import ExpertParallel, TokenParallel, expert_plan, most_rows, parallelize_module
 from tests import lab
@@ -141,8 +141,8 @@ def main():
     """One line for each rank and case, from rank 0: lines of several would be mixed up."""
     cases = [(skewed, capacity, "ep") for skewed in (False, True) for capacity in (None, 1.25)]
     for case in (*cases, (False, None, "tp"), (True, 1.25, "tp")):
-        mesh, told = planned_and_taken(*case)
-        everyone = talk.from_all(mesh.communicator("control"), told)
+        mesh, message = planned_and_taken(*case)
+        everyone = objects.all_gather_object(mesh.communicator("control"), message)
         if mesh.rank == 0:
             print("\n".join(map(json.dumps, everyone)))
 

@@ -17,7 +17,7 @@ from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
 from shardrt import device, optim
 from shardrt import functional as F
-from shardrt.comm import init_device_mesh, talk
+from shardrt.comm import init_device_mesh, objects
 from shardrt.fsdp import fully_shard, memory_plan, set_gradient_divide_factor
 from shardrt.parallel import ContextParallel, parallelize_module, shard_sequence
 from tests import lab
@@ -94,7 +94,7 @@ def train(kind, axes, documents=False, steps=2, **how):
         return loss.item()
 
     found = lab.learn(model, step, steps=steps)
-    everyone = talk.from_all(mesh.communicator("control"), found["losses"])
+    everyone = objects.all_gather_object(mesh.communicator("control"), found["losses"])
     return found | {"losses": np.sum(everyone, 0) / mesh.size_of("tp")}
 
 
@@ -132,7 +132,7 @@ def planned(cp):
 
 
 def main(path):
-    told = train("gpt", {"cp": 2}, documents=True)
+    message = train("gpt", {"cp": 2}, documents=True)
     model, step = long_model(mesh_of(cp=2))
     activations = memory_plan(model, step=step).device["activations"]
     gc.collect()
@@ -142,8 +142,8 @@ def main(path):
     for _ in range(2):
         step()
         optimizer.zero_grad()
-    kept = {f"final/{name}": values for name, values in told["final"].items()}
-    figures = {"losses": told["losses"], "planned": activations, "taken": here.peak_bytes() - before}
+    kept = {f"final/{name}": values for name, values in message["final"].items()}
+    figures = {"losses": message["losses"], "planned": activations, "taken": here.peak_bytes() - before}
     if kept:
         np.savez(path, **kept, **figures)
 

@@ -14,7 +14,7 @@ from models.plans import plan_of
 from models.vit import SIZES, ViT
 from shardrt import Tensor, no_grad, optim
 from shardrt import functional as F
-from shardrt.comm import CountedCommunicator, init_device_mesh, talk
+from shardrt.comm import CollectiveCounter, init_device_mesh, objects
 from shardrt.fsdp import (
     MixedPrecisionPolicy,
     explain,
@@ -239,7 +239,7 @@ def by_a_tree(axes, tree=True, sequence=False):
             losses.append((number, row, mesh.rank_of("cp"), loss.item()))
 
     found = lab.learn(model, step, optimizer=partial(optim.AdamW, lr=1e-2), clip=0.5)
-    everyone = talk.from_all(mesh.communicator("control"), losses)
+    everyone = objects.all_gather_object(mesh.communicator("control"), losses)
     return sorted({tuple(each) for own in everyone for each in own}), found["norms"], found["final"]
 
 
@@ -296,18 +296,18 @@ def test_keys_and_values_of_each_head_are_gathered_twice_and_their_gradients_sen
         fully_shard(model, mesh=mesh)
         text = np.zeros((BATCH, TIME), np.int64)
         part = shard_sequence(text, text, mesh=mesh)
-        counted, told, loss = CountedCommunicator(mesh.communicator("context")), [], None
+        counted, message, loss = CollectiveCounter(mesh.communicator("context")), [], None
         for forward in (True, False):
             counted.reset()
             loss = model(**part._asdict()) if forward else loss.backward()
-            told.append({call: (counted.calls[call], counted.bytes[call]) for call in counted.calls})
-        return told
+            message.append({call: (counted.calls[call], counted.bytes[call]) for call in counted.calls})
+        return message
 
     f, layers, kv_heads = Fraction(size - 1, size), 2, 4 if kind == "gpt" else int(kind[-1])
     x, g = 4 * BATCH * TIME * 32, Fraction(kv_heads, 4)
     gathered = layers * kv_heads, layers * 2 * f * g * x
-    for told in run_ranks(size, moved):
-        assert told == [{"all_gather": gathered}, {"all_gather": gathered, "reduce_scatter": gathered}]
+    for message in run_ranks(size, moved):
+        assert message == [{"all_gather": gathered}, {"all_gather": gathered, "reduce_scatter": gathered}]
 
 
 def test_activations_fall_with_the_ranks_as_planned():
@@ -328,8 +328,8 @@ def test_two_processes_have_the_bits_of_two_threads_and_take_what_was_planned(tm
 
 
 def test_explain_names_the_axes_over_which_a_unit_is_cut():
-    (told, _) = run_ranks(2, lambda: explain(build("gpt", mesh_of(cp=2))))
-    assert "FULL_SHARD on dp_shard_cp" in told
+    (message, _) = run_ranks(2, lambda: explain(build("gpt", mesh_of(cp=2))))
+    assert "FULL_SHARD on dp_shard_cp" in message
 
 
 # --- what is refused

@@ -9,7 +9,7 @@ import pytest
 from models.gpt import GPT, GPTConfig
 from models.plans import plan_of
 from shardrt import Tensor, nn
-from shardrt.comm import CountedCommunicator, init_device_mesh
+from shardrt.comm import CollectiveCounter, init_device_mesh
 from shardrt.fsdp import fully_shard
 from shardrt.parallel import TokenParallel, parallelize_module
 from tests.ranks import run_ranks
@@ -26,13 +26,13 @@ def moved(size, sequence):
         model = GPT(GPTConfig(n_layer=LAYERS, n_head=HEADS, n_embd=WIDTH, block_size=TIME, vocab_size=60))
         parallelize_module(model, mesh, plan_of(model, sequence_parallel=sequence))
         tokens = np.zeros((BATCH, TIME), np.int64)
-        counted, told = CountedCommunicator(mesh.communicator("tensor")), []
+        counted, message = CollectiveCounter(mesh.communicator("tensor")), []
         loss = None
         for part in ("forward", "backward"):
             counted.reset()
             loss = model(tokens, tokens) if part == "forward" else loss.backward()
-            told.append({call: (counted.calls[call], counted.bytes[call]) for call in counted.calls})
-        return told
+            message.append({call: (counted.calls[call], counted.bytes[call]) for call in counted.calls})
+        return message
 
     first, *others = run_ranks(size, rank)
     assert all(other == first for other in others)
@@ -73,14 +73,14 @@ def moved_by_experts(size):
         router = nn.TopKRouter(WIDTH, 4, 2, balance_loss=0.1)
         layer = nn.ModuleList([nn.MoE(router, nn.Experts(4, WIDTH, 6, activation="gelu"))])
         parallelize_module(layer, mesh, {"0": TokenParallel()})
-        counted, told = CountedCommunicator(mesh.communicator("tensor")), []
+        counted, message = CollectiveCounter(mesh.communicator("tensor")), []
         x = Tensor(np.ones((BATCH, TIME, WIDTH), np.float32), requires_grad=True)
         found = []
         for run in (lambda: found.extend(layer[0](x)), lambda: (found[0].sum() + found[1]).backward()):
             counted.reset()
             run()
-            told.append({call: (counted.calls[call], counted.bytes[call]) for call in counted.calls})
-        return told
+            message.append({call: (counted.calls[call], counted.bytes[call]) for call in counted.calls})
+        return message
 
     return run_ranks(size, rank)[0]
 

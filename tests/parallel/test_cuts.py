@@ -46,8 +46,8 @@ def test_stages_are_cut_by_what_they_cost():
         stages = pipeline_stages(llama(2), mesh["pp"], **how)
         return [piece.name for stage in stages for piece in stage.pieces], [s.number for s in stages]
 
-    told = run_ranks(2, names, costs=[0, 1, 1, 9])
-    assert told == [(["embedding", "blocks.0", "blocks.1"], [0]), (["head"], [1])]
+    message = run_ranks(2, names, costs=[0, 1, 1, 9])
+    assert message == [(["embedding", "blocks.0", "blocks.1"], [0]), (["head"], [1])]
     assert run_ranks(2, names, stages=["blocks.0"]) == run_ranks(2, names, stages=[1])
     timed = run_ranks(2, names, costs="time", batch=text(1, 0)[0])
     assert sum((rank[0] for rank in timed), []) == ["embedding", "blocks.0", "blocks.1", "head"]
@@ -171,7 +171,7 @@ def test_an_optimizer_of_the_stages_alone_has_no_whole_state():
     on_two(refused)
 
 
-def test_ranks_with_other_seeds_or_cuts_are_told():
+def test_ranks_with_other_seeds_or_cuts_are_reported():
     def body(other):
         mesh = mesh_of(2)
         shardrt.manual_seed(mesh.rank if other == "seed" else 0)

@@ -9,7 +9,7 @@ import pytest
 import shardrt
 from models.llama import Llama, LlamaConfig
 from shardrt import Tensor, nn, optim
-from shardrt.comm import init_device_mesh, talk
+from shardrt.comm import init_device_mesh, objects
 from shardrt.fsdp import (
     MixedPrecisionPolicy,
     full_gradients,
@@ -18,11 +18,11 @@ from shardrt.fsdp import (
     set_gradient_divide_factor,
     set_world_invariant,
 )
-from shardrt.nn.share import joined
+from shardrt.nn.parameter_placement import joined
 from shardrt.nn.utils import grad_norm
 from shardrt.parallel import ColwiseParallel, ExpertParallel, Pipeline, most_rows, parallelize_module
 from shardrt.recompute import checkpoint
-from tests import lab, late
+from tests import deferred, lab
 from tests.parallel import piped
 from tests.parallel.nets import MOVES
 from tests.parallel.routed import (
@@ -70,7 +70,7 @@ def passed(size, ranks, routing, **how):
     x = Tensor(own, requires_grad=True)
     y, _ = layer(x)
     (y * np.split(tokens_of(ranks, number=1), size)[mesh.rank]).sum().backward()
-    found = {name: joined(p.share, p.grad) for name, p in layer.named_parameters()} | {"x": x.grad}
+    found = {name: joined(p.placement, p.grad) for name, p in layer.named_parameters()} | {"x": x.grad}
     counts = layer.experts.n_experts, layer.experts.up.whole_shape[0]
     return y.numpy(), found, most_rows(layer), counts
 
@@ -332,7 +332,7 @@ def by_a_tree(shards, ep, case, tree=True):
 
     moved = lambda: nn.update_expert_bias(model, 0.01)  # noqa: E731
     found = lab.learn(model, step, steps=3, optimizer=ADAMW, clip=0.5, after=moved)
-    everyone = talk.from_all(data.communicator("control"), losses)
+    everyone = objects.all_gather_object(data.communicator("control"), losses)
     return sorted(tuple(each) for own in everyone for each in own), found["norms"], found["final"]
 
 
@@ -362,13 +362,13 @@ def in_halves(order):
     def losses(number):
         return model(Tensor(tokens_of(4, data.rank, number)))
 
-    order(losses, late.reducing_last(model))
+    order(losses, deferred.reducing_last(model))
     return lab.whole_gradients(model)
 
 
-@pytest.mark.parametrize("order", [late.each_at_its_end, late.all_inputs_first])
+@pytest.mark.parametrize("order", [deferred.each_at_its_end, deferred.all_inputs_first])
 def test_backward_in_halves_gives_the_same_bits(order):
-    expected, found = (run_ranks(4, in_halves, each)[0] for each in (late.usual, order))
+    expected, found = (run_ranks(4, in_halves, each)[0] for each in (deferred.usual, order))
     lab.assert_equal(found, expected)
 
 
@@ -382,8 +382,8 @@ def memory():
     """(rank, skewed, capacity, along) -> (bytes of activations in the plan, in a step, the most rows)."""
     ran = mpirun(2, ["-m", "tests.parallel.routed"])
     assert ran.returncode == 0, ran.stderr
-    told = map(json.loads, ran.stdout.splitlines())
-    return {tuple(line[:4]): line[4:] for line in told}
+    message = map(json.loads, ran.stdout.splitlines())
+    return {tuple(line[:4]): line[4:] for line in message}
 
 
 @pytest.mark.mpi
@@ -395,7 +395,7 @@ def test_with_a_capacity_the_plan_is_what_a_step_takes_however_skewed_it_is(memo
 
 
 @pytest.mark.mpi
-def test_without_one_the_plan_is_for_a_stated_factor_and_the_most_rows_are_told(memory):
+def test_without_one_the_plan_is_for_a_stated_factor_and_the_most_rows_are_reported(memory):
     for rank in range(2):
         for along in ("ep", "tp"):
             planned, taken, most = memory[rank, False, None, along]

@@ -183,10 +183,10 @@ def test_the_data_may_be_on_a_flat_axis_of_several():
 
 
 def test_explain_says_what_is_cut_and_what_is_summed():
-    def told():
+    def message():
         return explain(build("gpt", mesh_of(*AXES), sequence=True)).splitlines()
 
-    lines = [line for line in run_ranks(4, told)[0] if line.startswith("blocks.0")]
+    lines = [line for line in run_ranks(4, message)[0] if line.startswith("blocks.0")]
     assert [("FULL_SHARD, cut on tp" in line, "FULL_SHARD, summed on tp" in line) for line in lines] == [
         (False, True),
         (True, False),

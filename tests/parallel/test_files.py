@@ -133,20 +133,20 @@ def test_state_dicts_go_in_and_out_to_the_bit(name, tmp_path):
 def refused_on_all(on, folder):
     model = NETS["gpt"]()
     spread(model, on)
-    told = []
+    message = []
     for write in (partial(save_pretrained, model, folder), partial(checkpoint.save, folder / "file", model)):
         with pytest.raises(checkpoint.CheckpointError) as error:
             write()
-        told.append(str(error.value))
-    return told
+        message.append(str(error.value))
+    return message
 
 
 @pytest.mark.parametrize("name", ["tp 2", "dp 2, tp 2"])
 def test_all_ranks_learn_that_the_first_could_not_write(name, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    told = run_ranks(MESHES[name].ranks, refused_on_all, MESHES[name], tmp_path)
-    assert all(each == told[0] for each in told)
-    assert "is there already" in told[0][0] and "rank 0" in told[0][1]
+    message = run_ranks(MESHES[name].ranks, refused_on_all, MESHES[name], tmp_path)
+    assert all(each == message[0] for each in message)
+    assert "is there already" in message[0][0] and "rank 0" in message[0][1]
 
 
 def adapters(on, folder):

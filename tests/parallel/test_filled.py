@@ -15,12 +15,12 @@ import shardrt
 from shardrt import Tensor, device, nn
 from shardrt import functional as F
 from shardrt.autograd import Function
-from shardrt.comm import DelayedCommunicator, create, init_device_mesh
+from shardrt.comm import CollectiveDelay, create, init_device_mesh
+from shardrt.deferred_gradients import DeferredGradients
 from shardrt.device import StreamError
 from shardrt.device.cpu import InlineStream
 from shardrt.fsdp import fully_shard, memory_plan
 from shardrt.functional import collective, vocabulary
-from shardrt.late import Late
 from shardrt.nn.lora import add_lora
 from shardrt.parallel import ColwiseParallel, parallelize_module
 from shardrt.recompute import checkpoint
@@ -32,7 +32,7 @@ linear = sys.modules[F.linear.__module__]  # of which the function has the name
 here = threading.local()  # told: what this rank has begun, in order
 
 
-class Apart(DelayedCommunicator):
+class Apart(CollectiveDelay):
     """Sums are slow, and do not keep whoever asks for them."""
 
     def __init__(self, communicator, delay=0.003, wait=time.sleep):
@@ -40,7 +40,7 @@ class Apart(DelayedCommunicator):
         communicator.keeps_host = False
 
     def intercept(self, call, run):
-        here.told.append((call.name, call.stream.name))
+        here.message.append((call.name, call.stream.name))
         return super().intercept(call, run) if call.stream.name == "tensor" else run
 
 
@@ -48,7 +48,7 @@ def gradients(
     apart, kind, sequence=False, shards=1, sharded=True, backwards=1, late=False, lora=False, **how
 ):
     """Of this rank, after some backwards, and what it has begun during them."""
-    here.told = []
+    here.message = []
     mesh = init_device_mesh("cpu", (1, shards, 2), AXES, wrap=Apart if apart else None)
     if lora:
         model = add_lora(make(kind), 2)
@@ -60,21 +60,23 @@ def gradients(
         model = build(kind, mesh, sequence, sharded=sharded, **how)
     shardrt.manual_seed(3, step=1)
     for number in range(backwards):
-        loss, put_off = model(*batch_of(number, mesh)), Late() if late else None
-        here.told.append("backward")
-        loss.backward(late=put_off)
+        loss, put_off = model(*batch_of(number, mesh)), DeferredGradients() if late else None
+        here.message.append("backward")
+        loss.backward(deferred=put_off)
         if late:
-            here.told.append("late")
-            put_off.run()
-    return {name: np.array(p.grad) for name, p in model.named_parameters() if p.grad is not None}, here.told
+            here.message.append("late")
+            put_off.flush()
+    return {
+        name: np.array(p.grad) for name, p in model.named_parameters() if p.grad is not None
+    }, here.message
 
 
 @pytest.fixture
-def told(monkeypatch):
+def message(monkeypatch):
     """Products for weights tell when they begin."""
 
     def telling(before):
-        return lambda *args: here.told.append("product") or before(*args)
+        return lambda *args: here.message.append("product") or before(*args)
 
     for module, name in ((linear, "_add_gradients"), (vocabulary, "_add_weight_gradient")):
         monkeypatch.setattr(module, name, telling(getattr(module, name)))
@@ -94,7 +96,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_products_run_meanwhile_and_gradients_have_the_same_bits(told, case):
+def test_products_run_meanwhile_and_gradients_have_the_same_bits(message, case):
     how = dict(CASES[case])
     expected_sums = how.pop("sums", 5)  # of two blocks two each, and of the head
     ranks = 2 * how.get("shards", 1)
@@ -119,7 +121,7 @@ def test_without_the_wait_for_the_sum_gradients_are_others(monkeypatch):
 
 def ops(comm, hook=None):
     """The backward of a linear layer behind copy_to, whose sum has a stream; the gradients."""
-    here.told = []
+    here.message = []
     stream, weight = device.current().new_stream("tensor"), nn.Parameter((6, 6), nn.init.Normal(0.0, 0.5))
     x = Tensor(np.ones((4, 6), np.float32), requires_grad=True)
     whole = collective.copy_to(x, comm, stream)
@@ -129,11 +131,11 @@ def ops(comm, hook=None):
     return x.grad, weight.grad
 
 
-def test_who_looks_in_between_sees_the_products_gradient(told):
+def test_who_looks_in_between_sees_the_products_gradient(message):
     def rank():
         seen = []
         ops(Apart(create()).communicator, lambda weight: seen.append(weight.grad is not None))
-        return seen, here.told
+        return seen, here.message
 
     for seen, began in run_ranks(2, rank):
         assert seen == [True] and began == ["product", ("all_reduce", "compute")]
@@ -180,22 +182,22 @@ class Nothing(Function):
         return None, dy
 
 
-def test_what_is_left_to_a_node_that_is_passed_over_runs_too(told):
+def test_what_is_left_to_a_node_that_is_passed_over_runs_too(message):
     def rank():
-        here.told = []
+        here.message = []
         comm, weight = Apart(create()).communicator, nn.Parameter((6, 6), nn.init.Normal(0.0, 0.5))
         x = Tensor(np.ones((4, 6), np.float32), requires_grad=True)
         unread = collective.copy_to(x, comm, device.current().new_stream("tensor"))
         y = F.linear(Tensor(np.ones((4, 6), np.float32)), weight)
         Nothing.apply(unread, y).sum().backward()
-        return weight.grad is not None, here.told
+        return weight.grad is not None, here.message
 
     assert run_ranks(2, rank) == [(True, ["product"])] * 2
 
 
 def test_the_plan_counts_that_the_sum_and_what_the_product_reads_are_there_at_once():
     def rank(apart):
-        here.told = []
+        here.message = []
         mesh = init_device_mesh("cpu", (1, 1, 2), AXES, wrap=Apart if apart else None)
         model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
         parallelize_module(model, mesh["tp"], {"1": ColwiseParallel()})

@@ -9,7 +9,7 @@ from shardrt import Tensor, nn, no_grad
 from shardrt.autograd import enable_grad
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import explain, fully_shard, set_world_invariant
-from shardrt.nn.share import joined
+from shardrt.nn.parameter_placement import joined
 from shardrt.nn.utils import grad_norm
 from shardrt.parallel import (
     ColwiseParallel,
@@ -103,7 +103,7 @@ def layer_on(size, ep, tokens, **how):
     x = Tensor(tokens, requires_grad=True)
     y, loss = layer(x)
     ((y * tokens[::-1]).sum() + loss).backward()
-    found = {name: joined(p.share, p.grad) for name, p in layer.named_parameters()}
+    found = {name: joined(p.placement, p.grad) for name, p in layer.named_parameters()}
     return y.numpy(), loss.item(), x.grad, found
 
 

@@ -111,10 +111,10 @@ CUTS = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "head.weight": 0}
 
 def kinds_of(model, ways):
     """By name, as a plan says them."""
-    told = {"norm.weight": ways.norm, "norm.bias": ways.norm, "down.bias": ways.row_bias}
-    told |= {name: V(cut) for name, cut in CUTS.items()}
+    message = {"norm.weight": ways.norm, "norm.bias": ways.norm, "down.bias": ways.row_bias}
+    message |= {name: V(cut) for name, cut in CUTS.items()}
     ends = {name: ".".join(name.split(".")[-2:]) for name, _ in model.named_parameters()}
-    return {name: told.get(end, I) for name, end in ends.items()}
+    return {name: message.get(end, I) for name, end in ends.items()}
 
 
 def own(array, kind, comm):
@@ -250,9 +250,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_told_by_the_op_and_is_one(mistake, alone):
-    ways, told = MISTAKES[mistake]
+    ways, message = MISTAKES[mistake]
     tapes, kinds, gradients = trained(ways)
-    with pytest.raises(KindError, match=told):
+    with pytest.raises(KindError, match=message):
         infer(tapes, kinds)
     assert wrong(gradients, alone)
 
@@ -328,9 +328,9 @@ def test_what_is_the_same_has_equal_bits_on_all_ranks():
 
 
 def test_kinds_are_known_of_every_collective_and_those_that_it_says():
-    told = re.findall(r"^    (\w+) +(\w) -> (\w) ", collective.__doc__, re.MULTILINE)
-    assert {name for name, _, _ in told} == set(collective.__all__)
-    for name, takes, gives in told:
+    message = re.findall(r"^    (\w+) +(\w) -> (\w) ", collective.__doc__, re.MULTILINE)
+    assert {name for name, _, _ in message} == set(collective.__all__)
+    for name, takes, gives in message:
         op = name.title().replace("_", "")
         assert COLLECTIVES[op] == ({"x": takes}, Kind(gives)), name
     inside = {op for op, taken in arguments_of(collective) if "communicator" in taken}

@@ -16,7 +16,7 @@ from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
 from shardrt.functional import collective
 from shardrt.nn import add_lora
-from shardrt.nn.share import CUT, PARTIAL
+from shardrt.nn.parameter_placement import PARTIAL, SHARD
 from shardrt.parallel import axis, conversion, parallelize_module, styles, tokens
 from shardrt.recompute import checkpoint
 from tests.parallel.kinds import C, I, KindError, R, V, along, infer, on_tape, recording
@@ -46,9 +46,9 @@ def kinds_of(model):
     """By name, as shares say."""
     found = {}
     for name, parameter in model.named_parameters():
-        share = parameter.share
+        share = parameter.placement
         found[name] = R if share.kind == PARTIAL else I
-        if share.kind == CUT:
+        if share.kind == SHARD:
             (cut,) = [
                 d for d, (whole, own) in enumerate(zip(share.whole, share.shape, strict=True)) if whole != own
             ]
@@ -96,10 +96,10 @@ def inferred(ranks, place=0):
     """The kinds along tp, at one place of the other axis, by op and module."""
     tapes = [tape for (dp, _), tape, _, _ in ranks if dp == place]
     found = infer(tapes, ranks[0][2])
-    told = {}
+    message = {}
     for call, kind in zip(tapes[0].calls, found, strict=True):
-        told.setdefault((call.op, call.module), []).append(kind.letter)
-    return told
+        message.setdefault((call.op, call.module), []).append(kind.letter)
+    return message
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,11 @@ def inferred(ranks, place=0):
 )
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_model_cut_by_its_plan_is_inferred(name, sequence, tp):
-    told = inferred(recorded(name, tp, sequence))
-    norms = {op: kinds for (op, module), kinds in told.items() if module == "blocks.0.norm1"}
+    message = inferred(recorded(name, tp, sequence))
+    norms = {op: kinds for (op, module), kinds in message.items() if module == "blocks.0.norm1"}
     assert list(norms.values()) == [["V" if sequence else "I"]], norms
-    assert set(told["Linear", "blocks.1.mlp.down"]) == {"P"}
-    assert told["Linear", "blocks.1.attention.qkv"][-1] == "V"
+    assert set(message["Linear", "blocks.1.mlp.down"]) == {"P"}
+    assert message["Linear", "blocks.1.attention.qkv"][-1] == "V"
 
 
 def sharded(model, mesh):
@@ -203,20 +203,20 @@ MISTAKES |= {
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_model_with_experts_and_norms_of_heads_is_inferred(sequence, tp):
-    told = inferred(recorded(EXPERTS, tp, sequence))
+    message = inferred(recorded(EXPERTS, tp, sequence))
     for op, module in (("Linear", "router"), ("Dispatch", ""), ("GroupedLinear", "experts"), ("Combine", "")):
-        assert told[op, f"blocks.1.mlp.{module}".rstrip(".")] == ["V"] * (1 + (op == "GroupedLinear"))
-    assert told["Add", "blocks.1"] == ["V" if sequence else "I"]
+        assert message[op, f"blocks.1.mlp.{module}".rstrip(".")] == ["V"] * (1 + (op == "GroupedLinear"))
+    assert message["Add", "blocks.1"] == ["V" if sequence else "I"]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_told_by_the_op_and_is_one(mistake, monkeypatch):
-    model, change, told = MISTAKES[mistake]
+    model, change, message = MISTAKES[mistake]
     right = recorded(*model)
     inferred(right)
     monkeypatch.setattr(*change)
     wrong = recorded(*model)
-    with pytest.raises(KindError, match=told):
+    with pytest.raises(KindError, match=message):
         inferred(wrong)
     pairs = [(a[name], b[name]) for (*_, a), (*_, b) in zip(right, wrong, strict=True) for name in a]
     assert any(np.abs(a - b).max() > 0.01 * np.abs(a).max() for a, b in pairs)
@@ -238,5 +238,5 @@ def test_without_gradients_logits_are_the_same_on_all_ranks_too(name):
         return (0, mesh.rank), tape, kinds | {name: C for name in kinds if kinds[name] in (I, R)}, {}
 
     with recording():
-        told = inferred(run_ranks(2, rank))
-    assert next(kinds for (op, _), kinds in told.items() if op == "GatherLogits") == ["I"]
+        message = inferred(run_ranks(2, rank))
+    assert next(kinds for (op, _), kinds in message.items() if op == "GatherLogits") == ["I"]

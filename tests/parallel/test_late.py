@@ -6,7 +6,7 @@ import pytest
 import shardrt
 from shardrt.comm import init_device_mesh
 from tests import lab
-from tests.late import always, as_a_pipeline, reducing_last, usual
+from tests.deferred import always, as_a_pipeline, reducing_last, usual
 from tests.parallel.nets import AXES, batch_of, build
 from tests.ranks import run_ranks
 

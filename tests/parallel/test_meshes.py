@@ -8,8 +8,8 @@ import pytest
 import shardrt
 from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
 from shardrt.checkpoint.pieces import PARAMETER, counted, pieces_of
+from shardrt.nn.extents import take
 from shardrt.nn.layers import Dropout
-from shardrt.nn.runs import take
 from shardrt.nn.utils import grad_norm
 from tests import lab
 from tests.parallel.meshes import (

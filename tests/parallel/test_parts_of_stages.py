@@ -103,7 +103,7 @@ test_unequal_copies_are_found_on_one_stage_and_named_on_all = lab.refusals(
 
 
 @lab.on_ranks(2)
-def test_copies_of_tied_weights_that_differ_are_told():
+def test_copies_of_tied_weights_that_differ_are_reported():
     model, mesh, stages = two_stages(gpt)
     assert len(stages) == 1
     check_replicas(model)
@@ -179,7 +179,7 @@ def test_a_plan_of_memory_counts_the_parameters_of_the_stages_of_a_rank():
 
 
 def test_what_is_said_of_units_of_the_model_holds_for_those_of_its_stages():
-    def told(model, mesh, stages):
+    def message(model, mesh, stages):
         set_gradient_divide_factor(model, 2.0)
         unshard(model)
         shapes = [model.get_parameter(name).data.shape for name, _ in stages[0].named_parameters()]
@@ -194,7 +194,7 @@ def test_what_is_said_of_units_of_the_model_holds_for_those_of_its_stages():
         factors = {unit.choices.divide_factor for unit in units(model)}
         return len(shapes), names, factors, full_state_dict(model)
 
-    found = on_two(told)
+    found = on_two(message)
     weights = found[0][3]
     assert all((values == 3).all() for values in weights.values())
     assert found[0][1] | found[1][1] == weights.keys() and not found[0][1] & found[1][1]

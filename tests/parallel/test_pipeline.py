@@ -99,8 +99,8 @@ def learn(model, step, data):
 def trained(function, ranks, *args, **changes):
     """Rank 0's weights, all ranks' norms, and losses of the ranks that have them."""
     found = thread.run(ranks, function, *args, **changes)
-    losses = [told["losses"] for told in found if any(told["losses"])]
-    norms = [told["norms"] for told in found]
+    losses = [message["losses"] for message in found if any(message["losses"])]
+    norms = [message["norms"] for message in found]
     assert norms == [norms[0]] * len(norms)
     return losses, norms[0], found[0]["final"]
 

@@ -323,9 +323,9 @@ def test_nonsense_is_told_in_a_line_that_names_it(tmp_path):
         for number, (call, words) in enumerate(NONSENSE):
             with pytest.raises((TypeError, ValueError)) as raised:
                 call(pipeline)
-            told = str(raised.value)
-            if "\n" in told or not re.search(words.replace("[", r"\["), told):
-                wrong.append((number, words, told))
+            message = str(raised.value)
+            if "\n" in message or not re.search(words.replace("[", r"\["), message):
+                wrong.append((number, words, message))
         return wrong
 
     assert run_ranks(2, attempts) == [[], []]

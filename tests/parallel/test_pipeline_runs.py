@@ -163,12 +163,12 @@ def test_hooks_are_called_as_in_one_piece():
 
         model.blocks[1].register_forward_hook(sees_a_tensor)
         for name, parameter in model.named_parameters():
-            told = partial(lambda name, p: found.append((name, float(np.abs(p.grad).sum()))), name)
-            parameter.register_post_accumulate_grad_hook(told)
+            message = partial(lambda name, p: found.append((name, float(np.abs(p.grad).sum()))), name)
+            parameter.register_post_accumulate_grad_hook(message)
         for number, block in enumerate(model.blocks):
-            told = partial(lambda number, *args: found.append((f"block {number}", len(args))), number)
-            block.register_forward_pre_hook(told)
-            block.register_forward_hook(told)
+            message = partial(lambda number, *args: found.append((f"block {number}", len(args))), number)
+            block.register_forward_pre_hook(message)
+            block.register_forward_hook(message)
         pipeline.step(loss_of, batches_of(0, data))
         return found
 
@@ -404,9 +404,9 @@ def test_a_memory_plan_runs_a_step_of_the_stages_dry():
 
     def norm(pipeline, data, plans=True):
         if plans:
-            told = memory_plan(pipeline.model, step=lambda: pipeline.step(loss_of, batches_of(0, data)))
+            message = memory_plan(pipeline.model, step=lambda: pipeline.step(loss_of, batches_of(0, data)))
             own = 4 * sum(p.size for p in pipeline.model.parameters() if not p.absent)
-            assert own <= told.device["sharded parameters"] <= 1.1 * own
+            assert own <= message.device["sharded parameters"] <= 1.1 * own
         pipeline.step(loss_of, batches_of(0, data))
         return clip_grad_norm_(pipeline.model.parameters(), 1.0)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from shardrt.parallel.schedules import SCHEDULES, schedule
-from shardrt.parallel.table import Facts, Table
+from shardrt.parallel.table import Table, TableStats
 
 LOOPS = ("Interleaved1F1B", "InterleavedZeroBubble")
 RANKS = range(2, 9)
@@ -28,7 +28,7 @@ class Made(NamedTuple):
     m: int
     v: int
     table: Table
-    facts: Facts
+    facts: TableStats
 
 
 @pytest.fixture(scope="module", params=SCHEDULES)

@@ -13,7 +13,7 @@ from shardrt.checkpoint import (
     set_optimizer_state_dict,
 )
 from shardrt.checkpoint.pieces import counted
-from shardrt.nn.runs import take
+from shardrt.nn.extents import take
 from shardrt.nn.utils import clip_grad_norm_on_device_, grad_norm
 from tests import lab
 from tests.parallel.meshes import MESHES, NETS, STAGED, Mesh, adamw, batch, learn, own, spread
@@ -39,7 +39,7 @@ def first_life(net, on, folder):
     optimizer.step()
     checkpoints = CheckpointManager(folder / "run", model, optimizer, mesh)
     checkpoints.start(1)
-    checkpoints.settle()
+    checkpoints.wait()
     checkpoint.save(folder / "weights", model, step=1)
     save_pretrained(model, folder / "published")
     saved = full_state_dict(model), get_optimizer_state_dict(model, optimizer)
@@ -131,8 +131,8 @@ def test_whole_weights_and_state_go_into_stages_and_out_again(lives, from_first)
     net, found = lives
     for name, on in {"pp 2": Mesh(pp=2), "pp 2, tp 2": STAGED["pp 2, tp 2"]}.items():
         folder, ranks = found[name]
-        told = run_ranks(on.ranks, through, net, folder, ranks[0][2][1], on, from_first)
-        assert {rank[0] for rank in told} == {1} and all(rank[1] == {1} for rank in told)
+        message = run_ranks(on.ranks, through, net, folder, ranks[0][2][1], on, from_first)
+        assert {rank[0] for rank in message} == {1} and all(rank[1] == {1} for rank in message)
         expected = canonical(*ranks[0][2])
-        lab.assert_equal(canonical(*told[0][2]), expected)
-        lab.assert_equal(told[0][3], ranks[0][2][0])
+        lab.assert_equal(canonical(*message[0][2]), expected)
+        lab.assert_equal(message[0][3], ranks[0][2][0])

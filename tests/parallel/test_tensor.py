@@ -15,7 +15,7 @@ from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
 from shardrt.nn.module import Layer
-from shardrt.nn.share import joined
+from shardrt.nn.parameter_placement import joined
 from shardrt.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -233,7 +233,7 @@ def with_a_block_that_is_not_recorded(tp):
     loss = model(*batch_of(0))
     loss.backward()
     weight = model.blocks[1].mlp.down.weight
-    return loss.item(), joined(weight.share, np.array(weight.grad))
+    return loss.item(), joined(weight.placement, np.array(weight.grad))
 
 
 def test_what_a_step_runs_without_recording_is_cut_along_time_as_the_rest():
@@ -325,7 +325,7 @@ def test_an_axis_of_one_rank_changes_nothing():
     model = make("gpt")
     parallelize_module(model, mesh_of(1, 1, 1)["tp"], plan_of(model, sequence_parallel=True))
     assert not any(module._forward_wrappers for module in model.modules())
-    assert not any(parameter.share for parameter in model.parameters())
+    assert not any(parameter.placement for parameter in model.parameters())
 
 
 @lab.on_ranks(4)
@@ -343,5 +343,5 @@ def test_the_vocabulary_is_cut_unevenly_and_nothing_is_padded():
 
 
 def test_ranks_of_the_axis_have_equal_losses():
-    first, second = (told["losses"] for told in run_ranks(2, train, "gpt", (1, 1, 2), True, 3))
+    first, second = (message["losses"] for message in run_ranks(2, train, "gpt", (1, 1, 2), True, 3))
     assert first == second

@@ -18,7 +18,7 @@ from shardrt import nn, optim
 from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import DeviceMesh, init_device_mesh
-from shardrt.comm.talk import from_all
+from shardrt.comm.objects import all_gather_object
 from shardrt.fsdp import by_class, fully_shard, no_sync, wrap
 from shardrt.optim import GradScaler
 from shardrt.recompute import checkpoint
@@ -77,7 +77,7 @@ def run(
         if job.detailed:
             notes.add("parameter", full_state_dict(model))
         notes.add("number", {"scale": scaler.get_scale()})
-    notes.losses = np.mean(from_all(mesh.communicator("control"), notes.losses), axis=0)
+    notes.losses = np.mean(all_gather_object(mesh.communicator("control"), notes.losses), axis=0)
     return notes.result()
 
 

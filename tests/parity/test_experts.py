@@ -46,15 +46,15 @@ def theirs(kind, folder, optimizer):
     stepper = known[optimizer](model.parameters(), **OPTIMIZERS[optimizer])
     losses = []
     for tokens in TOKENS:
-        told = 0.0
+        message = 0.0
         for rank in range(RANKS):
             part = torch.from_numpy(piece(tokens, rank, RANKS))
             found = model(part[:, :-1], output_router_logits=True)
             loss = torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), part[:, 1:].flatten())
             loss = loss + BALANCE * balance_of(found.router_logits, model.num_experts_per_tok)
             (loss / RANKS).backward()
-            told += loss.item() / RANKS
-        losses.append(told)
+            message += loss.item() / RANKS
+        losses.append(message)
         stepper.step()
         stepper.zero_grad()
     model.save_pretrained(folder / "after")

@@ -143,6 +143,6 @@ BAD = [
 
 
 def test_bad_sizes_are_an_error():
-    for call, told in BAD:
-        with pytest.raises(ValueError, match=told):
+    for call, message in BAD:
+        with pytest.raises(ValueError, match=message):
             call()

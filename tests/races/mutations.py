@@ -32,7 +32,7 @@ GIVEN = {
     ("comm/links.py", "function(*args)"): "wait",
     (
         "fsdp/collectives.py",
-        "group.ranks.gather.all_gather(as_sent(full), stream=stream, what=group.called)",
+        "group.ranks.gather.all_gather(as_sent(full), stream=stream, tag=group.tag)",
     ): "barrier",
 }
 
@@ -189,7 +189,7 @@ class Recording:
             if isinstance(item, HostWait) and item.site == site.line
         )
 
-    def told(self, race):
+    def described(self, race):
         (first, second), address = race
         return race_of(self.order, first, second, address)
 
@@ -275,5 +275,5 @@ class Recording:
 
 def _operations(mutation, way):
     """How many operations earlier or later it is; 0 where it is another mutation."""
-    times, _, told = (mutation or "").rpartition(" ")
-    return TIMES.index(times) + 1 if told == way else 0
+    times, _, described = (mutation or "").rpartition(" ")
+    return TIMES.index(times) + 1 if described == way else 0

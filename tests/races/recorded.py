@@ -14,7 +14,7 @@ import pytest
 
 from shardrt.autograd import Function
 from shardrt.comm import init_device_mesh
-from shardrt.comm.digits import without
+from shardrt.comm.mesh_layout import without
 from shardrt.comm.protocol import Communicator
 from shardrt.device.cpu import CPUDevice
 from shardrt.device.cuda import CUDADevice

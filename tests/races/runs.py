@@ -98,5 +98,5 @@ RUNS = {
     f"{_GRADIENTS} _answer: answered.synchronize()": other_ranks_are_heard,
     f"{_GRADIENTS} Gradients.have_slots: self._streams.reduce.synchronize()": nobody_uses_slots_that_go,
     "fsdp/trained.py Trained.agree: communicator.barrier(stream=streams.reduce, "
-    "what=self.groups[0].called)": ranks_agree_before_memory_is_made,
+    "tag=self.groups[0].tag)": ranks_agree_before_memory_is_made,
 }

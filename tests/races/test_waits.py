@@ -115,7 +115,7 @@ def reported(recordings, site, mutation, others=()):
 
 def test_as_they_are_the_recordings_have_no_race(recordings):
     for name, recording in recordings.items():
-        assert not [str(recording.told(race)) for race in recording.races()], name
+        assert not [str(recording.described(race)) for race in recording.races()], name
 
 
 def test_every_row_is_of_sites_that_are_there_and_says_one_thing():
@@ -149,16 +149,16 @@ def test_what_is_wrong_with_a_site_is_told_or_a_row_says_why_not(name, recording
         if row is None:
             assert found, f"{mutation}: no race, and no row that says what covers it"
             recording, races = found
-            race = recording.told(races[0])
+            race = recording.described(races[0])
             assert "let " in race.repair and race.first.item.site and race.second.item.site
         elif row["mutations"] != "every" or mutation == REMOVED:
             assert not found, f"{mutation}: its row is of no use, {found and found[0].told(found[1][0])}"
             if "covered_by" in row:
-                among, told = recordings, f"{mutation}: {row['covered_by']} do not cover it"
+                among, described = recordings, f"{mutation}: {row['covered_by']} do not cover it"
                 if row.get("lent_again"):
                     among = lent_again
                     assert not reported(among, site, mutation), f"{mutation}: it is not covered"
-                assert reported(among, site, mutation, row["covered_by"]), told
+                assert reported(among, site, mutation, row["covered_by"]), described
             else:
                 assert is_shown(row["shown"], recordings, site, mutation), f"{mutation}: {row['reason']}"
 
@@ -210,7 +210,7 @@ def issued(programs):
     [
         "fsdp/gathers.py Gathers.refresh: streams.gather.wait(self._shards_ready)",
         "fsdp/collectives.py _cast: streams.gather.record(staged.free)",
-        "optim/offload.py Updates.settle: self.device.current_stream.wait(route.updated)",
+        "optim/offload.py Updates.wait: self.device.current_stream.wait(route.updated)",
     ],
 )
 def test_a_source_without_a_site_issues_all_else_as_it_was(name, monkeypatch, tmp_path):
@@ -271,9 +271,11 @@ def test_a_slot_released_before_its_record_is_the_same_since_nobody_takes_it_bet
         block = block_of(node)
         sources = [ast.unparse(s) if isinstance(s, ast.Expr) else "" for s in block]
         releases = [
-            n for n, told in enumerate(sources) if told.endswith((".release(slot)", ".release(staged)"))
+            n
+            for n, described in enumerate(sources)
+            if described.endswith((".release(slot)", ".release(staged)"))
         ]
-        releases += [n for n, told in enumerate(sources) if told.endswith("slot.give_back()")]
+        releases += [n for n, described in enumerate(sources) if described.endswith("slot.give_back()")]
         for n in releases:
             record = next(m for m in range(n) if ".record(" in sources[m] and "free" in sources[m])
             block.insert(record, block.pop(n))
@@ -283,9 +285,9 @@ def test_a_slot_released_before_its_record_is_the_same_since_nobody_takes_it_bet
     before = recorded(case, tmp_path)
     changed(monkeypatch, *place.split(), swapped)
     after = recorded(case, tmp_path)
-    told = [
+    described = [
         [(type(item), getattr(item, "stream", ""), getattr(item, "mark", 0)) for item in program.items]
         for programs in (before, after)
         for program in programs
     ]
-    assert told[: len(before)] == told[len(before) :]
+    assert described[: len(before)] == described[len(before) :]

@@ -497,7 +497,7 @@ def test_the_machines_of_the_package_load_and_say_where_their_figures_come_from(
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, message",
     [
         (("units = 132", "unit = 132"), "device.unit: there is no such key, only bandwidth, "),
         (('"" = 989.4e12, ', ""), 'device.flops: it has no key ""'),
@@ -505,13 +505,13 @@ def test_the_machines_of_the_package_load_and_say_where_their_figures_come_from(
         (("[host]", "[host"), "Expected ']'"),
     ],
 )
-def test_what_is_no_machine_is_refused_with_its_file_and_key(tmp_path, change, told):
+def test_what_is_no_machine_is_refused_with_its_file_and_key(tmp_path, change, message):
     text = (FOLDER / "h100-8.toml").read_text()
     assert change[0] in text
     (tmp_path / "mine.toml").write_text(text.replace(*change))
     with pytest.raises(ValueError, match="mine.toml: ") as error:
         Machine.load(tmp_path / "mine.toml")
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_machine_that_is_not_there_is_told_with_those_that_are():

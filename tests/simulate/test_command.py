@@ -38,20 +38,20 @@ def script(tmp_path):
 
 def test_a_race_is_told_with_both_sides_and_the_exit_code_is_1(script, capsys):
     assert main(["races", "--", script, "writes"]) == 1
-    told = capsys.readouterr().out
-    assert told.startswith("rank 0 of 2: 2 optimizer steps, ")
-    first, second = (re.search(rf"  {word} +(.*)", told)[1] for word in ("first", "second"))
+    message = capsys.readouterr().out
+    assert message.startswith("rank 0 of 2: 2 optimizer steps, ")
+    first, second = (re.search(rf"  {word} +(.*)", message)[1] for word in ("first", "second"))
     assert re.match(r"rank 0, compute: numpy.fill writes, .*train.py:10", first)
     assert re.match(r"rank 0, side: copy reads, .*train.py:12", second)
-    assert "repair  record an event in stream compute after the first, and let stream side wait" in told
+    assert "repair  record an event in stream compute after the first, and let stream side wait" in message
 
 
 def test_the_ranks_that_share_memory_are_recorded_each(script, capsys):
     """Shards of all are in one buffer, and no rank may write its own while another one reads."""
     main(["races", "--ranks", "3", "--shared", script, "writes"])
-    told = capsys.readouterr().out
-    assert told.startswith("ranks 0, 1, 2 of 3: 2 optimizer steps, ")
-    assert "waits for the other ranks" in told
+    message = capsys.readouterr().out
+    assert message.startswith("ranks 0, 1, 2 of 3: 2 optimizer steps, ")
+    assert "waits for the other ranks" in message
 
 
 def test_a_script_that_fails_is_no_proof(script, tmp_path, capsys):
@@ -80,15 +80,15 @@ def test_a_rank_of_each_stage_is_recorded_without_being_asked_for(tmp_path, monk
         assert main(["races", "--ranks", "4", "--steps", "1", "--", "models.train", *words]) == 0
     finally:
         device.set_current(before)
-    told = capsys.readouterr().out
-    assert told.startswith("ranks 0, 2 of 4: 1 optimizer step, ") and "no race" in told
+    message = capsys.readouterr().out
+    assert message.startswith("ranks 0, 2 of 4: 1 optimizer step, ") and "no race" in message
 
 
-def test_the_program_of_the_readme_has_no_race_and_unit_and_stream_are_told(tmp_path):
+def test_the_program_of_the_readme_has_no_race_and_unit_and_stream_are_reported(tmp_path):
     file = tmp_path / "loop.py"
     file.write_text(re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)[1])
-    told = in_a_process([sys.executable, "-m", "shardrt", "races", "--ranks", "4", str(file)])
-    assert "no race, at any speed of host, streams and links" in told
-    assert re.search(r"compute: \w+\.forward\w* forward blocks\.\d reads", told)
-    assert "compute: layer_norm.backward backward blocks.3 writes" in told
-    assert re.search(r"waits needed\nshardrt/fsdp/gathers.py:\d+: needed \(gather waits for compute", told)
+    message = in_a_process([sys.executable, "-m", "shardrt", "races", "--ranks", "4", str(file)])
+    assert "no race, at any speed of host, streams and links" in message
+    assert re.search(r"compute: \w+\.forward\w* forward blocks\.\d reads", message)
+    assert "compute: layer_norm.backward backward blocks.3 writes" in message
+    assert re.search(r"waits needed\nshardrt/fsdp/gathers.py:\d+: needed \(gather waits for compute", message)

@@ -103,7 +103,7 @@ def test_a_pipeline_is_recorded_stage_by_stage_and_its_largest_rank_must_fit(cap
     assert table(capsys, "--memory", str(between), *arguments, code=1)["over"][0]["rank"] == row["rank"]
 
 
-def test_why_plans_failed_is_told(capsys):
+def test_why_plans_failed_is_reported(capsys):
     """Too large, by category; refused, by its line; and what was dropped for another."""
     varied = "--vary", "fsdp.strategy=FULL_SHARD,NO_SHARD", "--vary", "fsdp.prefetch=1,2"
     arguments = ["--only", *varied, "--vary", "fsdp.copies=1,3", "--", *SMALL]
@@ -113,12 +113,12 @@ def test_why_plans_failed_is_told(capsys):
         for name in ("FULL_SHARD", "NO_SHARD")
     )
     limit = str((small["device_bytes"] + large["device_bytes"]) / 2 / 1e9)
-    told = planned(capsys, "--memory", limit, *arguments)
-    assert "8 candidates: " in told and "measured = false" in told
-    assert "5 tried, of which 2 fit (" in told and "1 take more memory and 2 were refused" in told
-    assert "; dropped 3 that need no less than one that takes more, 0 that can't" in told
-    assert "the fastest that takes more: " in told and "   device, GB: " in told
-    assert "refused 2, not tried 0: fsdp.copies must be 1 without a hybrid strategy, got 3" in told
+    report = planned(capsys, "--memory", limit, *arguments)
+    assert "8 candidates: " in report and "measured = false" in report
+    assert "5 tried, of which 2 fit (" in report and "1 take more memory and 2 were refused" in report
+    assert "; dropped 3 that need no less than one that takes more, 0 that can't" in report
+    assert "the fastest that takes more: " in report and "   device, GB: " in report
+    assert "refused 2, not tried 0: fsdp.copies must be 1 without a hybrid strategy, got 3" in report
     assert planned(capsys, "--memory", "1e-9", *arguments, code=1).startswith("16 ranks on h100-8: no plan")
 
 
@@ -133,8 +133,8 @@ def test_a_script_of_ones_own_is_tried_in_all_settings_that_are_named(capsys, tm
     assert (refused["line"], refused["times"]) == ("a width of 32 can't be", 2)
     again = simulated(capsys, found["plans"][-1]["simulate"])
     assert again["ms"] == found["plans"][-1]["ms"]
-    told = planned(capsys, *command)
-    assert "refused 2, not tried 0: a width of 32 can't be" in told
+    report = planned(capsys, *command)
+    assert "refused 2, not tried 0: a width of 32 can't be" in report
 
 
 @pytest.mark.parametrize(
@@ -155,5 +155,5 @@ def test_what_is_wrong_is_named(arguments, code, message, capsys):
 
 def test_a_command_that_fails_in_all_settings_is_no_plan(capsys):
     wrong = "--", *SMALL, "--batch-size", "8"
-    told = planned(capsys, "--memory", "1", "--only", "--vary", "seed=1,2,3,4", *wrong, code=65)
-    assert "refused 3, not tried 1: batch_size 8 cannot be shared equally by 16 ranks" in told
+    report = planned(capsys, "--memory", "1", "--only", "--vary", "seed=1,2,3,4", *wrong, code=65)
+    assert "refused 3, not tried 1: batch_size 8 cannot be shared equally by 16 ranks" in report

@@ -34,7 +34,7 @@ from tests.simulate.written import Truth, Written, programs
 SLOT = (100, 200)
 
 
-def told(*written):
+def message(*written):
     """(site, site, count) of each race."""
     return [(race.first.item.site, race.second.item.site, race.count) for race in races(written)]
 
@@ -58,7 +58,7 @@ def gathered(slots=1, units=3, ready=True, free=True, wrong=False):
 
 
 def test_a_schedule_with_all_its_waits_has_no_race():
-    assert told(gathered(slots=1)) == told(gathered(slots=2)) == []
+    assert message(gathered(slots=1)) == message(gathered(slots=2)) == []
 
 
 def test_a_missing_wait_is_told_with_both_sides_buffer_and_repair():
@@ -76,25 +76,25 @@ def test_a_missing_wait_is_told_with_both_sides_buffer_and_repair():
 
 
 def test_races_of_two_sites_are_one_with_a_count():
-    assert told(gathered(ready=False, free=False, units=5)) == [
+    assert message(gathered(ready=False, free=False, units=5)) == [
         ("gathers.py:1", "linear.py:1", 5),
         ("linear.py:1", "gathers.py:1", 4),
     ]
 
 
 def test_a_wait_for_an_event_of_the_unit_before_is_a_race():
-    assert told(gathered(slots=2, units=3, wrong=True)) == [("gathers.py:1", "linear.py:1", 2)]
+    assert message(gathered(slots=2, units=3, wrong=True)) == [("gathers.py:1", "linear.py:1", 2)]
 
 
 def test_a_slot_written_again_before_its_free_event_is_a_race():
-    assert told(gathered(slots=2, units=4, free=False)) == [("linear.py:1", "gathers.py:1", 2)]
+    assert message(gathered(slots=2, units=4, free=False)) == [("linear.py:1", "gathers.py:1", 2)]
 
 
 def test_what_reads_the_same_is_no_race():
     program = Written()
     for stream in ("compute", "reduce"):
         program.work(stream, f"{stream}.py", reads=SLOT)
-    assert told(program) == []
+    assert message(program) == []
 
 
 def test_accesses_of_other_parts_of_a_buffer_are_no_race():
@@ -102,9 +102,9 @@ def test_accesses_of_other_parts_of_a_buffer_are_no_race():
     program.work("compute", "left.py", writes=(100, 150))
     program.work("reduce", "right.py", reads=(150, 200))
     program.work("reduce", "nothing.py", reads=(120, 120))
-    assert told(program) == []
+    assert message(program) == []
     program.work("copy", "both.py", reads=(149, 151))
-    assert told(program) == [("left.py", "both.py", 1)]
+    assert message(program) == [("left.py", "both.py", 1)]
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -116,7 +116,7 @@ def test_the_host_may_read_only_what_it_has_waited_for(waits):
     if waits:
         program.wait(HOST, mark, "loop.py:1")
     program.host("loop.py:1", reads=(0, 4))
-    assert told(program) == ([] if waits else [("loss.py", "loop.py:1", 1)])
+    assert message(program) == ([] if waits else [("loss.py", "loop.py:1", 1)])
     if not waits:
         assert "let the host wait for it" in races([program])[0].repair
 
@@ -126,7 +126,7 @@ def test_what_the_host_writes_is_seen_by_all_that_is_submitted_later_and_by_noth
     program.host("tokens.py:1", writes=(0, 4))
     program.work("copy", "upload.py:1", reads=(0, 4))
     program.host("tokens.py:2", writes=(0, 4))
-    assert told(program) == [("upload.py:1", "tokens.py:2", 1)]
+    assert message(program) == [("upload.py:1", "tokens.py:2", 1)]
 
 
 @pytest.mark.parametrize("by_host, found", [(("compute",), []), ((), [("op.py", "update.py", 1)])])
@@ -136,7 +136,7 @@ def test_what_the_host_does_itself_is_done_when_it_goes_on(by_host, found):
     program.work("compute", "op.py", writes=SLOT)
     program.work(HOST, "update.py", reads=SLOT, writes=SLOT)
     program.work("gather", "gathers.py", reads=SLOT)
-    assert told(program) == found
+    assert message(program) == found
     program.work("compute", "next.py", writes=SLOT)
     (*_, race) = races([program])
     assert (race.first.item.site, race.second.item.site) == ("gathers.py", "next.py")
@@ -173,7 +173,7 @@ def test_a_host_that_waits_for_one_stream_puts_what_it_submits_to_another_in_ord
     program.work("compute", "forward.py", writes=SLOT)
     program.wait(HOST, program.record("compute"), "loop.py")
     program.work("reduce", "reduce.py", reads=SLOT)
-    assert told(program) == []
+    assert message(program) == []
 
 
 def lent_again(waits):
@@ -191,7 +191,7 @@ def lent_again(waits):
 
 
 def test_memory_lent_again_while_another_stream_writes_it_is_a_race_of_two_buffers():
-    assert told(lent_again(waits=True)) == []
+    assert message(lent_again(waits=True)) == []
     (race,) = races([lent_again(waits=False)])
     assert [buffer.label for buffer in race.buffers] == ["cargo", "activation"]
     assert "activations cargo" in str(race) and "activations activation" in str(race)
@@ -201,10 +201,10 @@ def test_memory_lent_again_while_another_stream_writes_it_is_a_race_of_two_buffe
 def test_memory_given_back_to_a_stream_that_has_not_waited_is_a_race_though_nobody_is_lent_it(waits):
     program = lent_again(waits)
     del program.items[-2:]
-    assert told(program) == []  # nobody knows who will be lent it
+    assert message(program) == []  # nobody knows who will be lent it
     program.items.pop()
     program.free(SLOT[0], "offload.py:4", stream="compute")
-    assert told(program) == ([] if waits else [("offload.py:2", "offload.py:4", 1)])
+    assert message(program) == ([] if waits else [("offload.py:2", "offload.py:4", 1)])
     if not waits:
         assert "before the memory is given back" in races([program])[0].repair
 
@@ -227,10 +227,10 @@ def of_two_ranks(call, barrier=False, group="all"):
 
 
 def test_a_collective_begins_when_all_recorded_ranks_of_its_group_have_come():
-    assert told(*of_two_ranks("all_gather", barrier=True)) == []
+    assert message(*of_two_ranks("all_gather", barrier=True)) == []
     apart = of_two_ranks("all_gather", barrier=True)
     apart[0].groups["all"], apart[1].groups["all"] = Group((0,)), Group((1,))
-    assert {frozenset(race[:2]) for race in told(*apart)} == {
+    assert {frozenset(race[:2]) for race in message(*apart)} == {
         frozenset(("first 1", "read 0")),
         frozenset(("again 0", "read 1")),
     }
@@ -255,7 +255,7 @@ def test_nobody_leaves_a_reduction_before_all_have_read(call, safe):
         program.call("reduce", call, f"call {rank}", reads=SLOT)
         program.work("reduce", f"write {rank}", writes=(100 + 50 * rank, 150 + 50 * rank))
         written.append(program)
-    assert (told(*written) == []) == safe
+    assert (message(*written) == []) == safe
 
 
 def test_a_message_puts_what_was_before_it_in_order_with_what_follows_its_receipt():
@@ -264,10 +264,10 @@ def test_a_message_puts_what_was_before_it_in_order_with_what_follows_its_receip
     receiver.call("recv", "recv", "recv", number=7, peer=0)
     sender.call("send", "send", "send", number=7, peer=1)
     receiver.work("recv", "used", reads=SLOT)
-    assert told(receiver, sender) == []
+    assert message(receiver, sender) == []
     receiver.work("recv", "written", writes=SLOT)
     sender.work("send", "read", reads=SLOT)
-    assert len(told(receiver, sender)) == 1  # the receiver tells the sender nothing
+    assert len(message(receiver, sender)) == 1  # the receiver tells the sender nothing
 
 
 def test_ranks_may_call_two_communicators_in_different_orders_in_two_streams():
@@ -276,13 +276,13 @@ def test_ranks_may_call_two_communicators_in_different_orders_in_two_streams():
         program.groups |= {"a": Group(range(2)), "b": Group(range(2))}
         for group in groups:
             program.call(f"stream {group}", "all_gather", "", group=group, number=1)
-    assert told(first, second) == []
+    assert message(first, second) == []
     # What is submitted before the host goes on does not see what it does then, though its turn comes later.
     behind = Written()
     behind.work("stream b", "read", reads=SLOT)
     behind.host("written", writes=SLOT)
     second.items[1:1] = behind.items
-    assert {frozenset(race[:2]) for race in told(second, first)} == {frozenset(("read", "written"))}
+    assert {frozenset(race[:2]) for race in message(second, first)} == {frozenset(("read", "written"))}
 
 
 def test_programs_that_can_not_end_or_make_no_sense_are_refused():
@@ -315,10 +315,10 @@ def test_values_that_the_host_asks_for_can_be_taken_out_with_their_waits():
     program.host("item.py", reads=(0, 4))
     program.wait(HOST, mark, "offload.py")
     program.host("adam.py", reads=SLOT)
-    assert told(program) == []
+    assert message(program) == []
     without = without_values(program)
     assert [item.site for item in without.items if isinstance(item, HostWait)] == ["offload.py"]
-    assert told(without) == [("update.py", "gathers.py", 1)]
+    assert message(without) == [("update.py", "gathers.py", 1)]
 
 
 # --- programs by chance -------------------------------------------------------------------------------------

@@ -84,8 +84,8 @@ def test_a_step_written_by_hand():
 
 def test_the_report_says_that_nobody_measured_the_machine_and_what_its_figures_mean():
     text = str(report([written()], replace(PLAIN, ranks_per_node=1)))
-    for told in ("measured = false: nobody measured plain", "MFU: matrix products", "made up: norm"):
-        assert told in text
+    for message in ("measured = false: nobody measured plain", "MFU: matrix products", "made up: norm"):
+        assert message in text
     assert "sent between nodes, MB: all_gather" in text
     assert "measured = false" not in str(report([written()], replace(PLAIN, measured=True)))
 
@@ -226,8 +226,8 @@ def test_bytes_of_all_links_are_those_of_the_formulas(name, ranks):
                 sums[item.call] += moved.sent
         assert sums.total() == pytest.approx(traffic.expected(model), rel=1e-12)
     for call, nbytes in sums.items():
-        told = sum(calls.get(call, 0) for calls in found.links.values())
-        assert 0 <= told - round(nbytes) < 0.02 * nbytes
+        message = sum(calls.get(call, 0) for calls in found.links.values())
+        assert 0 <= message - round(nbytes) < 0.02 * nbytes
 
 
 @pytest.mark.parametrize("again", [False, True])

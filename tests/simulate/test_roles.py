@@ -108,7 +108,7 @@ def test_roles_are_told_by_digits_and_other_ranks_of_them_by_their_column():
     assert columns(record_of(sharded, 4, steps=1), 2) == [{3: range(4)}, {1: range(4)}]
 
 
-def test_what_does_not_do_the_same_is_told():
+def test_what_does_not_do_the_same_is_reported():
     first, last = record_of(piped, 4, steps=2)
     assert "rank 2 does not do what rank 0 does: other collectives" in str(compared(last, first))
     (longer,) = record_of(lambda: sharded(3), 4, steps=2)

@@ -66,8 +66,8 @@ def test_the_program_of_the_readme_is_recorded_as_it_stands_for_as_many_steps_as
     """In a process of its own: it calls models by another name."""
     file = tmp_path / "train.py"
     file.write_text(re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)[1])
-    told = in_a_process([sys.executable, "-c", RECORDED, str(file)])
-    assert told == "0 4096 {4096}\n[0, 1, 2] []\n"
+    message = in_a_process([sys.executable, "-c", RECORDED, str(file)])
+    assert message == "0 4096 {4096}\n[0, 1, 2] []\n"
 
 
 def test_a_script_has_its_arguments_and_neighbours_and_what_comes_behind_the_last_step_is_not_kept(
@@ -76,8 +76,8 @@ def test_a_script_has_its_arguments_and_neighbours_and_what_comes_behind_the_las
     before = sys.argv, sys.path[:], sys.modules["__main__"]
     (program,) = record(["train.py", "9"], ranks=2, steps=2)
     assert steps_of(program) == [0, 1] and isinstance(program.items[-1], Step)
-    out, told = capsys.readouterr()
-    assert (out, told) == ("", "step 0 of train.py\n")  # the second has not come back
+    out, message = capsys.readouterr()
+    assert (out, message) == ("", "step 0 of train.py\n")  # the second has not come back
     assert (sys.argv, sys.path, sys.modules["__main__"]) == before
     (program,) = record(["train.py", "1"], ranks=2, steps=2)  # which ends by itself
     assert steps_of(program) == [0] and not isinstance(program.items[-1], Step)
@@ -100,21 +100,21 @@ def test_a_module_is_recorded_and_the_training_command_leaves_nothing(command, t
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
-def test_what_is_wrong_with_a_script_is_told(tmp_path):
+def test_what_is_wrong_with_a_script_is_reported(tmp_path):
     file = tmp_path / "ends.py"
     file.write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
     assert record([str(file), "0"])[0].items == []
     with pytest.raises(SystemExit) as end:
         record([str(file), "3"])
     assert end.value.code == 3
-    for command, told in (
+    for command, message in (
         ([], "no script"),
         (["-m"], "no script"),
         (["nowhere.py"], "nowhere.py: No such file"),
         (["no.module"], "no.module: no such script or module"),
         (["-m", "shardrt.nn"], "shardrt.nn: no such"),
     ):
-        with pytest.raises(NoScript, match=told):
+        with pytest.raises(NoScript, match=message):
             record(command)
 
 

@@ -47,28 +47,28 @@ def script(tmp_path, monkeypatch):
     device.set_current(before)
 
 
-def told(capsys, *arguments):
+def report(capsys, *arguments):
     assert shell(["simulate", *arguments]) == 0
     return capsys.readouterr().out
 
 
 def test_a_script_on_4096_ranks_is_told_to_people_and_to_programs(script, capsys):
     many = "--ranks", "4096", "--machine", "h100-8"
-    text = told(capsys, *many, *script)
+    text = report(capsys, *many, *script)
     assert text.startswith("rank 0 of 4,096 on h100-8, step 1: ")
     assert "262,144 tokens a step" in text and "measured = false" in text
     assert "shardrt/nn/utils.py" in text and "made up: norm" in text
-    found = json.loads(told(capsys, *many, "--json", *script))
+    found = json.loads(report(capsys, *many, "--json", *script))
     assert (found["ranks"], found["step"], found["tokens"]) == (4096, 1, 4096 * 64)
     assert sum(found["split"].values()) == pytest.approx(found["ms"])
     assert {"forward", "backward", "optimizer"} <= found["split"].keys()
     assert {"all_gather blocks.0", "reduce_scatter blocks.1"} <= found["exposed"].keys()
-    again = json.loads(told(capsys, *many, "--json", *script))
+    again = json.loads(report(capsys, *many, "--json", *script))
     assert (again["ms"], again["exposed"]) == (found["ms"], found["exposed"])  # a simulation knows no noise
 
 
 def test_more_nodes_take_longer_and_measure_the_wait(script, capsys):
-    one, many = (json.loads(told(capsys, "--ranks", n, "--json", *script)) for n in ("8", "4096"))
+    one, many = (json.loads(report(capsys, "--ranks", n, "--json", *script)) for n in ("8", "4096"))
     assert many["exposed"][""] > 10 * one["exposed"][""]
     assert "between nodes" in many["links"] and "between nodes" not in one["links"]
     assert many["memory"]["device"]["sharded parameters"] < one["memory"]["device"]["sharded parameters"]
@@ -76,9 +76,9 @@ def test_more_nodes_take_longer_and_measure_the_wait(script, capsys):
 
 def test_a_mesh_is_given_to_a_script_that_says_no_shape(script, capsys):
     """Two axes: copies, and shards inside the nodes."""
-    found = json.loads(told(capsys, "--ranks", "64", "--mesh", "8x8", "--json", *script))
+    found = json.loads(report(capsys, "--ranks", "64", "--mesh", "8x8", "--json", *script))
     assert set(found["links"]["between nodes"]) <= {"all_reduce", "all_gather", "reduce_scatter"}
-    flat = json.loads(told(capsys, "--ranks", "64", "--json", *script))
+    flat = json.loads(report(capsys, "--ranks", "64", "--json", *script))
     between, of_flat = (each["links"]["between nodes"]["all_gather"] for each in (found, flat))
     assert between < of_flat
     shards = (each["memory"]["device"]["sharded parameters"] for each in (found, flat))
@@ -90,7 +90,7 @@ def test_the_trace_is_read_as_that_of_a_run(script, capsys, tmp_path):
     at_once = re.sub(r"(item|launch) = .*", r"\1 = 0", (FOLDER / "h100-8.toml").read_text())
     (tmp_path / "mine.toml").write_text(at_once)
     words = "--ranks", "16", "--machine", "mine.toml", "--json", "--steps", "3", "--trace", "t.json"
-    found = json.loads(told(capsys, *words, *script))
+    found = json.loads(report(capsys, *words, *script))
     events = read_trace(tmp_path / "t.json")
     assert list(trace.steps_of(events, 0)) == [found["step"]] == [2]
     parts = trace.split(events, 0, 2)
@@ -135,15 +135,15 @@ def test_stages_of_a_pipeline_are_recorded_each_and_other_ranks_of_them_are_comp
     """A batch of each of 8 ranks goes through both stages."""
     options = "--batch-size", "32", "--parallel.pp", "2", "--steps", "2", "--model.n-layer", "2"
     more = "--check-roles", "1", "--jitter", "1e-3", "--json"
-    found = json.loads(told(capsys, "--ranks", "16", *more, "--", "models.train", *options))
+    found = json.loads(report(capsys, "--ranks", "16", *more, "--", "models.train", *options))
     assert found["tokens"] == 32 * 128 and "2 ranks recorded" in found["assumptions"]
     for rank, first in (7, 0), (15, 8):
         words = f"roles: rank {rank} has the collectives and bytes of rank {first}"
-        assert any(told.startswith(words) for told in found["assumptions"])
-    assert any("1 ms of standard deviation" in told for told in found["assumptions"])
+        assert any(report.startswith(words) for report in found["assumptions"])
+    assert any("1 ms of standard deviation" in report for report in found["assumptions"])
     assert {"forward", "backward"} <= found["split"].keys()
     again = json.loads(
-        told(capsys, "--ranks", "16", "--record", "0,8", "--json", "--", "models.train", *options)
+        report(capsys, "--ranks", "16", "--record", "0,8", "--json", "--", "models.train", *options)
     )
     assert (again["tokens"], again["memory"]) == (found["tokens"], found["memory"])
     assert again["ms"] < found["ms"]

@@ -29,7 +29,7 @@ def used_by_reduce(*sites):
     return program
 
 
-def test_the_only_wait_is_needed_and_the_race_that_it_prevents_is_told():
+def test_the_only_wait_is_needed_and_the_race_that_it_prevents_is_reported():
     (found,) = waits([used_by_reduce("schedule.py:10")])
     assert (found.verdict, found.covered_by) == (NEEDED, ())
     assert (found.prevents.first.item.site, found.prevents.second.item.site) == ("backward.py", "reduce.py")
@@ -153,8 +153,8 @@ def test_a_proof_tells_a_wait_as_needed_that_programs_need_which_ask_for_no_valu
     assert verdicts(program)["schedule.py"] == (COVERED, "train.py")
     proof = prove([program])
     assert (proof.races, proof.hidden) == ([], [])
-    told = {site.site: site.verdict for site in proof.waits}
-    assert told == {"schedule.py": NEEDED, "train.py": COVERED}
+    message = {site.site: site.verdict for site in proof.waits}
+    assert message == {"schedule.py": NEEDED, "train.py": COVERED}
     assert str(proof).startswith("no race, at any speed") and "waits covered by others\ntrain.py: " in str(
         proof
     )
@@ -164,8 +164,10 @@ def test_a_race_is_told_once_whether_or_not_values_are_asked_for():
     program = asks_for_its_loss("schedule.py")
     program.work("reduce", "after.py", writes=SLOT)
     proof = prove([program])
-    told = [[(r.first.item.site, r.second.item.site) for r in found] for found in (proof.races, proof.hidden)]
-    assert told == [[("gathers.py", "after.py")], [("update.py", "after.py")]]
+    message = [
+        [(r.first.item.site, r.second.item.site) for r in found] for found in (proof.races, proof.hidden)
+    ]
+    assert message == [[("gathers.py", "after.py")], [("update.py", "after.py")]]
 
 
 # --- programs by chance -------------------------------------------------------------------------------------

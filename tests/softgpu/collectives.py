@@ -96,7 +96,7 @@ def scattered(comm, here, stream):
 
 def in_16_bits(comm, here, stream):
     """Kind -> the largest error of sums of 16-bit numbers, and that of a sum that is rounded at each rank."""
-    told = {}
+    message = {}
     for kind, accumulate, count in product(("bfloat16", "float16"), (False, True), COUNTS):
         own = slice(comm.rank * count, (comm.rank + 1) * count)
         bits = [packed(values(rank, comm.size * count, "float32"), kind) for rank in range(comm.size)]
@@ -108,10 +108,10 @@ def in_16_bits(comm, here, stream):
         rounded, narrow = parts[0], ml_dtypes.bfloat16 if kind == "bfloat16" else np.float16
         for part in parts[1:]:
             rounded = (rounded + part).astype(narrow).astype(np.float32)
-        errors = told.setdefault(kind, [0.0, 0.0])
+        errors = message.setdefault(kind, [0.0, 0.0])
         errors[0] = max(errors[0], float(np.abs(found - expected).max(initial=0)))
         errors[1] = max(errors[1], float(np.abs(rounded - (expected - 3 * accumulate)).max(initial=0)))
-    return told
+    return message
 
 
 def reduced(comm, here, stream):
@@ -242,11 +242,11 @@ def train_invariant(reduction):
 
 def invariant():
     """Reduction -> whether two ranks train as one."""
-    told = {}
+    message = {}
     for reduction in ("nccl", "tree"):
         one, two = (tried(thread.run, ranks, train_invariant, reduction) for ranks in (1, 2))
-        told[reduction] = two if isinstance(two, str) else tried(same, two[0], one[0])
-    return told
+        message[reduction] = two if isinstance(two, str) else tried(same, two[0], one[0])
+    return message
 
 
 # -- calls and waits
@@ -288,7 +288,7 @@ def counted_step(reduction, norm_type, outermost, counting):
     model = model_on(mesh, {"strategy": outermost})
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     here = device.current()
-    told = []
+    message = []
     for step in range(2):
         text = texts(mesh, step)
         inputs, targets = (here.asarray(np.ascontiguousarray(part)) for part in (text[:, :-1], text[:, 1:]))
@@ -297,11 +297,11 @@ def counted_step(reduction, norm_type, outermost, counting):
         F.cross_entropy(model(inputs), targets).backward()
         before = Counter(counting.here())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type)
-        told = [counting.here()["waits"] - before["waits"]]
+        message = [counting.here()["waits"] - before["waits"]]
         optimizer.step()
         optimizer.zero_grad()
-        told.append(dict(counting.here()))
-    return told
+        message.append(dict(counting.here()))
+    return message
 
 
 def counts():

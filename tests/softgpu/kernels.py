@@ -55,8 +55,8 @@ class Kernels(Memory):
         kernel, grid = self._kernels[function], (gx, gy, gz)
         devices = kernel.device, self.stream(stream).device, self.device
         if len(set(devices)) > 1:
-            told = "{}: a function of device {}, a stream of {}, and the current device is {}"
-            raise failed(errors.INVALID_HANDLE, told.format(kernel.name, *devices))
+            report = "{}: a function of device {}, a stream of {}, and the current device is {}"
+            raise failed(errors.INVALID_HANDLE, report.format(kernel.name, *devices))
         fits = min(grid) > 0 and gx < 2**31 and max(gy, gz) < 65536 and 0 < bx <= 1024 and (by, bz) == (1, 1)
         if not fits or shared > kernel.shared:
             detail = f"{kernel.name}: grid {grid}, block {(bx, by, bz)}, {shared} bytes of {kernel.shared}"
@@ -64,8 +64,8 @@ class Kernels(Memory):
         arguments = kernel.arguments(parameters)
         for number, address in arguments[2]:
             if address and self.block(address, 0) is None:
-                told = f"{kernel.name}: argument {number} is memory of the host that is not pinned"
-                raise failed(errors.ILLEGAL_ADDRESS, told)
+                report = f"{kernel.name}: argument {number} is memory of the host that is not pinned"
+                raise failed(errors.ILLEGAL_ADDRESS, report)
         self.issue("launch", stream, Work(lambda: kernel.run(grid, bx, shared, arguments)), kernel.name)
 
 

@@ -47,7 +47,7 @@ FILES = (
 CALLS = {
     "remove": (
         *("wait", "record", "synchronize", "wait_here", "barrier", "_barrier"),
-        *("release", "give_back", "settle"),
+        *("release", "give_back", "wait"),
     ),
     "move": ("wait", "record", "submit"),
 }

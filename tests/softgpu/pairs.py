@@ -135,13 +135,13 @@ def torch_net(state, tokens):
 
 def refused(names):
     """ "" or why a pair that does not go together was not refused as on the CPU."""
-    kind, told = pairs.REFUSED[names]
+    kind, message = pairs.REFUSED[names]
     CUDA.choose("late")
     try:
         with tempfile.TemporaryDirectory() as folder:
             pairs.train_on(pairs.ranks_for(names), names, Path(folder), device="cuda")
     except kind as error:
-        return "" if re.search(told, str(error)) else f"told: {error}"
+        return "" if re.search(message, str(error)) else f"told: {error}"
     return "not refused"
 
 
@@ -189,8 +189,8 @@ def of_processes(count):
     running = [
         subprocess.Popen([*job, str(number)], stdout=subprocess.PIPE, text=True) for number in range(count)
     ]
-    told = [process.communicate()[0] for process in running]
-    found = {name: wrong for text in told if text for name, wrong in json.loads(text).items()}
+    message = [process.communicate()[0] for process in running]
+    found = {name: wrong for text in message if text for name, wrong in json.loads(text).items()}
     return found, max(abs(process.returncode) for process in running)
 
 

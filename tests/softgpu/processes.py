@@ -43,16 +43,16 @@ def main(folder: str) -> None:
             "All the world's a stage, and all the men and women merely players.\n" * 40
         )
     world.current().root.Barrier()
-    told, opened = {"losses": {place: trained(place) for place in ("cpu", "cuda")}}, []
-    told["by NCCL"] = sum(what == "nccl" for what, _, _ in NcclCommunicator.cuda.log)
+    message, opened = {"losses": {place: trained(place) for place in ("cpu", "cuda")}}, []
+    message["by NCCL"] = sum(what == "nccl" for what, _, _ in NcclCommunicator.cuda.log)
     open_handle = runtime.ipcOpenMemHandle
     runtime.ipcOpenMemHandle = lambda *args: opened.append(open_handle(*args)) or opened[-1]
-    told["steps"] = [
+    message["steps"] = [
         small_gpt.train(place, communicator=kind)[0] for place, kind in (("cpu", "auto"), ("cuda", "ipc"))
     ]
-    told["by IPC"] = len(opened)
+    message["by IPC"] = len(opened)
     if world.first():
-        print(json.dumps(told), flush=True)
+        print(json.dumps(message), flush=True)
 
 
 if __name__ == "__main__":

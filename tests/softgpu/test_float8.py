@@ -12,11 +12,11 @@ from models.plans import plan_of
 from shardrt import device, nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
+from shardrt.deferred_gradients import DeferredGradients
 from shardrt.device.cuda import CUDADevice
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.fsdp import MixedPrecisionPolicy, explain, fully_shard, memory_plan
 from shardrt.kernels.cuda import float8
-from shardrt.late import Late
 from shardrt.parallel import parallelize_module
 from shardrt.recompute import checkpoint
 from shardrt.tensor import Tensor
@@ -59,10 +59,10 @@ def train(float8, steps=4, captured=False, late=False, **how):
     pattern = np.arange(17 * steps * 4).reshape(steps * 2, 2, 17) % 7 * 5 % 64
 
     def step():
-        loss, halves = model(tokens, targets), Late() if late else None
-        loss.backward(late=halves)
+        loss, halves = model(tokens, targets), DeferredGradients() if late else None
+        loss.backward(deferred=halves)
         if late:
-            halves.run()
+            halves.flush()
         single = mesh.world.size == 1
         norm = nn.utils.clip_grad_norm_on_device_(model.parameters(), 1.0) if single else loss
         optimizer.step()
@@ -210,8 +210,8 @@ def test_what_it_takes_is_planned(software):
 
 
 def test_the_table_of_units_says_so(software):
-    (told,) = thread.run(1, lambda: explain(made(True)[1]).splitlines())
-    assert [line.split()[0] for line in told if "float8 of bfloat16" in line] == ["blocks.1"]
+    (message,) = thread.run(1, lambda: explain(made(True)[1]).splitlines())
+    assert [line.split()[0] for line in message if "float8 of bfloat16" in line] == ["blocks.1"]
 
 
 # -- where it can't be

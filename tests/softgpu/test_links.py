@@ -60,10 +60,10 @@ def test_a_slot_is_written_again_only_when_what_reads_it_has_run(gpu, software, 
         for m in range(6):
             what = f"F{m}"
             if mesh.rank == 0:
-                made.send("F", 1, (here.asarray(np.full(1000, m, np.float32)),), what=what)
+                made.send("F", 1, (here.asarray(np.full(1000, m, np.float32)),), tag=what)
             else:
-                made.expect("F", 0, what=what)
-                got = made.receive("F", 0, what=what)
+                made.expect("F", 0, tag=what)
+                got = made.receive("F", 0, tag=what)
                 found.append(got.arrays[0] * np.float32(2))
                 got.free()
         made.finish()
@@ -100,9 +100,9 @@ def test_what_links_take_is_planned_to_the_byte(gpu, software, monkeypatch, kind
         )
         sends, receives = ("F", "B") if mesh.rank == 0 else ("B", "F")
         arrays = [mesh.device.zeros(shape, np.float32) for shape in ((3, 1000), (), (70,))]
-        made.send(sends, peer, arrays, what="x")
-        made.expect(receives, peer, what="x")
-        made.receive(receives, peer, what="x").free()
+        made.send(sends, peer, arrays, tag="x")
+        made.expect(receives, peer, tag="x")
+        made.receive(receives, peer, tag="x").free()
         made.finish()
         mesh.device.current_stream.synchronize()
         shapes = [(array.shape, "float32") for array in arrays]

@@ -62,9 +62,9 @@ def test_a_buffer_takes_what_the_pool_keeps_and_what_garbage_holds(full):
 def test_a_buffer_for_which_there_is_no_room_is_a_memory_error(full):
     with pytest.raises(
         MemoryError, match=r"no room for 99\d* bytes on GPU 0, of which \d+ bytes are free"
-    ) as told:
+    ) as message:
         full.buffer(99 * 10**6, np.uint8)
-    assert failure.code_of(told.value) == failure.OUT_OF_MEMORY
+    assert failure.code_of(message.value) == failure.OUT_OF_MEMORY
 
 
 @pytest.mark.parametrize("status, kind", [(2, MemoryError), (700, RuntimeError)])
@@ -73,9 +73,9 @@ def test_pinned_memory_for_which_there_is_no_room_is_a_memory_error(gpu, softwar
         raise gpu._cupy.cuda.runtime.CUDARuntimeError(status)
 
     monkeypatch.setattr(gpu._cupy.cuda.runtime, "hostAlloc", full)
-    with pytest.raises(kind) as told:
+    with pytest.raises(kind) as message:
         gpu.pinned(8, np.uint8)
-    assert isinstance(told.value, MemoryError) == (kind is MemoryError)
+    assert isinstance(message.value, MemoryError) == (kind is MemoryError)
 
 
 def test_another_error_of_an_allocation_is_not_one_of_memory(gpu, software, monkeypatch):
@@ -143,16 +143,16 @@ def test_a_row_of_logits_is_held_where_static_shared_memory_leaves_room(
 @pytest.mark.mpi
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.parametrize(
-    "fills, told",
+    "fills, message",
     [
         ("cuda.capacity = 1 << 18", "no room for"),
         ("takes = 1 << 40, 0", "no room for NCCL on GPU"),
         ("takes = 0, 1 << 40", "no room for NCCL on GPU"),
     ],
 )
-def test_a_job_that_fills_its_gpus_ends_with_its_code_and_the_plan(fills, told):
+def test_a_job_that_fills_its_gpus_ends_with_its_code_and_the_plan(fills, message):
     """By arrays, by NCCL when a communicator is made, or at its first call."""
     done = mpirun(2, ["-m", "tests.softgpu.run", "-c", TRAINS.format(fills=fills)])
     assert done.returncode == failure.OUT_OF_MEMORY, done.stderr
     assert "is out of memory in its main thread:" in done.stderr and "the plan" in done.stderr
-    assert told in done.stderr
+    assert message in done.stderr

@@ -208,7 +208,7 @@ def test_threads_end_a_communicator_one_after_the_other(software, monkeypatch):
                 other.start()
                 transport.close()
                 other.join()
-        mesh.communicator("control").talk(b"")
+        mesh.communicator("control").all_gather_bytes(b"")
 
     thread.run(2, rank)
     assert not met
@@ -218,23 +218,23 @@ def test_threads_end_a_communicator_one_after_the_other(software, monkeypatch):
 @pytest.mark.timed
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.parametrize(
-    "status, told", [("2", "NcclError: NCCL_ERROR_SYSTEM_ERROR"), ("REMOTE_ERROR", "KeyError: 6")]
+    "status, message", [("2", "NcclError: NCCL_ERROR_SYSTEM_ERROR"), ("REMOTE_ERROR", "KeyError: 6")]
 )
-def test_an_error_in_the_threads_of_nccl_ends_the_job_and_is_named(status, told):
+def test_an_error_in_the_threads_of_nccl_ends_the_job_and_is_named(status, message):
     """CuPy has no names for the newer ones."""
     done = mpirun(2, ["-m", "tests.softgpu.run", "-c", BROKEN.format(status=status)])
     ended = time.time()
     assert done.returncode == nccl_watchdog.EXIT_CODE, done.stderr
-    assert f"NCCL failed on rank 1, communicator 'gather': {told}" in done.stderr
+    assert f"NCCL failed on rank 1, communicator 'gather': {message}" in done.stderr
     assert ended - float(done.stdout.split()[1]) < 30, "the limit of a hang"
 
 
 def test_an_error_of_nccl_names_the_rank_of_the_job(software, monkeypatch):
     """Not the one of the communicator, of which groups have one each."""
-    told, heard = [], threading.Event()
+    message, heard = [], threading.Event()
 
     def end_job(report, code):
-        told.append(report)
+        message.append(report)
         heard.set()
 
     monkeypatch.setattr(supervision, "supervisor", supervision.Supervisor(end_job=end_job))
@@ -246,10 +246,10 @@ def test_an_error_of_nccl_names_the_rank_of_the_job(software, monkeypatch):
             comm.fault = nccl.INVALID_USAGE
             heard.wait(30)
             comm.fault = 0
-        mesh.communicator("control").talk(b"")
+        mesh.communicator("control").all_gather_bytes(b"")
 
     thread.run(4, rank)
-    assert told[0].startswith(
+    assert message[0].startswith(
         "NCCL failed on rank 3, communicator 'gather': NcclError: NCCL_ERROR_INVALID_USAGE"
     )
 
@@ -271,8 +271,8 @@ def test_communicators_are_destroyed_in_one_order_and_not_by_the_collector(close
     destroyed = [f"communicator {number}" for number in range(6)]
     expected = [*destroyed, "end"] if close else ["end", *destroyed]
     for rank in ("0", "1"):
-        told = [line.split(": ") for line in done.stdout.splitlines()]
-        assert [what for who, what in told if who == rank] == expected
+        message = [line.split(": ") for line in done.stdout.splitlines()]
+        assert [what for who, what in message if who == rank] == expected
 
 
 @pytest.mark.parametrize(
@@ -300,12 +300,12 @@ def test_a_gpu_without_room_for_nccl_is_a_memory_error(
             monkeypatch.setattr(nccl.NcclCommunicator, "allReduce", fails)
         else:
             monkeypatch.setattr(nccl.NcclCommunicator, "takes", takes)
-        with pytest.raises(RuntimeError if not expected else MemoryError) as told:
+        with pytest.raises(RuntimeError if not expected else MemoryError) as message:
             here, gather = mesh.device, mesh.communicator("gather")
             gather.all_reduce(here.zeros(2, np.float32), stream=here.current_stream)
         if expected:
-            assert f"no room for NCCL on GPU {mesh.rank}: {expected} 1" in str(told.value)
-        return failure.code_of(told.value)
+            assert f"no room for NCCL on GPU {mesh.rank}: {expected} 1" in str(message.value)
+        return failure.code_of(message.value)
 
     assert thread.run(2, rank) == [failure.OUT_OF_MEMORY if expected else 1] * 2
 

@@ -25,7 +25,7 @@ kind = type(mesh.communicator("gather")).__name__
 numbers = mesh.device.zeros(2, "f4") + mesh.rank
 mesh.communicator("gather").all_reduce(numbers, stream=mesh.device.current_stream)
 found = json.dumps([kind, mesh.device.index, mesh.device.to_numpy(numbers).tolist()])
-everyone = mesh.communicator("control").talk(found.encode())
+everyone = mesh.communicator("control").all_gather_bytes(found.encode())
 if mesh.rank == 0:
     for each in everyone:
         print(each.decode(), flush=True)
@@ -63,7 +63,7 @@ with Watch(mesh):
     stream.synchronize()
 names = [name.removeprefix("shardrt-") for name, index in chosen.items() if index == mesh.device.index]
 told = " ".join([f"{mesh.rank}:", *sorted(set(names) - {"MainThread"})])
-for each in mesh.communicator("control").talk(told.encode()):
+for each in mesh.communicator("control").all_gather_bytes(told.encode()):
     if mesh.rank == 0:
         print(each.decode(), flush=True)
 """

@@ -75,5 +75,5 @@ def test_gradients_that_are_no_numbers_do_what_they_do_on_the_cpu(
         return
     assert codes({"name": "bad", **SHORT}, {"name": "bad", **SHORT}) == [NONFINITE] * 2
     (line,) = capfd.readouterr().err.splitlines()
-    told = "error: step 2: the norm of the gradients is nan: that of 'blocks.1.mlp.up.weight' first, "
-    assert line == told + "in the part of rank 1"
+    message = "error: step 2: the norm of the gradients is nan: that of 'blocks.1.mlp.up.weight' first, "
+    assert line == message + "in the part of rank 1"

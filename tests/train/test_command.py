@@ -209,8 +209,8 @@ def test_losses_norms_and_weights_are_those_of_one_rank(runs, name):
 @pytest.mark.parametrize("name", ["one", "two", "alone"])
 def test_progress_lines_are_whole_and_there_once(runs, name):
     output = runs[1][name]
-    told = [line for line in output.stdout.splitlines() if line.startswith("step ")]
-    assert [bool(STEP_LINE.fullmatch(line)) for line in told] == [True, True, False, True, False], told
+    message = [line for line in output.stdout.splitlines() if line.startswith("step ")]
+    assert [bool(STEP_LINE.fullmatch(line)) for line in message] == [True, True, False, True, False], message
     assert output.stdout.count("held-out text: ") == output.stdout.count("--- sample ---") == 1
     assert len(re.findall(r"\d bits per byte; gzip -9 needs \d", output.stdout)) == 1
     assert output.stderr == ""
@@ -257,7 +257,7 @@ for what, (program, args) in json.loads(sys.argv[1]).items():
 
 
 @pytest.fixture(scope="module")
-def told_by_two(tmp_path_factory):
+def reported_by_two(tmp_path_factory):
     """what -> (exit code, output and errors of two ranks together), of bad input and of --help."""
     cases = {what: ("train", arguments(*args)) for what, (args, _, _) in BAD_INPUT.items()}
     cases |= {f"help of {program}": (program, ["--help"]) for program in ("train", "generate")}
@@ -267,22 +267,22 @@ def told_by_two(tmp_path_factory):
     done = start("many", json.dumps(cases), ranks=2, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert contents(folder) == before
-    told = {what: (set(), [], []) for what in cases}
+    message = {what: (set(), [], []) for what in cases}
     for line in done.stdout.splitlines():
         what, code, out, err = json.loads(line)
-        told[what][0].add(code)
-        told[what][1].append(out)
-        told[what][2].append(err)
-    assert {len(out) for _, out, _ in told.values()} == {2}
-    return {what: (codes, "".join(out), "".join(err)) for what, (codes, out, err) in told.items()}
+        message[what][0].add(code)
+        message[what][1].append(out)
+        message[what][2].append(err)
+    assert {len(out) for _, out, _ in message.values()} == {2}
+    return {what: (codes, "".join(out), "".join(err)) for what, (codes, out, err) in message.items()}
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("program", "option"), [("train", "--optimizer.lr FLOAT"), ("generate", "--top-k INT")]
 )
-def test_help_is_printed_once(told_by_two, program, option):
-    codes, out, err = told_by_two[f"help of {program}"]
+def test_help_is_printed_once(reported_by_two, program, option):
+    codes, out, err = reported_by_two[f"help of {program}"]
     assert (codes <= {0, None}, err) == (True, "")
     assert out.count(option) == 1
 
@@ -297,11 +297,11 @@ def test_help_needs_no_mpirun(capfd):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("what", BAD_INPUT)
-def test_bad_input_gets_one_line_from_two_ranks(told_by_two, what):
-    _, code, told = BAD_INPUT[what]
-    codes, out, err = told_by_two[what]
+def test_bad_input_gets_one_line_from_two_ranks(reported_by_two, what):
+    _, code, message = BAD_INPUT[what]
+    codes, out, err = reported_by_two[what]
     (line,) = err.splitlines()
-    assert line.startswith("error: ") and told in line
+    assert line.startswith("error: ") and message in line
     assert (codes, out) == ({code}, "")
 
 
@@ -309,26 +309,26 @@ def test_bad_input_gets_one_line_from_two_ranks(told_by_two, what):
 @pytest.mark.parametrize("what", ["an unknown option", "a batch that the ranks cannot share"])
 def test_bad_input_ends_a_job_with_one_line_and_the_code(tmp_path, what):
     """Before MPI has started, and after."""
-    args, code, told = BAD_INPUT[what]
+    args, code, message = BAD_INPUT[what]
     before = contents(furnish(tmp_path))
     done = start("models.train", *arguments(*args), ranks=2, cwd=tmp_path)
     assert done.returncode == code
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ") and told in line
+    assert line.startswith("error: ") and message in line
     assert done.stdout == ""
     assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("what", ALONE)
 def test_bad_input_gets_one_line_from_one_rank(folder, what, capfd):
-    args, code, told = ALONE[what]
+    args, code, message = ALONE[what]
     before = contents(folder)
     with pytest.raises(SystemExit) as stop:
         train.main(arguments(*args))
     assert stop.value.code == code
     out, err = capfd.readouterr()
     (line,) = err.splitlines()
-    assert line.startswith("error: ") and told in line
+    assert line.startswith("error: ") and message in line
     assert out == ""
     assert contents(folder) == before
 
@@ -336,7 +336,7 @@ def test_bad_input_gets_one_line_from_one_rank(folder, what, capfd):
 @pytest.mark.parametrize(
     ("module", "args"), [("models.train", arguments()), ("models.generate", ["runs/untrained"])]
 )
-def test_a_world_size_without_mpirun_is_told(tmp_path, module, args):
+def test_a_world_size_without_mpirun_is_reported(tmp_path, module, args):
     before = contents(furnish(tmp_path))
     done = start(module, *args, cwd=tmp_path, WORLD_SIZE="2")
     assert done.returncode == USAGE
@@ -359,14 +359,14 @@ def test_a_batch_that_cannot_be_shared_is_told_before_the_model_is_made():
 
 
 @pytest.mark.parametrize(
-    ("width", "told"),
+    ("width", "message"),
     [
         (16, "runs/untrained/checkpoint/model.safetensors"),
         (24, "parameter 'wte.weight' has shape (256, 24), the values (256, 16)"),
         (25, "untrained/config.toml: n_embd must be a multiple of n_head, got 25 and 2"),
     ],
 )
-def test_generate_tells_what_is_wrong_with_a_run(folder, capfd, width, told):
+def test_generate_tells_what_is_wrong_with_a_run(folder, capfd, width, message):
     directory = folder / "runs" / "untrained"
     settings_file = directory / "config.toml"
     settings_file.write_text(settings_file.read_text().replace("n_embd = 16", f"n_embd = {width}"))
@@ -376,11 +376,11 @@ def test_generate_tells_what_is_wrong_with_a_run(folder, capfd, width, told):
         generate.main(["runs/untrained"])
     assert stop.value.code == USAGE
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: ") and told in line
+    assert line.startswith("error: ") and message in line
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         ([], "PATH"),
         (["runs/none"], "runs/none/config.toml: No such file"),
@@ -389,9 +389,9 @@ def test_generate_tells_what_is_wrong_with_a_run(folder, capfd, width, told):
         (["runs/taken", "--prompt", ""], "prompt must hold"),
     ],
 )
-def test_generate_tells_what_is_wrong_with_its_options(folder, capfd, args, told):
+def test_generate_tells_what_is_wrong_with_its_options(folder, capfd, args, message):
     with pytest.raises(SystemExit) as stop:
         generate.main(args)
     assert stop.value.code == USAGE
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: ") and told in line
+    assert line.startswith("error: ") and message in line

@@ -87,7 +87,7 @@ def test_a_section_of_a_file_loads_alone(file):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("stepps = 3", "unknown key 'stepps'; known: architecture, size, name, data,"),
         ("[fsdp]\nstrat = 1", "unknown key 'fsdp.strat'; known: strategy, blocks, prefetch"),
@@ -108,16 +108,16 @@ def test_a_section_of_a_file_loads_alone(file):
         ("[fsdp", "Expected ']'"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told_with_the_file_and_the_key(file, text, told):
+def test_what_is_wrong_in_a_file_is_told_with_the_file_and_the_key(file, text, message):
     file.write_text(text)
     with pytest.raises(ValueError) as error:
         settings.load(Config, file)
     assert str(error.value).startswith(f"{file}: ")
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--stepps", "3"], "--stepps"),
         (["--steps", "a"], "--steps: "),
@@ -133,10 +133,10 @@ def test_what_is_wrong_in_a_file_is_told_with_the_file_and_the_key(file, text, t
         (["--sample.prompt", ""], "sample.prompt must hold at least one byte"),
     ],
 )
-def test_what_is_wrong_on_the_command_line_is_told_with_the_option(arguments, told, capfd):
+def test_what_is_wrong_on_the_command_line_is_told_with_the_option(arguments, message, capfd):
     with pytest.raises(ValueError) as error:
         parse(*arguments)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "settings" not in str(error.value), "a name that the user never gave"
     assert capfd.readouterr() == ("", ""), "the one who catches the error speaks"
 
@@ -287,7 +287,7 @@ def test_errors_are_told_in_every_encoding_and_at_every_width():
     assert (done.returncode, done.stderr) == (2, "error: optimizer.lr must be at least 0, got -1.0\n")
 
 
-def test_a_peak_that_is_never_reached_is_told():
+def test_a_peak_that_is_never_reached_is_reported():
     assert parse("--optimizer.warmup-steps", "40", "--steps", "40").warnings() == []
-    (told,) = parse("--steps", "40").warnings()
-    assert "optimizer.warmup_steps is 60, of 40 steps" in told
+    (message,) = parse("--steps", "40").warnings()
+    assert "optimizer.warmup_steps is 60, of 40 steps" in message

@@ -160,7 +160,7 @@ def test_what_is_installed_beside_the_standard_library_does_not_change_the_text(
     assert load_corpus(block_size=4).digest == before.digest
 
 
-def test_a_python_without_sources_is_told(tmp_path, monkeypatch):
+def test_a_python_without_sources_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(ValueError, match="give text files with --data FILE"):
         load_corpus(block_size=4)

@@ -98,7 +98,7 @@ def held(folder, source, options, to=""):
     """The whole state of a run from the checkpoint `source`, as rank 0 has it; it is saved in folder `to`."""
     recipe = train.parse(arguments(*COMMON, *options))
     mesh = init_device_mesh()
-    recipe = pipelines.settled(recipe, mesh.size)
+    recipe = pipelines.resolved(recipe, mesh.size)
     mesh = jobs.with_axes(recipe, mesh)
     model = jobs.sharded_model(recipe, mesh, recipe.task())
     optimizer = jobs.optimizer_of(recipe, model)
@@ -129,9 +129,9 @@ def test_the_recipe_with_experts_can_be_spread(folder):
         model = jobs.sharded_model(recipe, init_device_mesh(), recipe.task())
         return [line for line in explain(model).splitlines() if ".experts " in line.split("FULL_SHARD")[0]]
 
-    for told in thread.run(2, lines):
-        assert len(told) == 4 and all("FULL_SHARD on efsdp (" in line for line in told)
-        assert all("cut on ep (0 1)" in line for line in told)
+    for message in thread.run(2, lines):
+        assert len(message) == 4 and all("FULL_SHARD on efsdp (" in line for line in message)
+        assert all("cut on ep (0 1)" in line for line in message)
 
 
 LOW = ("--precision.param", "bfloat16", "--precision.reduce", "bfloat16")
@@ -179,14 +179,14 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_what_can_not_be_is_told_in_the_words_of_the_command(folder, what):
-    (ranks, options), told = BAD[what]
+    (ranks, options), message = BAD[what]
 
     def set_up(recipe):
         mesh = init_device_mesh()
-        recipe = pipelines.settled(recipe, mesh.size)
+        recipe = pipelines.resolved(recipe, mesh.size)
         mesh, task = jobs.with_axes(recipe, mesh), recipe.task()
         model = jobs.sharded_model(recipe, mesh, task)
         jobs.planned_memory(recipe, mesh, task, model, loop.batches_of(recipe, mesh, task, 0))
 
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         thread.run(ranks, set_up, train.parse(arguments(*COMMON, *options)))

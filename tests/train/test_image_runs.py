@@ -108,8 +108,8 @@ def test_the_same_bits_of_a_vit_on_one_and_two_ranks(folder):
 
 
 def test_batch_norm_is_refused_where_no_bit_may_depend_on_the_ranks(folder, capfd):
-    told = refused(REGNET, capfd, "--deterministic", "world-invariant")
-    assert "the statistics of batch norm (stem.norm) depend on the number of ranks" in told
+    report = refused(REGNET, capfd, "--deterministic", "world-invariant")
+    assert "the statistics of batch norm (stem.norm) depend on the number of ranks" in report
     assert not (folder / "runs").exists()
 
 
@@ -125,8 +125,8 @@ def test_a_vit_begins_with_the_weights_of_files_and_a_new_head_for_other_classes
 
     how = ("--init-from", str(base), "--steps", "2", "--optimizer.lr", "1e-6", "--seed", "7")
     run(2, "tuned", VIT, *how, "--export", "True", "--checkpoint.every", "1")
-    told = f"the head starts afresh for 2 classes: {base} has none of so many"
-    assert " ".join(capfd.readouterr().out.split()).count(told) == 1
+    report = f"the head starts afresh for 2 classes: {base} has none of so many"
+    assert " ".join(capfd.readouterr().out.split()).count(report) == 1
     table = json.loads((folder / "runs" / "tuned" / "pretrained" / "config.json").read_text())
     assert (table["id2label"], table["label2id"]) == ({"0": "left", "1": "right"}, {"left": 0, "right": 1})
     before, after = (load_pretrained(path).state_dict() for path in (base, folder / "runs/tuned/pretrained"))

@@ -284,10 +284,15 @@ def test_bombs_pipes_and_formats_that_run_programs_are_images_that_cannot_be_rea
     (tmp_path / "b" / "1.png").unlink()
     os.symlink("/dev/zero", tmp_path / "b" / "1.png")
     train, _ = load_folder(tmp_path, on_corrupt="error")
-    told = ("30000 x 3100 pixels are too many", "cannot identify image file", "regular file", "regular file")
+    message = (
+        "30000 x 3100 pixels are too many",
+        "cannot identify image file",
+        "regular file",
+        "regular file",
+    )
     monkeypatch.setattr(PIL.Image, "convert", lambda *_: pytest.fail("it was decoded"), raising=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for index, why in zip((0, 1, 4, 5), told, strict=True):
+        for index, why in zip((0, 1, 4, 5), message, strict=True):
             with pytest.raises(Corrupt, match=why):
                 train.read(index)

@@ -125,9 +125,9 @@ def test_records_that_a_full_disk_does_not_take_are_written_when_it_has_room(tmp
     run.write("step", {**STEP, "step": 5})
     run.close()
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
-    told = capfd.readouterr().out
-    assert told.count("metrics.jsonl: No space left on device; training goes on") == 2  # once each time
-    assert "warning: 1 records of metrics.jsonl could not be written" in told
+    message = capfd.readouterr().out
+    assert message.count("metrics.jsonl: No space left on device; training goes on") == 2  # once each time
+    assert "warning: 1 records of metrics.jsonl could not be written" in message
 
 
 def test_an_output_on_a_full_disk_ends_no_run(tmp_path, monkeypatch):
@@ -139,7 +139,7 @@ def test_an_output_on_a_full_disk_ends_no_run(tmp_path, monkeypatch):
             full.close()
 
 
-def test_a_picture_that_cannot_be_written_is_told(tmp_path, capfd):
+def test_a_picture_that_cannot_be_written_is_reported(tmp_path, capfd):
     (tmp_path / "loss.png").mkdir()
     RunLog(tmp_path).finish({"seconds": 1.0})
     assert "loss.png: Is a directory" in capfd.readouterr().out
@@ -217,15 +217,15 @@ def test_the_load_of_experts_is_that_of_all_ranks_and_of_the_layer_where_it_is_m
 
 
 def test_step_lines_fit_the_terminal_and_are_aligned():
-    told = STEP | {"mfu": 0.62, "slowest_rank": 1, "lag_ms": 2.5}
-    records = [told, told | {"step": 1000, "loss": 12.25, "norm": 100.0, "ms": 1e4, "eta_s": 3600.0}]
+    message = STEP | {"mfu": 0.62, "slowest_rank": 1, "lag_ms": 2.5}
+    records = [message, message | {"step": 1000, "loss": 12.25, "norm": 100.0, "ms": 1e4, "eta_s": 3600.0}]
     for width in (40, 80, 100, 200):
         lines = [step_line(record, 1000, width=width) for record in records]
         assert len({len(line) for line in lines}) == 1 and len(lines[0]) <= width
-    assert step_line(told, 1000) == (
+    assert step_line(message, 1000) == (
         "step    1/1000  loss  5.5000  norm   1.250  100.0k tok/s  mfu 62%  left    1:01"
     )
-    mixed = told | {"expert_load": 2.46, "empty_experts": 0.125}
+    mixed = message | {"expert_load": 2.46, "empty_experts": 0.125}
     assert step_line(mixed, 1000) == (
         "step    1/1000  loss  5.5000  norm   1.250  load  2.5x  12% empty  100.0k tok/s"
     )
@@ -272,8 +272,8 @@ def test_a_terminal_has_a_line_that_moves_below_whole_lines():
     os.close(master)
     assert process.returncode == 0
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn.decode())
-    told = [line for line in text.splitlines() if line.startswith("step")]
-    assert told == [f"step {number} loss 1.5" for number in range(3)]
+    message = [line for line in text.splitlines() if line.startswith("step")]
+    assert message == [f"step {number} loss 1.5" for number in range(3)]
     assert "training" in text and "1/3" in text and "3/3" in text and "\x1b[1;36m1.5" in drawn.decode()
 
 

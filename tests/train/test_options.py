@@ -120,7 +120,7 @@ def test_the_norm_is_the_one_that_was_asked_for(folder):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--micro-batches", "0"], "micro_batches must be at least 1, got 0"),
         (["--fsdp.copies", "2"], "fsdp.copies must be 1 without a hybrid strategy, got 2 with FULL_SHARD"),
@@ -136,13 +136,13 @@ def test_the_norm_is_the_one_that_was_asked_for(folder):
         (["--reduce-each", "True"], "reduce_each needs micro_batches above 1"),
     ],
 )
-def test_what_does_not_go_together_is_told_before_anything_is_written(folder, options, told, capfd):
+def test_what_does_not_go_together_is_told_before_anything_is_written(folder, options, message, capfd):
     before = sorted(folder.rglob("*"))
     with pytest.raises(SystemExit) as stop:
         run("refused", *options)
     assert stop.value.code == USAGE
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: ") and told in line
+    assert line.startswith("error: ") and message in line
     assert sorted(folder.rglob("*")) == before
 
 

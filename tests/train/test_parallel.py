@@ -13,7 +13,7 @@ from models import train
 from models.generate import of_folder
 from shardrt.comm import init_device_mesh, thread
 from shardrt.faults import flight
-from shardrt.nn.share import SAME
+from shardrt.nn.parameter_placement import REPLICATE
 from shardrt.train import config as settings
 from shardrt.train import job as jobs
 from shardrt.train import loop
@@ -181,7 +181,7 @@ def test_what_all_ranks_of_the_axis_hold_is_compared(folder, monkeypatch):
     def flip(job, done, *rest):
         if done == STEPS - 1 and job.mesh.rank == 1:
             groups = [piece.storage.parameters for piece in job.optimizer.slices]
-            same = [parameters[0].share.kind == SAME for parameters in groups].index(True)
+            same = [parameters[0].placement.kind == REPLICATE for parameters in groups].index(True)
             job.optimizer.slices[same].state["v"].view(np.uint32)[3] ^= 1 << 16
         return original(job, done, *rest)
 
@@ -247,21 +247,21 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_what_cannot_be_cut_is_told_in_the_words_of_the_command(what):
-    ranks, options, told = BAD[what]
-    with pytest.raises(ValueError, match=re.escape(told)):
+    ranks, options, message = BAD[what]
+    with pytest.raises(ValueError, match=re.escape(message)):
         run_ranks(ranks, set_up, train.parse(arguments(*options)))
 
 
 @pytest.mark.parametrize(
-    ("architecture", "options", "told"),
+    ("architecture", "options", "message"),
     [
         ("regnet", TP, "parallel.tp: there is no plan that cuts a RegNet"),
         ("vit", SEQUENCE, "there is no sequence_parallel for a ViT"),
     ],
 )
-def test_models_without_a_plan_are_told(architecture, options, told):
+def test_models_without_a_plan_are_reported(architecture, options, message):
     pytest.importorskip("sklearn")
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         run_ranks(2, set_up, train.parse(["--architecture", architecture, *options]))
 
 

@@ -209,8 +209,8 @@ def test_traces_show_actions_links_and_how_long_ranks_are_idle(folder, capsys):
     kept = read_run(path)
     for rank, row in enumerate(kept.table.ranks):
         traced = drawing.actions_in(kept.events, rank, 3)
-        told = [(acted.kind, acted.stage, acted.micro_batch) for acted in traced]
-        assert told == [action[:3] for action in row]
+        message = [(acted.kind, acted.stage, acted.micro_batch) for acted in traced]
+        assert message == [action[:3] for action in row]
         parts = drawing.split(kept.events, rank, 3)
         assert {"forward", "backward", "optimizer"} <= parts.keys()
     streams = {event["cat"] for event in kept.events if event["ph"] == "X"}
@@ -233,8 +233,8 @@ def test_ranks_are_idle_outside_of_actions_and_where_those_wait():
         before = 0
         for action, begin, stop in zip(row, replay.start[rank], replay.end[rank], strict=True):
             waits = (begin - before) / 2
-            told = f"{action.kind}{action.micro_batch} of stage {action.stage}"
-            events.append(span(rank, told, begin - waits, stop))
+            message = f"{action.kind}{action.micro_batch} of stage {action.stage}"
+            events.append(span(rank, message, begin - waits, stop))
             events += [span(rank, "wait", begin - waits, begin)] if waits else []
             before = stop
     assert drawing.idle(events, 7, table) == [
@@ -272,21 +272,21 @@ def span(rank, name, begin, stop):
     }
 
 
-def settled(ranks, *options):
-    return pipelines.settled(train.parse(arguments(*options)), ranks)
+def resolved(ranks, *options):
+    return pipelines.resolved(train.parse(arguments(*options)), ranks)
 
 
 def test_a_pipeline_has_the_micro_batches_of_either_name_or_two_for_each_rank(folder):
-    assert settled(2, "--parallel.pp", "2").micro_batches == 4
-    assert settled(8, "--parallel.pp", "2", "--deterministic", "world-invariant").micro_batches == 16
-    assert settled(2, "--parallel.pp", "2", "--parallel.micro-batches", "1").micro_batches == 1
+    assert resolved(2, "--parallel.pp", "2").micro_batches == 4
+    assert resolved(8, "--parallel.pp", "2", "--deterministic", "world-invariant").micro_batches == 16
+    assert resolved(2, "--parallel.pp", "2", "--parallel.micro-batches", "1").micro_batches == 1
     assert (
-        settled(2, *PP).micro_batches == settled(2, *PP, "--parallel.micro-batches", "4").micro_batches == 4
+        resolved(2, *PP).micro_batches == resolved(2, *PP, "--parallel.micro-batches", "4").micro_batches == 4
     )
-    assert settled(1, "--parallel.micro-batches", "3").micro_batches == 3
+    assert resolved(1, "--parallel.micro-batches", "3").micro_batches == 3
     schedule("1F1B", 2, 6).save("six.csv")
-    assert settled(2, "--parallel.pp", "2", "--parallel.schedule", "six.csv").micro_batches == 6
-    assert settled(1).micro_batches == 1
+    assert resolved(2, "--parallel.pp", "2", "--parallel.schedule", "six.csv").micro_batches == 6
+    assert resolved(1).micro_batches == 1
 
 
 WAITS = "0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1\n"
@@ -384,21 +384,21 @@ BAD = {
 def test_what_can_be_no_pipeline_is_told_in_the_words_of_the_command(folder, what):
     for name, text in (("waits", WAITS), ("circle", CIRCLE), ("poem", "Shall I, compare thee\n")):
         (folder / f"{name}.csv").write_text(text)
-    ranks, options, told = BAD[what]
-    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(told)):
+    ranks, options, message = BAD[what]
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
         run_ranks(ranks, set_up, train.parse(arguments(*options)))
 
 
 def set_up(recipe):
     """What a run does before it writes anything; the command makes a line of an error (test_command.py)."""
     mesh = init_device_mesh()
-    recipe = pipelines.settled(recipe, mesh.size)
+    recipe = pipelines.resolved(recipe, mesh.size)
     mesh, task = jobs.with_axes(recipe, mesh), recipe.task()
     model = jobs.sharded_model(recipe, mesh, task)
     jobs.planned_memory(recipe, mesh, task, model, loop.batches_of(recipe, mesh, task, 0))
 
 
-def test_a_model_without_pieces_is_told(folder, monkeypatch):
+def test_a_model_without_pieces_is_reported(folder, monkeypatch):
     recipe = train.parse(arguments(*PP))
     monkeypatch.delattr("models.gpt.GPT.pieces")
     with pytest.raises(ValueError, match="parallel.pp: a GPT has no pieces"):
@@ -408,8 +408,8 @@ def test_a_model_without_pieces_is_told(folder, monkeypatch):
 def test_a_stage_that_refuses_its_input_is_told_on_all_ranks(folder, monkeypatch):
     """While memory is planned, in the first stage alone."""
     monkeypatch.setattr("models.gpt.extended", lambda *how: (_ for _ in ()).throw(ValueError("too long")))
-    told = run_ranks(2, message_of, train.parse(arguments(*PP)))
-    assert told == ["too long", "too long"]
+    message = run_ranks(2, message_of, train.parse(arguments(*PP)))
+    assert message == ["too long", "too long"]
 
 
 def message_of(recipe):

@@ -183,21 +183,21 @@ def damaged(folder):
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "told"),
+    ("options", "code", "message"),
     [
         (["--resume", "auto"], USAGE, "resume = 'auto' needs the name of a run"),
         (["--resume", "runs/none"], USAGE, "runs/none/manifest.json: No checkpoint here"),
         (["--resume", "auto", "--name", "whole"], DATA, "no checkpoint could be restored: "),
     ],
 )
-def test_what_cannot_be_resumed_is_told(folder, capfd, options, code, told):
+def test_what_cannot_be_resumed_is_reported(folder, capfd, options, code, message):
     damaged(folder)
     capfd.readouterr()
     with pytest.raises(SystemExit) as stop:
         train.main(arguments(*options))
     assert stop.value.code == code
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: ") and told in line
+    assert line.startswith("error: ") and message in line
 
 
 def test_a_loss_scale_that_no_run_has_is_told_in_one_line(folder, capfd):
@@ -234,7 +234,7 @@ def test_a_folder_that_goes_away_is_made_again_with_all_records(folder, capfd, m
 
     def away(job, done):
         if done == 5:  # rmtree fails where the checkpoint of step 3 gets its name meanwhile
-            loop.tell_saved(job.run, job.checkpoints.settle)
+            loop.report_saved(job.run, job.checkpoints.wait)
         if done == 5 and what == "removed":
             shutil.rmtree(run)
         elif done == 5:
@@ -244,11 +244,11 @@ def test_a_folder_that_goes_away_is_made_again_with_all_records(folder, capfd, m
     with monkeypatch.context() as patch:
         patch.setattr(loop, "update", away)
         launch(1, "cut")
-    told = capfd.readouterr().out
-    assert told.count("warning: runs/cut was moved or removed: made again, with the records so far") == 1
+    message = capfd.readouterr().out
+    assert message.count("warning: runs/cut was moved or removed: made again, with the records so far") == 1
     launch(1, "whole")
     assert curves(folder, "cut") == curves(folder, "whole")
-    assert [path.name[-2:] for path in sorted((run / "checkpoints").iterdir())] == ["06", "09", "12"], told
+    assert [path.name[-2:] for path in sorted((run / "checkpoints").iterdir())] == ["06", "09", "12"], message
 
 
 @pytest.mark.mpi

@@ -140,8 +140,8 @@ def test_gradients_that_are_no_numbers_stop_all_ranks_before_the_update(folder, 
     at_step(monkeypatch, 2, poison(1))
     assert codes({"name": "bad"}, {"name": "bad"}) == [NONFINITE] * 2 == [80] * 2
     (line,) = capfd.readouterr().err.splitlines()
-    told = "error: step 2: the norm of the gradients is nan: that of 'blocks.1.mlp.up.weight' first, "
-    assert line == told + "in the part of rank 1"
+    message = "error: step 2: the norm of the gradients is nan: that of 'blocks.1.mlp.up.weight' first, "
+    assert line == message + "in the part of rank 1"
     assert [record["step"] for record in records(folder, "bad", "step")] == [1]
 
 
@@ -276,14 +276,14 @@ def test_nothing_need_be_held_out(folder, monkeypatch):
     assert len(records(folder, "all", "step")) == STEPS and not records(folder, "all", "evaluation")
 
 
-def test_ranks_with_other_settings_are_told(folder, capfd):
+def test_ranks_with_other_settings_are_reported(folder, capfd):
     other = replace(CONFIG.optimizer, lr=0.5)
     assert codes({}, {}, {"optimizer": other}) == [DIFFERS] * 3 == [78] * 3
     (line,) = capfd.readouterr().err.splitlines()
     assert line == "error: ranks differ: settings.optimizer.lr: 0.001 on rank 0, 0.5 on rank 2"
 
 
-def test_ranks_with_other_data_are_told(folder, capfd):
+def test_ranks_with_other_data_are_reported(folder, capfd):
     paths = [folder / rank / "text.txt" for rank in ("0", "1")]
     for path, text in zip(paths, ("to be or not", "to be or nor"), strict=True):
         path.parent.mkdir()
@@ -298,6 +298,6 @@ def test_a_run_alone_that_is_out_of_memory_has_the_code_and_the_plan(folder, mon
     with pytest.raises(SystemExit) as stop:  # in this thread: a world of one, not one of threads
         jobs.launch(replace(CONFIG, name="big", data=(Path("text.txt"),)))
     assert stop.value.code == OUT_OF_MEMORY == 81
-    told = capfd.readouterr().err
-    assert "Unable to allocate 8.00 PiB" in told and "MB are resident" in told
-    assert re.search(r"^device  optimizer state +\d", told, re.M)
+    message = capfd.readouterr().err
+    assert "Unable to allocate 8.00 PiB" in message and "MB are resident" in message
+    assert re.search(r"^device  optimizer state +\d", message, re.M)

@@ -81,8 +81,8 @@ def test_the_recipes_for_digits_learn_on_two_ranks(name, folder, capfd):
     evaluations = records(folder, "x", "evaluation")
     assert evaluations[-1]["held_out_accuracy"] > 0.8
     assert evaluations[-1]["held_out_loss"] < evaluations[0]["held_out_loss"]
-    told = capfd.readouterr().out
-    assert "img/s" in told and "% right" in told
+    message = capfd.readouterr().out
+    assert "img/s" in message and "% right" in message
     weights = load_file(folder / "runs" / "x" / "checkpoint" / "model.safetensors")
     assert ("stem.norm.running_mean" in " ".join(weights)) == (name == "digits-regnet")
 
@@ -195,7 +195,7 @@ def test_fine_tuning_begins_with_the_weights_of_files_and_exports_them_merged(fo
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--architecture", "bert"], "architecture must be one of gpt, llama, vit, regnet, got 'bert'"),
         (["--size", "gpt3"], "size must be one of gpt2, gpt2-medium, gpt2-large, gpt2-xl, got 'gpt3'"),
@@ -208,13 +208,13 @@ def test_fine_tuning_begins_with_the_weights_of_files_and_exports_them_merged(fo
         (["--architecture", "vit", "--images.smoothing", "1"], "images.smoothing must be in [0, 1), got 1"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(folder, capfd, options, told):
+def test_what_makes_no_sense_is_one_line(folder, capfd, options, message):
     given = options if "vit" in options else arguments(*options)
     with pytest.raises(SystemExit) as stop:
         train.main(given)
     assert stop.value.code in (2, 65)
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: ") and told in line
+    assert line.startswith("error: ") and message in line
     assert not any(path.name not in ("taken", "untrained") for path in (folder / "runs").iterdir())
 
 
@@ -263,8 +263,8 @@ def test_a_resume_says_what_is_not_as_it_was(folder, capfd):
     )
     out = capfd.readouterr().out
     (line,) = [line for line in out.splitlines() if line.startswith("warning: not the run that was saved")]
-    for told in ("seed was 0, is 7", "digest was sha256"):
-        assert told in line, line
+    for message in ("seed was 0, is 7", "digest was sha256"):
+        assert message in line, line
 
 
 def test_a_finished_run_without_checkpoints_is_not_begun_again(folder, capfd):
@@ -276,8 +276,8 @@ def test_a_finished_run_without_checkpoints_is_not_begun_again(folder, capfd):
 
 
 def test_a_tokenizer_that_bytes_do_not_need_is_told_before_training(folder, capfd):
-    for path, told in (("none.json", "the data are bytes"), ("tiny.toml", "the data are bytes")):
+    for path, message in (("none.json", "the data are bytes"), ("tiny.toml", "the data are bytes")):
         with pytest.raises(SystemExit) as stop:
             train.main(arguments("--text.tokenizer", path))
         assert stop.value.code in (2, 65)
-        assert told in capfd.readouterr().err
+        assert message in capfd.readouterr().err

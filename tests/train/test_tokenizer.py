@@ -78,7 +78,7 @@ def test_panics_of_the_library_are_one_line(path, tmp_path, capfd, case):
 
 def test_a_library_without_end_or_that_ends_the_process_is_one_line(path, tmp_path, monkeypatch):
     write(path)
-    for does, told in (
+    for does, message in (
         ("print('why', file=sys.stderr); os.abort()", "SIGABRT: why"),
         ("while True: pass", "it took more than 60 s"),
         ("x = bytearray(1 << 34)", "no tokenizer .MemoryError"),
@@ -96,7 +96,7 @@ def test_a_library_without_end_or_that_ends_the_process_is_one_line(path, tmp_pa
         source = open(tokenizer_process.__file__).read()
         quick.write_text(source.replace("ITIMER_PROF, seconds(", "ITIMER_PROF, 1.0 + 0 * seconds("))
         monkeypatch.setattr(tokenizer_process, "__file__", str(quick))
-        with pytest.raises(BadTokens, match=told) as error:
+        with pytest.raises(BadTokens, match=message) as error:
             Tokenizer(path)
         assert str(path) in str(error.value) and "\n" not in str(error.value)
         monkeypatch.undo()

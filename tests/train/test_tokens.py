@@ -272,8 +272,10 @@ def test_damaged_token_files_and_lines_are_read_or_refused_in_a_line(tmp_path, c
         out = tmp_path / f"{number}.tokens"
         for command in (["check", path], ["make", out, lines]):
             code = main(["data", *map(str, command)])
-            told = "".join(capsys.readouterr())
-            assert code in (0, 65) and told.count("\n") == 1 and printable(told[:-1]) == told[:-1], told
+            message = "".join(capsys.readouterr())
+            assert code in (0, 65) and message.count("\n") == 1 and printable(message[:-1]) == message[:-1], (
+                message
+            )
             codes.add((command[0], code))
     assert codes == {("check", 0), ("check", 65), ("make", 0), ("make", 65)}
 
@@ -283,13 +285,13 @@ def test_lines_that_are_deep_and_texts_that_are_pipes_are_one_line(tmp_path, cap
     os.mkfifo(tmp_path / "pipe.txt")
     os.symlink("/dev/zero", tmp_path / "zero.jsonl")
     os.symlink("/dev/zero", tmp_path / "zero.tokens")
-    for name, told in (
+    for name, message in (
         ("a.jsonl", "a.jsonl, line 2: no JSON object with a text 'text'"),
         ("pipe.txt", "is not a regular file"),
         ("zero.jsonl", "is not a regular file"),
     ):
         assert main(["data", "make", str(tmp_path / "b.tokens"), str(tmp_path / name)]) == 65
         error = capsys.readouterr().err
-        assert told in error and error.count("\n") == 1
+        assert message in error and error.count("\n") == 1
     assert main(["data", "check", str(tmp_path / "zero.tokens")]) == 65
     assert "is not a regular file" in capsys.readouterr().err

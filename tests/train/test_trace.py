@@ -136,9 +136,9 @@ def test_every_unit_is_there_in_every_step_on_every_rank(events):
         assert tuple(tool.steps_of(events, rank)) == STEPS
         for step in STEPS:
             spans = tool.spans_in(events, rank, step)
-            told = [event["name"] for event in spans["compute"]]
+            message = [event["name"] for event in spans["compute"]]
             for unit in UNITS:
-                assert told.count(f"forward {unit}") == told.count(f"backward {unit}") == 1
+                assert message.count(f"forward {unit}") == message.count(f"backward {unit}") == 1
                 assert [e["name"] for e in spans["reduce"]].count(f"reduce_scatter {unit}") == 1
             gathers = [event["args"]["unit"] for event in spans["gather"] if "all_gather" in event["name"]]
             assert set(gathers) == set(UNITS)
@@ -190,8 +190,8 @@ def test_a_step_is_drawn(run, tmp_path, capsys):
     assert main(["trace", str(run), "--step", "2", "--rank", "1", "-o", str(file)]) == 0
     assert capsys.readouterr().out.startswith("step 2, rank 1: ")
     drawn = file.read_text()
-    for told in ("gather stream", "compute stream", "reduce stream", "forward blocks.0: ", "rank 1 of 2"):
-        assert told in drawn
+    for message in ("gather stream", "compute stream", "reduce stream", "forward blocks.0: ", "rank 1 of 2"):
+        assert message in drawn
     assert main(["trace", str(run), "--step", "1"]) == 65
     assert capsys.readouterr().err == f"error: {run}: step 1 is not in the trace, but 2, 3\n"
     assert main(["trace", str(tmp_path)]) == 65

@@ -103,17 +103,17 @@ def test_processes_that_go_on_where_threads_of_other_numbers_were_leave_the_same
     assert left(folder, "moved") == left(folder, "alone")
 
 
-def test_another_number_of_micro_batches_is_told(folder, capfd):
+def test_another_number_of_micro_batches_is_reported(folder, capfd):
     run(2, "told", "--steps", "2")
     run(2, "told", "--steps", "3", "--resume", "auto", "--micro-batches", "4")
-    told = "warning: not the run that was saved: micro_batches was 8, is 4"
-    assert told in capfd.readouterr().out
+    message = "warning: not the run that was saved: micro_batches was 8, is 4"
+    assert message in capfd.readouterr().out
     run(2, "told", "--steps", "4", "--resume", "auto", "--micro-batches", "4", "--deterministic", "per-world")
     assert "deterministic was world-invariant, is per-world" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (("--micro-batches", "12", "--batch-size", "12"), "micro_batches must be a power of two, got 12"),
         (("--batch-size", "12"), "batch_size 12 cannot be shared equally"),
@@ -123,10 +123,10 @@ def test_another_number_of_micro_batches_is_told(folder, capfd):
         (("--threads", "-1"), "threads must be at least 0, got -1"),
     ],
 )
-def test_what_does_not_go_together_is_told_before_anything_is_written(folder, options, told, capfd):
+def test_what_does_not_go_together_is_told_before_anything_is_written(folder, options, message, capfd):
     with pytest.raises(SystemExit) as stop:
         run(1, "refused", *options)
     assert stop.value.code == USAGE
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: ") and told in line
+    assert line.startswith("error: ") and message in line
     assert not (folder / "runs" / "refused").exists()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardrt import autograd, dtypes, random
-from shardrt.comm.digits import size_of, without
+from shardrt.comm.mesh_layout import size_of, without
 from shardrt.fsdp.observers import ScheduleObserver
 from shardrt.fsdp.policy import Choices
 from shardrt.fsdp.process_groups import ProcessGroups
@@ -210,7 +210,7 @@ def check_world_invariant(units: list[Unit]) -> None:
                 f"set_world_invariant: unit {u.label} has its gradients on the host, where they are not "
                 "added by a tree; use CPUOffloadPolicy(gradients=False)"
             )
-        if u.micro_batches is not None and any(p.share and p.share.partial for p in u.parameters):
+        if u.micro_batches is not None and any(p.placement and p.placement.partial for p in u.parameters):
             raise ValueError(
                 f"set_world_invariant: gradients of unit {u.label} are summed over another axis as well, and "
                 "not by the tree of micro-batches; leave adapters and TokenParallel out, and with "
@@ -233,7 +233,11 @@ def check_world_invariant(units: list[Unit]) -> None:
 def _check_experts(unit: Unit, first: Unit) -> None:
     """Raise ValueError unless the ranks of experts add neighbouring leaves of the tree, in float32."""
     for group in unit.groups:
-        apart = [p.share.mesh.ranks for p in group.parameters if p.share is not None and p.share.own_data]
+        apart = [
+            p.placement.mesh.ranks
+            for p in group.parameters
+            if p.placement is not None and p.placement.own_data
+        ]
         places = np.searchsorted(first.settings.mesh.ranks.ravel(), apart[0].ravel()) if apart else ()
         if (np.diff(places) != 1).any():
             raise ValueError(

@@ -56,13 +56,13 @@ class Rows:
     uses: int
 
     @classmethod
-    def plan(cls, layout: Layout, trained: Collection[int], tell_uses: bool) -> "Rows | None":
+    def plan(cls, layout: Layout, trained: Collection[int], report_uses: bool) -> "Rows | None":
         """Rows for the parameters at the positions `trained`; None if rows would be as long as shards.
 
-        tell_uses: rows begin with flags.
+        report_uses: rows begin with flags.
         """
         runs = _runs(sorted(trained))
-        uses = len(layout.entries) if tell_uses else 0
+        uses = len(layout.entries) if report_uses else 0
         offsets: dict[int, int] = {}
         gaps: list[tuple[int, int]] = []
         rows: list[list[Move]] = [[] for _ in range(layout.shards)]
@@ -80,7 +80,7 @@ class Rows:
                     ends[shard] = aligned(ends[shard] + last - first)
             full = aligned(stop + shift)
         size = aligned(-(-max(16, *ends) // layout.copies)) * layout.copies
-        if not tell_uses and size >= layout.shard_size:
+        if not report_uses and size >= layout.shard_size:
             return None
         gaps = [(start, stop) for start, stop in gaps if start < stop]
         return cls(offsets, tuple(gaps), max(full, size), tuple(map(tuple, rows)), size, uses)

@@ -1,6 +1,6 @@
 """How ranks agree about things that are not arrays: values as JSON, who failed, and what differs.
 
-All of it goes through Communicator.talk.
+All of it goes through Communicator.all_gather_bytes.
 """
 
 import json
@@ -11,35 +11,35 @@ from typing import Any
 from shardrt.comm.protocol import Communicator
 
 
-def from_all(control: Communicator, value: Any) -> list[Any]:
+def all_gather_object(control: Communicator, value: Any) -> list[Any]:
     """Everyone's `value`, as JSON has it, by rank. Collective."""
-    return [json.loads(data) for data in control.talk(json.dumps(value).encode())]
+    return [json.loads(data) for data in control.all_gather_bytes(json.dumps(value).encode())]
 
 
-def agree(control: Communicator, value: Any) -> list[int]:
+def differing_ranks(control: Communicator, value: Any) -> list[int]:
     """The ranks on which `value` has another repr than on rank 0: [] where all agree. Collective."""
-    told = control.talk(blake2b(repr(value).encode(), digest_size=16).digest())
-    return [rank for rank, digest in enumerate(told) if digest != told[0]]
+    message = control.all_gather_bytes(blake2b(repr(value).encode(), digest_size=16).digest())
+    return [rank for rank, digest in enumerate(message) if digest != message[0]]
 
 
-def from_first(control: Communicator, value: Any) -> Any:
+def broadcast_object(control: Communicator, value: Any) -> Any:
     """Rank 0's `value` for everyone. Collective."""
-    return from_all(control, value if control.rank == 0 else None)[0]
+    return all_gather_object(control, value if control.rank == 0 else None)[0]
 
 
 def failures(control: Communicator, error: BaseException | None) -> list[str]:
     """What went wrong, "rank 1: ..." for each rank that has an error. Collective."""
-    told = from_all(control, None if error is None else f"{type(error).__name__}: {error}")
-    return [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+    message = all_gather_object(control, None if error is None else f"{type(error).__name__}: {error}")
+    return [f"rank {rank}: {text}" for rank, text in enumerate(message) if text is not None]
 
 
 def differences(everyone: list[Any], name: str = "") -> list[str]:
     """ "a.b: 1 on rank 0, 2 on rank 3" for every leaf in which the ranks' nests of dicts differ."""
-    told = []
+    message = []
     for leaf, values in differing(everyone, name):
         other = next(rank for rank, value in enumerate(values) if value != values[0])
-        told.append(f"{leaf}: {values[0]} on rank 0, {values[other]} on rank {other}")
-    return told
+        message.append(f"{leaf}: {values[0]} on rank 0, {values[other]} on rank {other}")
+    return message
 
 
 def differing(nests: list[Any], name: str = "") -> Iterator[tuple[str, list[Any]]]:

@@ -1,4 +1,4 @@
-"""Share: what a rank has of a parameter where modules themselves are cut along an axis of the mesh.
+"""ParameterPlacement: what a rank has of a parameter where modules themselves are cut along an axis of the mesh.
 
 A parameter's `shape` is that of what this rank has: all that ops, layouts and optimizers see. The share says
 what that is of the whole, which initial values, loading, checkpoints and files go by.
@@ -12,50 +12,50 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.comm.digits import Digits, without
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.mesh_layout import MeshLayout, without
 from shardrt.comm.protocol import Communicator
-from shardrt.nn.runs import Part, put, run, size_of, spans
-from shardrt.nn.runs import cut as cut_of
+from shardrt.nn.extents import Extents, contiguous, put, size_of, spans
+from shardrt.nn.extents import cut as cut_of
 
-CUT, SAME, PARTIAL = "cut", "same", "partial"
+SHARD, REPLICATE, PARTIAL = "shard", "replicate", "partial"
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class ParameterPlacement:
     """Of a parameter of shape `whole`, along the one axis of `mesh`.
 
-    kind: CUT, each rank has elements of its own; SAME, all have all of them, and equal gradients; PARTIAL,
+    kind: SHARD, each rank has elements of its own; REPLICATE, all have all of them, and equal gradients; PARTIAL,
     all have all of them, and each a gradient that is to be added to the others'. shape: of what this rank
-    has. parts: of CUT, the elements of each rank of the axis; none in two of them.
+    has. parts: of SHARD, the elements of each rank of the axis; none in two of them.
     """
 
     kind: str
     mesh: DeviceMesh
     whole: tuple[int, ...]
     shape: tuple[int, ...]
-    parts: tuple[Part, ...] = ()
-    own_data: bool = False  # of CUT: the ranks have other data, whose gradient is summed before it is here
-    beside: Digits = ()  # of own_data: axes of the root mesh whose ranks have parts of the data of one loss
+    parts: tuple[Extents, ...] = ()
+    own_data: bool = False  # of SHARD: the ranks have other data, whose gradient is summed before it is here
+    beside: MeshLayout = ()  # of own_data: axes of the root mesh whose ranks have parts of the data of one loss
     words: Any = None  # where these are rows of a vocabulary: how they are looked up, and make logits
 
     @classmethod
-    def of_all(cls, kind: str, mesh: DeviceMesh, whole: tuple[int, ...]) -> "Share":
-        """All elements, on every rank of the axis: SAME or PARTIAL."""
+    def of_all(cls, kind: str, mesh: DeviceMesh, whole: tuple[int, ...]) -> "ParameterPlacement":
+        """All elements, on every rank of the axis: REPLICATE or PARTIAL."""
         return cls(kind, mesh, whole, whole)
 
     @property
-    def axes(self) -> Digits:
-        """Along what of the root mesh it is (comm/digits.py)."""
+    def axes(self) -> MeshLayout:
+        """Along what of the root mesh it is (comm/mesh_layout.py)."""
         return self.mesh.axes
 
     @property
-    def one_loss(self) -> Digits:
+    def one_loss(self) -> MeshLayout:
         """Axes whose ranks make one loss together: gradients along these are not divided by their number."""
         return self.beside if self.own_data else self.axes
 
     @property
-    def partial(self) -> Digits:
+    def partial(self) -> MeshLayout:
         """Axes along which each rank's gradient is a part of a sum that nobody has made yet."""
         return self.axes if self.kind == PARTIAL else without(self.beside, self.axes)
 
@@ -65,29 +65,29 @@ class Share:
         return self.mesh if self.kind == PARTIAL else self.mesh.root.along(self.partial)
 
     @property
-    def part(self) -> Part:
+    def extents(self) -> Extents:
         """The elements of the whole that this rank has, in the order in which they lie in `shape`."""
-        return self.part_of(self.mesh.rank)
+        return self.extents_of(self.mesh.rank)
 
-    def part_of(self, rank: int) -> Part:
+    def extents_of(self, rank: int) -> Extents:
         """As `part`, of another rank of the axis."""
-        return self.parts[rank] if self.kind == CUT else run(0, int(np.prod(self.whole)))
+        return self.parts[rank] if self.kind == SHARD else contiguous(0, int(np.prod(self.whole)))
 
-    def in_whole(self, part: Part) -> Part:
+    def in_whole(self, extents: Extents) -> Extents:
         """Some elements of what this rank has, as elements of the whole."""
-        if self.kind != CUT:
-            return part
-        found: Part = ()
-        for _, first, length in spans(part):
-            found += cut_of(self.part, first, first + length)
+        if self.kind != SHARD:
+            return extents
+        found: Extents = ()
+        for _, first, length in spans(extents):
+            found += cut_of(self.extents, first, first + length)
         return found
 
-    def owner(self, apart: Digits = ()) -> bool:
+    def owner(self, apart: MeshLayout = ()) -> bool:
         """Whether this rank, where it holds all of its share, counts and saves it.
 
         apart: that of the root mesh along which ranks have other parameters than this one.
         """
-        return not self.mesh.number_but(apart, self.axes if self.kind == CUT else ())
+        return not self.mesh.index_except(apart, self.axes if self.kind == SHARD else ())
 
     @property
     def communicator(self) -> Communicator:
@@ -95,18 +95,20 @@ class Share:
         return self.mesh.communicator("control")
 
 
-def joined(share: Share | None, own: np.ndarray) -> np.ndarray | None:
+def joined(placement: ParameterPlacement | None, own: np.ndarray) -> np.ndarray | None:
     """The whole of what ranks have of a parameter of this share, or of the state of one: host arrays.
 
     Where the parameter is cut, on the first rank of that axis, with None elsewhere, and collective over it;
     else `own`.
     """
-    if share is None or share.kind != CUT:
+    if placement is None or placement.kind != SHARD:
         return own
-    return collected(share.communicator, own, share.whole, share.parts)
+    return collected(placement.communicator, own, placement.whole, placement.parts)
 
 
-def collected(control: Communicator, own: np.ndarray, shape: tuple[int, ...], parts: Sequence[Part]) -> Any:
+def collected(
+    control: Communicator, own: np.ndarray, shape: tuple[int, ...], parts: Sequence[Extents]
+) -> Any:
     """A host array of `shape` on rank 0, put together from the ranks' parts; None elsewhere. Collective.
 
     own: what this rank has, a host array. parts: by rank, the elements that each one has.
@@ -119,12 +121,12 @@ def collected(control: Communicator, own: np.ndarray, shape: tuple[int, ...], pa
         return None
     whole = np.empty(shape, own.dtype)
     put(parts[0], whole, own.reshape(-1))
-    for rank, part in enumerate(parts[1:], start=1):
-        piece = np.empty(size_of(part), own.dtype)
+    for rank, extents in enumerate(parts[1:], start=1):
+        piece = np.empty(size_of(extents), own.dtype)
         if piece.size:
             control.recv(piece, peer=rank, stream=here.current_stream)
             here.wait_here()
-            put(part, whole, piece)
+            put(extents, whole, piece)
     return whole
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from shardrt.comm.interceptors import Call, Interceptor
 
 
-class DelayedCommunicator(Interceptor):
+class CollectiveDelay(Interceptor):
     """Calls wait(delay) in the stream before each collective (not before barriers): by default, seconds."""
 
     def __init__(self, communicator: Any, delay: float, wait: Callable[[float], Any] = time.sleep) -> None:

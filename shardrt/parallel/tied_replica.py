@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from shardrt import device
+from shardrt.nn.extents import Extents
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.runs import Part
 from shardrt.nn.storage import LocalStorage
 
 Array = Any
@@ -32,17 +32,17 @@ class Alias(LocalStorage):
     def array(self) -> Array:
         return self._of.array()
 
-    def give(self, part: Part, out: Array) -> None:
-        self._of.give(part, out)
+    def give(self, extents: Extents, out: Array) -> None:
+        self._of.give(extents, out)
 
 
-class Twin:
+class TiedReplica:
     """A parameter `own`, and its twin `parameter`."""
 
     def __init__(self, own: Parameter) -> None:
         self.own = own
         self.parameter = Parameter(own.shape, own.init, requires_grad=own.requires_grad, dtype=own.dtype)
-        self.parameter.seed, self.parameter.share = own.seed, own.share
+        self.parameter.seed, self.parameter.placement = own.seed, own.placement
         self.parameter.place = replace(own.place, twin=True)
         self.parameter.storage = Alias(self.parameter, own.storage)
         self._writes = 0  # to the owner's shard, that the twin's knows of
@@ -57,7 +57,7 @@ class Twin:
         plain = [isinstance(each.storage, LocalStorage) for each in (own, twin)]
         if all(plain):
             return
-        if any(plain) or own.part != twin.part:
+        if any(plain) or own.extents != twin.extents:
             first, last = own.place.stages
             raise ValueError(f"parameter {own.name!r} must be sharded alike on stages {first} and {last}")
         if own.storage.writes != self._writes:
@@ -72,14 +72,14 @@ class Twin:
         self.parameter.storage.zero_grad()
 
 
-def with_twins(module: Module, twins: Collection[Twin]) -> Module:
-    """`module` with twins in the place of their owners; what has none in it is the same.
+def with_tied_replicas(module: Module, tied_replicas: Collection[TiedReplica]) -> Module:
+    """`module` with tied_replicas in the place of their owners; what has none in it is the same.
 
     Another object, that nobody is the parent of, with the same name.
     """
-    by_owner = {id(twin.own): twin.parameter for twin in twins}
+    by_owner = {id(twin.own): twin.parameter for twin in tied_replicas}
     parameters = {name: by_owner.get(id(p), p) for name, p in module._parameters.items()}
-    modules = {name: with_twins(child, twins) for name, child in module._modules.items()}
+    modules = {name: with_tied_replicas(child, tied_replicas) for name, child in module._modules.items()}
     before = {**module._parameters, **module._modules}
     if all(before[name] is held for name, held in (parameters | modules).items()):
         return module

@@ -1,10 +1,10 @@
-"""nn/runs.py: its integers say what NumPy's index arrays say."""
+"""nn/extents.py: its integers say what NumPy's index arrays say."""
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardrt.nn.runs import Runs, cut, miscounted, overlaps, put, run, size_of, spans, take
+from shardrt.nn.extents import Extent, contiguous, cut, miscounted, overlaps, put, size_of, spans, take
 
 unhurried = settings(deadline=None)
 
@@ -13,7 +13,7 @@ unhurried = settings(deadline=None)
 def runs(draw, stride=None):
     length = draw(st.integers(1, 6 if stride is None else min(6, stride)))
     apart = draw(st.integers(length, length + 9)) if stride is None else stride
-    return Runs(draw(st.integers(0, 40)), length, apart, draw(st.integers(1, 8)))
+    return Extent(draw(st.integers(0, 40)), length, apart, draw(st.integers(1, 8)))
 
 
 parts = st.lists(runs(), max_size=4).map(tuple)
@@ -59,11 +59,11 @@ def test_overlaps_are_the_elements_that_both_have(part, other):
 @given(st.data(), st.integers(1, 12), st.integers(1, 40))
 def test_miscounted_is_the_first_element_that_is_not_in_exactly_one(data, stride, longest):
     pieces = data.draw(st.lists(runs(stride), max_size=4))
-    pieces += [Runs(data.draw(st.integers(0, 40)), data.draw(st.integers(1, longest)), 99, 1)]
+    pieces += [Extent(data.draw(st.integers(0, 40)), data.draw(st.integers(1, longest)), 99, 1)]
     counts = np.bincount(index(pieces))
     wrong = [(element, count) for element, count in enumerate(counts.tolist()) if count != 1]
     assert miscounted(pieces, counts.size) == (wrong[0] if wrong else None)
-    rest = [run(element, 1)[0] for element, count in wrong if not count]
+    rest = [contiguous(element, 1)[0] for element, count in wrong if not count]
     if all(count <= 1 for count in counts):
         assert miscounted([*pieces, *rest], counts.size) is None
 
@@ -74,10 +74,10 @@ def test_columns_of_a_matrix_are_one_runs_and_rows_a_run(rows, columns, data):
     matrix = np.arange(rows * columns).reshape(rows, columns)
     low, high = sorted(data.draw(st.tuples(st.integers(0, columns - 1), st.integers(1, columns))))
     high = max(high, low + 1)
-    some_columns = (Runs(low, high - low, columns, rows),)
+    some_columns = (Extent(low, high - low, columns, rows),)
     np.testing.assert_array_equal(take(some_columns, matrix), matrix[:, low:high].ravel())
     top = data.draw(st.integers(0, rows))
-    np.testing.assert_array_equal(take(run(0, top * columns), matrix), matrix[:top].ravel())
+    np.testing.assert_array_equal(take(contiguous(0, top * columns), matrix), matrix[:top].ravel())
     other = np.zeros_like(matrix)
     put(some_columns, other, matrix[:, low:high].ravel())
     np.testing.assert_array_equal(other[:, low:high], matrix[:, low:high])
@@ -86,5 +86,5 @@ def test_columns_of_a_matrix_are_one_runs_and_rows_a_run(rows, columns, data):
 
 def test_neighbours_are_taken_without_a_copy():
     whole = np.arange(12).reshape(3, 4)
-    assert take(run(4, 8), whole).base is whole.base
+    assert take(contiguous(4, 8), whole).base is whole.base
     assert take((), whole).size == 0

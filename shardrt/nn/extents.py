@@ -1,8 +1,8 @@
 """Which elements of a whole a rank has: integers only, no arrays and no ranks.
 
-A part is a tuple of Runs of a parameter's elements, counted in memory order. A shard of a parameter is one
+A part is a tuple of Extent of a parameter's elements, counted in memory order. A shard of a parameter is one
 run; rows of several matrices that lie in one are a run for each; columns of a matrix are a run for each row,
-in one Runs. The elements of a part have an order, in which they lie side by side where the rank keeps them.
+in one Extent. The elements of a part have an order, in which they lie side by side where the rank keeps them.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ Array = Any
 
 
 @dataclass(frozen=True)
-class Runs:
+class Extent:
     """`count` runs of `length` neighbours, each of which begins `stride` elements after the one before.
 
     length and count are at least 1, and a stride at least `length`.
@@ -47,66 +47,66 @@ class Runs:
         high = -((self.first - stop) // self.stride)
         return range(max(low, 0), min(high, self.count))
 
-    def cut(self, start: int, stop: int) -> "Part":
+    def cut(self, start: int, stop: int) -> "Extents":
         """The elements [start, stop) of these: the rest of a run, whole runs, the begin of another."""
         if start >= stop:
             return ()
         (row, inside), (last, end) = divmod(start, self.length), divmod(stop, self.length)
         if row == last:
-            return run(self.begin(row) + inside, end - inside)
+            return contiguous(self.begin(row) + inside, end - inside)
         rest = ()
         if inside:
-            rest = run(self.begin(row) + inside, self.length - inside)
+            rest = contiguous(self.begin(row) + inside, self.length - inside)
             row += 1
-        whole = (Runs(self.begin(row), self.length, self.stride, last - row),) if row < last else ()
-        return rest + whole + run(self.begin(last), end)
+        whole = (Extent(self.begin(row), self.length, self.stride, last - row),) if row < last else ()
+        return rest + whole + contiguous(self.begin(last), end)
 
 
-Part = tuple[Runs, ...]
+Extents = tuple[Extent, ...]
 
 
-def run(first: int, length: int) -> Part:
+def contiguous(first: int, length: int) -> Extents:
     """`length` neighbours; of no elements, the empty part."""
-    return (Runs(first, length, length, 1),) if length else ()
+    return (Extent(first, length, length, 1),) if length else ()
 
 
-def size_of(part: Part) -> int:
+def size_of(extents: Extents) -> int:
     """How many elements a part has."""
-    return sum(runs.size for runs in part)
+    return sum(extent.size for extent in extents)
 
 
-def cut(part: Part, start: int, stop: int) -> Part:
+def cut(extents: Extents, start: int, stop: int) -> Extents:
     """The elements [start, stop) of a part, counted in its order."""
-    found: Part = ()
-    for runs in part:
-        found += runs.cut(max(start, 0), min(stop, runs.size))
-        start, stop = start - runs.size, stop - runs.size
+    found: Extents = ()
+    for extent in extents:
+        found += extent.cut(max(start, 0), min(stop, extent.size))
+        start, stop = start - extent.size, stop - extent.size
     return found
 
 
-def spans(part: Part) -> Iterator[tuple[int, int, int]]:
+def spans(extents: Extents) -> Iterator[tuple[int, int, int]]:
     """(place, first, length) of each run: from `place` on the part has the elements from `first` on."""
     place = 0
-    for runs in part:
-        for number in range(runs.count):
-            yield place, runs.begin(number), runs.length
-            place += runs.length
+    for extent in extents:
+        for number in range(extent.count):
+            yield place, extent.begin(number), extent.length
+            place += extent.length
 
 
-def overlaps(part: Part, other: Runs) -> Iterator[tuple[int, int, int]]:
+def overlaps(extents: Extents, other: Extent) -> Iterator[tuple[int, int, int]]:
     """(place, other_place, count) of what both have: `count` neighbours, from there on in each of them."""
     place = 0
-    for runs in part:
-        for number in runs.within(other.first, other.stop):
-            first, at = runs.begin(number), place + number * runs.length
-            for theirs in other.within(first, first + runs.length):
+    for extent in extents:
+        for number in extent.within(other.first, other.stop):
+            first, at = extent.begin(number), place + number * extent.length
+            for theirs in other.within(first, first + extent.length):
                 begin, there = other.begin(theirs), theirs * other.length
-                low, high = max(first, begin), min(first + runs.length, begin + other.length)
+                low, high = max(first, begin), min(first + extent.length, begin + other.length)
                 yield at + low - first, there + low - begin, high - low
-        place += runs.size
+        place += extent.size
 
 
-def miscounted(pieces: Iterable[Runs], size: int) -> tuple[int, int] | None:
+def miscounted(pieces: Iterable[Extent], size: int) -> tuple[int, int] | None:
     """(element, in how many pieces it is) of the first of `size` that is not in exactly one; None if all are.
 
     Pieces of several runs have one stride, and no piece goes beyond `size`. Takes time in proportion to the
@@ -117,11 +117,11 @@ def miscounted(pieces: Iterable[Runs], size: int) -> tuple[int, int] | None:
     and pieces are the whole where their numerators, of four terms each, add up to that of the whole.
     """
     pieces = list(pieces)
-    stride = max((runs.stride for runs in pieces if runs.count > 1), default=1)
+    stride = max((extent.stride for extent in pieces if extent.count > 1), default=1)
     terms: Counter[int] = Counter()
-    for sign, all_runs in ((1, pieces), (-1, run(0, size))):
-        for runs in all_runs:
-            first, length, across = runs.first, runs.length, runs.count * stride
+    for sign, all_extents in ((1, pieces), (-1, contiguous(0, size))):
+        for extent in all_extents:
+            first, length, across = extent.first, extent.length, extent.count * stride
             terms[first] += sign
             terms[first + length] -= sign
             terms[first + across] -= sign
@@ -130,15 +130,15 @@ def miscounted(pieces: Iterable[Runs], size: int) -> tuple[int, int] | None:
     return None if wrong is None else (wrong, 1 + terms[wrong])
 
 
-def take(part: Part, whole: Array) -> Array:
+def take(extents: Extents, whole: Array) -> Array:
     """The elements of a part, 1-D, from an array of the whole: a view where they are neighbours."""
     flat = whole.reshape(-1)
-    pieces = [flat[first : first + length] for _, first, length in spans(part)]
+    pieces = [flat[first : first + length] for _, first, length in spans(extents)]
     return pieces[0] if len(pieces) == 1 else np.concatenate([flat[:0], *pieces])
 
 
-def put(part: Part, whole: np.ndarray, values: np.ndarray) -> None:
+def put(extents: Extents, whole: np.ndarray, values: np.ndarray) -> None:
     """Set the elements of a part, in an array of the whole, to `values` (1-D)."""
     flat = whole.reshape(-1)
-    for place, first, length in spans(part):
+    for place, first, length in spans(extents):
         flat[first : first + length] = values[place : place + length]

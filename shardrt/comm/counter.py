@@ -7,7 +7,7 @@ from typing import Any
 from shardrt.comm.interceptors import Call, Interceptor
 
 
-class CountedCommunicator(Interceptor):
+class CollectiveCounter(Interceptor):
     """`calls[name]` and `bytes[name]` per collective of a communicator, from when this is made.
 
     Bytes are what this rank receives from others.

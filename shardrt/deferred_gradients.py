@@ -1,7 +1,7 @@
-"""Late: the calls that a backward defers, and the order in which they run.
+"""DeferredGradients: the calls that a backward defers, and the order in which they run.
 
 A gradient is a sum, and its bits depend on the order of its terms. Terms are always added in the order in
-which backwards reached them, even if several deferred backwards are interleaved. For that, `settle` runs
+which backwards reached them, even if several deferred backwards are interleaved. For that, `flush` runs
 before the tape adds a term (tape.before_add): it makes all earlier deferred calls that add to the same
 gradient.
 """
@@ -46,8 +46,8 @@ class Work:
             _state.work = before
 
 
-class Late:
-    """The deferred calls of one backward. Pass it to `autograd.backward(..., late=)`, then call `run` once.
+class DeferredGradients:
+    """The deferred calls of one backward. Pass it to `autograd.backward(..., deferred=)`, then call `run` once.
 
     Until `run`, it holds the arrays that the calls need: inputs of layers and gradients of their outputs. If
     it is dropped instead, the arrays are freed and the gradients lack the deferred terms.
@@ -56,21 +56,21 @@ class Late:
         done: whether it has run.
 
     Example:
-        >>> late = Late()
-        >>> backward(loss, late=late)
-        >>> late.run()
+        >>> late = DeferredGradients()
+        >>> backward(loss, deferred=late)
+        >>> deferred.flush()
     """
 
     __slots__ = ("done", "_number", "_backward", "_works", "_writers", "__weakref__")
 
     def __init__(self) -> None:
         self.done = False
-        self._number: int | None = None  # order among all Lates; set when its backward begins
+        self._number: int | None = None  # order among all DeferredGradients; set when its backward begins
         self._backward: Backward | None = None  # from the end of the first half until `run`
         self._works: deque[Work] = deque()
         self._writers: dict[int, list[Work]] = {}  # id of a variable -> calls that add to its gradient
 
-    def run(self) -> None:
+    def flush(self) -> None:
         """Make the deferred calls in order, and free each call's arrays. Gradients are then complete.
 
         The end of the backward follows: reductions, updates by an optimizer, hooks.
@@ -80,10 +80,14 @@ class Late:
         """
         backward, self._backward = self._backward, None
         if backward is None:
-            why = "it has run already" if self.done else "no backward has ended that it was given to as late="
-            raise RuntimeError(f"Late.run: {why}")
+            why = (
+                "it has run already"
+                if self.done
+                else "no backward has ended that it was given to as deferred="
+            )
+            raise RuntimeError(f"DeferredGradients.run: {why}")
         try:
-            backward.run_late(self._in_order())
+            backward.run_deferred(self._in_order())
             self.done = True
         finally:
             self.forget()
@@ -99,7 +103,7 @@ class Late:
         if self._number is not None:
             raise RuntimeError("backward: this Late was given to another backward; each needs its own")
         self._number = next(_numbers)
-        _state.lates[self._number] = self
+        _state.pending[self._number] = self
 
     def ready(self, backward: Backward) -> None:
         """End the first half of the backward."""
@@ -109,9 +113,9 @@ class Late:
         """Drop all deferred calls."""
         self._works.clear()
         self._writers.clear()
-        _state.lates.pop(self._number, None)
+        _state.pending.pop(self._number, None)
 
-    def put_off(self, backward: Backward, function: Any, args: tuple, into: tuple) -> None:
+    def defer(self, backward: Backward, function: Any, args: tuple, into: tuple) -> None:
         """Defer function(*args, *into) until `run`. into: the variables to whose gradients the call adds."""
         work = Work(backward, function, (*args, *into))
         self._works.append(work)
@@ -128,34 +132,35 @@ class _State(threading.local):
     """The state of this thread. Ranks may be threads of one process; each has a state of its own."""
 
     def __init__(self) -> None:
-        self.lates: WeakValueDictionary[int, Late] = WeakValueDictionary()  # not run yet, oldest first
+        # Not run yet, oldest first.
+        self.pending: WeakValueDictionary[int, DeferredGradients] = WeakValueDictionary()
         self.work: Work | None = None  # the deferred call that runs now
 
 
 _state = _State()
 
 
-def settle(variable: Any) -> None:
+def flush(variable: Any) -> None:
     """Before an addition to the gradient of `variable`: make all earlier calls that add to it."""
-    if not _state.lates:
+    if not _state.pending:
         return
     now = _state.work
-    for late in list(_state.lates.values()):
-        for work in late.writers(variable):
+    for deferred in list(_state.pending.values()):
+        for work in deferred.writers(variable):
             if now is None or work.number < now.number:
                 work.run()
 
 
 def refuse_incomplete(variables: Iterable) -> None:
     """Raise RuntimeError if a deferred call still has to add to the gradient of one of these variables."""
-    lates = list(_state.lates.values()) if _state.lates else []
-    for variable in variables if lates else ():
-        if any(work.waits for late in lates for work in late.writers(variable)):
+    pending = list(_state.pending.values()) if _state.pending else []
+    for variable in variables if pending else ():
+        if any(work.waits for deferred in pending for work in deferred.writers(variable)):
             raise RuntimeError(
-                f"the gradient of {variable.name!r} is not complete: a backward with late= has deferred a "
-                "call that adds to it; call late.run() first"
+                f"the gradient of {variable.name!r} is not complete: a backward with deferred= has deferred a "
+                "call that adds to it; call deferred.flush() first"
             )
 
 
-autograd.before_add.append(settle)
+autograd.before_add.append(flush)
 autograd.before_read.append(refuse_incomplete)

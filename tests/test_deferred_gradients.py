@@ -14,17 +14,17 @@ from shardrt import functional as F
 from shardrt.activation_offload import offload_activations
 from shardrt.autograd import Function
 from shardrt.comm import single
+from shardrt.deferred_gradients import DeferredGradients, Work
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.functional import vocabulary
 from shardrt.functional.float8 import Float8Linear
 from shardrt.functional.vocabulary import VocabularyPart
-from shardrt.late import Late, Work
 from shardrt.nn.lora import add_lora
 from shardrt.parallel import ColwiseParallel, RowwiseParallel, VocabParallel, set_tensor_invariant
 from shardrt.recompute import checkpoint
 from tests import lab
+from tests.deferred import all_inputs_first, as_a_pipeline, each_at_its_end, usual
 from tests.gradcheck import normal
-from tests.late import all_inputs_first, as_a_pipeline, each_at_its_end, usual
 
 BATCHES = [normal(3, 4, 6, seed=seed).astype(np.float32) for seed in range(3)]
 WORDS = [np.random.default_rng(seed).integers(0, 11, (3, 4)) for seed in range(3)]
@@ -170,21 +170,21 @@ def loss_of(model, number):
 
 
 def newest_first(losses):
-    lates = [Late() for _ in range(3)]
+    lates = [DeferredGradients() for _ in range(3)]
     for number, late in enumerate(lates):
-        losses(number).backward(late=late)
+        losses(number).backward(deferred=late)
     for late in reversed(lates):
-        late.run()
+        late.flush()
 
 
 def one_as_usual(losses):
     """F0 I0 F1 B1 F2 I2 W2 W0."""
-    lates = [Late(), Late()]
-    losses(0).backward(late=lates[0])
+    lates = [DeferredGradients(), DeferredGradients()]
+    losses(0).backward(deferred=lates[0])
     losses(1).backward()
-    losses(2).backward(late=lates[1])
-    lates[1].run()
-    lates[0].run()
+    losses(2).backward(deferred=lates[1])
+    lates[1].flush()
+    lates[0].flush()
 
 
 ORDERS = [each_at_its_end, all_inputs_first, as_a_pipeline, newest_first, one_as_usual]
@@ -243,15 +243,15 @@ def layers(count=3, width=6):
 
 
 def test_weights_wait_and_inputs_do_not():
-    model, late = layers(), Late()
+    model, late = layers(), DeferredGradients()
     x = Tensor(BATCHES[0], requires_grad=True)
     y = model(x)
-    autograd.backward(y, np.ones(y.shape, np.float32), late=late)
+    autograd.backward(y, np.ones(y.shape, np.float32), deferred=late)
     assert x.grad is not None and not late.done
     for layer in model:
         with pytest.raises(RuntimeError, match="has deferred a call that adds to it; call late.run"):
             _ = layer.weight.grad
-    late.run()
+    late.flush()
     assert late.done and all(layer.weight.grad is not None for layer in model)
 
 
@@ -265,13 +265,13 @@ def test_between_the_halves_there_is_what_the_products_need_and_no_more(monkeypa
             layer.weight.gradient_target(), layer.bias.gradient_target()
         before = here.held_bytes
         x = Tensor(here.empty((rows, width), np.float32))
-        y, late = model(x), Late()
+        y, late = model(x), DeferredGradients()
         gradient = here.empty(y.shape, np.float32)
         array = rows * width * 4
         # The input of the first layer, what goes into the two GELUs, the result, and its gradient: the inputs
         # of the others, which the GELUs give, are made again.
         assert here.held_bytes - before == (1 + 2 + 1 + 1) * array
-        autograd.backward(y, gradient, late=late)
+        autograd.backward(y, gradient, deferred=late)
         del x, y, gradient
         assert here.held_bytes - before == 2 * 3 * array
         held, run = [], Work.run
@@ -281,20 +281,20 @@ def test_between_the_halves_there_is_what_the_products_need_and_no_more(monkeypa
             run(work)
 
         monkeypatch.setattr(Work, "run", noted)
-        late.run()
+        late.flush()
         assert held == [6, 4, 2] and here.held_bytes == before
 
 
 def test_one_that_is_dropped_holds_nothing_and_one_that_has_run_neither():
     gc.disable()
     try:
-        for end in (lambda late: late.run(), lambda late: None):
-            model, late = layers(), Late()
+        for end in (lambda late: late.flush(), lambda late: None):
+            model, late = layers(), DeferredGradients()
             x = Tensor(BATCHES[0].copy())
             alive = weakref.ref(x.data)
             y = model(x)
             node = weakref.ref(y.node)
-            autograd.backward(y, np.ones(y.shape, np.float32), late=late)
+            autograd.backward(y, np.ones(y.shape, np.float32), deferred=late)
             del x, y
             assert alive() is not None and node() is None
             end(late)
@@ -306,15 +306,15 @@ def test_one_that_is_dropped_holds_nothing_and_one_that_has_run_neither():
 
 
 def test_it_is_for_one_backward_and_runs_once():
-    model, late = layers(), Late()
+    model, late = layers(), DeferredGradients()
     with pytest.raises(RuntimeError, match="no backward has ended that it was given to"):
-        late.run()
-    model(Tensor(BATCHES[0])).sum().backward(late=late)
+        late.flush()
+    model(Tensor(BATCHES[0])).sum().backward(deferred=late)
     with pytest.raises(RuntimeError, match="given to another backward; each needs its own"):
-        model(Tensor(BATCHES[1])).sum().backward(late=late)
-    late.run()
+        model(Tensor(BATCHES[1])).sum().backward(deferred=late)
+    late.flush()
     with pytest.raises(RuntimeError, match="it has run already"):
-        late.run()
+        late.flush()
 
 
 def test_a_backward_that_raises_leaves_nothing_to_run():
@@ -323,15 +323,15 @@ def test_a_backward_that_raises_leaves_nothing_to_run():
 
     expected = gradients_of(layers, usual)
     shardrt.manual_seed(5)
-    model, late = layers(), Late()
+    model, late = layers(), DeferredGradients()
     hidden = model[0](Tensor(BATCHES[0].copy()))
     alive = weakref.ref(hidden.data)
     hidden.register_hook(fail)
     with pytest.raises(ZeroDivisionError):
-        model[2](model[1](hidden)).sum().backward(late=late)
+        model[2](model[1](hidden)).sum().backward(deferred=late)
     del hidden
     with pytest.raises(RuntimeError, match="no backward has ended"):
-        late.run()
+        late.flush()
     gc.collect()
     assert alive() is None
     model.zero_grad()
@@ -340,7 +340,7 @@ def test_a_backward_that_raises_leaves_nothing_to_run():
 
 
 def test_what_comes_at_the_end_comes_after_the_late_half_and_hooks_last():
-    told = []
+    message = []
 
     class Ask(Function):
         __slots__ = ()
@@ -350,25 +350,25 @@ def test_what_comes_at_the_end_comes_after_the_late_half_and_hooks_last():
 
         def backward(self, dy):
             run = autograd.running()
-            run.after_nodes(lambda: told.append("after nodes"))
-            run.at_end(lambda: told.append("end"))
-            run.in_any_case(lambda: told.append("in any case"))
+            run.after_nodes(lambda: message.append("after nodes"))
+            run.at_end(lambda: message.append("end"))
+            run.in_any_case(lambda: message.append("in any case"))
             autograd.later(self.put_off)
             return dy
 
         def put_off(self):
-            told.append("late")
-            autograd.running().in_any_case(lambda: told.append("in any case, late"))
+            message.append("late")
+            autograd.running().in_any_case(lambda: message.append("in any case, late"))
             return ()
 
-    model, late = layers(1), Late()
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: told.append("hook"))
+    model, late = layers(1), DeferredGradients()
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: message.append("hook"))
     y = model(Ask.apply(Tensor(BATCHES[0], requires_grad=True)))
-    y.register_hook(lambda gradient: told.append("of a result"))
-    y.sum().backward(late=late)
-    assert told == ["of a result", "after nodes", "in any case"]
-    late.run()
-    assert told[3:] == ["late", "end", "in any case, late", "hook"]
+    y.register_hook(lambda gradient: message.append("of a result"))
+    y.sum().backward(deferred=late)
+    assert message == ["of a result", "after nodes", "in any case"]
+    late.flush()
+    assert message[3:] == ["late", "end", "in any case, late", "hook"]
     assert autograd.running() is None
 
 
@@ -382,9 +382,9 @@ def test_several_roots_are_one_run():
             for y, gradient in zip(results, gradients, strict=True):
                 y.backward(gradient, retain_graph=True)
         else:
-            late = Late()
-            autograd.backward(results, gradients, late=late)
-            late.run()
+            late = DeferredGradients()
+            autograd.backward(results, gradients, deferred=late)
+            late.flush()
         return {name: p.grad for name, p in model.named_parameters()}
 
     expected, found = of(True), of(False)
@@ -404,26 +404,26 @@ def test_a_graph_that_is_retained_runs_again():
     expected, found = layers(), layers()
     for _ in range(2):
         expected(Tensor(BATCHES[0])).sum().backward()
-    loss, lates = found(Tensor(BATCHES[0])).sum(), [Late(), Late()]
-    loss.backward(retain_graph=True, late=lates[0])
-    loss.backward(late=lates[1])
+    loss, lates = found(Tensor(BATCHES[0])).sum(), [DeferredGradients(), DeferredGradients()]
+    loss.backward(retain_graph=True, deferred=lates[0])
+    loss.backward(deferred=lates[1])
     for late in lates:
-        late.run()
+        late.flush()
     for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
         assert np.array_equal(ours.grad, theirs.grad)
 
 
 def test_half_a_backward_that_raises_does_not_count_as_run():
-    model, late = layers(), Late()
-    model(Tensor(BATCHES[0])).sum().backward(late=late)
+    model, late = layers(), DeferredGradients()
+    model(Tensor(BATCHES[0])).sum().backward(deferred=late)
 
     def fail(parameter):
         raise ZeroDivisionError
 
     model[0].weight.storage.gradient_target = fail
     with pytest.raises(ZeroDivisionError):
-        late.run()
+        late.flush()
     assert not late.done and autograd.running() is None
     del model[0].weight.storage.gradient_target
     with pytest.raises(RuntimeError, match="no backward has ended"):
-        late.run()
+        late.flush()

@@ -10,6 +10,7 @@ from models.gpt import GPT, GPTConfig
 from shardrt import device, optim
 from shardrt.activation_offload import offload_activations
 from shardrt.comm import thread
+from shardrt.deferred_gradients import DeferredGradients
 from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -22,10 +23,9 @@ from shardrt.fsdp import (
     units,
     unshard,
 )
-from shardrt.late import Late
 from shardrt.recompute import checkpoint
 from tests import lab
-from tests.late import all_inputs_first, as_a_pipeline, each_at_its_end, reducing_last, usual
+from tests.deferred import all_inputs_first, as_a_pipeline, each_at_its_end, reducing_last, usual
 
 BATCHES = lab.batches(3)
 COUNTED = ("all_gather", "reduce_scatter", "all_reduce")
@@ -118,15 +118,15 @@ def test_units_that_are_held_are_gathered_once_a_step_and_reduced_once(strategy)
 @lab.on_ranks(2)
 def test_between_the_halves_units_are_released_and_gradients_not_there():
     model, losses = started()
-    loss, late = losses(0), Late()
-    loss.backward(late=late)
+    loss, late = losses(0), DeferredGradients()
+    loss.backward(deferred=late)
     assert [unit.state.name for unit in units(model)] == ["SHARDED"] * 4
     assert [len(unit.pending) for unit in units(model)] == [1] * 4
     for weight in (model.blocks[0].up.weight, model.norm.weight):  # whose gradient is late, and is not
         with pytest.raises(RuntimeError, match="call late.run"):
             _ = weight.grad
     assert [group.sharded_gradient.reductions for group in lab.groups_of(model)] == [0] * 4
-    late.run()
+    late.flush()
     assert [len(unit.pending) for unit in units(model)] == [0] * 4
 
 
@@ -137,15 +137,15 @@ def test_two_forwards_in_one_backward_are_updated_once(in_backward):
     def weights(deferred, in_backward):
         model, losses = started()
         optimizer = optim.AdamW(model.parameters(), lr=1e-2, in_backward=in_backward)
-        lates = [Late(), Late()] if deferred else [None, None]
+        lates = [DeferredGradients(), DeferredGradients()] if deferred else [None, None]
         both = [losses(0) - losses(1) * 2.0, losses(1) + losses(2)]
         for number, (loss, late) in enumerate(zip(both, lates, strict=True)):
             with no_sync(model) if number == 0 and not deferred else nullcontext():
-                loss.backward(late=late)
+                loss.backward(deferred=late)
         if deferred:
             with no_sync(model):
-                lates[0].run()
-            lates[1].run()
+                lates[0].flush()
+            lates[1].flush()
         optimizer.step()
         return [np.array(p.shard) for p in model.parameters()]
 
@@ -171,27 +171,27 @@ def fails(*args):
 
 def the_first_half_raises(model, losses, optimizer):
     """Of one backward, while another one is between its halves."""
-    kept, late = Late(), Late()
-    losses(0).backward(late=kept)
+    kept, late = DeferredGradients(), DeferredGradients()
+    losses(0).backward(deferred=kept)
     with lab.backward_raises(model.blocks[1]):
-        losses(1).backward(late=late)
+        losses(1).backward(deferred=late)
     losses(2)
     with pytest.raises(RuntimeError, match="discarded the gradients of this one"):
-        kept.run()
+        kept.flush()
 
 
 def the_late_half_raises(model, losses, optimizer):
-    late, weight = Late(), model.blocks[1].up.weight
-    losses(0).backward(late=late)
+    late, weight = DeferredGradients(), model.blocks[1].up.weight
+    losses(0).backward(deferred=late)
     group = weight.storage
     target, group.gradient_target = group.gradient_target, fails
     with pytest.raises(ZeroDivisionError):
-        late.run()
+        late.flush()
     group.gradient_target = target
 
 
 def it_is_dropped(model, losses, optimizer):
-    losses(0).backward(late=Late())
+    losses(0).backward(deferred=DeferredGradients())
     with pytest.raises(RuntimeError, match="late.run"):
         optimizer.step()
 
@@ -215,12 +215,12 @@ def test_what_is_frozen_between_the_halves_has_its_gradient_still():
     found = []
     for freezes in (True, False):
         model, losses = started()
-        late = Late()
-        losses(0).backward(late=late)
+        late = DeferredGradients()
+        losses(0).backward(deferred=late)
         if freezes:
             model.blocks[1].requires_grad_(False)
             losses(1)
-        late.run()
+        late.flush()
         found.append(lab.gradients(model))
     lab.assert_equal(*found)
 
@@ -230,7 +230,7 @@ def test_a_world_invariant_model_refuses_it():
     model, losses = started()
     set_world_invariant(model, 2)
     with pytest.raises(RuntimeError, match="set_world_invariant .* leave late out"):
-        losses(0).backward(late=Late())
+        losses(0).backward(deferred=DeferredGradients())
     losses(0).backward()
 
 
@@ -244,9 +244,9 @@ def as_a_pipeline_held(model, losses):
 
 
 def one_backward(model, losses):
-    late = Late()
-    losses(0).backward(late=late)
-    late.run()
+    late = DeferredGradients()
+    losses(0).backward(deferred=late)
+    late.flush()
 
 
 PLANNED = {

@@ -6,8 +6,8 @@ gradients: see reducing_last.
 
 from contextlib import nullcontext
 
+from shardrt.deferred_gradients import DeferredGradients
 from shardrt.fsdp import no_sync
-from shardrt.late import Late
 
 MICRO_BATCHES = 3
 
@@ -29,32 +29,32 @@ def usual(losses, reduces=always):
 
 def each_at_its_end(losses, reduces=always):
     for number in range(MICRO_BATCHES):
-        late = Late()
-        losses(number).backward(late=late)
+        late = DeferredGradients()
+        losses(number).backward(deferred=late)
         with reduces(number):
-            late.run()
+            late.flush()
 
 
 def as_a_pipeline(losses, reduces=always):
     """F0 F1 I0 F2 I1 W0 I2 W1 W2. What `reduces` says counts when a late half runs."""
     first, second = losses(0), losses(1)
-    lates = [Late() for _ in range(MICRO_BATCHES)]
-    first.backward(late=lates[0])
+    lates = [DeferredGradients() for _ in range(MICRO_BATCHES)]
+    first.backward(deferred=lates[0])
     third = losses(2)
-    second.backward(late=lates[1])
+    second.backward(deferred=lates[1])
     with reduces(0):
-        lates[0].run()
-    third.backward(late=lates[2])
+        lates[0].flush()
+    third.backward(deferred=lates[2])
     for number in (1, 2):
         with reduces(number):
-            lates[number].run()
+            lates[number].flush()
 
 
 def all_inputs_first(losses, reduces=always):
-    lates = [Late() for _ in range(MICRO_BATCHES)]
+    lates = [DeferredGradients() for _ in range(MICRO_BATCHES)]
     for loss, late in zip([losses(number) for number in range(MICRO_BATCHES)], lates, strict=True):
         with reduces(0):
-            loss.backward(late=late)
+            loss.backward(deferred=late)
     for number, late in enumerate(lates):
         with reduces(number):
-            late.run()
+            late.flush()
