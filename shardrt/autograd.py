@@ -2,8 +2,8 @@
 
 It runs the reachable nodes in strictly decreasing order of their sequence numbers. Every consumer of a node
 is newer than the node, so a node's gradients are complete when it runs. The whole order is known before the
-run starts, so prefetch can look ahead. With a `Deferral` (deferred_gradients.py), calls that only gradients of parameters
-depend on are deferred.
+run starts, so prefetch can look ahead. With a `Deferral` (deferred_gradients.py), the run defers calls that
+only gradients of parameters depend on.
 """
 
 import threading
@@ -316,9 +316,9 @@ def backward(
         variables: one or several results of ops.
         gradients: one for each variable, an array of its shape. None for a single element means 1.
         retain_graph: keep the saved arrays, so that a later backward can use the graph again.
-        late: defers the calls that only gradients of parameters depend on: matmuls for weight gradients,
-            reductions, updates, hooks. `deferred.flush()` makes them. Until then, the arrays in `gradients` and the
-            inputs of the forward must not change. Gradients are bitwise identical to those without it.
+        deferred: takes the calls that only gradients of parameters depend on: matmuls for weight gradients,
+            reductions, updates, hooks. `deferred.flush()` makes them. Until then, the arrays in `gradients`
+            and the inputs of the forward must not change. The gradients' bits do not depend on it.
 
     Raises:
         RuntimeError: if a variable depends on nothing that requires a gradient, or another backward has used

@@ -47,17 +47,17 @@ class Work:
 
 
 class DeferredGradients:
-    """The deferred calls of one backward. Pass it to `autograd.backward(..., deferred=)`, then call `run` once.
+    """The deferred calls of one backward. Pass it to `autograd.backward(..., deferred=)`, then flush it.
 
-    Until `run`, it holds the arrays that the calls need: inputs of layers and gradients of their outputs. If
-    it is dropped instead, the arrays are freed and the gradients lack the deferred terms.
+    Until `flush`, it holds the arrays that the calls need: inputs of layers and gradients of their outputs.
+    If it is dropped instead, the arrays are freed and the gradients lack the deferred terms.
 
     Attributes:
-        done: whether it has run.
+        done: whether it was flushed.
 
     Example:
-        >>> late = DeferredGradients()
-        >>> backward(loss, deferred=late)
+        >>> deferred = DeferredGradients()
+        >>> backward(loss, deferred=deferred)
         >>> deferred.flush()
     """
 
@@ -66,7 +66,7 @@ class DeferredGradients:
     def __init__(self) -> None:
         self.done = False
         self._number: int | None = None  # order among all DeferredGradients; set when its backward begins
-        self._backward: Backward | None = None  # from the end of the first half until `run`
+        self._backward: Backward | None = None  # from the end of the first half until `flush`
         self._works: deque[Work] = deque()
         self._writers: dict[int, list[Work]] = {}  # id of a variable -> calls that add to its gradient
 
@@ -76,16 +76,12 @@ class DeferredGradients:
         The end of the backward follows: reductions, updates by an optimizer, hooks.
 
         Raises:
-            RuntimeError: if it has run already, or no backward with this object has ended.
+            RuntimeError: if it was flushed before, or no backward with this object has ended.
         """
         backward, self._backward = self._backward, None
         if backward is None:
-            why = (
-                "it has run already"
-                if self.done
-                else "no backward has ended that it was given to as deferred="
-            )
-            raise RuntimeError(f"DeferredGradients.run: {why}")
+            why = "it was flushed before" if self.done else "no backward with deferred= this object has ended"
+            raise RuntimeError(f"DeferredGradients.flush: {why}")
         try:
             backward.run_deferred(self._in_order())
             self.done = True
@@ -101,7 +97,9 @@ class DeferredGradients:
     def take(self) -> None:
         """Begin a backward with this object. Raises RuntimeError if another backward has used it."""
         if self._number is not None:
-            raise RuntimeError("backward: this Late was given to another backward; each needs its own")
+            raise RuntimeError(
+                "backward: another backward has used these DeferredGradients; each backward needs its own"
+            )
         self._number = next(_numbers)
         _state.pending[self._number] = self
 
@@ -116,7 +114,7 @@ class DeferredGradients:
         _state.pending.pop(self._number, None)
 
     def defer(self, backward: Backward, function: Any, args: tuple, into: tuple) -> None:
-        """Defer function(*args, *into) until `run`. into: the variables to whose gradients the call adds."""
+        """Defer function(*args, *into) until `flush`. The call adds to the gradients of the variables `into`."""
         work = Work(backward, function, (*args, *into))
         self._works.append(work)
         for variable in into:
@@ -157,8 +155,8 @@ def refuse_incomplete(variables: Iterable) -> None:
     for variable in variables if pending else ():
         if any(work.waits for deferred in pending for work in deferred.writers(variable)):
             raise RuntimeError(
-                f"the gradient of {variable.name!r} is not complete: a backward with deferred= has deferred a "
-                "call that adds to it; call deferred.flush() first"
+                f"the gradient of {variable.name!r} is not complete: a backward with deferred= has deferred "
+                "a call that adds to it; call deferred.flush() first"
             )
 
 

@@ -22,9 +22,9 @@ Array = Any
 Fill = Callable[[int, int, Array, bool], None]
 
 
-# Hooks of deferred backwards (deferred_gradients.py). The tape calls before_add(variable) before it adds to the variable's
-# gradient, and before_read(variables) before gradients are read outside of backward. A hook makes the
-# deferred additions first, or raises.
+# Hooks of deferred backwards (deferred_gradients.py). The tape calls before_add(variable) before it adds to
+# the variable's gradient, and before_read(variables) before gradients are read outside of backward. A hook
+# makes the deferred additions first, or raises.
 before_add: "list[Callable[[Variable], None]]" = []
 before_read: "list[Callable[[Iterable[Variable]], None]]" = []
 

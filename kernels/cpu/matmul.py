@@ -103,8 +103,8 @@ def ignores_place() -> bool:
             _by_blas(a_here.copy("K"), b_here.copy("K"), None, elsewhere, False)
             if not np.array_equal(as_it_lies, elsewhere):
                 warnings.warn(
-                    f"{blas_reported()} sums differently where a matrix lies elsewhere: gradients stay whole and "
-                    "parts of a cut weight are copied",
+                    f"{blas_reported()} sums differently where a matrix lies elsewhere: gradients stay whole "
+                    "and parts of a cut weight are copied",
                     stacklevel=2,
                 )
                 return False

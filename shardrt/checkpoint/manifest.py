@@ -5,8 +5,8 @@ anything is allocated because of it. JSON has no infinity: one in `extra` is wri
 as infinity. Manifests of earlier versions have "Infinity" there, and are read as well.
 
 A piece is a row of six: file, kind, parameter, first element, elements, offset. Format 2 has rows of eight
-besides, which end with the length and the stride of runs (nn/extents.py). What needs none of those is written as
-format 1, which earlier versions read.
+besides, which end with the length and the stride of an extent's runs (nn/extents.py). A manifest that needs
+no such row is written as format 1, which earlier versions read.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The parts of a model and its optimizer that this rank saves and restores.
 
-They are pieces of parameters, not of flat buffers: a piece is a part of a parameter's elements (nn/extents.py).
+They are pieces of parameters, not of flat buffers: a piece has some extents of a parameter (nn/extents.py).
 Units and padding do not show in it, so a checkpoint loads into any layout, strategy and number of ranks.
 """
 

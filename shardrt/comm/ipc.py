@@ -282,7 +282,8 @@ def _together(host: Communicator) -> Iterator[None]:
     if any(host.all_gather_bytes(b"" if error is None else b"failed")):
         message = error or "another rank says why"
         raise RuntimeError(
-            f"communicator: 'ipc' can't share GPU memory between these ranks ({message}); use 'nccl' or 'staged'"
+            f"communicator: 'ipc' can't share GPU memory between these ranks ({message}); use 'nccl' or "
+            "'staged'"
         ) from error
 
 

@@ -176,7 +176,7 @@ class DeviceMesh:
 
     @cached_property
     def axes(self) -> MeshLayout:
-        """Along what its ranks differ, as digits of their numbers in `root` (mesh_layout.py): a fold's axes too.
+        """The layout of this mesh in `root` (mesh_layout.py); a fold has one as well.
 
         Raises ValueError for ranks that are no slice of `root` or of a fold of it.
         """

@@ -1,10 +1,10 @@
-"""MeshLayout: along which digits of their numbers ranks differ.
+"""MeshLayout: sizes and strides of ranks in a mesh. Along which axes do two ranks differ?
 
-On a mesh of shape (2, 4, 2) a rank's number has three digits, as a time of day has: its place along the last
-axis counts 1, along the one before 2, along the first 8. A digit is a pair (what it counts, what the next one
-counts), here (8, 16), (2, 8), (1, 2); a rank's is number % next // counts. MeshLayout that follow one another are
-one: (2, 8) and (1, 2) are (1, 8). So a mesh that is folded another way has digits as well, (4, 16) and (1, 4)
-here, and who asks whether, or where, ranks differ need not know by which axes.
+In a mesh of shape (2, 4, 2), a step along the last axis adds 1 to the rank's number, along the second 2,
+along the first 8. A layout is a tuple of pairs (stride, end = stride * size), here (8, 16), (2, 8) and (1, 2).
+A rank's index along a pair is `rank % end // stride`. Axes that follow one another merge: (2, 8) and (1, 2)
+are (1, 8). So a fold of the mesh has a layout, too, for example (4, 16), (1, 4), and axes of both compare.
+PyTorch's `_MeshLayout` has the same content.
 """
 
 from math import prod
@@ -12,66 +12,66 @@ from typing import Any
 
 import numpy as np
 
-# The largest first; of no two one ends where another begins, or overlap.
+# The largest stride first. No pair overlaps another, or ends where another begins.
 MeshLayout = tuple[tuple[int, int], ...]
 
 
 def layout_of(ranks: np.ndarray) -> MeshLayout | None:
-    """Those in which a set of ranks takes every value, while others are equal; None where it is no such."""
+    """The layout of a set of ranks; None if strides and sizes do not describe it."""
     left = np.sort(ranks, axis=None)
     first, left = int(left[0]), left - left[0]
     found: MeshLayout = ()
     while left.size > 1:
-        counts = int(left[1])
-        values = np.argmin(left == np.arange(left.size) * counts) or left.size  # that follow one another
-        following = counts * int(values)
-        each = np.arange(values) * counts
-        whole = left.size % values == 0 and (left.reshape(-1, values) % following == each).all()
-        if not whole or first % following // counts:
+        stride = int(left[1])
+        size = np.argmin(left == np.arange(left.size) * stride) or left.size  # the multiples of the stride
+        end = stride * int(size)
+        each = np.arange(size) * stride
+        whole = left.size % size == 0 and (left.reshape(-1, size) % end == each).all()
+        if not whole or first % end // stride:
             return None
-        found, left = ((counts, following), *found), left[::values]
+        found, left = ((stride, end), *found), left[::size]
     return found
 
 
-def union(*several: MeshLayout) -> MeshLayout:
-    """Those in any of these."""
+def union(*layouts: MeshLayout) -> MeshLayout:
+    """The axes that are in any of these layouts."""
     merged: list[tuple[int, int]] = []
-    for counts, following in sorted(digit for layout in several for digit in layout):
-        if merged and counts <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], following)
+    for stride, end in sorted(pair for layout in layouts for pair in layout):
+        if merged and stride <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            merged.append((counts, following))
+            merged.append((stride, end))
     return tuple(reversed(merged))
 
 
 def overlap(first: MeshLayout, second: MeshLayout) -> bool:
-    """Whether ranks that differ in the one may be those that differ in the other."""
+    """Whether two ranks can differ along both layouts at once."""
     return any(max(a[0], b[0]) < min(a[1], b[1]) for a in first for b in second)
 
 
 def without(layout: MeshLayout, others: MeshLayout) -> MeshLayout:
-    """What is left of digits. Raises ValueError where the others are no divisors of them."""
-    for counts, following in others:
+    """The layout without the axes of `others`. Raises ValueError where a stride does not divide the next."""
+    for stride, end in others:
         pieces = [
             piece
             for low, high in layout
-            for piece in ((low, min(high, counts)), (max(low, following), high))
+            for piece in ((low, min(high, stride)), (max(low, end), high))
             if piece[0] < piece[1]
         ]
         if any(high % low for low, high in pieces):
-            raise ValueError(f"digits {others} of ranks cut across {layout}")
+            raise ValueError(f"the layout {others} of ranks cuts across {layout}")
         layout = tuple(pieces)
     return union(layout)
 
 
 def index_in(layout: MeshLayout, rank: Any) -> Any:
-    """The place of a rank, or of each of an array of them, among those that differ in these digits."""
-    number = rank * 0
-    for counts, following in layout:
-        number = number * (following // counts) + rank % following // counts
-    return number
+    """The index of a rank, or of each of an array of ranks, among those that differ along this layout."""
+    index = rank * 0
+    for stride, end in layout:
+        index = index * (end // stride) + rank % end // stride
+    return index
 
 
 def size_of(layout: MeshLayout) -> int:
-    """How many ranks differ in these digits."""
-    return prod(following // counts for counts, following in layout)
+    """The number of ranks that differ along this layout."""
+    return prod(end // stride for stride, end in layout)

@@ -225,8 +225,8 @@ def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[MeshLayout, MeshLayou
     alike = () if placement.kind == PARTIAL else placement.axes
     if placement.mesh.root is not mesh.root or overlap(alike, mesh.axes):
         raise ValueError(
-            f"fully_shard: parameter {parameter.name!r} is on {placement.mesh!r} already; shard it along other "
-            f'axes of the same mesh, as mesh["dp_shard"], not {mesh!r}'
+            f"fully_shard: parameter {parameter.name!r} is on {placement.mesh!r} already; shard it along "
+            f'other axes of the same mesh, as mesh["dp_shard"], not {mesh!r}'
         )
     partial = without(placement.partial, mesh.axes) if placement.partial else ()
     return placement.axes if placement.kind == SHARD else (), partial

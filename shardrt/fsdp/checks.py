@@ -119,9 +119,8 @@ def check_same_values(control: Communicator, units: list[Unit], cut: bool) -> No
     groups = [group for u in units for group in u.groups if cut or not group.key.cut]
     initial = [pair for group in groups for pair in zip(group.parameters, group.initial, strict=True)]
     made = bytes(storage.materialised for _, storage in initial)
-    if objects.differing_ranks(
-        control, made
-    ):  # ranks differ in which values are made: compare all made on any rank
+    if objects.differing_ranks(control, made):
+        # The ranks have made different values. Compare all that any rank has made.
         made = bytes(map(max, *control.all_gather_bytes(made)))
     given = [place for place, there in enumerate(made) if there]
     checksums = [_checksum(*initial[place]) for place in given]

@@ -50,12 +50,14 @@ class Gradients:
 
         Groups share slots until some backward does not reduce; then each group gets a slot of its own.
 
-        of_their_own: a backward defers its reductions (late). Raises RuntimeError with set_world_invariant.
+        of_their_own: a backward defers its reductions (DeferredGradients).
+
+        Raises RuntimeError with set_world_invariant.
         """
         if of_their_own and any(unit.choices.micro_batches is not None for unit in self._units):
             raise RuntimeError(
-                "backward(deferred=...): with set_world_invariant the gradient of each micro-batch has its own "
-                "place in the tree of sums; leave late out"
+                "backward(deferred=...): with set_world_invariant the gradient of each micro-batch has its "
+                "own place in the tree of sums; leave `deferred` out"
             )
         accumulates = of_their_own or any(unit.accumulates for unit in self._units)
         changed = self._trained.changed

@@ -287,7 +287,8 @@ def _before(group: ParameterGroup) -> str:
     """The other axes of the mesh along which the parameters were split or their gradients are summed."""
     mesh, placement, text = group.settings.mesh, group.parameters[0].placement, ""
     if group.key.cut:
-        text += f", cut on {(placement.mesh.mesh_dim_names or mesh.names_of(placement.axes))[0]} {_ranks(placement.mesh)}"
+        names = placement.mesh.mesh_dim_names or mesh.names_of(placement.axes)
+        text += f", cut on {names[0]} {_ranks(placement.mesh)}"
     return text + "".join(f", summed on {name}" for name in mesh.names_of(group.key.partial))
 
 

@@ -129,10 +129,8 @@ class Plan(Route):
         if self.agreed:
             return set()
         _compare([self.units.index(unit) for unit in self.order], self.units, control)
-        visited = [
-            self.visited,
-            *map(list, control.all_gather_bytes(bytes(self.visited))),
-        ]  # a list from each rank
+        # A list from each rank.
+        visited = [self.visited, *map(list, control.all_gather_bytes(bytes(self.visited)))]
         by_unit = zip(self.order, *visited, strict=True)
         used = [unit.settings.by_rank or any(on_ranks) for unit, *on_ranks in by_unit]
         self.order = [unit for unit, is_used in zip(self.order, used, strict=True) if is_used]

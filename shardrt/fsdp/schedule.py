@@ -159,7 +159,7 @@ class Schedule:
         self._begin_backward()
         if resets != self._resets:
             raise RuntimeError(
-                "late.run: another backward has raised since, which discarded the gradients of this one; "
+                "flush: another backward has raised since, which discarded the gradients of this one; "
                 "run forward and backward again"
             )
         return ()

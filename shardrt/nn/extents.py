@@ -1,8 +1,8 @@
-"""Which elements of a whole a rank has: integers only, no arrays and no ranks.
+"""Which elements of a parameter a rank has: integers only, no arrays and no ranks.
 
-A part is a tuple of Extent of a parameter's elements, counted in memory order. A shard of a parameter is one
-run; rows of several matrices that lie in one are a run for each; columns of a matrix are a run for each row,
-in one Extent. The elements of a part have an order, in which they lie side by side where the rank keeps them.
+The elements are a tuple of Extents, counted in memory order. A shard of a parameter is one extent. Columns of
+a matrix are one extent as well: a run for each row, at a stride. Rows of several fused matrices are an extent
+for each matrix. The order of the extents is the order in which the rank keeps the elements.
 """
 
 from collections import Counter
@@ -29,12 +29,12 @@ class Extent:
 
     @property
     def size(self) -> int:
-        """How many elements these are."""
+        """The number of elements."""
         return self.length * self.count
 
     @property
     def stop(self) -> int:
-        """The element behind the last one."""
+        """The end: the last element is stop - 1."""
         return self.first + (self.count - 1) * self.stride + self.length
 
     def begin(self, number: int) -> int:
@@ -42,13 +42,13 @@ class Extent:
         return self.first + number * self.stride
 
     def within(self, start: int, stop: int) -> range:
-        """The numbers of the runs of which something lies in [start, stop)."""
+        """The numbers of the runs that have elements in [start, stop)."""
         low = (start - self.first - self.length) // self.stride + 1
         high = -((self.first - stop) // self.stride)
         return range(max(low, 0), min(high, self.count))
 
     def cut(self, start: int, stop: int) -> "Extents":
-        """The elements [start, stop) of these: the rest of a run, whole runs, the begin of another."""
+        """Elements [start, stop) of this extent: the rest of a run, whole runs, the begin of another run."""
         if start >= stop:
             return ()
         (row, inside), (last, end) = divmod(start, self.length), divmod(stop, self.length)
@@ -66,17 +66,17 @@ Extents = tuple[Extent, ...]
 
 
 def contiguous(first: int, length: int) -> Extents:
-    """`length` neighbours; of no elements, the empty part."""
+    """One extent of `length` neighbours; () for no elements."""
     return (Extent(first, length, length, 1),) if length else ()
 
 
 def size_of(extents: Extents) -> int:
-    """How many elements a part has."""
+    """The number of elements."""
     return sum(extent.size for extent in extents)
 
 
 def cut(extents: Extents, start: int, stop: int) -> Extents:
-    """The elements [start, stop) of a part, counted in its order."""
+    """Elements [start, stop), counted in the order of the extents."""
     found: Extents = ()
     for extent in extents:
         found += extent.cut(max(start, 0), min(stop, extent.size))
@@ -85,7 +85,7 @@ def cut(extents: Extents, start: int, stop: int) -> Extents:
 
 
 def spans(extents: Extents) -> Iterator[tuple[int, int, int]]:
-    """(place, first, length) of each run: from `place` on the part has the elements from `first` on."""
+    """(place, first, length) of each run: it has the elements from `first` on, and lies at `place` in a shard"""
     place = 0
     for extent in extents:
         for number in range(extent.count):
@@ -94,7 +94,7 @@ def spans(extents: Extents) -> Iterator[tuple[int, int, int]]:
 
 
 def overlaps(extents: Extents, other: Extent) -> Iterator[tuple[int, int, int]]:
-    """(place, other_place, count) of what both have: `count` neighbours, from there on in each of them."""
+    """(place, other_place, count) for each `count` neighbours that both have, and where each has them."""
     place = 0
     for extent in extents:
         for number in extent.within(other.first, other.stop):
@@ -131,14 +131,14 @@ def miscounted(pieces: Iterable[Extent], size: int) -> tuple[int, int] | None:
 
 
 def take(extents: Extents, whole: Array) -> Array:
-    """The elements of a part, 1-D, from an array of the whole: a view where they are neighbours."""
+    """The elements, 1-D, from an array of the whole parameter; a view if they are neighbours."""
     flat = whole.reshape(-1)
     pieces = [flat[first : first + length] for _, first, length in spans(extents)]
     return pieces[0] if len(pieces) == 1 else np.concatenate([flat[:0], *pieces])
 
 
 def put(extents: Extents, whole: np.ndarray, values: np.ndarray) -> None:
-    """Set the elements of a part, in an array of the whole, to `values` (1-D)."""
+    """Set the elements, in an array of the whole parameter, to `values` (1-D)."""
     flat = whole.reshape(-1)
     for place, first, length in spans(extents):
         flat[first : first + length] = values[place : place + length]

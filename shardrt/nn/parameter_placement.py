@@ -1,7 +1,7 @@
-"""ParameterPlacement: what a rank has of a parameter where modules themselves are cut along an axis of the mesh.
+"""ParameterPlacement: how a parameter lies on the ranks of a mesh axis along which modules are split.
 
-A parameter's `shape` is that of what this rank has: all that ops, layouts and optimizers see. The share says
-what that is of the whole, which initial values, loading, checkpoints and files go by.
+A parameter's `shape` is the shape of this rank's elements. Ops, layouts and optimizers see nothing else. The
+placement says which elements of the whole parameter these are: for initial values, loading and checkpoints.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,15 @@ SHARD, REPLICATE, PARTIAL = "shard", "replicate", "partial"
 class ParameterPlacement:
     """Of a parameter of shape `whole`, along the one axis of `mesh`.
 
-    kind: SHARD, each rank has elements of its own; REPLICATE, all have all of them, and equal gradients; PARTIAL,
-    all have all of them, and each a gradient that is to be added to the others'. shape: of what this rank
-    has. parts: of SHARD, the elements of each rank of the axis; none in two of them.
+    The kinds are DTensor's. SHARD: each rank has elements of its own. REPLICATE: each rank has all elements,
+    and equal gradients. PARTIAL: each rank has all elements; its gradient is one term of a sum over ranks.
+
+    Attributes:
+        shape: of this rank's elements.
+        parts: SHARD only; the elements of each rank of the axis. No element is in two of them.
+        own_data: SHARD only; the ranks have other data, and an op sums the gradient before it arrives here.
+        beside: with own_data, the axes of the root mesh whose ranks have parts of the data of one loss.
+        words: for rows of a vocabulary, how a rank looks them up and makes logits of them.
     """
 
     kind: str
@@ -35,9 +41,9 @@ class ParameterPlacement:
     whole: tuple[int, ...]
     shape: tuple[int, ...]
     parts: tuple[Extents, ...] = ()
-    own_data: bool = False  # of SHARD: the ranks have other data, whose gradient is summed before it is here
-    beside: MeshLayout = ()  # of own_data: axes of the root mesh whose ranks have parts of the data of one loss
-    words: Any = None  # where these are rows of a vocabulary: how they are looked up, and make logits
+    own_data: bool = False
+    beside: MeshLayout = ()
+    words: Any = None
 
     @classmethod
     def of_all(cls, kind: str, mesh: DeviceMesh, whole: tuple[int, ...]) -> "ParameterPlacement":
@@ -46,7 +52,7 @@ class ParameterPlacement:
 
     @property
     def axes(self) -> MeshLayout:
-        """Along what of the root mesh it is (comm/mesh_layout.py)."""
+        """The layout of the axis in the root mesh (comm/mesh_layout.py)."""
         return self.mesh.axes
 
     @property
@@ -56,7 +62,7 @@ class ParameterPlacement:
 
     @property
     def partial(self) -> MeshLayout:
-        """Axes along which each rank's gradient is a part of a sum that nobody has made yet."""
+        """Axes along which each rank's gradient is a term of a sum that is still to be made."""
         return self.axes if self.kind == PARTIAL else without(self.beside, self.axes)
 
     @property

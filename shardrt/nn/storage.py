@@ -225,8 +225,8 @@ class LocalStorage(Storage):
         self._array = array
         self._made_as: str | None = None  # the name that the values were made for
         self._gradient: Array | None = None
-        # Where each backward's gradient is summed over ranks (ParameterPlacement.partial): what those have that have not
-        # ended. What is left of one that has raised would be another gradient on each rank, and goes with it.
+        # The gradients of backwards that have not ended, where gradients are summed over ranks
+        # (ParameterPlacement.partial). If a backward raises, its gradient differs by rank and is dropped.
         self._partial: WeakKeyDictionary[autograd.Backward, Array] = WeakKeyDictionary()
         self._parameter = parameter
         if parameter.placement is not None:

@@ -20,8 +20,8 @@ class Carrier:
     """What goes on from stage to stage of one rank's pipeline: kind "F", and back: "B".
 
     A message is known by kind, the stage that sends it, and the micro-batch. Its arrays have the shapes that
-    all messages of its `key` have. kept: TableStats.kept, where the table's own actions send; without, all that
-    is sent is kept until `finish`.
+    all messages of its `key` have. kept: TableStats.kept, if the table's own actions send. Without it, each
+    message is kept until `finish`.
     """
 
     def __init__(

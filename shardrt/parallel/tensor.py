@@ -65,8 +65,8 @@ def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Sty
     for parameter in model.parameters():
         if parameter.placement is not None and not parameter.placement.own_data:
             raise ValueError(
-                f"parallelize_module: {parameter.name!r} is on {parameter.placement.mesh!r} already; give one "
-                "plan for the whole model"
+                f"parallelize_module: {parameter.name!r} is on {parameter.placement.mesh!r} already; give "
+                "one plan for the whole model"
             )
     _check_tokens(model, mesh, chosen)
     batch = batch_of(model, mesh.root)

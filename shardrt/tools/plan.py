@@ -230,13 +230,13 @@ def _table(found: Found, space: _Space, machine: Machine) -> dict[str, Any]:
 
 
 def _row(each: Plan, space: _Space) -> dict[str, Any]:
-    describe_error = each.report
+    report = each.report
     return {
-        "ms": describe_error.ms,
-        "tokens": describe_error.tokens,
-        "tokens_per_s": describe_error.tokens_per_s,
-        "mfu": describe_error.mfu,
-        "hfu": describe_error.hfu,
+        "ms": report.ms,
+        "tokens": report.tokens,
+        "tokens_per_s": report.tokens_per_s,
+        "mfu": report.mfu,
+        "hfu": report.hfu,
         "rank": each.rank,
         "device_bytes": each.bytes(),
         "host_bytes": each.bytes("host"),
@@ -282,22 +282,22 @@ def _counts(found: Found, space: _Space) -> str:
     refused = sum(each.times for each in found.refused.values())
     skipped = sum(each.skipped for each in found.refused.values())
     too_large, slower, same = len(found.too_large), len(found.slower), len(found.same)
-    describe_error = (
+    text = (
         f"{len(space.candidates):,} candidates: {found.tried:,} tried, of which {len(found.best) + same:,} "
         f"fit ({same:,} like another to the bit), {len(found.over):,} take more memory and {refused:,} were "
         f"refused; dropped {too_large:,} that need no less than one that takes more, {slower:,} that can't "
         "be among the best"
     )
-    describe_error += f", {skipped:,} like refused ones" * (skipped > 0)
+    text += f", {skipped:,} like refused ones" * (skipped > 0)
     minutes = f" when {space.options.minutes:g} minutes were over (--minutes)" * found.late
-    return describe_error + f"; {found.left:,} left{minutes}" * (found.left > 0)
+    return text + f"; {found.left:,} left{minutes}" * (found.left > 0)
 
 
 def _figures(each: Plan) -> str:
-    describe_error, shares = each.report, each.shares
+    report, shares = each.report, each.shares
     widths = zip(_PARTS, (13, 17, 8, 10), strict=True)
     return (
-        f"{describe_error.ms:10,.1f}{describe_error.tokens_per_s:13,.0f}{100 * describe_error.mfu:7.1f}{each.bytes() / 1e9:7.1f}"
+        f"{report.ms:10,.1f}{report.tokens_per_s:13,.0f}{100 * report.mfu:7.1f}{each.bytes() / 1e9:7.1f}"
         f"{each.bytes('host') / 1e9:9.1f}" + "".join(f"{100 * shares[part]:{n}.1f}" for part, n in widths)
     )
 

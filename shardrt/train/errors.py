@@ -69,8 +69,8 @@ def _speaker(code: int, mesh: DeviceMesh | None) -> tuple[int, int]:
     """The lowest rank that failed, and its code; 0 if none did."""
     if mesh is None or mesh.size == 1:
         return 0, code
-    describe_error = all_gather_object(mesh.communicator("control"), code)
-    return next(((rank, code) for rank, code in enumerate(describe_error) if code), (0, 0))
+    codes = all_gather_object(mesh.communicator("control"), code)
+    return next(((rank, code) for rank, code in enumerate(codes) if code), (0, 0))
 
 
 def describe_error(error: BaseException | None) -> str:

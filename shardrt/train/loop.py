@@ -161,10 +161,10 @@ def update(job: "Job", done: int) -> float:
                 parameters, wanted.clip_norm, wanted.clip_type, error_if_nonfinite=True
             )
         except nn.utils.NonfiniteNorm as error:
-            describe_error = f"step {done}: the norm of the gradients is {error.norm}"
+            message = f"step {done}: the norm of the gradients is {error.norm}"
             if wanted.on_nonfinite is settings.Nonfinite.stop:
-                raise FloatingPointError(f"{describe_error}: {culprit(job)}") from None
-            job.run.say(f"{describe_error}, so this update is skipped")
+                raise FloatingPointError(f"{message}: {culprit(job)}") from None
+            job.run.say(f"{message}, so this update is skipped")
             job.optimizer.zero_grad()
             return error.norm
     job.scaler.step(job.optimizer)
@@ -335,8 +335,8 @@ def extra_of(job: "Job") -> dict[str, Any]:
 
 def check_weights(job: "Job", done: int) -> None:
     """Raise FloatingPointError, naming parameter and ranks, if trained weights are not finite. Collective."""
-    if describe_error := nonfinite_weights(job):
-        raise FloatingPointError(f"step {done}: {describe_error}")
+    if message := nonfinite_weights(job):
+        raise FloatingPointError(f"step {done}: {message}")
 
 
 def nonfinite_weights(job: "Job") -> str:
@@ -346,8 +346,8 @@ def nonfinite_weights(job: "Job") -> str:
         values = here.to_numpy(parameter.shard)
         if parameter.requires_grad and values.size and not np.isfinite([values.min(), values.max()]).all():
             found.append(name)
-    describe_error = first_of(job, found)
-    return describe_error and f"weights are nan or infinite: {describe_error}"
+    message = first_of(job, found)
+    return message and f"weights are nan or infinite: {message}"
 
 
 def report_saved(run: RunLog, function: Callable, *args: Any) -> None:

@@ -49,7 +49,7 @@ def train(model, optimizer, first, last):
 def everything(model, optimizer):
     """(kind, parameter) -> this rank's ranges of it, and the numbers of updates."""
     held = [
-        (p.kind, p.parameter, p.part[0].first, np.array(p.array))
+        (p.kind, p.parameter, p.extents[0].first, np.array(p.array))
         for p in pieces_of(model, optimizer, saving=True)
     ]
     return held, {name: int(piece.steps[at]) for name, (piece, at) in counted(model, optimizer).items()}

@@ -346,7 +346,7 @@ def cut_of(mesh):
 def backward(model, options, scaler, tokens, targets, cut):
     """The loss of all micro-batches. The last of them reduces, whatever those before it do.
 
-    DeferredGradients: gradients of weights wait, if nobody reduces them, until the next micro-batch's are waiting too.
+    With "late" in options, weight gradients that are not reduced wait until the next micro-batch's wait too.
     """
     ways = turns(options)
     added = shardrt.fsdp.units(model)[0].settings.mesh.size if "invariant" in options else 1

@@ -44,4 +44,4 @@ def give_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         whole = random.normal(size=parameter.whole_shape).astype(np.float32)
         if not parameter.absent:
-            parameter.grad.reshape(-1)[...] = take(parameter.part, whole)
+            parameter.grad.reshape(-1)[...] = take(parameter.extents, whole)

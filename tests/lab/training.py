@@ -106,7 +106,7 @@ def gradients(model: nn.Module) -> dict[str, np.ndarray]:
             continue
         storage = parameter.storage
         whole = np.zeros(parameter.size, parameter.dtype)
-        put(parameter.part, whole, parameter.grad.reshape(-1))
+        put(parameter.extents, whole, parameter.grad.reshape(-1))
         if storage.communicator is not None:
             storage.communicator.all_reduce(whole, op="sum", stream=device.current().current_stream)
         result[name] = whole.reshape(parameter.shape)

@@ -131,7 +131,7 @@ def whole_gradients(model):
         whole = np.zeros(parameter.whole_shape, parameter.dtype)
         communicators = []
         if parameter.counts:
-            put(parameter.part, whole, parameter.grad.reshape(-1))
+            put(parameter.extents, whole, parameter.grad.reshape(-1))
             communicators.append(parameter.storage.communicator)
         communicators += [] if parameter.place is None else [parameter.place.control]
         for communicator in filter(None, communicators):

@@ -40,7 +40,7 @@ def test_what_other_ranks_have_is_absent_and_says_where_it_is():
         here = [p for stage in stages for p in stage.parameters()]
         assert {id(p) for p in (*absent, *here)} == {id(p) for p in model.parameters()}
         assert all(p.name == name for stage in stages for name, p in stage.named_parameters())
-        assert all(p.shard.size == 0 and p.grad is None and p.part == () for p in absent)
+        assert all(p.shard.size == 0 and p.grad is None and p.extents == () for p in absent)
         optimizer = optim.AdamW(model.parameters())
         assert sum(state.size for piece in optimizer.slices for state in piece.state.values()) < 3 * sum(
             p.shard.size for p in here
