@@ -24,10 +24,10 @@ from shardrt.train.metrics import BITS, RunLog
 from shardrt.train.tokens import SUFFIX, BadTokens, open_tokens
 
 from . import gpt, llama
-from .generate import TOKENIZER, ByteText, Text, TokenisedText, generate
 from .hub import TOKENIZER_FILES, ends_in, side_files
 from .plans import plan_of
 from .pretrained import PretrainedRecipe
+from .sampling import TOKENIZER, ByteText, Text, TokenisedText, generate
 
 
 @dataclass(frozen=True)

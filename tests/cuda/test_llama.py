@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import shardrt
-from models.generate import continued, greedy
 from models.hub import load_pretrained, save_pretrained
 from models.llama import Llama, LlamaConfig
+from models.sampling import continued, greedy
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread

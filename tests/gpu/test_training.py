@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import shardrt
-from models.generate import ByteText, generate
 from models.gpt import GPT
+from models.sampling import ByteText, generate
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict, load, save

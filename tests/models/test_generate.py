@@ -5,11 +5,11 @@ import pytest
 
 import shardrt
 from models.cache import KVCache
-from models.generate import ByteText, continued, draw, generate, greedy
 from models.gpt import GPT, GPTConfig
 from models.gpt import Block as GPTBlock
 from models.llama import Block as LlamaBlock
 from models.llama import Llama, LlamaConfig
+from models.sampling import ByteText, continued, draw, generate, greedy
 from shardrt import no_grad
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import by_class, wrap

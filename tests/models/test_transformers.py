@@ -12,10 +12,10 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import hub, train
-from models.generate import continued, greedy
 from models.gpt import Block as GPTBlock
 from models.hub import load_pretrained, save_pretrained
 from models.llama import Block as LlamaBlock
+from models.sampling import continued, greedy
 from models.vit import Block as ViTBlock
 from shardrt import functional as F
 from shardrt import nn

@@ -85,7 +85,7 @@ def test_numbers_of_settings_may_be_integers_of_any_size(folders, tmp_path, valu
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_pipes_and_devices_in_a_folder_are_refused_at_once(tmp_path, name):
-    from models.generate import TokenisedText
+    from models.sampling import TokenisedText
 
     pytest.importorskip("tokenizers")
     folder = tmp_path / "gpt2"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import shardrt
-from models.generate import ByteText, generate
 from models.plans import plan_of
+from models.sampling import ByteText, generate
 from models.vit import SIZES, ViT
 from shardrt import Tensor, no_grad, optim
 from shardrt import functional as F

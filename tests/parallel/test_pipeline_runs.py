@@ -11,8 +11,8 @@ import pytest
 
 import shardrt
 from models.cache import KVCache
-from models.generate import continued, greedy
 from models.hub import load_pretrained, save_pretrained
+from models.sampling import continued, greedy
 from shardrt import device, nn, no_grad, optim
 from shardrt import functional as F
 from shardrt.checkpoint import CheckpointManager, full_state_dict, load, save

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from models.generate import TokenisedText
+from models.sampling import TokenisedText
 from shardrt.__main__ import main
 from shardrt.train import tokenizer_process
 from shardrt.train.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from models.generate import TokenisedText
+from models.sampling import TokenisedText
 from shardrt.__main__ import main
 from shardrt.train import data_command
 from shardrt.train.data import cut_windows
