@@ -114,7 +114,7 @@ class DeferredGradients:
         _state.pending.pop(self._number, None)
 
     def defer(self, backward: Backward, function: Any, args: tuple, into: tuple) -> None:
-        """Defer function(*args, *into) until `flush`. The call adds to the gradients of the variables `into`."""
+        """Defer function(*args, *into) until `flush`. It adds to the gradients of the variables `into`."""
         work = Work(backward, function, (*args, *into))
         self._works.append(work)
         for variable in into:

@@ -1,7 +1,7 @@
 """MeshLayout: sizes and strides of ranks in a mesh. Along which axes do two ranks differ?
 
 In a mesh of shape (2, 4, 2), a step along the last axis adds 1 to the rank's number, along the second 2,
-along the first 8. A layout is a tuple of pairs (stride, end = stride * size), here (8, 16), (2, 8) and (1, 2).
+along the first 8. A layout is a tuple of pairs (stride, end = stride * size), here (8, 16), (2, 8), (1, 2).
 A rank's index along a pair is `rank % end // stride`. Axes that follow one another merge: (2, 8) and (1, 2)
 are (1, 8). So a fold of the mesh has a layout, too, for example (4, 16), (1, 4), and axes of both compare.
 PyTorch's `_MeshLayout` has the same content.

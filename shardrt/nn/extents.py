@@ -85,7 +85,7 @@ def cut(extents: Extents, start: int, stop: int) -> Extents:
 
 
 def spans(extents: Extents) -> Iterator[tuple[int, int, int]]:
-    """(place, first, length) of each run: it has the elements from `first` on, and lies at `place` in a shard"""
+    """(place, first, length) of each run: it has elements from `first` on, and lies at `place` in a shard."""
     place = 0
     for extent in extents:
         for number in range(extent.count):
