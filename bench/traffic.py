@@ -49,7 +49,7 @@ def expected_of_tensor(model: nn.Module, ranks: int, rows: int, sequence: bool) 
     total = passes * part * activations + 8 * (ranks - 1) * rows
     if sequence:
         total += 2 * len(model.blocks) * part * activations  # gathered again
-        partial = [p for p in model.parameters() if p.share is not None and p.share.kind == PARTIAL]
+        partial = [p for p in model.parameters() if p.placement is not None and p.placement.kind == PARTIAL]
         total += 2 * part * 4 * sum(prod(parameter.shape) for parameter in partial)
     return total
 

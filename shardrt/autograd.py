@@ -100,7 +100,7 @@ class Deferral(Protocol):
         """Defer function(*args, *into). `backward.call` makes the call later."""
 
     def ready(self, backward: "Backward") -> None:
-        """End the first half of the backward. `backward.run_late` runs the deferred calls."""
+        """End the first half of the backward. `backward.run_deferred` runs the deferred calls."""
 
     def forget(self) -> None:
         """Drop all deferred calls, since the backward has raised."""

@@ -311,12 +311,12 @@ class Meetings:
 
     def __init__(self):
         self._begun = {}
-        self.dry_run = []  # those whose partner did not begin while they waited
+        self.alone = []  # those whose partner did not begin while they waited
 
     def meet(self, name, partner):
         self._event(name).set()
         if not self._event(partner).wait(timeout=20):
-            self.dry_run.append(name)
+            self.alone.append(name)
 
     def _event(self, name):
         return self._begun.setdefault(name, threading.Event())
@@ -352,7 +352,7 @@ def test_copies_run_beside_the_module_that_computes(monkeypatch):
     monkeypatch.setattr(Slow, "forward", meeting_forward)
     monkeypatch.setattr(Slow, "backward", meeting_backward)
     chain(last + 1)(leaf([1.01])).backward()
-    assert meetings.dry_run == []
+    assert meetings.alone == []
     assert all(next(left, None) is None for left in coming.values())  # all of them have met
 
 

@@ -65,21 +65,21 @@ def step_alone(pipeline: StagedModel, work: Work) -> None:
 
 def _run(pipeline: StagedModel, work: Work, messages: Messages) -> None:
     carrier = Carrier(_Links(messages), pipeline.table, pipeline.mesh.rank, pipeline.facts.kept)
-    with _without_twins(pipeline):
+    with _without_tied_replicas(pipeline):
         Step(pipeline, work, carrier=carrier).run()
 
 
 @contextmanager
-def _without_twins(pipeline: StagedModel) -> Iterator[None]:
+def _without_tied_replicas(pipeline: StagedModel) -> Iterator[None]:
     """Inside a with block, stages do not copy values that are not there."""
-    before = [(stage, stage.twins) for stage in pipeline.stages]
+    before = [(stage, stage.tied_replicas) for stage in pipeline.stages]
     for stage, _ in before:
-        stage.twins = []
+        stage.tied_replicas = []
     try:
         yield
     finally:
-        for stage, twins in before:
-            stage.twins = twins
+        for stage, tied_replicas in before:
+            stage.tied_replicas = tied_replicas
 
 
 def _messages(pipeline: StagedModel, work: Work) -> Messages:
@@ -115,7 +115,7 @@ def _sent(pipeline: StagedModel, work: Work, row: list[Action], messages: Messag
     """What a stage of this rank sends in these forwards, without computing it."""
     stage, carrier = pipeline.stage(row[0].stage), _Shapes(messages)
     units = whole_of("pipeline_plan", stage)
-    with _without_twins(pipeline):
+    with _without_tied_replicas(pipeline):
         run_dry(stage, units, lambda: Step(pipeline, work, row, carrier).run())
     return carrier.sent
 

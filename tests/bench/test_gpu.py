@@ -671,7 +671,7 @@ def test_a_race_goes_on_when_one_falls(monkeypatch, tmp_path):
         rounds=3,
         steps=2,
         last=("digest",),
-        entered=lambda name, course: message.append((name, course.dry_run["seconds"], course.seconds[:])),
+        entered=lambda name, course: message.append((name, course.alone["seconds"], course.seconds[:])),
     )
     assert message == [("good", 0.5, []), ("bad", 0.1, [])]
     assert courses["good"].seconds == [0.5] * 3 and courses["good"].median == 0.5

@@ -87,7 +87,7 @@ def digest(model, optimizer):
     steps = {name: int(piece.steps[at]) for name, (piece, at) in counted(model, optimizer).items()}
     found = hashlib.sha256(repr(steps).encode())
     for piece in pieces_of(model, optimizer, saving=False):
-        found.update(f"{piece.kind} {piece.parameter} {piece.part}".encode() + piece.array.tobytes())
+        found.update(f"{piece.kind} {piece.parameter} {piece.extents}".encode() + piece.array.tobytes())
     return found.hexdigest()
 
 

@@ -223,11 +223,11 @@ def test_a_pool_lends_memory_again_in_the_stream_that_took_it():
 
 def test_work_says_what_it_computes_in_and_for_which_part_of_a_step(here):
     x, numbers = here.empty(100, np.float32), here.empty(500, np.int64)
-    here.doing("forward blocks.0")
+    here.set_phase("forward blocks.0")
     here.kernels.sums.add(x, numbers, x)
     gather = here.new_stream("gather")
     gather.submit(here.kernels.sums.add, numbers, numbers, numbers)
-    here.doing("")
+    here.set_phase("")
     here.kernels.sums.add(x, x, x)
     message = [(work.dtype, work.label) for work in of_kind(here, Work)]
     assert message == [("float32", "forward blocks.0"), ("", ""), ("float32", "")]

@@ -361,10 +361,10 @@ def backward(model, options, scaler, tokens, targets, cut):
             scaler.scale(loss * (1 / added)).backward(deferred=late)
             for earlier in waiting:
                 with no_sync(model):
-                    earlier.run()
+                    earlier.flush()
             waiting = [] if late is None else [late]
             if waiting and way == "reduce":
-                waiting.pop().run()
+                waiting.pop().flush()
         total += float(loss.item())
     return total
 

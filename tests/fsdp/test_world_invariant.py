@@ -120,7 +120,7 @@ def train(make=gpt, steps=3, copies=1, fp16=False, in_backward=False, **options)
 def pieces(model, optimizer):
     """Of this rank: [(kind, parameter, number of the first element, elements)]."""
     return [
-        (piece.kind, piece.parameter, piece.part[0].first, np.array(piece.array).tolist())
+        (piece.kind, piece.parameter, piece.extents[0].first, np.array(piece.array).tolist())
         for piece in pieces_of(model, optimizer, saving=True)
     ]
 

@@ -176,7 +176,7 @@ def lose(folder: Path, name: str, loss: Loss) -> dict[str, Any]:
         "seconds": round(time.monotonic() - job.began, 1),
     }
     if job.code != 0:
-        return result | {"wrong": f"exit code {job.code}: {job.told[-6000:]}"}
+        return result | {"wrong": f"exit code {job.code}: {job.printed[-6000:]}"}
     expected, found = losses(folder, "whole"), losses(folder, name)
     fewer = any(job.starts)
     off = max((abs(found[step] / expected[step] - 1) for step in found if step in expected), default=1.0)

@@ -183,7 +183,7 @@ def whole_gradients(model: nn.Module) -> dict[str, np.ndarray | None]:
     """Name -> whole gradient on rank 0, also of what is cut along "tp"; elsewhere a part. Collective."""
     found, parameters = {}, dict(model.named_parameters())
     for name, gradient in full_gradients(model):
-        whole = joined(parameters[name].share, np.array(gradient))
+        whole = joined(parameters[name].placement, np.array(gradient))
         found[name] = None if whole is None else whole.copy()
     return found
 

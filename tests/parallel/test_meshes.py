@@ -52,7 +52,7 @@ def first_life(net, on, folder):
 def held(model, optimizer):
     """(kind, name, part, values) of all that this rank has."""
     return [
-        (piece.kind, piece.parameter, piece.part, np.array(piece.array))
+        (piece.kind, piece.parameter, piece.extents, np.array(piece.array))
         for piece in pieces_of(model, optimizer, saving=False)
     ]
 

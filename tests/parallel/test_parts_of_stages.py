@@ -208,7 +208,7 @@ def test_a_plan_has_the_optimizers_state_once_of_what_two_stages_of_a_rank_use()
     optimizer = optim.AdamW([p for stage in stages for p in stage.parameters()])
     kept = sum(state.nbytes for piece in optimizer.slices for state in piece.state.values())
     assert kept == sum(plan["optimizer state"] for plan in plans)
-    assert [len(stage.twins) for stage in stages] == [0, 1]
+    assert [len(stage.tied_replicas) for stage in stages] == [0, 1]
 
 
 @lab.on_ranks(2)

@@ -158,7 +158,7 @@ SCRIPTS = {
     "evaluated, in bits": in_bits,
     "written": lambda: shared(trained, change=write),
     "alone": lambda: record_of(
-        lambda: trained(dry_run=True, strategy=ShardingStrategy.NO_SHARD, in_backward=True), 1
+        lambda: trained(alone=True, strategy=ShardingStrategy.NO_SHARD, in_backward=True), 1
     ),
     "accumulated later": lambda: record_of(accumulated_later, 2),
     "in pieces": pieces,

@@ -152,7 +152,7 @@ def test_what_is_wrong_with_a_site_is_told_or_a_row_says_why_not(name, recording
             race = recording.described(races[0])
             assert "let " in race.repair and race.first.item.site and race.second.item.site
         elif row["mutations"] != "every" or mutation == REMOVED:
-            assert not found, f"{mutation}: its row is of no use, {found and found[0].told(found[1][0])}"
+            assert not found, f"{mutation}: its row is of no use, {found and found[0].described(found[1][0])}"
             if "covered_by" in row:
                 among, described = recordings, f"{mutation}: {row['covered_by']} do not cover it"
                 if row.get("lent_again"):
