@@ -40,4 +40,4 @@ def _as_it_was():
     yield
     determinism.use_deterministic_algorithms(False)
     if "shardrt.kernels.cpu.matmul" in sys.modules:
-        sys.modules["shardrt.kernels.cpu.matmul"].set_blas_threads(int(os.environ["OPENBLAS_NUM_THREADS"]))
+        sys.modules["shardrt.kernels.cpu._blas"].set_blas_threads(int(os.environ["OPENBLAS_NUM_THREADS"]))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.kernels import determinism, kept, onednn
+from shardrt.kernels.cpu import _blas
 from shardrt.kernels.cpu._threads import threads
 
 Array = Any
@@ -143,11 +144,9 @@ def _folder() -> Path:
 
 @cache
 def _identity() -> dict[str, Any]:
-    from shardrt.kernels.cpu.matmul import blas_reported
-
     library = onednn.library()
     version = "" if library is None else f"{library.version} isa {library.isa:#x}"
-    return {"processor": processor(), "blas": blas_reported(), "onednn": version}
+    return {"processor": processor(), "blas": _blas.described(), "onednn": version}
 
 
 @cache

@@ -7,17 +7,16 @@ Where oneDNN is installed (onednn.py) and faster (_choice.py), it computes the p
 bfloat16, as bits (uint16); sums are made in float32 in any case.
 """
 
-import ctypes
 import warnings
 from functools import cache
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_info
 
 from shardrt.kernels import onednn
 from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu import _choice
+from shardrt.kernels.cpu._blas import described, gemm_of
 from shardrt.kernels.cpu._threads import threads
 from shardrt.kernels.cpu.cast import unpack
 
@@ -63,7 +62,7 @@ def _by_blas(a: Array, b: Array, bias: Array | None, out: Array, accumulate: boo
         out[...] = bias  # the product adds to it: one pass less than adding the bias after
         accumulate = True
     if a.ndim == 2:
-        gemm = _gemm(a.dtype.char)
+        gemm = gemm_of(a.dtype.char)
         if gemm is not None and min(*a.shape, *b.shape) > 1:
             plain = _plain(out)
             if plain is not None and not plain[0]:
@@ -103,7 +102,7 @@ def ignores_place() -> bool:
             _by_blas(a_here.copy("K"), b_here.copy("K"), None, elsewhere, False)
             if not np.array_equal(as_it_lies, elsewhere):
                 warnings.warn(
-                    f"{blas_reported()} sums differently where a matrix lies elsewhere: gradients stay whole "
+                    f"{described()} sums differently where a matrix lies elsewhere: gradients stay whole "
                     "and parts of a cut weight are copied",
                     stacklevel=2,
                 )
@@ -117,13 +116,6 @@ def _elsewhere(x: Array) -> Array:
     inside = larger[1:, 3:-2]
     inside[...] = x
     return inside
-
-
-def set_blas_threads(count: int) -> None:
-    """Change the number of threads that BLAS uses, where the library is known."""
-    library, prefix, suffix = _library()
-    if library is not None:
-        getattr(library, f"{prefix}openblas_set_num_threads{suffix}")(ctypes.c_int(count))
 
 
 def _call(gemm: Any, a: Array, b: Array, out: Array, ldc: int, accumulate: bool) -> None:
@@ -162,39 +154,3 @@ def _plain(a: Array) -> tuple[bool, int] | None:
     if down == item and right % item == 0 and right >= rows * item:
         return True, right // item
     return None
-
-
-@cache
-def blas_reported() -> str:
-    """Name, version and kernels of the BLAS that computes here."""
-    library, _, _ = _library()
-    for found in threadpool_info():
-        if library is not None and found["filepath"] == library._name:
-            return f"{found['internal_api']} {found['version']} {found.get('architecture', '')}"
-    return "NumPy's"
-
-
-@cache
-def _library() -> tuple[Any, str, str]:
-    """(NumPy's OpenBLAS, prefix and suffix of its symbols), or (None, "", "")."""
-    for found in threadpool_info():
-        if found["internal_api"] != "openblas" or "numpy" not in found["filepath"]:
-            continue
-        library = ctypes.CDLL(found["filepath"])
-        for prefix, suffix in (("scipy_", "64_"), ("", "64_")):  # with 64-bit integers
-            if hasattr(library, f"{prefix}cblas_sgemm{suffix}"):
-                return library, prefix, suffix
-    return None, "", ""
-
-
-@cache
-def _gemm(char: str) -> Any:
-    library, prefix, suffix = _library()
-    if library is None or char not in "fd":
-        return None
-    function = getattr(library, f"{prefix}cblas_{'s' if char == 'f' else 'd'}gemm{suffix}")
-    real = ctypes.c_float if char == "f" else ctypes.c_double
-    size, pointer, flag = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
-    function.argtypes = [flag] * 3 + [size] * 3 + [real, pointer, size, pointer, size, real, pointer, size]
-    function.restype = None
-    return function

@@ -4,6 +4,8 @@ The same functions as kernels/cpu, with the same signatures (tests/cuda/test_sig
 needs CuPy or a GPU to be imported; the first launch does.
 """
 
+from collections.abc import Callable
+
 from shardrt.kernels.cuda import (
     _compile,
     _launch,
@@ -62,6 +64,15 @@ __all__ = [
     "swiglu",
     "warm_up",
 ]
+
+
+def _of_cupy() -> tuple[Callable[[], int], Callable[[], _launch.Backend]]:
+    from shardrt.kernels.cuda import _cupy  # at the first launch: it needs CuPy and a GPU
+
+    return _cupy.current_gpu, _cupy.CuPyBackend
+
+
+_launch.register(_of_cupy)
 
 
 def forget_stream(handle: int) -> None:

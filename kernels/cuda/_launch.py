@@ -1,7 +1,7 @@
 """Launches kernels of the .cu files beside this one: what module, on what grid, with what arguments.
 
-What really launches is a backend: CuPy's (the default, imported when first needed), or in the tests one that
-runs the same sources on the CPU. Nothing else in this folder knows CuPy.
+A backend launches: CuPy's, which is the default and registers itself, or in the tests one that runs the same
+sources on the CPU. Nothing else in this folder knows CuPy.
 """
 
 import threading
@@ -127,7 +127,14 @@ class _Here(threading.local):
 _here = _Here()
 _chosen: Backend | None = None
 _of_gpus: dict[int, Backend] = {}  # what a backend loads (modules, library handles) belongs to one GPU
-_current_gpu: Callable[[], int] | None = None  # CuPy's, when it is needed
+_current_gpu: Callable[[], int] | None = None  # the library's, from the first launch on
+_library: Callable[[], tuple[Callable[[], int], Callable[[], Backend]]] | None = None
+
+
+def register(library: Callable[[], tuple[Callable[[], int], Callable[[], Backend]]]) -> None:
+    """Set where backends come from. library() gives (the current GPU's number, a backend for that GPU)."""
+    global _library
+    _library = library
 
 
 def backend() -> Backend:
@@ -143,12 +150,11 @@ def backend() -> Backend:
 
 
 def _backend_of_current_gpu() -> Backend:
-    """Made now, by the first launch on this GPU."""
+    """Made by the first launch on this GPU. If two threads make one at once, both use the first of them."""
     global _current_gpu
-    from shardrt.kernels.cuda import _cupy
-
-    _current_gpu = _cupy.current_gpu
-    return _of_gpus.setdefault(_current_gpu(), _cupy.CuPyBackend())  # of two threads that make it, one's
+    assert _library is not None  # kernels/cuda/__init__.py registers it
+    _current_gpu, make = _library()
+    return _of_gpus.setdefault(_current_gpu(), make())
 
 
 def use(chosen: Backend | None) -> Backend | None:

@@ -7,7 +7,7 @@ import pytest
 
 from shardrt.kernels import cpu, cuda
 
-HOST_ONLY = {"set_blas_threads", "threads", "set_threads"}  # a GPU has no threads to set
+HOST_ONLY = {"threads", "set_threads"}  # a GPU has no threads to set
 WITHIN = {"cast.narrow", "matmul.affine", "matmul.widened"}  # what other kernels of the CPU call
 ON_GPU = {"float8"}  # no CPU has it
 MODULES = [name for name in cpu.__all__ if inspect.ismodule(getattr(cpu, name))]

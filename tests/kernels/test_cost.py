@@ -23,7 +23,7 @@ from tests.kernels.calls import CASES, Arrays
 
 NO_KERNELS = {
     *("cast.check_kind", "cast.narrow", "reduce.power_rows"),
-    *("matmul.set_blas_threads", "matmul.affine", "matmul.widened"),
+    *("matmul.affine", "matmul.widened"),
 }
 
 
