@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent
 NUMERICAL = (
     *("kernels", "functional", "fsdp", "optim", "parallel", "parity", "train/test_world_invariant.py"),
     *("test_autograd.py", "test_tensor.py", "test_layers.py", "test_norms.py", "test_moe.py", "test_lora.py"),
-    *("test_recompute.py", "test_activation_offload.py", "test_late.py", "test_determinism.py"),
+    *("test_recompute.py", "test_activation_offload.py", "test_deferred_gradients.py", "test_determinism.py"),
 )
 # What `make test` runs in one class below the machine's own: the promises that rest on how libraries compute.
 SLICE = (

@@ -1,4 +1,4 @@
-"""late.py, and the halves of a backward: the same bits in every order, nothing held that is not needed."""
+"""deferred_gradients.py, and the halves of a backward: the same bits in every order, nothing held that is not needed."""
 
 import gc
 import importlib

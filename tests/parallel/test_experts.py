@@ -356,7 +356,7 @@ def test_what_only_moves_things_changes_no_bit(plain, name):
 
 
 def in_halves(order):
-    """Gradients of three micro-batches, by one of the orders of tests/late.py."""
+    """Gradients of three micro-batches, by one of the orders of tests/deferred.py."""
     model, data = spread(2, 2)
 
     def losses(number):
