@@ -12,11 +12,10 @@ from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.unit import Unit, data_of
-from shardrt.nn.module import Module
+from shardrt.nn.module import Layer, Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.share import PARTIAL
 from shardrt.nn.storage import LocalStorage
-from shardrt.recompute import Recomputation
 
 # Checks of options. Each raises ValueError for units that the option does not support.
 UNIT_CHECKS: list[Callable[[list[Unit]], None]] = []
@@ -79,7 +78,7 @@ def check_same_on_all_ranks(schedule: Schedule, units: list[Unit]) -> None:
             (u.settings.strategy, u.settings.by_rank),
             (u.reshard_after_forward, u.reshard_after_backward, u.choices.divide_factor, u.micro_batches),
             (u.choices.find_unused, [sorted(group.trained) for group in u.groups]),
-            [module.around(Recomputation) is not None for top in u.modules for module in top.modules()],
+            [module.wrapped_in(Layer.RECOMPUTATION) for top in u.modules for module in top.modules()],
             u.settings.placement.parameters,
             u.settings.placement.gradients,
             [(g.key, [(p.name, p.whole_shape, p.seed) for p in g.parameters]) for g in u.groups],
