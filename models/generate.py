@@ -19,7 +19,7 @@ from shardrt.checkpoint import load
 from shardrt.comm import init_device_mesh
 from shardrt.comm.talk import from_first
 from shardrt.fsdp import fully_shard
-from shardrt.nn.module import ranks_of
+from shardrt.nn.ranks import ranks_of
 from shardrt.parallel import Pipeline
 from shardrt.train import config as settings
 from shardrt.train import options

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardrt.nn.runs import Runs, cut, miscounted, overlaps, put, run, size_of, spans, take
+from shardrt.nn.overlaps import miscounted, overlaps
+from shardrt.nn.runs import Runs, cut, put, run, size_of, spans, take
 
 unhurried = settings(deadline=None)
 

@@ -41,8 +41,9 @@ from shardrt.checkpoint.snapshot import Snapshot
 from shardrt.checkpoint.store import Store
 from shardrt.comm import DeviceMesh, talk
 from shardrt.device.cpu import ThreadStream
-from shardrt.nn.module import Module, is_stage_leader, ranks_of
-from shardrt.nn.parameter import along_pipeline
+from shardrt.nn.module import Module
+from shardrt.nn.placement import along_pipeline
+from shardrt.nn.ranks import is_stage_leader, ranks_of
 from shardrt.nn.share import whole_shape
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice

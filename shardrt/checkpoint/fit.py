@@ -10,7 +10,7 @@ from shardrt.checkpoint import rankfile
 from shardrt.checkpoint.manifest import DTYPES, Manifest, SavedPiece
 from shardrt.checkpoint.pieces import PARAMETER, Piece
 from shardrt.nn.module import Module
-from shardrt.nn.runs import overlaps
+from shardrt.nn.overlaps import overlaps
 from shardrt.nn.share import whole_shape
 from shardrt.optim.optimizer import Optimizer
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.nn.runs import Runs, miscounted
+from shardrt.nn.overlaps import miscounted
+from shardrt.nn.runs import Runs
 from shardrt.untrusted import strict_json
 
 FORMATS = (1, 2)

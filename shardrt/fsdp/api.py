@@ -24,7 +24,6 @@ from shardrt.functional.float8 import MULTIPLE
 from shardrt.nn.layers import Linear
 from shardrt.nn.module import Module, stages_of
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.share import CUT, PARTIAL
 from shardrt.nn.storage import LocalStorage
 
 Whole = TypeVar("Whole", bound=Module | Sequence[Module])
@@ -221,15 +220,13 @@ def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[Digits, Digits]:
         )
     if share is None:
         return (), ()
-    # A parameter may be sharded along axes where its gradients are parts of a sum: the reduction makes it.
-    alike = () if share.kind == PARTIAL else share.axes
-    if share.mesh.root is not mesh.root or meet(alike, mesh.axes):
+    if share.mesh.root is not mesh.root or meet(share.fixed_axes, mesh.axes):
         raise ValueError(
             f"fully_shard: parameter {parameter.name!r} is on {share.mesh!r} already; shard it along other "
             f'axes of the same mesh, as mesh["dp_shard"], not {mesh!r}'
         )
     partial = without(share.partial, mesh.axes) if share.partial else ()
-    return share.axes if share.kind == CUT else (), partial
+    return share.cut_axes, partial
 
 
 def register_forward_method(module: Module, name: str) -> None:

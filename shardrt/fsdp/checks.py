@@ -14,7 +14,6 @@ from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.unit import Unit, data_of
 from shardrt.nn.module import Layer, Module
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.share import PARTIAL
 from shardrt.nn.storage import LocalStorage
 
 # Checks of options. Each raises ValueError for units that the option does not support.
@@ -32,7 +31,7 @@ def check_mesh(unit: Unit, first: Unit) -> None:
     alike = own is theirs or sorted(own.ranks.ravel()) == sorted(theirs.ranks.ravel())
     for parameter in unit.parameters if unit is not first else ():
         share = parameter.share
-        apart = share is not None and (share.own_data or share.kind == PARTIAL)
+        apart = share is not None and share.summed_apart
         if not (data_of(share, own) == without(theirs.axes, share.one_loss) if apart else alike):
             split = f" and {share.mesh!r}" if apart else ""
             raise ValueError(

@@ -15,10 +15,10 @@ from shardrt.fsdp.collectives import as_sent
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.setup import units_below
 from shardrt.fsdp.unit import Unit
+from shardrt.nn.collect import collected
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import take
-from shardrt.nn.share import collected, joined
 from shardrt.nn.storage import LocalStorage
 
 Array = Any
@@ -132,14 +132,18 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
     start, stop = storage.range_of(parameter)
     own = np.ascontiguousarray(device.of(array).to_numpy(array[start:stop]))
     if isinstance(storage, LocalStorage):
-        return joined(parameter.share, own.reshape(parameter.shape).copy())  # every rank holds all of it
+        return _joined(parameter, own.reshape(parameter.shape).copy())  # every rank holds all of it
     ranks, layout = storage.ranks, storage.layout
     if ranks.copies is not None and ranks.copies.rank > 0:
         return None  # rank 0's shard group holds the whole parameter
     entry = layout.entries[storage.position[id(parameter)]]
     parts = [layout.held(entry, rank)[2] for rank in range(ranks.size)]
     whole = collected(ranks.control, own, parameter.shape, parts)
-    return None if whole is None else joined(parameter.share, whole)
+    return None if whole is None else _joined(parameter, whole)
+
+
+def _joined(parameter: Parameter, own: np.ndarray) -> np.ndarray | None:
+    return own if parameter.share is None else parameter.share.joined(own)
 
 
 def built_units(module: Module) -> list[Unit]:

@@ -13,8 +13,7 @@ from math import sqrt
 from shardrt import functional as F
 from shardrt.nn.init import Uniform, Zeros
 from shardrt.nn.layers import Linear
-from shardrt.nn.module import Module
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.public import Module, Parameter
 from shardrt.nn.storage import LocalStorage
 from shardrt.tensor import Tensor
 

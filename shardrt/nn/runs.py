@@ -5,8 +5,7 @@ run; rows of several matrices that lie in one are a run for each; columns of a m
 in one Runs. The elements of a part have an order, in which they lie side by side where the rank keeps them.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +39,6 @@ class Runs:
     def begin(self, number: int) -> int:
         """The first element of a run."""
         return self.first + number * self.stride
-
-    def within(self, start: int, stop: int) -> range:
-        """The numbers of the runs of which something lies in [start, stop)."""
-        low = (start - self.first - self.length) // self.stride + 1
-        high = -((self.first - stop) // self.stride)
-        return range(max(low, 0), min(high, self.count))
 
     def cut(self, start: int, stop: int) -> "Part":
         """The elements [start, stop) of these: the rest of a run, whole runs, the begin of another."""
@@ -91,43 +84,6 @@ def spans(part: Part) -> Iterator[tuple[int, int, int]]:
         for number in range(runs.count):
             yield place, runs.begin(number), runs.length
             place += runs.length
-
-
-def overlaps(part: Part, other: Runs) -> Iterator[tuple[int, int, int]]:
-    """(place, other_place, count) of what both have: `count` neighbours, from there on in each of them."""
-    place = 0
-    for runs in part:
-        for number in runs.within(other.first, other.stop):
-            first, at = runs.begin(number), place + number * runs.length
-            for theirs in other.within(first, first + runs.length):
-                begin, there = other.begin(theirs), theirs * other.length
-                low, high = max(first, begin), min(first + runs.length, begin + other.length)
-                yield at + low - first, there + low - begin, high - low
-        place += runs.size
-
-
-def miscounted(pieces: Iterable[Runs], size: int) -> tuple[int, int] | None:
-    """(element, in how many pieces it is) of the first of `size` that is not in exactly one; None if all are.
-
-    Pieces of several runs have one stride, and no piece goes beyond `size`. Takes time in proportion to the
-    number of pieces. With z**e for element e, a piece is the polynomial
-
-        z**first * (1 - z**length) * (1 - z**(count * stride)) / ((1 - z) * (1 - z**stride))
-
-    and pieces are the whole where their numerators, of four terms each, add up to that of the whole.
-    """
-    pieces = list(pieces)
-    stride = max((runs.stride for runs in pieces if runs.count > 1), default=1)
-    terms: Counter[int] = Counter()
-    for sign, all_runs in ((1, pieces), (-1, run(0, size))):
-        for runs in all_runs:
-            first, length, across = runs.first, runs.length, runs.count * stride
-            terms[first] += sign
-            terms[first + length] -= sign
-            terms[first + across] -= sign
-            terms[first + across + length] += sign
-    wrong = min((element for element, count in terms.items() if count), default=None)
-    return None if wrong is None else (wrong, 1 + terms[wrong])
 
 
 def take(part: Part, whole: Array) -> Array:

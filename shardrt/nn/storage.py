@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
-from weakref import WeakKeyDictionary, ref
+from typing import Any, Protocol
+from weakref import ref
 
 import numpy as np
 
@@ -20,9 +20,7 @@ from shardrt.autograd import WRITTEN, Edge
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.device.protocol import Event
-from shardrt.nn.placement import PipelinePlacement
 from shardrt.nn.runs import Part, run, take
-from shardrt.nn.share import CUT, Share
 
 Array = Any
 
@@ -34,8 +32,6 @@ class Stored(Protocol):
     shape: tuple[int, ...]
     size: int
     dtype: np.dtype
-    share: Share | None
-    place: PipelinePlacement | None
 
     def fill(self, out: Array, part: Part, name: str | None = None) -> None: ...
 
@@ -87,6 +83,7 @@ class Storage(ABC):
     on_gradient: Callable[[], None] | None = None
     gradient_ready: Event | None = None
     owners: Sequence[tuple[ref, set[int]]] = ()  # optimizers that update it, and which parameters, by id
+    absent = False  # other ranks have the values (nn/placement.py)
     ignored = False  # fully_shard leaves it whole, and no unit reduces its gradient
     exact_norm = False  # norms of the gradient are computed in integers
     writes = 0  # how often the shard was written
@@ -225,24 +222,7 @@ class LocalStorage(Storage):
         self._array = array
         self._made_as: str | None = None  # the name that the values were made for
         self._gradient: Array | None = None
-        # Where each backward's gradient is summed over ranks (Share.partial): what those have that have not
-        # ended. What is left of one that has raised would be another gradient on each rank, and goes with it.
-        self._partial: WeakKeyDictionary[autograd.Backward, Array] = WeakKeyDictionary()
         self._parameter = parameter
-        if parameter.share is not None:
-            self.take_share(parameter.share)
-
-    def take_share(self, share: Share) -> None:
-        """The parameter is a part of a larger one from now on: other ranks have the rest, or train it too."""
-        self.holders = share.mesh if share.kind == CUT else None
-        self.communicator = share.communicator if share.kind == CUT else None
-        self.everyone = share.mesh.root.communicator("control")
-
-    def owner(self, first: bool) -> bool:
-        share, place = self._parameter.share, self._parameter.place
-        if share is not None:
-            return share.owner(() if place is None else place.axes)
-        return first if place is None else place.is_leader
 
     @property
     def materialised(self) -> bool:
@@ -301,81 +281,13 @@ class LocalStorage(Storage):
         return Edge(None, 0, parameter)
 
     def gradient_target(self, parameter: Stored) -> tuple[Array, bool, Any]:
-        run = autograd.running()
-        if run is not None and parameter.share is not None and parameter.share.partial:
-            return self._partial_target(parameter, run.outermost)
         accumulate = self._gradient is not None
         if not accumulate:
             self._gradient = device.current().empty(parameter.shape, parameter.dtype)
         return self._gradient, accumulate, WRITTEN
 
-    def _partial_target(self, parameter: Stored, run: autograd.Backward) -> tuple[Array, bool, Any]:
-        """As gradient_target, of this rank's part of what `run` adds; it is summed when that ends."""
-        accumulate = run in self._partial
-        if not accumulate:
-            self._partial[run] = device.current().empty(parameter.shape, parameter.dtype)
-            run.at_end(self._sum_over_ranks)
-        return self._partial[run], accumulate, WRITTEN
-
-    def _sum_over_ranks(self) -> None:
-        gradient = self._partial.pop(autograd.running(), None)
-        if gradient is None:
-            return  # forgotten since
-        stream = device.current().current_stream
-        communicator = self._parameter.share.summing.communicator("tensor")
-        communicator.all_reduce(gradient.reshape(-1), stream=stream, what=self._parameter.name)
-        if self._gradient is not None:
-            gradient += self._gradient
-        self._gradient = gradient
-
     def zero_grad(self) -> None:
         self._gradient = None
-        self._partial.clear()
-
-
-class Absent(Storage):
-    """In place of the values of a parameter that other ranks have."""
-
-    def __init__(self, parameter: Stored) -> None:
-        self._parameter = parameter
-
-    def owner(self, first: bool) -> bool:
-        return False
-
-    @property
-    def shard(self) -> Array:
-        return device.current().empty((0,), self._parameter.dtype)
-
-    @property
-    def gradient(self) -> None:
-        return None
-
-    def range_of(self, parameter: Stored) -> tuple[int, int]:
-        return 0, 0
-
-    def part_of(self, parameter: Stored) -> Part:
-        return ()
-
-    def full(self, parameter: Stored) -> NoReturn:
-        raise RuntimeError(f"parameter {parameter.name!r} is {parameter.place.description}")
-
-    def assign(self, parameter: Stored, values: Any) -> NoReturn:
-        self.full(parameter)
-
-    def edge(self, parameter: Stored) -> NoReturn:
-        self.full(parameter)
-
-    def gradient_target(self, parameter: Stored) -> NoReturn:
-        self.full(parameter)
-
-    def zero_grad(self) -> None:
-        pass
-
-
-def shared(storages: Iterable[Storage]) -> bool:
-    """Whether other ranks have other parts of the data, as far as these storages, which are built, know."""
-    apart = [storage for storage in storages if not isinstance(storage, LocalStorage)]
-    return any(storage.everyone is not None and storage.everyone.size > 1 for storage in apart)
 
 
 def read_only(array: Array) -> Array:

@@ -22,7 +22,7 @@ from shardrt.nn.module import Module
 from shardrt.nn.moe import Experts
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import run
-from shardrt.nn.share import CUT, PARTIAL, Share
+from shardrt.nn.share import CUT, PARTIAL, Share, take_share
 from shardrt.parallel.axis import Axis, batch_of
 from shardrt.parallel.conversion import Converting
 from shardrt.parallel.styles import Style, check_alone
@@ -93,7 +93,7 @@ def _cut_experts(weight: Parameter, axis: Axis) -> None:
     size = weight.size // axis.size
     parts = tuple(run(rank * size, size) for rank in range(axis.size))
     beside = () if weight.share is None else weight.share.axes
-    weight.take_share(Share(CUT, axis.mesh, whole, (each, *whole[1:]), parts, own_data=True, beside=beside))
+    take_share(weight, Share(CUT, axis.mesh, whole, (each, *whole[1:]), parts, own_data=True, beside=beside))
 
 
 def expert_plan(model: Module, planned: float = ExpertParallel.planned) -> dict[str, Style]:

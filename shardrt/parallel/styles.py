@@ -16,7 +16,7 @@ from shardrt.nn.lora import is_adapted
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import Part, Runs, run
-from shardrt.nn.share import PARTIAL, SAME, Share
+from shardrt.nn.share import PARTIAL, SAME, Share, take_share
 from shardrt.parallel.axis import Alone, Axis
 from shardrt.parallel.conversion import Column, OwnTime, Row, WholeTime
 
@@ -213,7 +213,7 @@ def _check_divided(module: Module, parts: int, count: int, what: str) -> None:
 def _sum_in_time(parameter: Parameter, axis: Axis | Alone, parts: int) -> None:
     """What it gets is summed over the ranks by each op, so it has the same gradient on all of them."""
     if axis.size > 1:
-        parameter.take_share(Share.of_all(SAME, axis.mesh, parameter.shape))
+        take_share(parameter, Share.of_all(SAME, axis.mesh, parameter.shape))
     parameter.in_parts = InTime(parts // axis.size, axis.communicator)
 
 
@@ -230,7 +230,7 @@ def _cut_rows(parameter: Parameter, axis: Axis, sizes: list[int]) -> None:
             part += run((first + rank * each) * width, each * width)
             first += size
         parts.append(part)
-    parameter.take_share(axis.cut(whole, (whole[0] // n, *whole[1:]), tuple(parts)))
+    take_share(parameter, axis.cut(whole, (whole[0] // n, *whole[1:]), tuple(parts)))
 
 
 def _cut_columns(weight: Parameter, axis: Axis) -> None:
@@ -242,9 +242,9 @@ def _cut_columns(weight: Parameter, axis: Axis) -> None:
             f"RowwiseParallel: {axis.size} ranks do not divide the {columns} inputs of {weight.name!r}"
         )
     parts = tuple((Runs(rank * each, each, columns, rows),) for rank in range(axis.size))
-    weight.take_share(axis.cut((rows, columns), (rows, each), parts))
+    take_share(weight, axis.cut((rows, columns), (rows, each), parts))
 
 
 def partial(parameter: Parameter, axis: Axis) -> None:
     """All ranks have it, and what each adds to its gradient is summed."""
-    parameter.take_share(Share.of_all(PARTIAL, axis.mesh, parameter.shape))
+    take_share(parameter, Share.of_all(PARTIAL, axis.mesh, parameter.shape))

@@ -11,14 +11,15 @@ from typing import Any
 
 from shardrt import device
 from shardrt.nn.module import Module
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.public import Parameter
 from shardrt.nn.runs import Part
+from shardrt.nn.share import ShareStorage
 from shardrt.nn.storage import LocalStorage
 
 Array = Any
 
 
-class Alias(LocalStorage):
+class Alias(ShareStorage):
     """The values of another parameter that is not sharded, with a gradient of its own."""
 
     def __init__(self, parameter: Parameter, of: LocalStorage) -> None:
