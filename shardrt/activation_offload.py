@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt import autograd, device, pytree
+from shardrt import autograd, device, pytree, stand_ins
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.device import Device, StreamError
 from shardrt.functional._arrays import broadcast
@@ -57,7 +57,7 @@ class Offload:
         output = forward(*args, **kwargs)
         if not autograd.recorded_since(since):
             return output
-        found = pytree.returned(output, "offload_activations", module.name or type(module).__name__)
+        found = stand_ins.returned(output, "offload_activations", module.name or type(module).__name__)
         results = [tensor for tensor in found if tensor.node is not None]
         saved_tensors = SavedTensors(_streams(), module)
         for node in autograd.reachable({tensor.node for tensor in results}, since):
@@ -131,7 +131,7 @@ class SavedTensors:
                 return item
             place = self._pack(item.data)
             if place is not item.data:
-                place.tensor = pytree.hollow(item)
+                place.tensor = stand_ins.hollow(item)
                 return place
         elif _is_array(item) and _address(item) not in self._stay:
             return self._place(item)
@@ -246,7 +246,7 @@ class Place:
             array = array.transpose(sorted(range(len(self.axes)), key=self.axes.__getitem__))
         if array.shape != self.shape:
             array = broadcast(array, self.shape)
-        return array if self.tensor is None else pytree.filled(self.tensor, array)
+        return array if self.tensor is None else stand_ins.filled(self.tensor, array)
 
 
 class Offloaded:

@@ -7,12 +7,13 @@ is the first one to the bit, dropout included. Of sharding it knows only which u
 entered; docs/recomputation.md has the costs.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from shardrt import autograd, dtypes, pytree, random
-from shardrt.autograd import Function, Segment, Variable
+from shardrt import autograd, dtypes, pytree, random, stand_ins
+from shardrt.autograd import WRITTEN, Backward, Edge, Function, Segment, Variable
 from shardrt.nn.module import Layer, Module
 from shardrt.nn.parameter import Parameter
 
@@ -73,7 +74,9 @@ class Recomputation:
         keeper = _Keep(autograd.keeper()) if self.policy == "matmul" else autograd.keeper()
         with node.first_run(), autograd.keeping(keeper):
             output = forward(*args, **kwargs)
-        pytree.returned(output, "checkpoint", module.name or type(module).__name__)  # else gradients are lost
+        stand_ins.returned(
+            output, "checkpoint", module.name or type(module).__name__
+        )  # else gradients are lost
         return node.mark(output, inputs, tuple(keeper.kept) if self.policy == "matmul" else None)
 
 
@@ -97,7 +100,7 @@ class Recompute(Segment):
         if _stays(tensor):
             return tensor
         self._arrays.append(tensor.value())
-        return pytree.hollow(tensor)
+        return stand_ins.hollow(tensor)
 
     def mark(self, output: Any, inputs: list[Variable], kept: tuple | None) -> Any:
         """The output of forward with this node behind its floating tensors."""
@@ -114,7 +117,7 @@ class Recompute(Segment):
         since = autograd.now()
         outputs = self._again(frees=autograd.wanted(dy) and not autograd.running().retain_graph)
         besides, self.besides = [node for node in self.besides if autograd.on_tape(node)], []
-        autograd.backward_of_piece(outputs, dy, since, besides)
+        backward_of_piece(outputs, dy, since, besides)
         return (None,) * len(self.edges)  # that run has passed them on along edges of the same tensors
 
     def _again(self, frees: bool) -> list[Variable]:
@@ -143,6 +146,48 @@ class Recompute(Segment):
                 f"{self._shapes} and then, run again, {[tensor.data.shape for tensor in outputs]}"
             )
         return outputs
+
+
+def backward_of_piece(
+    outputs: Iterable[Variable],
+    gradients: Iterable[Array | None],
+    since: int,
+    besides: Iterable[Function] = (),
+) -> None:
+    """Inside the backward of a node: run backward through the nodes recorded since the number `since`.
+
+    outputs, gradients: the results of these nodes, and the gradient of each; None if it was not used.
+    besides: nodes among them that run even without a gradient.
+    The gradients of the nodes' inputs are left to the running backward.
+
+    Raises RuntimeError if an input is the result of an op that the running backward does not come to after
+    the present node: the gradient would be lost.
+    """
+    outer = autograd.running()
+    used = [(v, g) for v, g in zip(outputs, gradients, strict=True) if g is not None and v.requires_grad]
+    roots = {v.node for v, _ in used if v.node is not None} | set(besides)
+    run = Backward(roots, False, since, outer)
+    edges = [v.edge() for v, _ in used] + [e for node in run.nodes for e in node.edges if e is not None]
+    for node in {edge.node for edge in edges if edge.node is not None and edge.node.sequence <= since}:
+        if not _is_to_come(outer, node):
+            present, other = autograd.describe(outer.node), autograd.describe(node)
+            raise RuntimeError(
+                f"backward: the forward that {present} runs again uses the result of {other}, whose "
+                "gradient would be lost, since the result is no input; pass it as an argument"
+            )
+    for variable, gradient in used:
+        run.deliver(variable.edge(), gradient)
+    for node in besides:
+        run.deliver(Edge(node, 0, None), WRITTEN)
+    run.run()
+
+
+def _is_to_come(run: Backward, node: Function) -> bool:
+    """Whether `node` runs after the present node, in `run` or in a run around it."""
+    while node.sequence <= run.since and run.outer is not None:
+        run = run.outer
+    place = bisect_left(run.nodes, -node.sequence, key=lambda other: -other.sequence)
+    return run.position < place < len(run.nodes) and run.nodes[place] is node
 
 
 class _Keep:
@@ -187,7 +232,7 @@ def _restored(stand_in: Variable, arrays: Iterator[Array]) -> Variable:
     """The argument that the stand-in stands for: with its place in the graph, where its gradient goes."""
     if _stays(stand_in):
         return stand_in
-    return pytree.filled(stand_in, next(arrays))
+    return stand_ins.filled(stand_in, next(arrays))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from shardrt import autograd, device, dtypes
 from shardrt import functional as F
 from shardrt.autograd import Variable
 from shardrt.functional import ufunc as ufuncs
-from shardrt.hooks import RemovableHandle
+from shardrt.hooks import Hooks, RemovableHandle
 
 Array = Any
 Axes = int | Sequence[int] | None
@@ -111,7 +112,10 @@ class Tensor(Variable):
                 f"register_hook: {what}; a parameter has register_post_accumulate_grad_hook, and x * 1 is "
                 "made by an op"
             )
-        return autograd.add_hook(self, hook)
+        node = self.node
+        if not isinstance(node.hooks, Hooks):
+            node.hooks = Hooks()
+        return node.hooks.add((self.index, partial(_hooked, autograd.describe(node), hook)))
 
     def retain_grad(self) -> None:
         """Have backward put this tensor's gradient into `grad`, as a leaf's. Errors as register_hook."""
@@ -354,6 +358,22 @@ class Tensor(Variable):
 
 
 Variable.result_type = Tensor
+
+
+def _hooked(made_by: str, hook: Callable, gradient: Array) -> Array:
+    """The gradient that goes on once hook(gradient) has run."""
+    with autograd.no_grad():
+        changed = hook(gradient)
+    if changed is None:
+        return gradient
+    changed = _raw(changed)
+    got = getattr(changed, "shape", type(changed).__name__), getattr(changed, "dtype", None)
+    if got != (gradient.shape, gradient.dtype):
+        raise ValueError(
+            f"hook of a result of {made_by}: it must return None or an array of shape "
+            f"{gradient.shape} and {gradient.dtype}, got {got[0]} {got[1] or ''}"
+        )
+    return changed
 
 
 def _array(data: Any, dtype: Any) -> Array:

@@ -26,6 +26,7 @@ ROOMS = [
     ["shardrt.autograd"],
     ["shardrt.late"],
     ["shardrt.pytree"],
+    ["shardrt.stand_ins"],
     ["shardrt.functional"],
     ["shardrt.tensor"],
     ["shardrt.nn"],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardrt.autograd import Function
+from shardrt.functional._again import Repeatable
 from shardrt.functional._arrays import (
     check_floats,
     chosen,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 Array = Any
 
 
-class GELUTanh(Function):
+class GELUTanh(Repeatable):
     __slots__ = ()
     again_cheap = (0,)
 
@@ -51,7 +52,7 @@ class GELUTanh(Function):
         return dx
 
 
-class GELUErf(Function):
+class GELUErf(Repeatable):
     __slots__ = ()
     again_cheap = (0,)
 
@@ -86,7 +87,7 @@ def gelu(x: "Tensor", approximate: str = "none") -> "Tensor":
     return ops[approximate].apply(x)
 
 
-class SiLU(Function):
+class SiLU(Repeatable):
     __slots__ = ()
     again_cheap = (0,)
 
@@ -114,7 +115,7 @@ def silu(x: "Tensor", inplace: bool = False) -> "Tensor":
     return SiLU.apply(x)
 
 
-class SwiGLU(Function):
+class SwiGLU(Repeatable):
     __slots__ = ()
     again_cheap = (0,)
 

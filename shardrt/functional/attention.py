@@ -11,6 +11,7 @@ import numpy as np
 
 from shardrt import autograd, device
 from shardrt.autograd import Function
+from shardrt.functional._again import Repeatable
 from shardrt.functional._arrays import (
     asarray,
     check_floats,
@@ -99,7 +100,7 @@ def scaled_dot_product_attention(
     return Attention.apply(q, k, v, bool(is_causal), _scale(scale, head_dim))
 
 
-class SelfAttention(Function):
+class SelfAttention(Repeatable):
     """Where it computes in bfloat16, bits of the result are kept, and the layer behind it takes them too."""
 
     __slots__ = ()
