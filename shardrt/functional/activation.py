@@ -3,7 +3,7 @@
 `inplace`, PyTorch's argument, changes nothing: no op writes to its input.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,13 +20,11 @@ from shardrt.functional._arrays import (
     rows,
     tensor,
 )
+from shardrt.functional._types import Tensor
 from shardrt.functional.elementwise import clamp, minimum, where
 from shardrt.functional.shape import split
 from shardrt.functional.unary import expm1, tanh
 from shardrt.functional.words import torch_words
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 

@@ -5,7 +5,7 @@ number per query, the logarithm of its sum of exponentials (Dao et al., FlashAtt
 from collections.abc import Sequence
 from itertools import accumulate
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +25,8 @@ from shardrt.functional._arrays import (
     tensor,
     unpacked,
 )
+from shardrt.functional._types import Tensor
 from shardrt.functional.words import also, only
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 

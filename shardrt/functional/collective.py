@@ -27,17 +27,15 @@ rows of all_to_all_rows; and `x` requires a gradient on all of them or on none, 
 from collections.abc import Sequence
 from math import prod
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardrt import autograd, device, dtypes
 from shardrt.autograd import Function
 from shardrt.comm import Communicator
 from shardrt.device import Stream
 from shardrt.functional._arrays import empty, empty_like, flat, tensor
+from shardrt.functional._types import Tensor
 from shardrt.functional.waits import Waiting, filled
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 __all__ = [
     "all_to_all",

@@ -3,7 +3,7 @@
 The gradient of a weight is added where it belongs by the product that computes it.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardrt import autograd
 from shardrt.autograd import WRITTEN, Edge, Function, Variable, contiguous
@@ -21,13 +21,11 @@ from shardrt.functional._arrays import (
     rows,
     tensor,
 )
+from shardrt.functional._types import Tensor
 from shardrt.functional.activation import gelu
 from shardrt.functional.float8 import Float8Linear, takes
 from shardrt.functional.in_parts import Columns, InParts, Rows
 from shardrt.functional.in_time import add_bias
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 
