@@ -18,12 +18,14 @@ class Repeatable(Function):
 
     again_cheap: indices of these results (0 for a single result).
     again_low: the same, for ops that take the result in 16 bits.
+    again_whole: indices of results that another op computes again rather than keep, whatever it costs.
     """
 
     __slots__ = ()
 
     again_cheap: tuple[int, ...] = ()
     again_low: tuple[int, ...] = ()
+    again_whole: tuple[int, ...] = ()
 
     def again(self, index: int) -> Array:
         """Compute result `index` again."""
@@ -63,15 +65,23 @@ def unpack(saved: SavedTensor) -> Array:
     return saved.array() if isinstance(saved, Again) else saved
 
 
-def to_save(node: Function, position: int, x: Array, low: Array) -> SavedTensor:
+def to_save(node: Function, position: int, x: Array, low: Array, cheap: bool = True) -> SavedTensor:
     """What `node` saves of its argument x at `position`: `low`, unless that can be computed again.
 
-    low: x as the matmul of `node` takes it. Backward of `node` must bring a gradient to the op that made x:
-    then that op still has its saved arrays.
+    Backward of `node` must bring a gradient to the op that made x: then that op still has its saved arrays.
+
+    Args:
+        node: the op.
+        position: the position of x among its arguments.
+        x: the array that it got.
+        low: x as its matmul takes it.
+        cheap: whether results of `again_cheap` and `again_low` are computed again, too.
     """
     edge = node.edges[position] if node.needs[position] else None
     maker = None if edge is None else edge.node
-    if not isinstance(maker, Repeatable) or not kernels().linear.INPUT_AGAIN:
+    if not isinstance(maker, Repeatable):
         return low
-    there = edge.index in maker.again_cheap or (low is not x and edge.index in maker.again_low)
+    there = low is x and edge.index in maker.again_whole
+    if cheap and kernels().linear.INPUT_AGAIN:
+        there |= edge.index in maker.again_cheap or (low is not x and edge.index in maker.again_low)
     return Again(maker, edge.index, low.dtype, low is not x) if there else low

@@ -33,6 +33,7 @@ from shardrt import autograd, device, dtypes
 from shardrt.autograd import Function
 from shardrt.comm import Communicator
 from shardrt.device import Stream
+from shardrt.functional._again import Repeatable
 from shardrt.functional._arrays import empty, empty_like, flat, tensor
 from shardrt.functional._types import Tensor
 from shardrt.functional.waits import Waiting, filled
@@ -89,26 +90,52 @@ def reduce_from(x: "Tensor", communicator: Communicator) -> "Tensor":
     return ReduceFrom.apply(tensor(x), communicator)
 
 
-class Gather(Waiting):
+class Gather(Waiting, Repeatable):
     __slots__ = ()
 
-    def forward(self, x: Array, communicator: Communicator, axis: int, beside: Stream | None) -> Array:
-        self.saved, self.beside = (communicator, axis, x.dtype), beside
+    @property
+    def again_whole(self) -> tuple[int, ...]:
+        *_, own = self.saved
+        return () if own is None else (0,)
+
+    def forward(
+        self, x: Array, communicator: Communicator, axis: int, beside: Stream | None, again: bool
+    ) -> Array:
+        self.saved, self.beside = (communicator, axis, x.dtype, x if again else None), beside
         return gathered(x, communicator, axis, named("gather"))
 
+    def again(self, index: int) -> Array:
+        communicator, axis, _, own = self.saved
+        return gathered(own, communicator, axis, named("gather_again", self.module))
+
     def backward(self, dy: Array) -> tuple:
-        *where, dtype = self.saved  # as in CopyTo
-        total = sum_scattered(dy, *where, named("gather", self.module), self.beside)
-        return total.astype(dtype, copy=False), None, None, None
+        communicator, axis, dtype, _ = self.saved  # as in CopyTo
+        total = sum_scattered(dy, communicator, axis, named("gather", self.module), self.beside)
+        return total.astype(dtype, copy=False), None, None, None, None
 
 
-def gather(x: "Tensor", communicator: Communicator, axis: int = 0, beside: Stream | None = None) -> "Tensor":
+def gather(
+    x: "Tensor",
+    communicator: Communicator,
+    axis: int = 0,
+    beside: Stream | None = None,
+    *,
+    again: bool = False,
+) -> "Tensor":
     """The ranks' `x` one behind the other along `axis`, for each rank to use in its own way.
 
-    The gradient is this rank's part of the sum of the ranks' gradients. beside: as in copy_to.
+    The gradient is this rank's part of the sum of the ranks' gradients.
+
+    Args:
+        x: this rank's part.
+        communicator: the ranks.
+        axis: the axis of `x`.
+        beside: as in copy_to.
+        again: a linear layer does not keep the result for its backward, but gathers `x` again there. Ranks
+            run the same ops in the same order, so they gather together.
     """
     x = tensor(x)
-    return Gather.apply(x, communicator, _axis("gather", x, axis), beside)
+    return Gather.apply(x, communicator, _axis("gather", x, axis), beside, again)
 
 
 class GatherSame(Function):
