@@ -19,8 +19,8 @@ from shardrt import autograd, device, pytree, stand_ins
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.device import Device, StreamError
 from shardrt.functional._arrays import broadcast
-from shardrt.nn.module import Layer, Module
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.module import Layer
+from shardrt.nn.public import Module, Parameter
 from shardrt.nn.storage import LocalStorage
 
 Array = Any

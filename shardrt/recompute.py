@@ -14,8 +14,8 @@ from typing import Any
 
 from shardrt import autograd, dtypes, pytree, random, stand_ins
 from shardrt.autograd import WRITTEN, Backward, Edge, Function, Segment, Variable
-from shardrt.nn.module import Layer, Module
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.module import Layer
+from shardrt.nn.public import Module, Parameter
 
 Array = Any
 

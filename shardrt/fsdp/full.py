@@ -6,7 +6,7 @@ computes in. unshard gathers the values that forward computes with, until reshar
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,9 +22,10 @@ from shardrt.nn.runs import take
 from shardrt.nn.storage import LocalStorage
 
 Array = Any
+Sharded = TypeVar("Sharded", bound=Module)
 
 
-def unshard(module: Module) -> Module:
+def unshard(module: Sharded) -> Sharded:
     """Gather the units of `module` and below, and keep them gathered until reshard. Collective.
 
     Parameter.data is then the whole array that forward computes with, read-only. This costs the bytes of the
@@ -44,7 +45,7 @@ def unshard(module: Module) -> Module:
     return module
 
 
-def reshard(module: Module) -> Module:
+def reshard(module: Sharded) -> Sharded:
     """Release the units of `module` and below, gathered by unshard or kept by their strategy.
 
     The next use gathers them again. Call it on every rank.
@@ -64,7 +65,7 @@ def reshard(module: Module) -> Module:
 
 
 @contextmanager
-def full_parameters(module: Module, *, writeback: bool = False) -> Iterator[Module]:
+def full_parameters(module: Sharded, *, writeback: bool = False) -> Iterator[Sharded]:
     """Make Parameter.data a whole array for all parameters of `module`, inside a with block. Collective.
 
     The arrays are copies in the type of the shards (float32). This costs the bytes of the whole parameters of

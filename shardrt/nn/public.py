@@ -271,7 +271,31 @@ class Module(module.Module):
     def __getattr__(self, name: str) -> Any:
         raise missing(self, name, elsewhere.MODULE)
 
-    # -- the tree
+    # -- the tree, as in the runtime's class, with the types that users have
+
+    def children(self) -> Iterator["Module"]:
+        """The modules held directly."""
+        return super().children()
+
+    def named_children(self) -> Iterator[tuple[str, "Module"]]:
+        """(name, module) of the modules held directly."""
+        return super().named_children()
+
+    def modules(self) -> Iterator["Module"]:
+        """This module and all below it, each once, parents first."""
+        return super().modules()
+
+    def named_modules(self) -> Iterator[tuple[str, "Module"]]:
+        """(path from here, module) for this module ("") and all below it, each once, parents first."""
+        return super().named_modules()
+
+    def parameters(self) -> Iterator[Parameter]:
+        """All parameters, each once."""
+        return super().parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """(path from here, parameter), each parameter once, under the first path that leads to it."""
+        return super().named_parameters()
 
     def get_submodule(self, path: str) -> "Module":
         """The module at `path` from here ("blocks.0"; "" is this one). AttributeError if there is none."""

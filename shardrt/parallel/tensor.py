@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from shardrt.comm import talk
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.nn.module import Module
 from shardrt.nn.moe import MoE
 from shardrt.nn.placement import take_placement
+from shardrt.nn.public import Module
 from shardrt.nn.share import CUT, SAME, Share, take_share
 from shardrt.parallel.axis import Alone, Axis, batch_of
 from shardrt.parallel.context import ContextParallel, lay_out_sequences
