@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt import autograd, device, pytree, stand_ins
+from shardrt import autograd, device, pytree, stand_ins, tape
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.device import Device, StreamError
 from shardrt.functional._arrays import broadcast
@@ -53,9 +53,9 @@ class Offload:
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Forward; then what the ops in it have saved departs."""
-        since = autograd.now()
+        since = tape.now()
         output = forward(*args, **kwargs)
-        if not autograd.recorded_since(since):
+        if not tape.recorded_since(since):
             return output
         found = stand_ins.returned(output, "offload_activations", module.name or type(module).__name__)
         results = [tensor for tensor in found if tensor.node is not None]

@@ -1,4 +1,4 @@
-"""Backward: computes gradients along the tape. It exports all names of tape.py, too.
+"""Backward: computes gradients along the tape. It exports the names of tape.py that ops and layers use, too.
 
 It runs the reachable nodes in strictly decreasing order of their sequence numbers. Every consumer of a node
 is newer than the node, so a node's gradients are complete when it runs. The whole order is known before the
@@ -19,26 +19,18 @@ from shardrt.tape import (
     Edge,
     Fill,
     Function,
-    Keeper,
     Segment,
     Variable,
-    before_add,
-    before_read,
     contiguous,
     describe,
     enable_grad,
     in_first_run,
     in_second_run,
     is_grad_enabled,
-    keeper,
-    keeping,
     modules,
     no_grad,
-    now,
     on_tape,
     reachable,
-    recorded_since,
-    set_grad_enabled,
 )
 
 __all__ = [
@@ -47,29 +39,21 @@ __all__ = [
     "Edge",
     "Fill",
     "Function",
-    "Keeper",
     "Segment",
     "Variable",
     "backward",
-    "before_add",
-    "before_read",
     "contiguous",
     "describe",
     "enable_grad",
     "in_first_run",
     "in_second_run",
     "is_grad_enabled",
-    "keeper",
-    "keeping",
     "later",
     "modules",
     "no_grad",
-    "now",
     "on_tape",
     "reachable",
-    "recorded_since",
     "running",
-    "set_grad_enabled",
     "takers",
     "wanted",
 ]

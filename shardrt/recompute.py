@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from shardrt import autograd, dtypes, pytree, random, stand_ins
+from shardrt import autograd, dtypes, pytree, random, stand_ins, tape
 from shardrt.autograd import WRITTEN, Backward, Edge, Function, Segment, Variable
 from shardrt.nn.module import Layer
 from shardrt.nn.public import Module, Parameter
@@ -71,8 +71,8 @@ class Recomputation:
         if not autograd.is_grad_enabled() or not wanted:
             return forward(*args, **kwargs)
         node = Recompute(module, forward, (args, kwargs))
-        keeper = _Keep(autograd.keeper()) if self.policy == "matmul" else autograd.keeper()
-        with node.first_run(), autograd.keeping(keeper):
+        keeper = _Keep(tape.keeper()) if self.policy == "matmul" else tape.keeper()
+        with node.first_run(), tape.keeping(keeper):
             output = forward(*args, **kwargs)
         stand_ins.returned(
             output, "checkpoint", module.name or type(module).__name__
@@ -114,7 +114,7 @@ class Recompute(Segment):
         return pytree.exchanged(output, tensors, self.wrap(tuple(t.value() for t in tensors), True))
 
     def backward(self, *dy: Array) -> tuple:
-        since = autograd.now()
+        since = tape.now()
         outputs = self._again(frees=autograd.wanted(dy) and not autograd.running().retain_graph)
         besides, self.besides = [node for node in self.besides if autograd.on_tape(node)], []
         backward_of_piece(outputs, dy, since, besides)
@@ -135,7 +135,7 @@ class Recompute(Segment):
                 stack.enter_context(self.second_run())
                 stack.enter_context(_training(self.module, self._modes))
                 stack.enter_context(random.at(self._random))
-                stack.enter_context(autograd.keeping(None if kept is None else _Resume(kept)))
+                stack.enter_context(tape.keeping(None if kept is None else _Resume(kept)))
                 del kept
                 outputs = _floating(self._forward(*args, **kwargs))
         finally:
@@ -193,7 +193,7 @@ def _is_to_come(run: Backward, node: Function) -> bool:
 class _Keep:
     """Computes expensive ops as usual and keeps what they computed, in order."""
 
-    def __init__(self, around: autograd.Keeper | None) -> None:
+    def __init__(self, around: tape.Keeper | None) -> None:
         self.kept: list[tuple[Array, ...]] = []
         self._around = around  # of a recomputed module that this one is inside
 

@@ -1,8 +1,8 @@
 """The tape: Variable, Function, no_grad. It knows no op, no layer and no rank.
 
 A Function object is one call of one op, and a node of the graph. Each node has a sequence number, greater
-than those of all nodes that made its inputs. autograd.py runs backward along the nodes; it exports all names
-of this file, too.
+than those of all nodes that made its inputs. autograd.py runs backward along the nodes; it exports names of
+this file, too.
 
 Gradients of parameters accumulate; gradients of activations are written once. An op may write a parameter's
 gradient into its final place itself. It then returns WRITTEN: the edge carries order, but no array.

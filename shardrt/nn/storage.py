@@ -15,7 +15,7 @@ from weakref import ref
 
 import numpy as np
 
-from shardrt import autograd, device
+from shardrt import autograd, device, tape
 from shardrt.autograd import WRITTEN, Edge
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
@@ -150,7 +150,7 @@ class Storage(ABC):
     def refuse_incomplete(self, parameters: Iterable[Stored]) -> None:
         """Raise RuntimeError, outside of backward, if one has put off what adds to one of these gradients."""
         if autograd.running() is None:
-            for hook in autograd.before_read:
+            for hook in tape.before_read:
                 hook(parameters)
 
     def complete_gradient(self) -> Array | None:
