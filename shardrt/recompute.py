@@ -1,10 +1,10 @@
-"""Recomputation: a module keeps only its inputs for backward, and runs again there to have the rest.
+"""Recomputation: a module keeps only its inputs for backward, and runs again there to compute the rest.
 
 (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; also called activation checkpointing.) The
 forward runs without a tape and leaves one node, Recompute. Its backward runs the forward again under a fresh
-tape and differentiates that. Random numbers are a function of where they were asked for, so the second run
-is the first one to the bit, dropout included. Of sharding it knows only which units a run
-entered; docs/recomputation.md has the costs.
+tape and differentiates that. Random numbers are a function of their purpose, so the second run is bitwise
+identical to the first, dropout included. It knows one thing of sharding: which units a run entered.
+docs/recomputation.md has the costs.
 """
 
 from bisect import bisect_left
@@ -25,15 +25,18 @@ POLICIES = ("full", "matmul")
 def checkpoint(module: Module, policy: str = "full") -> Module:
     """Recompute `module` in backward instead of keeping what its forward computes; gives `module` back.
 
-    policy: "full" keeps the module's inputs and nothing else; "matmul" keeps the results of matrix products
-    and attention besides, and recomputes only what is cheap.
+    The module stays the same object with the same parameter names, and its gradients are bitwise identical.
+    Its forward must do the same when it runs again: tensors that carry a gradient must be arguments, and the
+    forward must not write to its arguments. Tensors are found in tuples, lists, dicts and dataclasses.
 
-    The module stays the same object with the same parameter names, and its gradients the same to the bit. Its
-    forward must do the same when it runs again: tensors that carry a gradient must be arguments, arguments
-    must not be written to. Tensors are found in tuples, lists, dicts and dataclasses.
+    Args:
+        module: the module.
+        policy: "full" keeps the module's inputs and nothing else. "matmul" also keeps the results of matmuls
+            and attention, and recomputes only cheap ops.
 
-    Raises TypeError if `module` is no Module, or later for what a forward returned that holds no tensor;
-    ValueError for another policy or if it is recomputed already.
+    Raises:
+        TypeError: if `module` is no Module; later, if a forward returns no tensor.
+        ValueError: for another policy, or if the module is recomputed already.
     """
     if not isinstance(module, Module):
         raise TypeError(f"checkpoint: module must be a shardrt.nn.Module, got {type(module).__name__}")
@@ -57,7 +60,7 @@ def checkpoint_blocks(modules: Iterable[Module], every: int = 1, policy: str = "
 
 
 class Recomputation:
-    """What `checkpoint` attaches to a module."""
+    """The wrapper that `checkpoint` attaches to a module."""
 
     layer, every_entry = Layer.RECOMPUTATION, False
 
@@ -65,7 +68,7 @@ class Recomputation:
         self.policy = policy
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        """Forward, without a tape if there is something to keep for backward."""
+        """Run forward, without a tape if backward will run it again."""
         inputs = [tensor for tensor in pytree.tensors((args, kwargs)) if tensor.requires_grad]
         wanted = inputs or any(parameter.requires_grad for parameter in module.parameters())
         if not autograd.is_grad_enabled() or not wanted:
@@ -191,7 +194,7 @@ def _is_to_come(run: Backward, node: Function) -> bool:
 
 
 class _Keep:
-    """Computes expensive ops as usual and keeps what they computed, in order."""
+    """Computes expensive ops as usual and keeps their results, in order."""
 
     def __init__(self, around: tape.Keeper | None) -> None:
         self.kept: list[tuple[Array, ...]] = []
@@ -204,7 +207,7 @@ class _Keep:
 
 
 class _Resume:
-    """Gives expensive ops, in the same order, what was kept."""
+    """Gives expensive ops the kept results, in the same order."""
 
     def __init__(self, kept: tuple[tuple[Array, ...], ...]) -> None:
         self._kept = list(reversed(kept))

@@ -20,13 +20,17 @@ Axes = int | Sequence[int] | None
 class Tensor(Variable):
     """Numbers in a shape, on the current device.
 
-    data: an array, which is not copied, or numbers in lists. Floats become float32; a float64 array stays as
-    it is. requires_grad: whether backward puts a gradient into `grad`. dtype: what to convert to.
+    Comparisons give arrays. x += y is x = x + y, since backward may need the old values. Under no_grad, x += y
+    changes a parameter, or a leaf that requires a gradient, in place; otherwise it is an error for these.
 
-    Comparisons give arrays. x += y is x = x + y, since backward may need the old values; under no_grad a leaf
-    that requires a gradient, or a parameter, is changed in place, and is an error otherwise.
+    Args:
+        data: an array, which is not copied, or numbers in lists. Floats become float32; a float64 array stays
+            as it is.
+        requires_grad: whether backward puts a gradient into `grad`.
+        dtype: the type to convert to.
 
-    Raises TypeError for requires_grad with integers, and for what is no numbers.
+    Raises:
+        TypeError: for requires_grad with integers, and for data that are no numbers.
     """
 
     __slots__ = ()

@@ -1,6 +1,6 @@
-"""A linear layer's product with its weight, also with a GELU behind it, in one pass less than two ops take.
+"""The matmul of a linear layer, also with a GELU behind it, in one pass over memory less than two ops take.
 
-The gradient of a weight is added where it belongs by the product that computes it.
+The matmul that computes the gradient of a weight adds it in its place.
 """
 
 from typing import Any

@@ -25,22 +25,22 @@ before_call: list[Callable[[], None]] = []
 
 
 class Layer(IntEnum):
-    """What runs inside what, around the forward of a module: the innermost layer first."""
+    """The layers of wrappers around the forward of a module, the innermost first."""
 
     CONVERSION = auto()  # of a module that is cut over ranks; recomputation converts activations again
     RECOMPUTATION = auto()
     ACTIVATION_OFFLOAD = auto()  # around recomputation, so only the inputs that it keeps travel
     UNIT = auto()  # around recomputation, so what runs again in backward finds the unit gathered
-    MODEL = auto()  # around all units: what a call of the whole model begins with
+    MODEL = auto()  # around all units: a call of the whole model begins here
     STAGES = auto()  # refuses the call of a model of which this rank runs stages
     PIPELINE = auto()  # around that refusal: runs the stages of all ranks in place of the model
 
 
 class ForwardWrapper(Protocol):
-    """What `wrap_forward` attaches to a module: it runs the forward, and acts when that begins and ends.
+    """Runs the forward of a module that it is attached to, and acts when the forward begins and ends.
 
-    layer: its place among the wrappers of the module. every_entry: it also runs where one entry of the module
-    calls another, not only around the outer entry.
+    layer: its place among the wrappers of the module.
+    every_entry: it also runs if one entry of the module calls another, not only around the outer entry.
     """
 
     layer: Layer
@@ -68,7 +68,7 @@ class ModulePlacement:
 class Module:
     """Base of all layers. Assign Parameters and Modules as attributes; define `forward`."""
 
-    full_precision = False  # True of a class: mixed precision leaves its own parameters what they are
+    full_precision = False  # True of a class: mixed precision does not change the type of its own parameters
 
     def __init__(self) -> None:
         state = self.__dict__
@@ -108,7 +108,7 @@ class Module:
         self._let_go(name, before, None)
 
     def _kind(self, name: str, value: Any) -> str | None:
-        """Which of the dictionaries below `value` goes into under this name."""
+        """The dictionary that holds `value` under this name, or None for a plain attribute."""
         if isinstance(value, Parameter):
             return "_parameters"
         if isinstance(value, Module):
@@ -116,7 +116,7 @@ class Module:
         return "_buffers" if value is not None and name in self.__dict__.get("_buffers", ()) else None
 
     def _let_go(self, name: str, before: Any, kind: str | None) -> None:
-        """`name` is `before` no more; in the dictionary `kind` something else takes its place."""
+        """End the name of `before`. In the dictionary `kind`, another value takes its place."""
         for other in {"_parameters", "_modules", "_buffers"} - {kind}:
             self.__dict__.get(other, {}).pop(name, None)
         if isinstance(before, Parameter | Module):
@@ -197,7 +197,7 @@ class Module:
         return self._enter(self.forward, args, kwargs)
 
     def wrap_forward(self, wrapper: ForwardWrapper) -> None:
-        """Let `wrapper` run each forward from now on, in its layer; of one layer the first is inside."""
+        """Let `wrapper` run each forward from now on. Of two wrappers of one layer, the first is inside."""
         self._forward_wrappers.append(wrapper)
         self._forward_wrappers.sort(key=lambda other: other.layer)
 
@@ -210,7 +210,7 @@ class Module:
         return any(wrapper.layer is layer for wrapper in self._forward_wrappers)
 
     def entered_around(self, method: Callable) -> Callable:
-        """`method` as another entry beside forward: what is attached to the module runs each call."""
+        """`method` as a second entry next to forward: the wrappers of the module run each call."""
 
         @wraps(method)
         def entry(*args: Any, **kwargs: Any) -> Any:
@@ -219,7 +219,7 @@ class Module:
         return entry
 
     def _enter(self, method: Callable, args: tuple, kwargs: dict) -> Any:
-        """Call `method` inside all that is attached; not twice where one entry calls another."""
+        """Call `method` inside the wrappers, but not inside a wrapper twice if one entry calls another."""
         running = autograd.modules()
         depth, nested = len(running), self in running
         for begins in before_call if not running else ():

@@ -76,7 +76,7 @@ class Share:
 
     @property
     def partial(self) -> Digits:
-        """Axes along which each rank's gradient is a part of a sum that nobody has made yet."""
+        """Axes along which each rank's gradient is one term of a sum that is still to be made."""
         return self.axes if self.kind == PARTIAL else without(self.beside, self.axes)
 
     @property

@@ -148,7 +148,7 @@ class Storage(ABC):
         """The gradient of `shard`, or None if there is none since the last zero_grad."""
 
     def refuse_incomplete(self, parameters: Iterable[Stored]) -> None:
-        """Raise RuntimeError, outside of backward, if one has put off what adds to one of these gradients."""
+        """Raise RuntimeError, outside of backward, if a deferred call will add to one of these gradients."""
         if autograd.running() is None:
             for hook in tape.before_read:
                 hook(parameters)
