@@ -184,8 +184,8 @@ class SavedTensors:
     def fetch(self) -> None:
         """Issue the copies to the device, unless the arrays have not left it yet."""
         if self.state is State.LEAVING:
-            # No op needs the copy now, but it holds arrays that backward is about to free. It had all the time
-            # that the modules behind this one took.
+            # No op needs the copy now, but it holds arrays that backward is about to free. It had all the
+            # time that the modules behind this one took.
             self._streams.compute.wait(self._loan.buffer.written)
             self._settle()
         elif self.state is State.AWAY:

@@ -20,7 +20,7 @@ Axes = int | Sequence[int] | None
 class Tensor(Variable):
     """Numbers in a shape, on the current device.
 
-    Comparisons give arrays. x += y is x = x + y, since backward may need the old values. Under no_grad, x += y
+    Comparisons give arrays. x += y is x = x + y, since backward may need the old values. Under no_grad, it
     changes a parameter, or a leaf that requires a gradient, in place; otherwise it is an error for these.
 
     Args:
