@@ -201,7 +201,7 @@ def test_the_runtime_band_can_be_read_in_a_day():
 
 def test_the_runtime_band_knows_no_feature_of_modules_and_of_the_tape():
     rooms = ("shardrt.fsdp", "shardrt.comm", "shardrt.device")
-    assert {name for name in band() if not name.startswith(rooms)} == {
+    assert {name for name in band() if not name.startswith(rooms)} <= {
         "shardrt._environment",
         "shardrt.autograd",
         "shardrt.dtypes",
