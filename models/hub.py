@@ -18,7 +18,7 @@ from shardrt.checkpoint.state import failures, gathered
 from shardrt.checkpoint.tensorfiles import FolderWriter, StoredTensor, open_folder, plain_files, read_json
 from shardrt.nn.extents import Extent, Extents
 from shardrt.nn.lora import adapted_layers
-from shardrt.nn.module import is_leader
+from shardrt.nn.ranks import is_leader
 
 from .config_file import Settings
 from .formats import FORMATS, Format, Stored

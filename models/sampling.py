@@ -12,7 +12,7 @@ import numpy as np
 
 from shardrt import device, nn, no_grad
 from shardrt.comm.objects import broadcast_object
-from shardrt.nn.module import ranks_of
+from shardrt.nn.ranks import ranks_of
 from shardrt.parallel import Pipeline
 from shardrt.train import config as settings
 from shardrt.train.data import VOCABULARY

@@ -1,8 +1,9 @@
-"""Activation offload: what a module saves for backward waits in pinned host memory.
+"""Activation offload: the arrays that a module saves for backward wait in pinned host memory.
 
-It is copied out in a stream of its own while the next module computes, and back in another, in backward,
-while the module before computes. (Rhu et al., vDNN, 2016.) Works on what ops have saved and knows no op; with
-shardrt.recompute on the same module only the kept inputs travel. docs/activation_offload.md has the costs.
+One stream copies them to the host while the next module computes. In backward, another stream copies them
+back while the module behind computes. (Rhu et al., vDNN, 2016.) It works on saved arrays and knows no op.
+With shardrt.recompute on the same module only the kept inputs travel. docs/activation_offload.md has the
+costs.
 """
 
 import sys
@@ -15,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from shardrt import autograd, device, pytree
+from shardrt import autograd, device, pytree, stand_ins, tape
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.device import Device, StreamError
 from shardrt.functional._arrays import broadcast
-from shardrt.nn.module import Layer, Module
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.module import Layer
+from shardrt.nn.public import Module, Parameter
 from shardrt.nn.storage import LocalStorage
 
 Array = Any
@@ -30,11 +31,12 @@ ALIGNMENT = 64  # bytes, of each array in its host buffer
 def offload_activations(module: Module) -> Module:
     """Keep what `module` saves for backward in host memory until backward comes to it; gives `module` back.
 
-    For modules that run one after the other, such as the blocks of a transformer: the copies of one overlap
-    the computing of the next. Parameters stay where they are, and gradients are the same to the bit.
+    It is for modules that run one after the other, such as the blocks of a transformer: the copies of one
+    overlap the computing of the next. Parameters stay where they are. Gradients are bitwise identical.
 
-    Raises TypeError if `module` is no Module, or later for what a forward returned that holds no tensor;
-    ValueError if it is offloaded already.
+    Raises:
+        TypeError: if `module` is no Module; later, if a forward returns no tensor.
+        ValueError: if the module is offloaded already.
     """
     if not isinstance(module, Module):
         raise TypeError(
@@ -47,17 +49,17 @@ def offload_activations(module: Module) -> Module:
 
 
 class Offload:
-    """What `offload_activations` attaches to a module."""
+    """The wrapper that `offload_activations` attaches to a module."""
 
     layer, every_entry = Layer.ACTIVATION_OFFLOAD, False
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        """Forward; then what the ops in it have saved departs."""
-        since = autograd.now()
+        """Run forward, then send away the arrays that its ops have saved."""
+        since = tape.now()
         output = forward(*args, **kwargs)
-        if not autograd.recorded_since(since):
+        if not tape.recorded_since(since):
             return output
-        found = pytree.returned(output, "offload_activations", module.name or type(module).__name__)
+        found = stand_ins.returned(output, "offload_activations", module.name or type(module).__name__)
         results = [tensor for tensor in found if tensor.node is not None]
         saved_tensors = SavedTensors(_streams(), module)
         for node in autograd.reachable({tensor.node for tensor in results}, since):
@@ -131,7 +133,7 @@ class SavedTensors:
                 return item
             place = self._pack(item.data)
             if place is not item.data:
-                place.tensor = pytree.hollow(item)
+                place.tensor = stand_ins.hollow(item)
                 return place
         elif _is_array(item) and _address(item) not in self._stay:
             return self._place(item)
@@ -182,8 +184,8 @@ class SavedTensors:
     def fetch(self) -> None:
         """Issue the copies to the device, unless the arrays have not left it yet."""
         if self.state is State.LEAVING:
-            # The copy, which nobody needs now, would hold what backward is about to free. It had all the time
-            # that the modules behind this one took.
+            # No op needs the copy now, but it holds arrays that backward is about to free. It had all the
+            # time that the modules behind this one took.
             self._streams.compute.wait(self._loan.buffer.written)
             self._settle()
         elif self.state is State.AWAY:
@@ -208,7 +210,7 @@ class SavedTensors:
         """A call that no backward comes to: what compute puts where its arrays were comes after copies."""
         copied = {State.LEAVING: "written", State.COMING: "read"}.get(self.state)
         if copied and not ending():
-            with suppress(StreamError):  # told to whoever waits for that stream next
+            with suppress(StreamError):  # the next wait for that stream raises it
                 self._streams.compute.wait(getattr(self._loan.buffer, copied))
 
     def _settle(self) -> None:
@@ -246,11 +248,11 @@ class SavedSlot:
             array = array.transpose(sorted(range(len(self.axes)), key=self.axes.__getitem__))
         if array.shape != self.shape:
             array = broadcast(array, self.shape)
-        return array if self.tensor is None else pytree.filled(self.tensor, array)
+        return array if self.tensor is None else stand_ins.filled(self.tensor, array)
 
 
 class Offloaded:
-    """In place of a saved tuple: unpacks like it, having waited for its arrays if nobody has."""
+    """Takes the place of a saved tuple and unpacks like it, once its arrays have arrived."""
 
     __slots__ = ("_saved_tensors", "_template")
 
@@ -288,7 +290,7 @@ class Streams:
 
 
 class HostBuffer:
-    """Pinned memory and the events of whoever has it: source ready, buffer written, buffer read."""
+    """Pinned memory and the events of its loan: source ready, buffer written, buffer read."""
 
     __slots__ = ("array", "ready", "written", "read")
 

@@ -1,4 +1,4 @@
-"""Backward: computes gradients along the tape. It exports all names of tape.py, too.
+"""Backward: computes gradients along the tape. It exports the names of tape.py that ops and layers use, too.
 
 It runs the reachable nodes in strictly decreasing order of their sequence numbers. Every consumer of a node
 is newer than the node, so a node's gradients are complete when it runs. The whole order is known before the
@@ -7,7 +7,6 @@ only gradients of parameters depend on.
 """
 
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -20,27 +19,18 @@ from shardrt.tape import (
     Edge,
     Fill,
     Function,
-    Keeper,
     Segment,
     Variable,
-    add_hook,
-    before_add,
-    before_read,
     contiguous,
     describe,
     enable_grad,
     in_first_run,
     in_second_run,
     is_grad_enabled,
-    keeper,
-    keeping,
     modules,
     no_grad,
-    now,
     on_tape,
     reachable,
-    recorded_since,
-    set_grad_enabled,
 )
 
 __all__ = [
@@ -49,31 +39,22 @@ __all__ = [
     "Edge",
     "Fill",
     "Function",
-    "Keeper",
     "Segment",
     "Variable",
-    "add_hook",
     "backward",
-    "backward_of_piece",
-    "before_add",
-    "before_read",
     "contiguous",
     "describe",
     "enable_grad",
     "in_first_run",
     "in_second_run",
     "is_grad_enabled",
-    "keeper",
-    "keeping",
     "later",
     "modules",
     "no_grad",
-    "now",
     "on_tape",
     "reachable",
-    "recorded_since",
     "running",
-    "set_grad_enabled",
+    "takers",
     "wanted",
 ]
 
@@ -135,10 +116,7 @@ class Backward:
         self.busy = False  # a half runs now
         self._calls = 0  # nesting depth of deferred calls that run now: they defer nothing themselves
         self.gradients: dict[Function, list] = {} if outer is None else outer.gradients
-        # A node whose incoming gradient already includes the derivative of its activation (a fused kernel).
-        self.passed: Function | None = None
-        self._for_next: list = []  # calls that the running node leaves to the next node
-        self._for_this: list = []  # calls that the node before left to the running node
+        self._after_next: list = []
         self._after_nodes: list = []
         self._at_end: list = []
         self._in_any_case: list = []
@@ -156,6 +134,31 @@ class Backward:
     def outermost(self) -> "Backward":
         """The run that contains this run and is not inside of another."""
         return self if self.outer is None else self.outer.outermost
+
+    @property
+    def node(self) -> Function:
+        """The node that runs now."""
+        return self.nodes[self.position]
+
+    @property
+    def following(self) -> Function | None:
+        """The node that runs next in this run, or None."""
+        return self.nodes[self.position + 1] if self.position + 1 < len(self.nodes) else None
+
+    def deliver(self, edge: Edge, gradient: Any) -> None:
+        """Deliver a gradient, or WRITTEN, to the end of an edge."""
+        if edge.leaf is not None and gradient is not WRITTEN:
+            edge.leaf.accumulate_gradient(gradient)
+        if edge.node is None:
+            return
+        received = self.gradients.setdefault(edge.node, [None] * edge.node.outputs)
+        if edge.leaf is None and gradient is not WRITTEN:
+            before = received[edge.index]
+            received[edge.index] = gradient if before is None else _sum(before, gradient)
+
+    def after_next(self, function: Any) -> None:
+        """Call `function()` once, when the next node has run or was skipped."""
+        _add_once(self._after_next, function)
 
     def after_nodes(self, function: Any) -> None:
         """Call `function()` once, when the last node of the outermost run has run.
@@ -176,54 +179,16 @@ class Backward:
         """Call `function()` once, when this half of the outermost run ends or raises, before users' hooks."""
         _add_once(self.outermost._in_any_case, function)
 
-    def is_to_come(self, node: Function) -> bool:
-        """Whether `node` runs after the present node, in this run or in a run around it."""
-        run = self
-        while node.sequence <= run.since and run.outer is not None:
-            run = run.outer
-        place = bisect_left(run.nodes, -node.sequence, key=lambda other: -other.sequence)
-        return run.position < place < len(run.nodes) and run.nodes[place] is node
-
-    def feeds_only(self, node: Function) -> bool:
-        """Whether `node` runs next and gets its gradient from the present node alone."""
-        following = self.position + 1
-        ready = following < len(self.nodes) and self.nodes[following] is node
-        return ready and node not in self.gradients
-
-    def leave_to_next(self, function: Any, args: tuple) -> bool:
-        """Have function(*args) called while the next node waits for other ranks; False if it does not wait.
-
-        No other call adds to a gradient in between, so the order of all terms, and with it every bit of the
-        sums, stays the same.
-        """
-        following = self.position + 1
-        node = self.nodes[following] if following < len(self.nodes) else None
-        if node is None or node.hooks or not node.waits():  # a hook may look at gradients
-            return False
-        self._for_next.append((function, args))
-        return True
-
-    @property
-    def has_left(self) -> bool:
-        """Whether `fill` has calls to make."""
-        return bool(self._for_this)
-
-    def fill(self) -> None:
-        """Make the calls that the node before has left to this node."""
-        while self._for_this:
-            function, args = self._for_this.pop(0)
-            function(*args)
-
     def run(self) -> None:
         """Run the nodes in order. A node that has received no gradient is skipped."""
         with self._half():
             for position, node in enumerate(self.nodes):
                 self.position = position
-                self._for_this, self._for_next = self._for_next, []
+                after, self._after_next = self._after_next, []
                 received = self.gradients.pop(node, None)
                 if received is not None:
                     self._run(node, received)
-                self.fill()  # for a node that was skipped
+                _call_all(after)
             _call_all(self._after_nodes)
             if self.deferred is None:
                 self._end()
@@ -285,10 +250,18 @@ class Backward:
             )
         for index, hook in node.hooks:
             if received[index] is not None:
-                received[index] = _hooked(node, hook, received[index])
+                received[index] = hook(received[index])
         if not node.strided:
             received = [None if dy is None else contiguous(dy) for dy in received]
-        _distribute(node, node.backward(*received), self.gradients)
+        results = node.backward(*received)
+        results = results if isinstance(results, tuple) else (results,)
+        if len(results) != len(node.edges):
+            raise RuntimeError(
+                f"{describe(node)}.backward gave {len(results)} gradients for {len(node.edges)} inputs"
+            )
+        for edge, gradient in zip(node.edges, results, strict=True):
+            if edge is not None and gradient is not None:
+                self.deliver(edge, gradient)
         if node.saved and not self.retain_graph and wanted(received):
             node.saved = None
 
@@ -339,7 +312,7 @@ def backward(
         if variable.node is None:
             variable.accumulate_gradient(gradient)
         else:
-            _deliver(variable.edge(), gradient, run.gradients)
+            run.deliver(variable.edge(), gradient)
     try:
         run.run()
     except BaseException:
@@ -361,12 +334,17 @@ def _checked(variable: Variable, gradient: Array | None) -> Array:
     return gradient
 
 
+# Each may take over a call: take(run, function, args) returns True if it calls function(*args) itself, before
+# anything else adds to a gradient. Otherwise it returns False.
+takers: list[Callable[[Backward, Callable, tuple], bool]] = []
+
+
 def later(function: Any, *args: Any, into: tuple = ()) -> tuple:
     """In backward: call function(*args, *into), which writes gradients, now or later; gives their tokens.
 
-    The call is deferred if the running backward defers calls. Otherwise, if `into` has handles and the next
-    node waits for other ranks, the call runs during that wait. A gradient that travels on to an op is needed
-    at once, so then the call is made now.
+    The call is deferred if the running backward defers calls. Otherwise, if `into` has handles, one of
+    `takers` may make it a little later. A gradient that travels on to an op is needed at once, so then the
+    call is made now.
 
     args: for the function. Arrays among them must not change until the call.
     into: the handles whose gradients the function writes; None for a gradient that is not wanted. If all are
@@ -379,58 +357,13 @@ def later(function: Any, *args: Any, into: tuple = ()) -> tuple:
     travels = any(handle.node is not None for handle in handles)  # a gradient goes on to another op
     if deferred is not None and not travels:
         deferred.defer(run.outermost, function, args, into)
-    elif travels or not handles or run is None or not run.leave_to_next(function, (*args, *into)):
+    elif travels or not handles or run is None or not _taken(run, function, (*args, *into)):
         return function(*args, *into)
     return tuple(None if handle is None else WRITTEN for handle in into)
 
 
-def _hooked(node: Function, hook: Any, gradient: Array) -> Array:
-    with no_grad():
-        changed = hook(gradient)
-    if changed is None:
-        return gradient
-    changed = changed.data if isinstance(changed, Variable) else changed
-    got = getattr(changed, "shape", type(changed).__name__), getattr(changed, "dtype", None)
-    if got != (gradient.shape, gradient.dtype):
-        raise ValueError(
-            f"hook of a result of {describe(node)}: it must return None or an array of shape "
-            f"{gradient.shape} and {gradient.dtype}, got {got[0]} {got[1] or ''}"
-        )
-    return changed
-
-
-def backward_of_piece(
-    outputs: Iterable[Variable],
-    gradients: Iterable[Array | None],
-    since: int,
-    besides: Iterable[Function] = (),
-) -> None:
-    """Inside the backward of a node: run backward through the nodes recorded since the number `since`.
-
-    outputs, gradients: the results of these nodes, and the gradient of each; None if it was not used.
-    besides: nodes among them that run even without a gradient.
-    The gradients of the nodes' inputs are left to the running backward.
-
-    Raises RuntimeError if an input is the result of an op that the running backward does not come to after
-    the present node: the gradient would be lost.
-    """
-    outer = _state.running
-    wanted = [(v, g) for v, g in zip(outputs, gradients, strict=True) if g is not None and v.requires_grad]
-    roots = {v.node for v, _ in wanted if v.node is not None} | set(besides)
-    run = Backward(roots, False, since, outer)
-    edges = [v.edge() for v, _ in wanted] + [e for node in run.nodes for e in node.edges if e is not None]
-    for node in {edge.node for edge in edges if edge.node is not None and edge.node.sequence <= since}:
-        if not outer.is_to_come(node):
-            present = describe(outer.nodes[outer.position])
-            raise RuntimeError(
-                f"backward: the forward that {present} runs again uses the result of {describe(node)}, whose "
-                "gradient would be lost, since the result is no input; pass it as an argument"
-            )
-    for variable, gradient in wanted:
-        _deliver(variable.edge(), gradient, run.gradients)
-    for node in besides:
-        _deliver(Edge(node, 0, None), WRITTEN, run.gradients)
-    run.run()
+def _taken(run: Backward, function: Any, args: tuple) -> bool:
+    return any(take(run, function, args) for take in takers)
 
 
 def running() -> Backward | None:
@@ -441,31 +374,6 @@ def running() -> Backward | None:
 def wanted(received: Iterable[Array | None]) -> bool:
     """Whether a node has received a gradient. Without one it runs for the order alone and frees nothing."""
     return any(dy is not None for dy in received)
-
-
-def _distribute(node: Function, results: Any, gradients: dict[Function, list]) -> None:
-    """Pass the values that backward returned along the edges of `node`."""
-    if not isinstance(results, tuple):
-        results = (results,)
-    if len(results) != len(node.edges):
-        raise RuntimeError(
-            f"{describe(node)}.backward gave {len(results)} gradients for {len(node.edges)} inputs"
-        )
-    for edge, gradient in zip(node.edges, results, strict=True):
-        if edge is not None and gradient is not None:
-            _deliver(edge, gradient, gradients)
-
-
-def _deliver(edge: Edge, gradient: Any, gradients: dict[Function, list]) -> None:
-    """Deliver a gradient, or WRITTEN, to the end of an edge."""
-    if edge.leaf is not None and gradient is not WRITTEN:
-        edge.leaf.accumulate_gradient(gradient)
-    if edge.node is None:
-        return
-    received = gradients.setdefault(edge.node, [None] * edge.node.outputs)
-    if edge.leaf is None and gradient is not WRITTEN:
-        before = received[edge.index]
-        received[edge.index] = gradient if before is None else _sum(before, gradient)
 
 
 def _sum(first: Array, second: Array) -> Array:

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
-from shardrt import autograd
+from shardrt import tape
 from shardrt.autograd import Backward
 
 _numbers = count(1)
@@ -160,5 +160,5 @@ def refuse_incomplete(variables: Iterable) -> None:
             )
 
 
-autograd.before_add.append(flush)
-autograd.before_read.append(refuse_incomplete)
+tape.before_add.append(flush)
+tape.before_read.append(refuse_incomplete)

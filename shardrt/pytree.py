@@ -58,35 +58,7 @@ def tensors(tree: Any) -> list[Variable]:
     return list(found.values())
 
 
-def returned(output: Any, call: str, module: str) -> list[Variable]:
-    """The tensors in the value that forward of `module` returned.
-
-    Raises TypeError, which names `call`, if there are none.
-    """
-    found = tensors(output)
-    if not found:
-        raise TypeError(
-            f"{call}: forward of {module} returned {type(output).__name__}, in which no tensor is found; "
-            "return tensors, or tuples, lists, dicts or dataclasses of them"
-        )
-    return found
-
-
 def exchanged(tree: Any, old: list[Variable], new: tuple) -> Any:
     """The tree with each tensor of `old` replaced by the tensor of `new` at the same index."""
     pairs = dict(zip(map(id, old), new, strict=True))
     return replaced(tree, lambda tensor: pairs.get(id(tensor), tensor))
-
-
-def hollow(tensor: Variable) -> Variable:
-    """A stand-in at the same place in the graph, without the array, which may then be freed."""
-    stand_in = Variable(None, tensor.requires_grad)
-    stand_in.node, stand_in.index = tensor.node, tensor.index
-    return stand_in
-
-
-def filled(stand_in: Variable, array: Array) -> Variable:
-    """A tensor of `array` at the stand-in's place in the graph. Inverse of `hollow`."""
-    tensor = Variable.result_type(array, stand_in.requires_grad)
-    tensor.node, tensor.index = stand_in.node, stand_in.index
-    return tensor

@@ -1,20 +1,21 @@
-"""Recomputation: a module keeps only its inputs for backward, and runs again there to have the rest.
+"""Recomputation: a module keeps only its inputs for backward, and runs again there to compute the rest.
 
 (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; also called activation checkpointing.) The
 forward runs without a tape and leaves one node, Recompute. Its backward runs the forward again under a fresh
-tape and differentiates that. Random numbers are a function of where they were asked for, so the second run
-is the first one to the bit, dropout included. Of sharding it knows only which units a run
-entered; docs/recomputation.md has the costs.
+tape and differentiates that. Random numbers are a function of their purpose, so the second run is bitwise
+identical to the first, dropout included. It knows one thing of sharding: which units a run entered.
+docs/recomputation.md has the costs.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from shardrt import autograd, dtypes, pytree, random
-from shardrt.autograd import Function, Segment, Variable
-from shardrt.nn.module import Layer, Module
-from shardrt.nn.parameter import Parameter
+from shardrt import autograd, dtypes, pytree, random, stand_ins, tape
+from shardrt.autograd import WRITTEN, Backward, Edge, Function, Segment, Variable
+from shardrt.nn.module import Layer
+from shardrt.nn.public import Module, Parameter
 
 Array = Any
 
@@ -24,15 +25,18 @@ POLICIES = ("full", "matmul")
 def checkpoint(module: Module, policy: str = "full") -> Module:
     """Recompute `module` in backward instead of keeping what its forward computes; gives `module` back.
 
-    policy: "full" keeps the module's inputs and nothing else; "matmul" keeps the results of matrix products
-    and attention besides, and recomputes only what is cheap.
+    The module stays the same object with the same parameter names, and its gradients are bitwise identical.
+    Its forward must do the same when it runs again: tensors that carry a gradient must be arguments, and the
+    forward must not write to its arguments. Tensors are found in tuples, lists, dicts and dataclasses.
 
-    The module stays the same object with the same parameter names, and its gradients the same to the bit. Its
-    forward must do the same when it runs again: tensors that carry a gradient must be arguments, arguments
-    must not be written to. Tensors are found in tuples, lists, dicts and dataclasses.
+    Args:
+        module: the module.
+        policy: "full" keeps the module's inputs and nothing else. "matmul" also keeps the results of matmuls
+            and attention, and recomputes only cheap ops.
 
-    Raises TypeError if `module` is no Module, or later for what a forward returned that holds no tensor;
-    ValueError for another policy or if it is recomputed already.
+    Raises:
+        TypeError: if `module` is no Module; later, if a forward returns no tensor.
+        ValueError: for another policy, or if the module is recomputed already.
     """
     if not isinstance(module, Module):
         raise TypeError(f"checkpoint: module must be a shardrt.nn.Module, got {type(module).__name__}")
@@ -56,7 +60,7 @@ def checkpoint_blocks(modules: Iterable[Module], every: int = 1, policy: str = "
 
 
 class Recomputation:
-    """What `checkpoint` attaches to a module."""
+    """The wrapper that `checkpoint` attaches to a module."""
 
     layer, every_entry = Layer.RECOMPUTATION, False
 
@@ -64,16 +68,18 @@ class Recomputation:
         self.policy = policy
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        """Forward, without a tape if there is something to keep for backward."""
+        """Run forward, without a tape if backward will run it again."""
         inputs = [tensor for tensor in pytree.tensors((args, kwargs)) if tensor.requires_grad]
         wanted = inputs or any(parameter.requires_grad for parameter in module.parameters())
         if not autograd.is_grad_enabled() or not wanted:
             return forward(*args, **kwargs)
         node = Recompute(module, forward, (args, kwargs))
-        keeper = _Keep(autograd.keeper()) if self.policy == "matmul" else autograd.keeper()
-        with node.first_run(), autograd.keeping(keeper):
+        keeper = _Keep(tape.keeper()) if self.policy == "matmul" else tape.keeper()
+        with node.first_run(), tape.keeping(keeper):
             output = forward(*args, **kwargs)
-        pytree.returned(output, "checkpoint", module.name or type(module).__name__)  # else gradients are lost
+        stand_ins.returned(
+            output, "checkpoint", module.name or type(module).__name__
+        )  # else gradients are lost
         return node.mark(output, inputs, tuple(keeper.kept) if self.policy == "matmul" else None)
 
 
@@ -97,7 +103,7 @@ class Recompute(Segment):
         if _stays(tensor):
             return tensor
         self._arrays.append(tensor.value())
-        return pytree.hollow(tensor)
+        return stand_ins.hollow(tensor)
 
     def mark(self, output: Any, inputs: list[Variable], kept: tuple | None) -> Any:
         """The output of forward with this node behind its floating tensors."""
@@ -111,10 +117,10 @@ class Recompute(Segment):
         return pytree.exchanged(output, tensors, self.wrap(tuple(t.value() for t in tensors), True))
 
     def backward(self, *dy: Array) -> tuple:
-        since = autograd.now()
+        since = tape.now()
         outputs = self._again(frees=autograd.wanted(dy) and not autograd.running().retain_graph)
         besides, self.besides = [node for node in self.besides if autograd.on_tape(node)], []
-        autograd.backward_of_piece(outputs, dy, since, besides)
+        backward_of_piece(outputs, dy, since, besides)
         return (None,) * len(self.edges)  # that run has passed them on along edges of the same tensors
 
     def _again(self, frees: bool) -> list[Variable]:
@@ -132,7 +138,7 @@ class Recompute(Segment):
                 stack.enter_context(self.second_run())
                 stack.enter_context(_training(self.module, self._modes))
                 stack.enter_context(random.at(self._random))
-                stack.enter_context(autograd.keeping(None if kept is None else _Resume(kept)))
+                stack.enter_context(tape.keeping(None if kept is None else _Resume(kept)))
                 del kept
                 outputs = _floating(self._forward(*args, **kwargs))
         finally:
@@ -145,10 +151,52 @@ class Recompute(Segment):
         return outputs
 
 
-class _Keep:
-    """Computes expensive ops as usual and keeps what they computed, in order."""
+def backward_of_piece(
+    outputs: Iterable[Variable],
+    gradients: Iterable[Array | None],
+    since: int,
+    besides: Iterable[Function] = (),
+) -> None:
+    """Inside the backward of a node: run backward through the nodes recorded since the number `since`.
 
-    def __init__(self, around: autograd.Keeper | None) -> None:
+    outputs, gradients: the results of these nodes, and the gradient of each; None if it was not used.
+    besides: nodes among them that run even without a gradient.
+    The gradients of the nodes' inputs are left to the running backward.
+
+    Raises RuntimeError if an input is the result of an op that the running backward does not come to after
+    the present node: the gradient would be lost.
+    """
+    outer = autograd.running()
+    used = [(v, g) for v, g in zip(outputs, gradients, strict=True) if g is not None and v.requires_grad]
+    roots = {v.node for v, _ in used if v.node is not None} | set(besides)
+    run = Backward(roots, False, since, outer)
+    edges = [v.edge() for v, _ in used] + [e for node in run.nodes for e in node.edges if e is not None]
+    for node in {edge.node for edge in edges if edge.node is not None and edge.node.sequence <= since}:
+        if not _is_to_come(outer, node):
+            present, other = autograd.describe(outer.node), autograd.describe(node)
+            raise RuntimeError(
+                f"backward: the forward that {present} runs again uses the result of {other}, whose "
+                "gradient would be lost, since the result is no input; pass it as an argument"
+            )
+    for variable, gradient in used:
+        run.deliver(variable.edge(), gradient)
+    for node in besides:
+        run.deliver(Edge(node, 0, None), WRITTEN)
+    run.run()
+
+
+def _is_to_come(run: Backward, node: Function) -> bool:
+    """Whether `node` runs after the present node, in `run` or in a run around it."""
+    while node.sequence <= run.since and run.outer is not None:
+        run = run.outer
+    place = bisect_left(run.nodes, -node.sequence, key=lambda other: -other.sequence)
+    return run.position < place < len(run.nodes) and run.nodes[place] is node
+
+
+class _Keep:
+    """Computes expensive ops as usual and keeps their results, in order."""
+
+    def __init__(self, around: tape.Keeper | None) -> None:
         self.kept: list[tuple[Array, ...]] = []
         self._around = around  # of a recomputed module that this one is inside
 
@@ -159,7 +207,7 @@ class _Keep:
 
 
 class _Resume:
-    """Gives expensive ops, in the same order, what was kept."""
+    """Gives expensive ops the kept results, in the same order."""
 
     def __init__(self, kept: tuple[tuple[Array, ...], ...]) -> None:
         self._kept = list(reversed(kept))
@@ -187,7 +235,7 @@ def _restored(stand_in: Variable, arrays: Iterator[Array]) -> Variable:
     """The argument that the stand-in stands for: with its place in the graph, where its gradient goes."""
     if _stays(stand_in):
         return stand_in
-    return pytree.filled(stand_in, next(arrays))
+    return stand_ins.filled(stand_in, next(arrays))
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The tape: Variable, Function, no_grad. It knows no op, no layer and no rank.
 
 A Function object is one call of one op, and a node of the graph. Each node has a sequence number, greater
-than those of all nodes that made its inputs. autograd.py runs backward along the nodes; it exports all names
-of this file, too.
+than those of all nodes that made its inputs. autograd.py runs backward along the nodes; it exports names of
+this file, too.
 
 Gradients of parameters accumulate; gradients of activations are written once. An op may write a parameter's
 gradient into its final place itself. It then returns WRITTEN: the edge carries order, but no array.
@@ -15,7 +15,6 @@ from itertools import count
 from typing import Any, Protocol
 
 from shardrt import device
-from shardrt.hooks import Hooks, RemovableHandle
 
 Array = Any
 # fill(first, stop, out, accumulate): writes, or adds, rows [first, stop) of a gradient to `out`.
@@ -235,9 +234,6 @@ class Function:
     strided: the op takes arrays of any strides. Other ops get C-contiguous arrays.
     expensive: a Keeper may replace forward. `keep` gives the arrays to keep after forward, and `resume` takes
     them in place of forward and leaves the op in the same state.
-    again_cheap: indices of results (0 for a single result) that `again` can compute once more from saved
-    arrays. An op that uses such a result need not save it (functional/_again.py).
-    again_low: the same, for ops that take a result in 16 bits.
     """
 
     __slots__ = ("saved", "needs", "edges", "sequence", "outputs", "module", "hooks", "__weakref__")
@@ -251,8 +247,6 @@ class Function:
     handles: tuple[int, ...] = ()
     strided = False
     expensive = False
-    again_cheap: tuple[int, ...] = ()
-    again_low: tuple[int, ...] = ()
 
     def forward(self, *args: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} must define forward")
@@ -265,20 +259,8 @@ class Function:
         """Set `self.saved` and return the result, in place of forward."""
         raise NotImplementedError(f"{type(self).__name__} must define resume, since it is expensive")
 
-    def again(self, index: int) -> Array:
-        """Compute result `index` once more, bitwise identical."""
-        raise NotImplementedError(f"{type(self).__name__} must define again, since it sets again_cheap")
-
-    def again_for_product(self, index: int) -> Array:
-        """As `again`, for a matmul that takes 16 bits: gives 16 bits if that is cheaper than packing."""
-        return self.again(index)
-
     def backward(self, *dy: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} must define backward")
-
-    def waits(self) -> bool:
-        """Whether backward waits for other ranks. It then calls `Backward.fill` while it waits."""
-        return False
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -308,7 +290,7 @@ class Function:
         """Become a node: take the next sequence number and store the innermost layer."""
         self.sequence = _state.newest = next(_numbers)
         self.module = _state.modules[-1] if _state.modules else None
-        self.hooks: Hooks | tuple = ()
+        self.hooks: Iterable[tuple[int, Callable[[Array], Array]]] = ()  # (output, hook of its gradient)
 
     def wrap(self, result: Any, recorded: bool) -> Any:
         """Make Variables of the arrays that forward returned."""
@@ -329,16 +311,6 @@ class Function:
 def contiguous(array: Array) -> Array:
     """`array` itself if it is C-contiguous, else a copy that is."""
     return array if array.flags.c_contiguous else array.copy()
-
-
-def add_hook(variable: Variable, hook: Any) -> RemovableHandle:
-    """Call hook(gradient), an array, when the gradient of `variable` is complete. An op made `variable`.
-
-    If the hook returns an array, it replaces the gradient.
-    """
-    node = variable.node
-    node.hooks = node.hooks or Hooks()
-    return node.hooks.add((variable.index, hook))
 
 
 def on_tape(node: Function) -> bool:

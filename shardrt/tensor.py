@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from shardrt import autograd, device, dtypes
 from shardrt import functional as F
 from shardrt.autograd import Variable
 from shardrt.functional import ufunc as ufuncs
-from shardrt.hooks import RemovableHandle
+from shardrt.hooks import Hooks, RemovableHandle
 
 Array = Any
 Axes = int | Sequence[int] | None
@@ -19,13 +20,17 @@ Axes = int | Sequence[int] | None
 class Tensor(Variable):
     """Numbers in a shape, on the current device.
 
-    data: an array, which is not copied, or numbers in lists. Floats become float32; a float64 array stays as
-    it is. requires_grad: whether backward puts a gradient into `grad`. dtype: what to convert to.
+    Comparisons give arrays. x += y is x = x + y, since backward may need the old values. Under no_grad, it
+    changes a parameter, or a leaf that requires a gradient, in place; otherwise it is an error for these.
 
-    Comparisons give arrays. x += y is x = x + y, since backward may need the old values; under no_grad a leaf
-    that requires a gradient, or a parameter, is changed in place, and is an error otherwise.
+    Args:
+        data: an array, which is not copied, or numbers in lists. Floats become float32; a float64 array stays
+            as it is.
+        requires_grad: whether backward puts a gradient into `grad`.
+        dtype: the type to convert to.
 
-    Raises TypeError for requires_grad with integers, and for what is no numbers.
+    Raises:
+        TypeError: for requires_grad with integers, and for data that are no numbers.
     """
 
     __slots__ = ()
@@ -111,7 +116,10 @@ class Tensor(Variable):
                 f"register_hook: {what}; a parameter has register_post_accumulate_grad_hook, and x * 1 is "
                 "made by an op"
             )
-        return autograd.add_hook(self, hook)
+        node = self.node
+        if not isinstance(node.hooks, Hooks):
+            node.hooks = Hooks()
+        return node.hooks.add((self.index, partial(_hooked, autograd.describe(node), hook)))
 
     def retain_grad(self) -> None:
         """Have backward put this tensor's gradient into `grad`, as a leaf's. Errors as register_hook."""
@@ -354,6 +362,22 @@ class Tensor(Variable):
 
 
 Variable.result_type = Tensor
+
+
+def _hooked(made_by: str, hook: Callable, gradient: Array) -> Array:
+    """The gradient that goes on once hook(gradient) has run."""
+    with autograd.no_grad():
+        changed = hook(gradient)
+    if changed is None:
+        return gradient
+    changed = _raw(changed)
+    got = getattr(changed, "shape", type(changed).__name__), getattr(changed, "dtype", None)
+    if got != (gradient.shape, gradient.dtype):
+        raise ValueError(
+            f"hook of a result of {made_by}: it must return None or an array of shape "
+            f"{gradient.shape} and {gradient.dtype}, got {got[0]} {got[1] or ''}"
+        )
+    return changed
 
 
 def _array(data: Any, dtype: Any) -> Array:

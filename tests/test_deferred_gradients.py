@@ -1,4 +1,4 @@
-"""deferred_gradients.py, and the halves of a backward: the same bits in every order, nothing held that is not needed."""
+"""Deferred gradients, and the halves of a backward: equal bits in every order; nothing is held without need."""
 
 import gc
 import importlib

@@ -26,6 +26,7 @@ ROOMS = [
     ["shardrt.autograd"],
     ["shardrt.deferred_gradients"],
     ["shardrt.pytree"],
+    ["shardrt.stand_ins"],
     ["shardrt.functional"],
     ["shardrt.tensor"],
     ["shardrt.nn"],
@@ -176,6 +177,51 @@ def test_the_runtime_imports_nothing_that_plugs_into_device_and_comm_not_even_la
         assert not wrong, f"{name} imports {wrong}"
         todo += found - seen
         seen |= found
+
+
+WITHOUT = ("shardrt.functional", "shardrt.kernels", "shardrt.nn.layers")  # what the band is read without
+LIMIT = 10_200  # lines; the goal is 5,500
+
+
+def band():
+    """The runtime band: all modules that fsdp.api imports, lazily and for types too, except WITHOUT."""
+    seen, todo = set(), ["shardrt.fsdp.api"]
+    while todo:
+        name = todo.pop()
+        if name not in seen and not name.startswith(WITHOUT):
+            seen.add(name)
+            todo += {module_of(imported) for imported in imports_of(name, MODULES[name])} - {None}
+    return seen
+
+
+def test_the_runtime_band_can_be_read_in_a_day():
+    lines = {name: len(MODULES[name].read_text().splitlines()) for name in band()}
+    assert sum(lines.values()) <= LIMIT, sorted(lines.items(), key=lambda item: -item[1])
+
+
+def test_the_runtime_band_knows_no_feature_of_modules_and_of_the_tape():
+    rooms = ("shardrt.fsdp", "shardrt.comm", "shardrt.device")
+    assert {name for name in band() if not name.startswith(rooms)} <= {
+        "shardrt._environment",
+        "shardrt.autograd",
+        "shardrt.dtypes",
+        "shardrt.nn.collect",
+        "shardrt.nn.module",
+        "shardrt.nn.parameter",
+        "shardrt.nn.extents",
+        "shardrt.nn.storage",
+        "shardrt.pytree",
+        "shardrt.tape",
+    }
+
+
+def test_one_file_of_functions_names_the_class_that_has_them_as_methods():
+    """Tensor is above this room: a second file that imports it, even for types, would be a second circle."""
+    functions = {name: path for name, path in MODULES.items() if name.startswith("shardrt.functional.")}
+    naming = {
+        name for name, path in functions.items() if "shardrt.tensor.Tensor" in set(imports_of(name, path))
+    }
+    assert naming == {"shardrt.functional._types"}
 
 
 def _names(name, path, tree):

@@ -8,7 +8,7 @@ import pytest
 
 import shardrt
 from models.gpt import GPT, Block, GPTConfig
-from shardrt import Tensor, autograd, device, nn, no_grad, pytree
+from shardrt import Tensor, autograd, device, nn, no_grad, pytree, tape
 from shardrt import functional as F
 from shardrt import random as shardrt_random
 from shardrt.autograd import Function
@@ -555,7 +555,7 @@ def test_an_error_in_forward_or_backward_leaves_nothing_behind():
             checkpoint(Layer(function), "matmul")(leaf(normal(4, 4))).sum().backward()
     assert autograd.in_first_run() is None and autograd.in_second_run() is None
     assert autograd.modules() == []
-    assert autograd.is_grad_enabled() and autograd.keeper() is None and autograd.running() is None
+    assert autograd.is_grad_enabled() and tape.keeper() is None and autograd.running() is None
 
 
 # -- errors

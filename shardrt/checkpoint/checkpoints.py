@@ -41,9 +41,10 @@ from shardrt.checkpoint.snapshot import Snapshot
 from shardrt.checkpoint.store import Store
 from shardrt.comm import DeviceMesh, objects
 from shardrt.device.cpu import ThreadStream
-from shardrt.nn.module import Module, is_stage_leader, ranks_of
-from shardrt.nn.parameter import along_pipeline
+from shardrt.nn.module import Module
 from shardrt.nn.parameter_placement import whole_shape
+from shardrt.nn.placement import along_pipeline
+from shardrt.nn.ranks import is_stage_leader, ranks_of
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice
 from shardrt.untrusted import printable

@@ -9,8 +9,8 @@ import numpy as np
 from shardrt.checkpoint import rankfile
 from shardrt.checkpoint.manifest import DTYPES, Manifest, SavedPiece
 from shardrt.checkpoint.pieces import PARAMETER, Piece
-from shardrt.nn.extents import overlaps
 from shardrt.nn.module import Module
+from shardrt.nn.overlaps import overlaps
 from shardrt.nn.parameter_placement import whole_shape
 from shardrt.optim.optimizer import Optimizer
 

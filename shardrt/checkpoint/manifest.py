@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.nn.extents import Extent, miscounted
+from shardrt.nn.extents import Extent
+from shardrt.nn.overlaps import miscounted
 from shardrt.untrusted import strict_json
 
 FORMATS = (1, 2)

@@ -16,9 +16,10 @@ from shardrt.comm.first import FromFirst
 from shardrt.comm.protocol import Communicator
 from shardrt.fsdp.full import whole_on_first
 from shardrt.nn.extents import take
-from shardrt.nn.module import Module, everyone, is_leader
-from shardrt.nn.parameter import Parameter, along_pipeline
-from shardrt.nn.placement import on_first
+from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+from shardrt.nn.placement import along_pipeline, on_first
+from shardrt.nn.ranks import everyone, is_leader
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice, exact_state, kept_state
 

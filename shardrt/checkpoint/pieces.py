@@ -13,8 +13,9 @@ import numpy as np
 
 from shardrt import device
 from shardrt.nn.extents import Extents, contiguous
-from shardrt.nn.module import Module, is_leader, place_of
-from shardrt.nn.placement import PipelinePlacement
+from shardrt.nn.module import Module
+from shardrt.nn.placement import PipelinePlacement, owner_of, place_of
+from shardrt.nn.ranks import is_leader
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import BITS, Slice, exact_state, kept_state
 
@@ -75,7 +76,7 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
     first = not saving or is_leader(model)
     for name, parameter in model.named_parameters():
         storage, part = parameter.storage, parameter.extents
-        if not part or (saving and not (parameter.counts and storage.owner(first))):
+        if not part or (saving and not (parameter.counts and owner_of(parameter, first))):
             continue
         held, trained = storage.range_of(parameter), id(parameter) in states
         yield Piece(PARAMETER, name, part, storage.shard, *held, trained)

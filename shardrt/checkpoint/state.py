@@ -11,10 +11,11 @@ from shardrt.comm import objects
 from shardrt.fsdp.full import full_group
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.setup import units_below
-from shardrt.nn.module import Module, is_leader, is_stage_leader, ranks_of
-from shardrt.nn.parameter import Parameter, along_pipeline
+from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
 from shardrt.nn.parameter_placement import joined
-from shardrt.nn.placement import on_first
+from shardrt.nn.placement import along_pipeline, on_first
+from shardrt.nn.ranks import is_leader, is_stage_leader, ranks_of
 
 
 def full_state_dict(model: Module) -> dict[str, np.ndarray]:

@@ -12,7 +12,8 @@ from shardrt.checkpoint.checkpoints import CheckpointError
 from shardrt.checkpoint.state import failures, full_state_dict
 from shardrt.checkpoint.store import MANIFEST, Store
 from shardrt.comm import objects
-from shardrt.nn.module import Module, everyone
+from shardrt.nn.module import Module
+from shardrt.nn.ranks import everyone
 from shardrt.untrusted import open_regular
 
 WEIGHTS = "model.safetensors"

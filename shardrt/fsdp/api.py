@@ -24,7 +24,6 @@ from shardrt.functional.float8 import MULTIPLE
 from shardrt.nn.layers import Linear
 from shardrt.nn.module import Module, stages_of
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.parameter_placement import PARTIAL, SHARD
 from shardrt.nn.storage import LocalStorage
 
 Whole = TypeVar("Whole", bound=Module | Sequence[Module])
@@ -221,15 +220,13 @@ def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[MeshLayout, MeshLayou
         )
     if placement is None:
         return (), ()
-    # A parameter may be sharded along axes where its gradients are parts of a sum: the reduction makes it.
-    alike = () if placement.kind == PARTIAL else placement.axes
-    if placement.mesh.root is not mesh.root or overlap(alike, mesh.axes):
+    if placement.mesh.root is not mesh.root or overlap(placement.fixed_axes, mesh.axes):
         raise ValueError(
             f"fully_shard: parameter {parameter.name!r} is on {placement.mesh!r} already; shard it along "
             f'other axes of the same mesh, as mesh["dp_shard"], not {mesh!r}'
         )
     partial = without(placement.partial, mesh.axes) if placement.partial else ()
-    return placement.axes if placement.kind == SHARD else (), partial
+    return placement.cut_axes, partial
 
 
 def register_forward_method(module: Module, name: str) -> None:

@@ -12,11 +12,9 @@ from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.unit import Unit, data_of
-from shardrt.nn.module import Module
+from shardrt.nn.module import Layer, Module
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.parameter_placement import PARTIAL
 from shardrt.nn.storage import LocalStorage
-from shardrt.recompute import Recomputation
 
 # Checks of options. Each raises ValueError for units that the option does not support.
 UNIT_CHECKS: list[Callable[[list[Unit]], None]] = []
@@ -33,7 +31,7 @@ def check_mesh(unit: Unit, first: Unit) -> None:
     alike = own is theirs or sorted(own.ranks.ravel()) == sorted(theirs.ranks.ravel())
     for parameter in unit.parameters if unit is not first else ():
         placement = parameter.placement
-        apart = placement is not None and (placement.own_data or placement.kind == PARTIAL)
+        apart = placement is not None and placement.summed_apart
         if not (data_of(placement, own) == without(theirs.axes, placement.one_loss) if apart else alike):
             split = f" and {placement.mesh!r}" if apart else ""
             raise ValueError(
@@ -79,7 +77,7 @@ def check_same_on_all_ranks(schedule: Schedule, units: list[Unit]) -> None:
             (u.settings.strategy, u.settings.by_rank),
             (u.reshard_after_forward, u.reshard_after_backward, u.choices.divide_factor, u.micro_batches),
             (u.choices.find_unused, [sorted(group.trained) for group in u.groups]),
-            [module.around(Recomputation) is not None for top in u.modules for module in top.modules()],
+            [module.wrapped_in(Layer.RECOMPUTATION) for top in u.modules for module in top.modules()],
             u.settings.placement.parameters,
             u.settings.placement.gradients,
             [(g.key, [(p.name, p.whole_shape, p.seed) for p in g.parameters]) for g in u.groups],

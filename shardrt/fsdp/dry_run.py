@@ -109,7 +109,7 @@ def _cloned(units: list[Unit]) -> Iterator[list[Unit]]:
 def _without_values(parameter: Any, here: SimulatedDevice) -> Iterator[None]:
     """Give a parameter that no unit has an array of the simulated device inside a with block."""
     array = here.buffer(parameter.size, parameter.dtype).reshape(parameter.shape)
-    before, parameter.storage = parameter.storage, LocalStorage(parameter, array)
+    before, parameter.storage = parameter.storage, parameter.new_storage(array)
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ computes in. unshard gathers the values that forward computes with, until reshar
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,16 +15,17 @@ from shardrt.fsdp.collectives import as_sent
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.setup import units_below
 from shardrt.fsdp.unit import Unit
+from shardrt.nn.collect import collected
 from shardrt.nn.extents import take
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.parameter_placement import collected, joined
 from shardrt.nn.storage import LocalStorage
 
 Array = Any
+Sharded = TypeVar("Sharded", bound=Module)
 
 
-def unshard(module: Module) -> Module:
+def unshard(module: Sharded) -> Sharded:
     """Gather the units of `module` and below, and keep them gathered until reshard. Collective.
 
     Parameter.data is then the whole array that forward computes with, read-only. This costs the bytes of the
@@ -44,7 +45,7 @@ def unshard(module: Module) -> Module:
     return module
 
 
-def reshard(module: Module) -> Module:
+def reshard(module: Sharded) -> Sharded:
     """Release the units of `module` and below, gathered by unshard or kept by their strategy.
 
     The next use gathers them again. Call it on every rank.
@@ -64,7 +65,7 @@ def reshard(module: Module) -> Module:
 
 
 @contextmanager
-def full_parameters(module: Module, *, writeback: bool = False) -> Iterator[Module]:
+def full_parameters(module: Sharded, *, writeback: bool = False) -> Iterator[Sharded]:
     """Make Parameter.data a whole array for all parameters of `module`, inside a with block. Collective.
 
     The arrays are copies in the type of the shards (float32). This costs the bytes of the whole parameters of
@@ -132,14 +133,18 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
     start, stop = storage.range_of(parameter)
     own = np.ascontiguousarray(device.of(array).to_numpy(array[start:stop]))
     if isinstance(storage, LocalStorage):
-        return joined(parameter.placement, own.reshape(parameter.shape).copy())  # every rank holds all of it
+        return _joined(parameter, own.reshape(parameter.shape).copy())  # every rank holds all of it
     ranks, layout = storage.ranks, storage.layout
     if ranks.copies is not None and ranks.copies.rank > 0:
         return None  # rank 0's shard group holds the whole parameter
     entry = layout.entries[storage.position[id(parameter)]]
     parts = [layout.held(entry, rank)[2] for rank in range(ranks.size)]
     whole = collected(ranks.control, own, parameter.shape, parts)
-    return None if whole is None else joined(parameter.placement, whole)
+    return None if whole is None else _joined(parameter, whole)
+
+
+def _joined(parameter: Parameter, own: np.ndarray) -> np.ndarray | None:
+    return own if parameter.placement is None else parameter.placement.joined(own)
 
 
 def built_units(module: Module) -> list[Unit]:

@@ -18,7 +18,7 @@ from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module
-from shardrt.nn.parameter import along_pipeline
+from shardrt.nn.placement import along_pipeline
 from shardrt.nn.storage import Storage
 
 Array = Any

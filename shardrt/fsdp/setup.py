@@ -35,9 +35,8 @@ from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.sharded_gradient import Streams
 from shardrt.fsdp.unit import Unit
 from shardrt.fsdp.whole_gradient import path_of
-from shardrt.nn.module import Module, caller_of, stages_of
+from shardrt.nn.module import Layer, Module, caller_of, stages_of
 from shardrt.nn.storage import LowPrecisionCopy
-from shardrt.recompute import Recomputation
 
 Array = Any
 
@@ -184,7 +183,9 @@ def plan_inputs(
     gathers = [ranks.gather for group, ranks in ranks_of.items() if group.settings.cut[1] != "none"]
     shared = all(gather.shares_memory for gather in gathers)
     tops = units[0].modules
-    recomputed = [module for top in tops for module in top.modules() if module.around(Recomputation)]
+    recomputed = [
+        module for top in tops for module in top.modules() if module.wrapped_in(Layer.RECOMPUTATION)
+    ]
     return PlanInputs(
         device=units[0].settings.mesh.device,
         prefetch=prefetch_of(units),

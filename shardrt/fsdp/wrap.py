@@ -11,8 +11,7 @@ from typing import Any
 from shardrt.fsdp.api import fully_shard
 from shardrt.fsdp.boundary import unit_of
 from shardrt.nn.layers import Embedding
-from shardrt.nn.module import Module
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.public import Module, Parameter
 from shardrt.nn.storage import LocalStorage
 
 # (path of a module, the module, number of its elements that no unit has yet) -> whether it becomes a unit. A

@@ -1,15 +1,13 @@
 """What several ops need: arguments as tensors, arrays for results, gradients summed to a shape. No op."""
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardrt import device, dtypes
 from shardrt.autograd import Variable, contiguous
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
+from shardrt.functional._types import Tensor
 
 Array = Any
 

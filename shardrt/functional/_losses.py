@@ -1,14 +1,12 @@
 """What the cross entropies share: targets that are checked, reductions, rows by chunks. No op."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardrt.functional._arrays import asarray, indices
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
+from shardrt.functional._types import Tensor
 
 Array = Any
 

@@ -3,11 +3,12 @@
 `inplace`, PyTorch's argument, changes nothing: no op writes to its input.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardrt.autograd import Function
+from shardrt.functional._again import Repeatable
 from shardrt.functional._arrays import (
     check_floats,
     chosen,
@@ -19,18 +20,16 @@ from shardrt.functional._arrays import (
     rows,
     tensor,
 )
+from shardrt.functional._types import Tensor
 from shardrt.functional.elementwise import clamp, minimum, where
 from shardrt.functional.shape import split
 from shardrt.functional.unary import expm1, tanh
 from shardrt.functional.words import torch_words
 
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
-
 Array = Any
 
 
-class GELUTanh(Function):
+class GELUTanh(Repeatable):
     __slots__ = ()
     again_cheap = (0,)
 
@@ -51,7 +50,7 @@ class GELUTanh(Function):
         return dx
 
 
-class GELUErf(Function):
+class GELUErf(Repeatable):
     __slots__ = ()
     again_cheap = (0,)
 
@@ -86,7 +85,7 @@ def gelu(x: "Tensor", approximate: str = "none") -> "Tensor":
     return ops[approximate].apply(x)
 
 
-class SiLU(Function):
+class SiLU(Repeatable):
     __slots__ = ()
     again_cheap = (0,)
 
@@ -114,7 +113,7 @@ def silu(x: "Tensor", inplace: bool = False) -> "Tensor":
     return SiLU.apply(x)
 
 
-class SwiGLU(Function):
+class SwiGLU(Repeatable):
     __slots__ = ()
     again_cheap = (0,)
 

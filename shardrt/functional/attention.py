@@ -5,12 +5,13 @@ number per query, the logarithm of its sum of exponentials (Dao et al., FlashAtt
 from collections.abc import Sequence
 from itertools import accumulate
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardrt import autograd, device
 from shardrt.autograd import Function
+from shardrt.functional._again import Repeatable
 from shardrt.functional._arrays import (
     asarray,
     check_floats,
@@ -24,10 +25,8 @@ from shardrt.functional._arrays import (
     tensor,
     unpacked,
 )
+from shardrt.functional._types import Tensor
 from shardrt.functional.words import also, only
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 
@@ -99,7 +98,7 @@ def scaled_dot_product_attention(
     return Attention.apply(q, k, v, bool(is_causal), _scale(scale, head_dim))
 
 
-class SelfAttention(Function):
+class SelfAttention(Repeatable):
     """Where it computes in bfloat16, bits of the result are kept, and the layer behind it takes them too."""
 
     __slots__ = ()

@@ -1,6 +1,6 @@
 """Batch norm: each channel over its deviation in the batch, that of one rank or of all of them."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -8,11 +8,9 @@ from shardrt import autograd, dtypes
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.comm import Communicator
 from shardrt.functional._arrays import check_floats, empty, empty_exact, empty_like, kernels, tensor
+from shardrt.functional._types import Tensor
 from shardrt.functional.cast import cast
 from shardrt.functional.collective import gathered, summed
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 

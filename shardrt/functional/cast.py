@@ -1,15 +1,13 @@
 """Casts between float types; 16-bit ones as float32 numbers rounded to the values of the type."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardrt import device, dtypes
 from shardrt.autograd import Function
 from shardrt.functional._arrays import empty, flat, floating, kernels
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
+from shardrt.functional._types import Tensor
 
 Array = Any
 

@@ -24,20 +24,19 @@ Every rank of `communicator` calls an op, in the same order, with arrays of one 
 rows of all_to_all_rows; and `x` requires a gradient on all of them or on none, as backward is collective too.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import prod
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardrt import autograd, device, dtypes
 from shardrt.autograd import Function
 from shardrt.comm import Communicator
 from shardrt.device import Stream
+from shardrt.functional._again import Repeatable
 from shardrt.functional._arrays import empty, empty_like, flat, tensor
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
+from shardrt.functional._types import Tensor
+from shardrt.functional.waits import Waiting, filled
 
 __all__ = [
     "all_to_all",
@@ -54,19 +53,16 @@ __all__ = [
 Array = Any
 
 
-class CopyTo(Function):
-    __slots__ = ("_beside",)
+class CopyTo(Waiting):
+    __slots__ = ()
 
     def forward(self, x: Array, communicator: Communicator, beside: Stream | None) -> Array:
-        self.saved, self._beside = (communicator, x.dtype), beside
+        self.saved, self.beside = (communicator, x.dtype), beside
         return x
-
-    def waits(self) -> bool:
-        return self._beside is not None
 
     def backward(self, dy: Array) -> tuple:
         communicator, dtype = self.saved  # dy may be float32 where x has 16 bits: a sum that goes on here
-        total = summed(dy, communicator, named("copy_to", self.module), self._beside)
+        total = summed(dy, communicator, named("copy_to", self.module), self.beside)
         return total.astype(dtype, copy=False), None, None
 
 
@@ -94,29 +90,52 @@ def reduce_from(x: "Tensor", communicator: Communicator) -> "Tensor":
     return ReduceFrom.apply(tensor(x), communicator)
 
 
-class Gather(Function):
-    __slots__ = ("_beside",)
+class Gather(Waiting, Repeatable):
+    __slots__ = ()
 
-    def forward(self, x: Array, communicator: Communicator, axis: int, beside: Stream | None) -> Array:
-        self.saved, self._beside = (communicator, axis, x.dtype), beside
+    @property
+    def again_whole(self) -> tuple[int, ...]:
+        *_, own = self.saved
+        return () if own is None else (0,)
+
+    def forward(
+        self, x: Array, communicator: Communicator, axis: int, beside: Stream | None, again: bool
+    ) -> Array:
+        self.saved, self.beside = (communicator, axis, x.dtype, x if again else None), beside
         return gathered(x, communicator, axis, named("gather"))
 
-    def waits(self) -> bool:
-        return self._beside is not None
+    def again(self, index: int) -> Array:
+        communicator, axis, _, own = self.saved
+        return gathered(own, communicator, axis, named("gather_again", self.module))
 
     def backward(self, dy: Array) -> tuple:
-        *where, dtype = self.saved  # as in CopyTo
-        total = sum_scattered(dy, *where, named("gather", self.module), self._beside)
-        return total.astype(dtype, copy=False), None, None, None
+        communicator, axis, dtype, _ = self.saved  # as in CopyTo
+        total = sum_scattered(dy, communicator, axis, named("gather", self.module), self.beside)
+        return total.astype(dtype, copy=False), None, None, None, None
 
 
-def gather(x: "Tensor", communicator: Communicator, axis: int = 0, beside: Stream | None = None) -> "Tensor":
+def gather(
+    x: "Tensor",
+    communicator: Communicator,
+    axis: int = 0,
+    beside: Stream | None = None,
+    *,
+    again: bool = False,
+) -> "Tensor":
     """The ranks' `x` one behind the other along `axis`, for each rank to use in its own way.
 
-    The gradient is this rank's part of the sum of the ranks' gradients. beside: as in copy_to.
+    The gradient is this rank's part of the sum of the ranks' gradients.
+
+    Args:
+        x: this rank's part.
+        communicator: the ranks.
+        axis: the axis of `x`.
+        beside: as in copy_to.
+        again: a linear layer does not keep the result for its backward, but gathers `x` again there. Ranks
+            run the same ops in the same order, so they gather together.
     """
     x = tensor(x)
-    return Gather.apply(x, communicator, _axis("gather", x, axis), beside)
+    return Gather.apply(x, communicator, _axis("gather", x, axis), beside, again)
 
 
 class GatherSame(Function):
@@ -274,32 +293,10 @@ def named(op: str, module: Any = None) -> str:
     return op if module is None else f"{op} {module.name}".rstrip()
 
 
-@contextmanager
-def _filled(beside: Stream | None) -> Iterator[Stream]:
-    """The stream for a collective, made in a with block: `beside`, if backward has left something to do.
-
-    That is done at the end of the block, while the collective is under way; ops go on when both are done.
-    """
-    here, run = device.current(), autograd.running()
-    compute = here.current_stream
-    if beside is None or run is None or not run.has_left:
-        yield compute
-        return
-    written, done = here.new_event(), here.new_event()
-    compute.record(written)
-    beside.wait(written)  # the gradient that is summed is there
-    yield beside
-    beside.record(done)
-    try:
-        run.fill()
-    finally:
-        compute.wait(done)  # the sum is read; and if that raised, its memory goes to others
-
-
 def summed(x: Array, communicator: Communicator, tag: str = "", beside: Stream | None = None) -> Array:
     """The sum of the ranks' arrays; `x` stays as it is. 16-bit types are summed in float32."""
     total = _copy(x, dtypes.exact(x.dtype))
-    with _filled(beside) as stream:
+    with filled(beside) as stream:
         communicator.all_reduce(flat(total), stream=stream, tag=tag)
     return total.astype(x.dtype, copy=False)
 
@@ -318,7 +315,7 @@ def sum_scattered(
     """This rank's part along `axis` of the sum of the ranks' arrays. 16-bit types are summed in float32."""
     parts = _parts(x.astype(dtypes.exact(x.dtype), copy=False), communicator.size, axis)
     total = empty(parts.shape[1:], parts.dtype)
-    with _filled(beside) as stream:
+    with filled(beside) as stream:
         communicator.reduce_scatter(flat(total), flat(parts), stream=stream, tag=tag)
     return total.astype(x.dtype, copy=False)
 

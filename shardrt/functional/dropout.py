@@ -9,7 +9,7 @@ world size.
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,7 @@ from shardrt import autograd, device, random
 from shardrt.autograd import Function
 from shardrt.comm import world
 from shardrt.functional._arrays import check_floats, empty_like, kernels, tensor
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
+from shardrt.functional._types import Tensor
 
 Array = Any
 Part = tuple[int, ...]  # the first elements of runs, which are equally long

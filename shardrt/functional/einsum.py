@@ -2,15 +2,13 @@
 
 from math import prod
 from string import ascii_letters
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardrt.functional._arrays import tensor
+from shardrt.functional._types import Tensor
 from shardrt.functional.matmul import matmul
 from shardrt.functional.reduce import sum
 from shardrt.functional.shape import permute, reshape
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 
 def einsum(formula: str, *operands: Any) -> "Tensor":

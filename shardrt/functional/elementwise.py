@@ -5,7 +5,7 @@ so do a float tensor without dimensions beside one that has some, and integers b
 is saved for backward, it is only if the other's gradient is wanted. For ops of one tensor see unary.py.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,11 +23,9 @@ from shardrt.functional._arrays import (
     sum_to,
     tensor,
 )
+from shardrt.functional._types import Tensor
 from shardrt.functional.cast import cast
 from shardrt.functional.words import also
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 Operand = Any  # Tensor, array, or number

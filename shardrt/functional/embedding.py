@@ -1,17 +1,15 @@
 """Rows of a table by index: token and position embeddings."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardrt import autograd, dtypes
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional import in_time
 from shardrt.functional._arrays import check_floats, computed, empty, flat, kernels, rows, tensor
 from shardrt.functional._arrays import indices as checked
+from shardrt.functional._types import Tensor
 from shardrt.functional.elementwise import where
 from shardrt.functional.words import only
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 

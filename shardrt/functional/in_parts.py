@@ -17,6 +17,7 @@ import numpy as np
 
 from shardrt import autograd, device, dtypes
 from shardrt.autograd import Function, Variable, contiguous
+from shardrt.functional._again import SavedTensor, to_save, unpack
 from shardrt.functional._arrays import empty, flat, for_product, kernels, operands, rows
 
 Array = Any
@@ -55,7 +56,7 @@ class Columns(Function):
     def forward(self, x: Array, weight: Variable, bias: Variable | None, how: InParts) -> Array:
         y = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
         low, matrix = operands(x, weight)
-        self.saved = (low if self.needs[1] else None, weight, bias, how)
+        self.saved = (self._input(x, low), weight, bias, how)
         shift = None if bias is None else contiguous(bias.lent())
         for place in how.places:
             own = None if shift is None else apart(shift[place])
@@ -63,8 +64,12 @@ class Columns(Function):
         return y
 
     def resume(self, kept: tuple, x: Array, weight: Variable, bias: Variable | None, how: InParts) -> Array:
-        self.saved = (operands(x, weight)[0] if self.needs[1] else None, weight, bias, how)
+        self.saved = (self._input(x, operands(x, weight)[0]), weight, bias, how)
         return kept[0]
+
+    def _input(self, x: Array, low: Array) -> SavedTensor | None:
+        """What is saved of x. low: x as the matmul takes it."""
+        return to_save(self, 0, x, low, cheap=False) if self.needs[1] else None
 
     def backward(self, dy: Array) -> tuple:
         x, weight, bias, how = self.saved
@@ -81,6 +86,7 @@ class Columns(Function):
 
             add_neighbours(rows(dx), len(how.parts), product, dy.dtype)
         into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
+        x = None if x is None else unpack(x)
         return dx, *autograd.later(_add_column_gradients, x, factor, dy, how, into=into), None
 
 

@@ -8,7 +8,7 @@ parallel.set_tensor_invariant has told so.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +16,10 @@ from shardrt import dtypes
 from shardrt.autograd import Function, Variable
 from shardrt.comm import Communicator
 from shardrt.functional._arrays import empty, flat, kernels, rows
+from shardrt.functional._types import Tensor
 from shardrt.functional.collective import named, summed
 from shardrt.functional.elementwise import add
 from shardrt.functional.in_parts import add_neighbours, dense
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 

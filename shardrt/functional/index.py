@@ -1,18 +1,16 @@
 """Elements by position: gathered, scattered, sorted, one-hot. Positions have no gradient and are arrays."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardrt import device
 from shardrt.autograd import Function
 from shardrt.functional._arrays import asarray, empty, indices, tensor
+from shardrt.functional._types import Tensor
 from shardrt.functional.elementwise import where
 from shardrt.functional.shape import flatten, getitem, reshape
 from shardrt.functional.words import also, torch_words
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 

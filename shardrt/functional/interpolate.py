@@ -1,17 +1,14 @@
 """Images at another size: along each axis one small matrix, so that the backward is its transpose."""
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardrt.functional._arrays import asarray, check_floats, tensor
+from shardrt.functional._types import Tensor
 from shardrt.functional.matmul import matmul
 from shardrt.functional.shape import getitem
 from shardrt.functional.words import only
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 
 def interpolate(

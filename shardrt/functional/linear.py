@@ -1,13 +1,13 @@
-"""A linear layer's product with its weight, also with a GELU behind it, in one pass less than two ops take.
+"""The matmul of a linear layer, also with a GELU behind it, in one pass over memory less than two ops take.
 
-The gradient of a weight is added where it belongs by the product that computes it.
+The matmul that computes the gradient of a weight adds it in its place.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardrt import autograd
-from shardrt.autograd import Function, Variable, contiguous
-from shardrt.functional import _again
+from shardrt.autograd import WRITTEN, Edge, Function, Variable, contiguous
+from shardrt.functional._again import Repeatable, SavedTensor, to_save, unpack
 from shardrt.functional._arrays import (
     check_floats,
     computed,
@@ -21,13 +21,11 @@ from shardrt.functional._arrays import (
     rows,
     tensor,
 )
+from shardrt.functional._types import Tensor
 from shardrt.functional.activation import gelu
 from shardrt.functional.float8 import Float8Linear, takes
 from shardrt.functional.in_parts import Columns, InParts, Rows
 from shardrt.functional.in_time import add_bias
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 
@@ -49,47 +47,48 @@ class Linear(Function):
         self.saved = (self._input(x, operands(x, weight)[0]), weight, bias)
         return kept[0]
 
-    def _input(self, x: Array, low: Array) -> Any:
-        """What is saved of x, if it can't be made again: `low`, x as the product takes it."""
-        return _again.to_save(self, 0, x, low) if self.needs[1] else None
+    def _input(self, x: Array, low: Array) -> SavedTensor | None:
+        """What is saved of x. low: x as the matmul takes it."""
+        return to_save(self, 0, x, low) if self.needs[1] else None
 
     def backward(self, dy: Array) -> tuple:
         return self._gradients(*self.saved, dy)
 
-    def _gradients(self, x: Any, weight: Variable, bias: Variable | None, dy: Array) -> tuple:
-        """What backward returns, of dy of x weight^T + bias. bias: None if its own gradient is not wanted.
-
-        x: what is saved of it.
-        """
-        dx, factor = None, dy if x is None or type(x) is _again.Again else for_product(dy, x)
+    def _gradients(self, x: SavedTensor | None, weight: Variable, bias: Variable | None, dy: Array) -> tuple:
+        """What backward returns, of dy of x weight^T + bias. bias: None if its own gradient is not wanted."""
+        dx, factor = None, dy if x is None else for_product(dy, x)
         if self.needs[0]:
             factor, matrix = operands(factor, weight)
             dx = self._input_gradient(matrix, factor)
         into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
         whole = None if into[1] is None else dy  # the sum over it is of what is not rounded
-        if type(x) is _again.Again:
-            x = for_product(x.array(), factor)
+        if x is not None:
+            x = for_product(unpack(x), factor)
         return dx, *autograd.later(_add_gradients, x, factor, whole, into=into)
 
-    def _input_gradient(self, matrix: Array, dy: Array) -> Array:
-        """Of x; of what goes into the GELU that made x, if one product makes that, and that op is told."""
+    def _input_gradient(self, matrix: Array, dy: Array) -> Any:
+        """The gradient of x.
+
+        If a GELU made x, and one kernel can compute the gradient of the GELU's input, that one is delivered
+        to the GELU, and the edge to x carries order alone.
+        """
         dx = empty((*dy.shape[:-1], matrix.shape[1]), computed(dy))
         matrices, gelu = (rows(dy), matrix), self._gelu_before()
         if gelu is not None:
             *_, inner = gelu.saved
             if kernels().linear.backward_input_gelu(*matrices, rows(inner), rows(dx)):
-                autograd.running().passed = gelu
-                return dx
+                autograd.running().deliver(gelu.inner_edge, dx)
+                return WRITTEN
         kernels().linear.backward_input(*matrices, rows(dx))
         return dx
 
     def _gelu_before(self) -> "LinearGELU | None":
-        """The op that made x, if all of its gradient comes from here, and nobody wants to see that."""
-        node, running = self.edges[0].node, autograd.running()
-        if type(node) is not LinearGELU or node.hooks or node.saved is None or running is None:
+        """The op that made x, if this op alone gives it a gradient, which no hook of a user looks at."""
+        node, run = self.edges[0].node, autograd.running()
+        if type(node) is not LinearGELU or node.hooks or node.saved is None or run is None:
             return None
         once = sum(edge is not None and edge.node is node for edge in self.edges) == 1
-        return node if once and running.feeds_only(node) else None
+        return node if once and run.following is node and node not in run.gradients else None
 
 
 def _add_gradients(
@@ -111,11 +110,24 @@ def _add_gradients(
     return weight_token if of_weight else None, bias_token
 
 
-class LinearGELU(Linear):
-    """GELU(x weight^T + bias). What goes into the GELU is kept for backward, in the type of the product."""
+class LinearGELU(Linear, Repeatable):
+    """GELU(x weight^T + bias). The input of the GELU is kept for backward, in the type of the matmul.
+
+    It is the second output of the node, which no variable has: the op behind may deliver its gradient.
+    """
 
     __slots__ = ()
     again_cheap = (0,)
+
+    def wrap(self, result: Array, recorded: bool) -> Any:
+        y = super().wrap(result, recorded)
+        self.outputs = 2
+        return y
+
+    @property
+    def inner_edge(self) -> Edge:
+        """Leads to the gradient of the input of the GELU."""
+        return Edge(self, 1, None)
 
     def forward(self, x: Array, weight: Variable, bias: Variable | None) -> Array:
         y = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
@@ -146,11 +158,10 @@ class LinearGELU(Linear):
         kernels().activation.gelu_tanh_forward(flat(inner), flat(y))
         return y
 
-    def backward(self, dy: Array) -> tuple:
+    def backward(self, dy: Array | None, dinner: Array | None = None) -> tuple:
         x, weight, bias, inner = self.saved
-        running = autograd.running()
-        if running is not None and running.passed is self:
-            return self._gradients(x, weight, bias, dy)
+        if dinner is not None:
+            return self._gradients(x, weight, bias, dinner)
         dinner = empty_like(inner)
         dbias = accumulate = bias_token = None
         if self.needs[2]:

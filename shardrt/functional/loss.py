@@ -1,6 +1,6 @@
 """Cross entropy: from logits, or from what a head makes them of, all at once or some rows at a time."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,14 +22,12 @@ from shardrt.functional._arrays import (
     tensor,
 )
 from shardrt.functional._losses import checked, chunks, counted, reduced, scale_of
+from shardrt.functional._types import Tensor
 from shardrt.functional.elementwise import where
 from shardrt.functional.reduce import mean, sum
 from shardrt.functional.simple_loss import deprecated, nll_loss
 from shardrt.functional.softmax import log_softmax
 from shardrt.functional.words import also
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 

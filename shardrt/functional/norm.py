@@ -2,27 +2,26 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardrt import dtypes
-from shardrt.autograd import Function, Variable, contiguous
+from shardrt.autograd import Variable, contiguous
 from shardrt.functional import in_time
+from shardrt.functional._again import Repeatable
 from shardrt.functional._arrays import check_floats, empty, empty_exact, empty_like, kernels, rows, tensor
+from shardrt.functional._types import Tensor
 from shardrt.functional.cast import cast
 from shardrt.functional.elementwise import add, mul, sub
 from shardrt.functional.reduce import mean
 from shardrt.functional.shape import reshape
 from shardrt.functional.unary import rsqrt, square
 
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
-
 Array = Any
 
 
-class LayerNorm(Function):
+class LayerNorm(Repeatable):
     __slots__ = ()
     again_cheap = (0,)
     handles = (1, 2)
@@ -43,7 +42,7 @@ class LayerNorm(Function):
         return *_layer_norm_backward(self.saved, dy, self.needs[:3]), None
 
 
-class AddLayerNorm(Function):
+class AddLayerNorm(Repeatable):
     """x + added, and the layer norm of that: one pass less in each direction than two ops."""
 
     __slots__ = ()
@@ -172,7 +171,7 @@ def group_norm(
     return y if bias is None else add(y, reshape(bias, per_channel))
 
 
-class RMSNorm(Function):
+class RMSNorm(Repeatable):
     __slots__ = ()
     again_cheap = (0,)
     handles = (1,)
@@ -192,7 +191,7 @@ class RMSNorm(Function):
         return *_rms_norm_backward(self.saved, dy, self.needs[:2]), None
 
 
-class AddRMSNorm(Function):
+class AddRMSNorm(Repeatable):
     """x + added, and the RMS norm of that: one pass less in each direction than two ops."""
 
     __slots__ = ()

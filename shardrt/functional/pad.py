@@ -1,17 +1,15 @@
 """Padding: zeros, another number, or what a border repeats."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardrt.autograd import Function
 from shardrt.functional._arrays import asarray, empty, tensor
+from shardrt.functional._types import Tensor
 from shardrt.functional.shape import getitem
 from shardrt.functional.words import also
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 

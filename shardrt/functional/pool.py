@@ -1,17 +1,15 @@
 """Pooling: the largest or the mean of windows of an image, and the mean of all of it."""
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardrt.autograd import Function
 from shardrt.functional._arrays import check_floats, empty, kernels, pair, tensor
+from shardrt.functional._types import Tensor
 from shardrt.functional.reduce import mean
 from shardrt.functional.words import only
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 Pair = tuple[int, int]

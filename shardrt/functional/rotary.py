@@ -1,12 +1,10 @@
 """Rotary position embedding: pairs of a head's elements, turned by angles that grow with the position."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardrt.autograd import Function
 from shardrt.functional._arrays import check_floats, empty_like, kernels, rows, tensor
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
+from shardrt.functional._types import Tensor
 
 Array = Any
 

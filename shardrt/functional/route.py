@@ -8,7 +8,7 @@ how much it counts has.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from shardrt.functional._arrays import (
     operands,
     tensor,
 )
+from shardrt.functional._types import Tensor
 from shardrt.functional.activation import sigmoid
 from shardrt.functional.dropout import key_of_use, part_of_batch
 from shardrt.functional.elementwise import add, clamp, div, mul
@@ -32,9 +33,6 @@ from shardrt.functional.reduce import logsumexp, mean, sum
 from shardrt.functional.shape import stack
 from shardrt.functional.softmax import softmax
 from shardrt.functional.unary import square
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 Counts = tuple[tuple[int, ...], ...]  # rows of each expert, of one source or several

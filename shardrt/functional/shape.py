@@ -5,17 +5,15 @@ A view shares memory with what it is a view of, as in NumPy.
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardrt import device
 from shardrt.autograd import Function, Variable
 from shardrt.functional._arrays import asarray, broadcast, empty, sum_to, tensor
+from shardrt.functional._types import Tensor
 from shardrt.functional.words import also, torch_words
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 

@@ -4,9 +4,10 @@ reduction: "mean" over all elements, "sum", or "none" for a loss per element. si
 PyTorch has from before that, must be None.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardrt.functional._arrays import asarray, chosen, floating, indices, tensor
+from shardrt.functional._types import Tensor
 from shardrt.functional.activation import softplus
 from shardrt.functional.elementwise import clamp, div, maximum, mul, sub, where
 from shardrt.functional.index import gather
@@ -14,9 +15,6 @@ from shardrt.functional.reduce import mean, norm, sum
 from shardrt.functional.shape import getitem, squeeze
 from shardrt.functional.unary import abs, exp, log, square
 from shardrt.functional.words import also, only, torch_words
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 
 def mse_loss(

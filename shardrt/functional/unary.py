@@ -2,16 +2,14 @@
 
 from math import pi
 from math import sqrt as sqrt_of
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardrt.autograd import Function
 from shardrt.functional._arrays import check_floats, compute, empty_like, flat, floating, kernels, tensor
+from shardrt.functional._types import Tensor
 from shardrt.functional.elementwise import mul
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 Operand = Any  # Tensor, array, or number

@@ -25,7 +25,7 @@ number of ranks.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardrt import autograd
 from shardrt.autograd import Function, Variable, contiguous
@@ -46,12 +46,10 @@ from shardrt.functional._arrays import (
     tensor,
 )
 from shardrt.functional._losses import checked, chunks, counted, reduced, scale_of
+from shardrt.functional._types import Tensor
 from shardrt.functional.collective import gathered
 from shardrt.functional.in_parts import add_neighbours, apart, multiplied
 from shardrt.functional.words import also
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 __all__ = [
     "VocabularyPart",

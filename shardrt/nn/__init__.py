@@ -22,7 +22,6 @@ from shardrt.nn.activations import (
 from shardrt.nn.containers import ModuleDict, ModuleList, ParameterDict, ParameterList, Sequential
 from shardrt.nn.layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm
 from shardrt.nn.lora import add_lora, lora_parameters, merge_lora
-from shardrt.nn.module import Module
 from shardrt.nn.moe import (
     Experts,
     MoE,
@@ -35,8 +34,8 @@ from shardrt.nn.moe import (
     expert_load,
     update_expert_bias,
 )
-from shardrt.nn.parameter import Parameter
 from shardrt.nn.pieces import Piece
+from shardrt.nn.public import Module, Parameter
 from shardrt.nn.vision import (
     AdaptiveAvgPool2d,
     AvgPool2d,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from shardrt import functional as F
-from shardrt.nn.module import Module
+from shardrt.nn.public import Module
 from shardrt.tensor import Tensor
 
 

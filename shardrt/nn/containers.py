@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from shardrt.nn.module import Module
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.public import Module, Parameter
 
 
 class ModuleList(Module):

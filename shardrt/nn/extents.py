@@ -5,8 +5,7 @@ a matrix are one extent as well: a run for each row, at a stride. Rows of severa
 for each matrix. The order of the extents is the order in which the rank keeps the elements.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +39,6 @@ class Extent:
     def begin(self, number: int) -> int:
         """The first element of a run."""
         return self.first + number * self.stride
-
-    def within(self, start: int, stop: int) -> range:
-        """The numbers of the runs that have elements in [start, stop)."""
-        low = (start - self.first - self.length) // self.stride + 1
-        high = -((self.first - stop) // self.stride)
-        return range(max(low, 0), min(high, self.count))
 
     def cut(self, start: int, stop: int) -> "Extents":
         """Elements [start, stop) of this extent: the rest of a run, whole runs, the begin of another run."""
@@ -91,43 +84,6 @@ def spans(extents: Extents) -> Iterator[tuple[int, int, int]]:
         for number in range(extent.count):
             yield place, extent.begin(number), extent.length
             place += extent.length
-
-
-def overlaps(extents: Extents, other: Extent) -> Iterator[tuple[int, int, int]]:
-    """(place, other_place, count) for each `count` neighbours that both have, and where each has them."""
-    place = 0
-    for extent in extents:
-        for number in extent.within(other.first, other.stop):
-            first, at = extent.begin(number), place + number * extent.length
-            for theirs in other.within(first, first + extent.length):
-                begin, there = other.begin(theirs), theirs * other.length
-                low, high = max(first, begin), min(first + extent.length, begin + other.length)
-                yield at + low - first, there + low - begin, high - low
-        place += extent.size
-
-
-def miscounted(pieces: Iterable[Extent], size: int) -> tuple[int, int] | None:
-    """(element, in how many pieces it is) of the first of `size` that is not in exactly one; None if all are.
-
-    Pieces of several runs have one stride, and no piece goes beyond `size`. Takes time in proportion to the
-    number of pieces. With z**e for element e, a piece is the polynomial
-
-        z**first * (1 - z**length) * (1 - z**(count * stride)) / ((1 - z) * (1 - z**stride))
-
-    and pieces are the whole where their numerators, of four terms each, add up to that of the whole.
-    """
-    pieces = list(pieces)
-    stride = max((extent.stride for extent in pieces if extent.count > 1), default=1)
-    terms: Counter[int] = Counter()
-    for sign, all_extents in ((1, pieces), (-1, contiguous(0, size))):
-        for extent in all_extents:
-            first, length, across = extent.first, extent.length, extent.count * stride
-            terms[first] += sign
-            terms[first + length] -= sign
-            terms[first + across] -= sign
-            terms[first + across + length] += sign
-    wrong = min((element for element, count in terms.items() if count), default=None)
-    return None if wrong is None else (wrong, 1 + terms[wrong])
 
 
 def take(extents: Extents, whole: Array) -> Array:

@@ -12,8 +12,7 @@ import numpy as np
 from shardrt import functional as F
 from shardrt.nn import init as initial
 from shardrt.nn.init import Initialiser
-from shardrt.nn.module import Module
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.public import Module, Parameter
 from shardrt.tensor import Tensor
 
 

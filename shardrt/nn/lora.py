@@ -1,4 +1,4 @@
-"""LoRA: frozen linear layers with a small trainable product beside each (Hu et al., LoRA, 2021).
+"""LoRA: frozen linear layers, each with a small trainable matmul next to it (Hu et al., LoRA, 2021).
 
 y = x W^T + b + (alpha / rank) x A^T B^T, A (rank, inputs) random, B (outputs, rank) zero at the start, so the
 model begins as it was. The layers stay the same objects and W and b keep their names.
@@ -13,8 +13,7 @@ from math import sqrt
 from shardrt import functional as F
 from shardrt.nn.init import Uniform, Zeros
 from shardrt.nn.layers import Linear
-from shardrt.nn.module import Module
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.public import Module, Parameter
 from shardrt.nn.storage import LocalStorage
 from shardrt.tensor import Tensor
 
@@ -141,7 +140,7 @@ def _check(layer: Linear, rank: int) -> None:
 
 
 def _adapt(layer: Linear, rank: int, scale: float, dropout: float) -> None:
-    """Same object, same names: whoever refers to the layer, or ties its weight, need not know."""
+    """Give the layer its adapter. The layer stays the same object, and its parameters keep their names."""
     outputs, inputs = layer.weight.shape
     bound = 1 / sqrt(inputs)
     layer.lora_a = Parameter((rank, inputs), Uniform(-bound, bound), dtype=layer.weight.dtype)

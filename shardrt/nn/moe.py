@@ -18,8 +18,8 @@ from shardrt.functional.route import SCORES, ExpertOrder
 from shardrt.nn import init as initial
 from shardrt.nn.init import Initialiser
 from shardrt.nn.layers import check_sizes
-from shardrt.nn.module import Module, ranks_of
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.public import Module, Parameter
+from shardrt.nn.ranks import ranks_of
 from shardrt.tensor import Tensor
 
 Array = Any

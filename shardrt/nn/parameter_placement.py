@@ -4,20 +4,25 @@ A parameter's `shape` is the shape of this rank's elements. Ops, layouts and opt
 placement says which elements of the whole parameter these are: for initial values, loading and checkpoints.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from shardrt import device
+from shardrt import autograd, device
+from shardrt.autograd import WRITTEN
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.mesh_layout import MeshLayout, without
 from shardrt.comm.protocol import Communicator
-from shardrt.nn.extents import Extents, contiguous, put, size_of, spans
+from shardrt.nn.collect import collected
+from shardrt.nn.extents import Extents, contiguous, spans
 from shardrt.nn.extents import cut as cut_of
+from shardrt.nn.parameter import Parameter
+from shardrt.nn.storage import LocalStorage
 
+Array = Any
 SHARD, REPLICATE, PARTIAL = "shard", "replicate", "partial"
 
 
@@ -56,6 +61,21 @@ class ParameterPlacement:
         return self.mesh.axes
 
     @property
+    def cut_axes(self) -> MeshLayout:
+        """Axes along which each rank has elements of its own."""
+        return self.axes if self.kind == SHARD else ()
+
+    @property
+    def fixed_axes(self) -> MeshLayout:
+        """Axes along which it can't be sharded. It can where the reduction makes the sum of gradients."""
+        return () if self.kind == PARTIAL else self.axes
+
+    @property
+    def summed_apart(self) -> bool:
+        """Whether its gradients are summed over other ranks than those of parameters without a placement."""
+        return self.own_data or self.kind == PARTIAL
+
+    @property
     def one_loss(self) -> MeshLayout:
         """Axes whose ranks make one loss together: gradients along these are not divided by their number."""
         return self.beside if self.own_data else self.axes
@@ -76,7 +96,7 @@ class ParameterPlacement:
         return self.extents_of(self.mesh.rank)
 
     def extents_of(self, rank: int) -> Extents:
-        """As `part`, of another rank of the axis."""
+        """The same for another rank of the axis."""
         return self.parts[rank] if self.kind == SHARD else contiguous(0, int(np.prod(self.whole)))
 
     def in_whole(self, extents: Extents) -> Extents:
@@ -100,40 +120,94 @@ class ParameterPlacement:
         """Over the ranks of the axis, for what hosts tell each other."""
         return self.mesh.communicator("control")
 
+    def storage(self, parameter: Parameter, array: Array | None = None) -> "PlacedStorage":
+        """A storage for the share: of these values, or of the initial ones."""
+        return PlacedStorage(parameter, array)
+
+    def joined(self, own: np.ndarray) -> np.ndarray | None:
+        """The whole, of a parameter or of optimizer state, from what the ranks have: host arrays.
+
+        If the parameter is cut, the call is collective over the axis, and gives None on all but the axis's
+        first rank. Otherwise it gives `own`.
+        """
+        return collected(self.communicator, own, self.whole, self.parts) if self.kind == SHARD else own
+
+
+class PlacedStorage(LocalStorage):
+    """All that this rank has of a parameter that other ranks hold or train as well."""
+
+    def __init__(self, parameter: Parameter, array: Array | None = None) -> None:
+        super().__init__(parameter, array)
+        # backward -> this rank's term of the gradient, while it runs. If the backward raises, the term differs
+        # between ranks and is dropped with the backward.
+        self._partial: WeakKeyDictionary[autograd.Backward, Array] = WeakKeyDictionary()
+        placement = parameter.placement
+        if placement is not None:  # a tied replica may have none
+            self.holders = placement.mesh if placement.kind == SHARD else None
+            self.communicator = placement.communicator if placement.kind == SHARD else None
+            self.everyone = placement.mesh.root.communicator("control")
+
+    def gradient_target(self, parameter: Parameter) -> tuple[Array, bool, Any]:
+        run = autograd.running()
+        if run is None or parameter.placement is None or not parameter.placement.partial:
+            return super().gradient_target(parameter)
+        run = run.outermost
+        accumulate = run in self._partial
+        if not accumulate:
+            self._partial[run] = device.current().empty(parameter.shape, parameter.dtype)
+            run.at_end(self._sum_over_ranks)
+        return self._partial[run], accumulate, WRITTEN
+
+    def _sum_over_ranks(self) -> None:
+        gradient = self._partial.pop(autograd.running(), None)
+        if gradient is None:
+            return  # forgotten since
+        stream = device.current().current_stream
+        communicator = self._parameter.placement.summing.communicator("tensor")
+        communicator.all_reduce(gradient.reshape(-1), stream=stream, tag=self._parameter.name)
+        if self._gradient is not None:
+            gradient += self._gradient
+        self._gradient = gradient
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self._partial.clear()
+
+
+def set_placement(parameter: Parameter, placement: ParameterPlacement) -> None:
+    """Make `parameter` what `share` says of it: its `shape` is this rank's from now on.
+
+    Call it before the parameter has values, and once; a parameter that all ranks have alike may still be cut.
+
+    Raises:
+        ValueError: names the parameter, for a second cut.
+        RuntimeError: names the parameter, if it has values, or is sharded.
+    """
+    described = f"parameter {parameter.name!r}"
+    if parameter.place is not None:
+        raise RuntimeError(
+            f"{described} is {parameter.place.description}; call parallelize_module before pipeline_stages"
+        )
+    known, storage = parameter.placement, parameter.storage
+    if known is not None and (
+        known.kind == SHARD or not (placement.own_data or placement.mesh is known.mesh)
+    ):
+        raise ValueError(f"{described} is cut already, {known.whole} into {known.shape}")
+    if not isinstance(storage, LocalStorage):
+        raise RuntimeError(f"{described} is sharded already; call parallelize_module before fully_shard")
+    if storage.materialised:
+        raise RuntimeError(
+            f"{described} has values already; call parallelize_module before the model is used or loaded"
+        )
+    if storage.owned:
+        raise RuntimeError(f"{described} has an optimizer already; call parallelize_module before")
+    parameter.placement, parameter._shape = placement, placement.shape
+    parameter.storage = parameter.new_storage()
+
 
 def joined(placement: ParameterPlacement | None, own: np.ndarray) -> np.ndarray | None:
-    """The whole of what ranks have of a parameter of this share, or of the state of one: host arrays.
-
-    Where the parameter is cut, on the first rank of that axis, with None elsewhere, and collective over it;
-    else `own`.
-    """
-    if placement is None or placement.kind != SHARD:
-        return own
-    return collected(placement.communicator, own, placement.whole, placement.parts)
-
-
-def collected(
-    control: Communicator, own: np.ndarray, shape: tuple[int, ...], parts: Sequence[Extents]
-) -> Any:
-    """A host array of `shape` on rank 0, put together from the ranks' parts; None elsewhere. Collective.
-
-    own: what this rank has, a host array. parts: by rank, the elements that each one has.
-    """
-    here = device.current()
-    if control.rank > 0:
-        if own.size:
-            control.send(np.ascontiguousarray(own).reshape(-1), peer=0, stream=here.current_stream)
-            here.wait_here()  # it has been read
-        return None
-    whole = np.empty(shape, own.dtype)
-    put(parts[0], whole, own.reshape(-1))
-    for rank, extents in enumerate(parts[1:], start=1):
-        piece = np.empty(size_of(extents), own.dtype)
-        if piece.size:
-            control.recv(piece, peer=rank, stream=here.current_stream)
-            here.wait_here()
-            put(extents, whole, piece)
-    return whole
+    """placement.joined(own); `own` if the parameter has no placement."""
+    return own if placement is None else placement.joined(own)
 
 
 def whole_shape(array: Any) -> tuple[int, ...]:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardrt.nn.module import Module
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.public import Module, Parameter
 
 Uses = tuple[Module | Parameter, ...]
 

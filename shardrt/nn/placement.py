@@ -5,10 +5,9 @@ it has no values: such a parameter is absent. What two stages use is on the rank
 belongs to the first.
 """
 
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -16,6 +15,12 @@ from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.mesh_layout import MeshLayout
 from shardrt.comm.protocol import Communicator
+from shardrt.nn.extents import Extents
+from shardrt.nn.module import Module, ModulePlacement
+from shardrt.nn.parameter import Parameter
+from shardrt.nn.storage import LocalStorage, Storage, Stored
+
+Array = Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,22 +81,117 @@ class PipelinePlacement:
 
 
 @dataclass(frozen=True, eq=False)
-class ModulePlacement:
-    """What parallelism has made of one module. It holds modules by weak references.
+class ParallelPlacement(ModulePlacement):
+    """The facts that only parallelism itself asks for.
 
-    Of an outermost module: `axis` and `styles`, which parallelize_module has given its modules; `stages`,
-    which this rank runs in its place. Of a module in a stage: `pipeline`, the ranks that run it; `stage`,
-    which calls it, if this rank has that stage. Of a stage: `label`, for messages; `inner_ends`, whether its
-    first argument and its output lie inside of the model, between two stages.
+    Of an outermost module: `axis` and `styles`, which parallelize_module has given its modules. Of a module
+    in a stage: `pipeline`, the ranks that run it.
     """
 
     axis: Any = None
     styles: Sequence[tuple[Any, Any]] = ()
-    stages: tuple[weakref.ref, ...] = ()
     pipeline: PipelinePlacement | None = None
-    stage: weakref.ref | None = None
-    label: str = ""
-    inner_ends: tuple[bool, bool] = (False, False)
+
+
+_NOWHERE = ParallelPlacement()
+
+
+def placement_of(module: Module) -> ParallelPlacement:
+    """`module.placement`, with all facts."""
+    placement = module.placement
+    return placement if isinstance(placement, ParallelPlacement) else _NOWHERE
+
+
+def take_placement(module: Module, **facts: Any) -> None:
+    """Give `module.placement` these facts, besides those that it has."""
+    object.__setattr__(module, "placement", replace(placement_of(module), **facts))
+
+
+def place_of(module: Module | None) -> PipelinePlacement | None:
+    """The pipeline ranks that run this module; None for a model without stages."""
+    while module is not None:
+        if (found := placement_of(module).pipeline) is not None:
+            return found
+        module = module.parent
+    return None
+
+
+class RemoteStorage(Storage):
+    """Takes the place of the values of a parameter that only other ranks have."""
+
+    absent = True
+
+    def __init__(self, parameter: Stored) -> None:
+        self._parameter = parameter
+
+    def owner(self, first: bool) -> bool:
+        return False
+
+    @property
+    def shard(self) -> Array:
+        return device.current().empty((0,), self._parameter.dtype)
+
+    @property
+    def gradient(self) -> None:
+        return None
+
+    def range_of(self, parameter: Stored) -> tuple[int, int]:
+        return 0, 0
+
+    def extents_of(self, parameter: Stored) -> Extents:
+        return ()
+
+    def full(self, parameter: Stored) -> NoReturn:
+        raise RuntimeError(f"parameter {parameter.name!r} is {parameter.place.description}")
+
+    def assign(self, parameter: Stored, values: Any) -> NoReturn:
+        self.full(parameter)
+
+    def edge(self, parameter: Stored) -> NoReturn:
+        self.full(parameter)
+
+    def gradient_target(self, parameter: Stored) -> NoReturn:
+        self.full(parameter)
+
+    def zero_grad(self) -> None:
+        """Do nothing: there is no gradient."""
+
+
+def take_place(parameter: Parameter, place: PipelinePlacement) -> None:
+    """Put `parameter` where `place` says: on other ranks it has no values from now on. Once.
+
+    Raises RuntimeError, which names the parameter, if it is sharded or has an optimizer.
+    """
+    if not isinstance(parameter.storage, LocalStorage) or parameter.storage.owned:
+        done = "has an optimizer" if isinstance(parameter.storage, LocalStorage) else "is sharded"
+        raise RuntimeError(
+            f"parameter {parameter.name!r} {done} already; call pipeline_stages before fully_shard and "
+            "before the optimizer is made"
+        )
+    parameter.place = place
+    if not place.here:
+        parameter.storage = RemoteStorage(parameter)
+
+
+def owner_of(parameter: Parameter, first: bool) -> bool:
+    """Whether this rank saves what it holds of the parameter; see Storage.owner."""
+    share, place = parameter.share, parameter.place
+    if not isinstance(parameter.storage, LocalStorage):
+        return parameter.storage.owner(first)
+    if share is not None:
+        return share.owner(() if place is None else place.axes)
+    return first if place is None else place.is_leader
+
+
+def pipeline_of(parameters: Iterable[Parameter]) -> DeviceMesh | None:
+    """PipelinePlacement.mesh, of a model with stages; None for other parameters."""
+    return next((p.place.mesh for p in parameters if p.place is not None), None)
+
+
+def along_pipeline(parameters: Iterable[Parameter]) -> Communicator | None:
+    """PipelinePlacement.control, of a model with stages; None for other parameters."""
+    mesh = pipeline_of(parameters)
+    return None if mesh is None else mesh.communicator("control")
 
 
 def on_first(

@@ -10,19 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
-from weakref import WeakKeyDictionary, ref
+from typing import Any, Protocol
+from weakref import ref
 
 import numpy as np
 
-from shardrt import autograd, device
+from shardrt import autograd, device, tape
 from shardrt.autograd import WRITTEN, Edge
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.device.protocol import Event
 from shardrt.nn.extents import Extents, contiguous, take
-from shardrt.nn.parameter_placement import SHARD, ParameterPlacement
-from shardrt.nn.placement import PipelinePlacement
 
 Array = Any
 
@@ -34,8 +32,6 @@ class Stored(Protocol):
     shape: tuple[int, ...]
     size: int
     dtype: np.dtype
-    placement: ParameterPlacement | None
-    place: PipelinePlacement | None
 
     def fill(self, out: Array, extents: Extents, name: str | None = None) -> None: ...
 
@@ -87,6 +83,7 @@ class Storage(ABC):
     on_gradient: Callable[[], None] | None = None
     gradient_ready: Event | None = None
     owners: Sequence[tuple[ref, set[int]]] = ()  # optimizers that update it, and which parameters, by id
+    absent = False  # other ranks have the values (nn/placement.py)
     ignored = False  # fully_shard leaves it whole, and no unit reduces its gradient
     exact_norm = False  # norms of the gradient are computed in integers
     writes = 0  # how often the shard was written
@@ -151,9 +148,9 @@ class Storage(ABC):
         """The gradient of `shard`, or None if there is none since the last zero_grad."""
 
     def refuse_incomplete(self, parameters: Iterable[Stored]) -> None:
-        """Raise RuntimeError, outside of backward, if one has put off what adds to one of these gradients."""
+        """Raise RuntimeError, outside of backward, if a deferred call will add to one of these gradients."""
         if autograd.running() is None:
-            for hook in autograd.before_read:
+            for hook in tape.before_read:
                 hook(parameters)
 
     def complete_gradient(self) -> Array | None:
@@ -225,24 +222,7 @@ class LocalStorage(Storage):
         self._array = array
         self._made_as: str | None = None  # the name that the values were made for
         self._gradient: Array | None = None
-        # The gradients of backwards that have not ended, where gradients are summed over ranks
-        # (ParameterPlacement.partial). If a backward raises, its gradient differs by rank and is dropped.
-        self._partial: WeakKeyDictionary[autograd.Backward, Array] = WeakKeyDictionary()
         self._parameter = parameter
-        if parameter.placement is not None:
-            self.take_placement(parameter.placement)
-
-    def take_placement(self, placement: ParameterPlacement) -> None:
-        """The parameter is a part of a larger one from now on: other ranks have the rest, or train it too."""
-        self.holders = placement.mesh if placement.kind == SHARD else None
-        self.communicator = placement.communicator if placement.kind == SHARD else None
-        self.everyone = placement.mesh.root.communicator("control")
-
-    def owner(self, first: bool) -> bool:
-        placement, place = self._parameter.placement, self._parameter.place
-        if placement is not None:
-            return placement.owner(() if place is None else place.axes)
-        return first if place is None else place.is_leader
 
     @property
     def materialised(self) -> bool:
@@ -301,81 +281,13 @@ class LocalStorage(Storage):
         return Edge(None, 0, parameter)
 
     def gradient_target(self, parameter: Stored) -> tuple[Array, bool, Any]:
-        run = autograd.running()
-        if run is not None and parameter.placement is not None and parameter.placement.partial:
-            return self._partial_target(parameter, run.outermost)
         accumulate = self._gradient is not None
         if not accumulate:
             self._gradient = device.current().empty(parameter.shape, parameter.dtype)
         return self._gradient, accumulate, WRITTEN
 
-    def _partial_target(self, parameter: Stored, run: autograd.Backward) -> tuple[Array, bool, Any]:
-        """As gradient_target, of this rank's part of what `run` adds; it is summed when that ends."""
-        accumulate = run in self._partial
-        if not accumulate:
-            self._partial[run] = device.current().empty(parameter.shape, parameter.dtype)
-            run.at_end(self._sum_over_ranks)
-        return self._partial[run], accumulate, WRITTEN
-
-    def _sum_over_ranks(self) -> None:
-        gradient = self._partial.pop(autograd.running(), None)
-        if gradient is None:
-            return  # forgotten since
-        stream = device.current().current_stream
-        communicator = self._parameter.placement.summing.communicator("tensor")
-        communicator.all_reduce(gradient.reshape(-1), stream=stream, tag=self._parameter.name)
-        if self._gradient is not None:
-            gradient += self._gradient
-        self._gradient = gradient
-
     def zero_grad(self) -> None:
         self._gradient = None
-        self._partial.clear()
-
-
-class RemoteStorage(Storage):
-    """In place of the values of a parameter that other ranks have."""
-
-    def __init__(self, parameter: Stored) -> None:
-        self._parameter = parameter
-
-    def owner(self, first: bool) -> bool:
-        return False
-
-    @property
-    def shard(self) -> Array:
-        return device.current().empty((0,), self._parameter.dtype)
-
-    @property
-    def gradient(self) -> None:
-        return None
-
-    def range_of(self, parameter: Stored) -> tuple[int, int]:
-        return 0, 0
-
-    def extents_of(self, parameter: Stored) -> Extents:
-        return ()
-
-    def full(self, parameter: Stored) -> NoReturn:
-        raise RuntimeError(f"parameter {parameter.name!r} is {parameter.place.description}")
-
-    def assign(self, parameter: Stored, values: Any) -> NoReturn:
-        self.full(parameter)
-
-    def edge(self, parameter: Stored) -> NoReturn:
-        self.full(parameter)
-
-    def gradient_target(self, parameter: Stored) -> NoReturn:
-        self.full(parameter)
-
-    def zero_grad(self) -> None:
-        pass
-
-
-def shared(storages: Iterable[Storage]) -> bool:
-    """Whether other ranks have other parts of the data, as far as these storages, which are built, know."""
-    apart = [storage for storage in storages if not isinstance(storage, LocalStorage)]
-    return any(storage.everyone is not None and storage.everyone.size > 1 for storage in apart)
 
 
 def read_only(array: Array) -> Array:

@@ -10,8 +10,10 @@ from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.exact import norm_of
-from shardrt.nn.parameter import Parameter, along_pipeline, parameters_in, pipeline_of
-from shardrt.nn.storage import LocalStorage, Storage, shared
+from shardrt.nn.placement import along_pipeline, pipeline_of
+from shardrt.nn.public import Parameter, parameters_in
+from shardrt.nn.ranks import shared
+from shardrt.nn.storage import LocalStorage, Storage
 from shardrt.tensor import Tensor
 
 Array = Any

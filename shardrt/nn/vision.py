@@ -10,8 +10,7 @@ from shardrt.comm import Communicator, DeviceMesh
 from shardrt.nn import init as initial
 from shardrt.nn.init import Initialiser
 from shardrt.nn.layers import check_sizes
-from shardrt.nn.module import Module
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.public import Module, Parameter
 from shardrt.tensor import Tensor
 
 Pair = tuple[int, int]

@@ -17,8 +17,9 @@ import numpy as np
 
 from shardrt import autograd, device
 from shardrt.nn import elsewhere
-from shardrt.nn.module import Module, check_set_to_none
-from shardrt.nn.parameter import Parameter, parameters_in
+from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+from shardrt.nn.public import check_set_to_none, parameters_in
 from shardrt.nn.storage import Storage
 from shardrt.optim.offload import Updates
 from shardrt.optim.slices import (

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm.protocol import Communicator
-from shardrt.nn.parameter import along_pipeline
+from shardrt.nn.placement import along_pipeline
 from shardrt.nn.utils import merged
 from shardrt.optim.optimizer import Optimizer, Slice
 from shardrt.tensor import Tensor

@@ -12,7 +12,8 @@ import numpy as np
 
 from shardrt import device, dtypes
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.storage import LocalStorage, Storage, shared
+from shardrt.nn.ranks import shared
+from shardrt.nn.storage import LocalStorage, Storage
 from shardrt.nn.utils import merged
 
 Array = Any

@@ -109,10 +109,10 @@ class Axis:
         """The share of a parameter of which each rank has a part of its own."""
         return ParameterPlacement(SHARD, self.mesh, whole, shape, parts, words=words)
 
-    def enter(self, x: Tensor) -> Tensor:
-        """An activation for each rank to use in its own way: I or V -> R."""
+    def enter(self, x: Tensor, again: bool = False) -> Tensor:
+        """An activation for each rank to use in its own way: I or V -> R. again: as in collective.gather."""
         if self.in_parts:
-            return collective.gather(x, self.communicator, TIME, self._beside())
+            return collective.gather(x, self.communicator, TIME, self._beside(), again=again)
         return collective.copy_to(x, self.communicator, self._beside())
 
     def _beside(self) -> Stream | None:

@@ -11,7 +11,6 @@ from shardrt.functional.collective import gather, gather_same
 from shardrt.functional.in_time import add_bias
 from shardrt.nn.module import Layer, Module
 from shardrt.parallel.axis import TIME, Axis
-from shardrt.parallel.saved import gather_again
 from shardrt.tensor import Tensor
 
 
@@ -48,10 +47,7 @@ class Column(Converting):
         self._parts = parts if any(others for _, others in parts) else []
 
     def run(self, module: Module, forward: Callable, /, x: Tensor) -> Tensor:
-        whole = self.axis.enter(x)
-        y = forward(whole)
-        if self.axis.in_parts:
-            gather_again(y, whole, x, self.axis.communicator, TIME)
+        y = forward(self.axis.enter(x, again=True))
         return self._with_shared_heads(y) if self._parts else y
 
     def _with_shared_heads(self, y: Tensor) -> Tensor:

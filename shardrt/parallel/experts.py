@@ -22,7 +22,7 @@ from shardrt.nn.extents import contiguous
 from shardrt.nn.module import Module
 from shardrt.nn.moe import Experts
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.parameter_placement import PARTIAL, SHARD, ParameterPlacement
+from shardrt.nn.parameter_placement import PARTIAL, SHARD, ParameterPlacement, set_placement
 from shardrt.parallel.axis import Axis, batch_of
 from shardrt.parallel.conversion import Converting
 from shardrt.parallel.styles import Style, check_alone
@@ -93,8 +93,9 @@ def _cut_experts(weight: Parameter, axis: Axis) -> None:
     size = weight.size // axis.size
     parts = tuple(contiguous(rank * size, size) for rank in range(axis.size))
     beside = () if weight.placement is None else weight.placement.axes
-    weight.take_placement(
-        ParameterPlacement(SHARD, axis.mesh, whole, (each, *whole[1:]), parts, own_data=True, beside=beside)
+    set_placement(
+        weight,
+        ParameterPlacement(SHARD, axis.mesh, whole, (each, *whole[1:]), parts, own_data=True, beside=beside),
     )
 
 

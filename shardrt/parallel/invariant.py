@@ -11,6 +11,7 @@ from shardrt.comm import objects
 from shardrt.kernels.determinism import use_deterministic_algorithms
 from shardrt.nn.lora import adapted_layers
 from shardrt.nn.module import Module
+from shardrt.nn.placement import placement_of
 from shardrt.nn.storage import LocalStorage
 from shardrt.parallel.axis import Alone, Axis
 from shardrt.parallel.styles import Style
@@ -49,8 +50,8 @@ def _styles(
     model: Module, plan: Mapping[str, Style] | None
 ) -> tuple[Axis | Alone, Sequence[tuple[Module, Style]]]:
     """The axis along which the model is cut, or could be, and its modules with their styles."""
-    known = model.placement
-    planned = known is not None and known.axis is not None
+    known = placement_of(model)
+    planned = known.axis is not None
     if plan is None and not planned:
         raise ValueError(
             "set_tensor_invariant: parallelize_module has not been called on this model; give the plan "

@@ -17,12 +17,12 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.mesh_layout import overlap
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.containers import ModuleList
-from shardrt.nn.module import Layer, Module, label_of, stages_of
+from shardrt.nn.module import Layer, label_of, stages_of
 from shardrt.nn.moe import Router
-from shardrt.nn.parameter import Parameter
 from shardrt.nn.parameter_placement import whole_size
 from shardrt.nn.pieces import Piece
-from shardrt.nn.placement import PipelinePlacement
+from shardrt.nn.placement import PipelinePlacement, placement_of, take_place, take_placement
+from shardrt.nn.public import Module, Parameter
 from shardrt.parallel.axis import batch_of
 from shardrt.parallel.cut import balanced, loop, vee
 from shardrt.parallel.tied_replica import TiedReplica, gradient_of, with_tied_replicas
@@ -45,7 +45,7 @@ class Stage(Module):
 
     def __init__(self, model: Module, number: int, count: int, pieces: Sequence[Piece]) -> None:
         super().__init__()
-        self.take_placement(label=f"stage {number}", inner_ends=(True, number < count - 1))
+        take_placement(self, label=f"stage {number}", inner_ends=(True, number < count - 1))
         object.__setattr__(self, "model", model)  # not below this: it would have all of it
         self.number, self.count, self.pieces = number, count, list(pieces)
         self.tied_replicas: list[TiedReplica] = []  # of what an earlier stage of this rank uses as well
@@ -113,7 +113,7 @@ class Stage(Module):
             holder._parameters[own] = item
             return
         holder._modules[own] = item
-        item.take_placement(stage=weakref.ref(self))
+        take_placement(item, stage=weakref.ref(self))
         if isinstance(item.parent, ModuleList):
             self.blocks.append(item)
 
@@ -158,18 +158,18 @@ def pipeline_stages(
     root.allow_divergence(mesh.axes)
     places = _places(mesh, ranks, used)
     for parameter in model.parameters():
-        parameter.take_place(places[used[id(parameter)]])
+        take_place(parameter, places[used[id(parameter)]])
     own = []
     for number, (start, stop) in enumerate(zip(begins, [*begins[1:], len(pieces)], strict=True)):
         for module in (module for piece in pieces[start:stop] for module in piece.modules()):
-            if module.placement is None or module.placement.pipeline is None:
-                module.take_placement(pipeline=places[number,])
+            if placement_of(module).pipeline is None:
+                take_placement(module, pipeline=places[number,])
         if ranks[number] == mesh.rank:
             again = _again(pieces[start:stop], number, ranks)
             seen = with_tied_replicas(model, again).pieces() if again else pieces
             own.append(Stage(model, number, len(begins), seen[start:stop]))
             own[-1].tied_replicas = again
-    model.take_placement(stages=tuple(map(weakref.ref, own)))
+    take_placement(model, stages=tuple(map(weakref.ref, own)))
     if len(begins) > 1:
         model.wrap_forward(_Refusing())
     _place_batch(model, mesh)

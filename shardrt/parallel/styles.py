@@ -16,7 +16,7 @@ from shardrt.nn.layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm
 from shardrt.nn.lora import is_adapted
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.parameter_placement import PARTIAL, REPLICATE, ParameterPlacement
+from shardrt.nn.parameter_placement import PARTIAL, REPLICATE, ParameterPlacement, set_placement
 from shardrt.parallel.axis import Alone, Axis
 from shardrt.parallel.conversion import Column, OwnTime, Row, WholeTime
 
@@ -213,7 +213,7 @@ def _check_divided(module: Module, parts: int, count: int, what: str) -> None:
 def _sum_in_time(parameter: Parameter, axis: Axis | Alone, parts: int) -> None:
     """What it gets is summed over the ranks by each op, so it has the same gradient on all of them."""
     if axis.size > 1:
-        parameter.take_placement(ParameterPlacement.of_all(REPLICATE, axis.mesh, parameter.shape))
+        set_placement(parameter, ParameterPlacement.of_all(REPLICATE, axis.mesh, parameter.shape))
     parameter.in_parts = InTime(parts // axis.size, axis.communicator)
 
 
@@ -230,7 +230,7 @@ def _cut_rows(parameter: Parameter, axis: Axis, sizes: list[int]) -> None:
             part += contiguous((first + rank * each) * width, each * width)
             first += size
         parts.append(part)
-    parameter.take_placement(axis.cut(whole, (whole[0] // n, *whole[1:]), tuple(parts)))
+    set_placement(parameter, axis.cut(whole, (whole[0] // n, *whole[1:]), tuple(parts)))
 
 
 def _cut_columns(weight: Parameter, axis: Axis) -> None:
@@ -242,9 +242,9 @@ def _cut_columns(weight: Parameter, axis: Axis) -> None:
             f"RowwiseParallel: {axis.size} ranks do not divide the {columns} inputs of {weight.name!r}"
         )
     parts = tuple((Extent(rank * each, each, columns, rows),) for rank in range(axis.size))
-    weight.take_placement(axis.cut((rows, columns), (rows, each), parts))
+    set_placement(weight, axis.cut((rows, columns), (rows, each), parts))
 
 
 def partial(parameter: Parameter, axis: Axis) -> None:
     """All ranks have it, and what each adds to its gradient is summed."""
-    parameter.take_placement(ParameterPlacement.of_all(PARTIAL, axis.mesh, parameter.shape))
+    set_placement(parameter, ParameterPlacement.of_all(PARTIAL, axis.mesh, parameter.shape))

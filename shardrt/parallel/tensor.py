@@ -6,9 +6,10 @@ from typing import TypeVar
 
 from shardrt.comm import objects
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.nn.module import Module
 from shardrt.nn.moe import MoE
-from shardrt.nn.parameter_placement import REPLICATE, SHARD, ParameterPlacement
+from shardrt.nn.parameter_placement import REPLICATE, SHARD, ParameterPlacement, set_placement
+from shardrt.nn.placement import take_placement
+from shardrt.nn.public import Module
 from shardrt.parallel.axis import Alone, Axis, batch_of
 from shardrt.parallel.context import ContextParallel, lay_out_sequences
 from shardrt.parallel.conversion import Deciding
@@ -56,7 +57,7 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
         _check_tied(model, mesh, {module for module, _ in chosen})
         _check_same_on_all_ranks(model, mesh, chosen)
     elif cut is _cut_modules:
-        model.take_placement(axis=Alone(in_sequence(plan.values())), styles=chosen)
+        take_placement(model, axis=Alone(in_sequence(plan.values())), styles=chosen)
     return model
 
 
@@ -86,9 +87,9 @@ def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Sty
         style.apply(module, axis)
     for parameter in model.parameters():
         if parameter.placement is None:
-            parameter.take_placement(ParameterPlacement.of_all(REPLICATE, mesh, parameter.shape))
+            set_placement(parameter, ParameterPlacement.of_all(REPLICATE, mesh, parameter.shape))
     model.wrap_forward(Deciding(axis))
-    model.take_placement(axis=axis, styles=chosen)
+    take_placement(model, axis=axis, styles=chosen)
 
 
 def _check_tokens(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Style]]) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 from shardrt import device
 from shardrt.nn.extents import Extents
 from shardrt.nn.module import Module
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.parameter_placement import PlacedStorage
+from shardrt.nn.public import Parameter
 from shardrt.nn.storage import LocalStorage
 
 Array = Any
 
 
-class Alias(LocalStorage):
+class Alias(PlacedStorage):
     """The values of another parameter that is not sharded, with a gradient of its own."""
 
     def __init__(self, parameter: Parameter, of: LocalStorage) -> None:

@@ -10,7 +10,6 @@ from shardrt import autograd, device, random
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.pieces import Piece
-from shardrt.nn.storage import LocalStorage
 from shardrt.pytree import replaced, tensors
 from shardrt.tensor import Tensor
 
@@ -62,7 +61,7 @@ def _once(piece: Piece, x: Any, batch: Mapping[str, Any]) -> tuple[float, Any]:
 @contextmanager
 def _zero(parameter: Parameter) -> Iterator[None]:
     before, array = parameter.storage, device.current().zeros(parameter.shape, parameter.dtype)
-    parameter.storage = LocalStorage(parameter, array)
+    parameter.storage = parameter.new_storage(array)
     try:
         yield
     finally:

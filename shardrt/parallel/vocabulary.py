@@ -17,6 +17,7 @@ from shardrt.nn.extents import contiguous
 from shardrt.nn.layers import Embedding, Linear
 from shardrt.nn.lora import is_adapted
 from shardrt.nn.module import Module
+from shardrt.nn.parameter_placement import set_placement
 from shardrt.parallel.axis import Alone, Axis
 from shardrt.parallel.conversion import Converting
 from shardrt.parallel.styles import Style
@@ -79,7 +80,7 @@ class VocabParallel(Style):
         rows = [rows_of(vocab, rank, axis.size) for rank in range(axis.size)]
         parts = tuple(contiguous(first * width, count * width) for first, count in rows)
         count, words = rows[axis.rank][1], Words(axis, vocab)
-        weight.take_placement(axis.cut((vocab, width), (count, width), parts, words))
+        set_placement(weight, axis.cut((vocab, width), (count, width), parts, words))
 
     def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
         weight = module.weight

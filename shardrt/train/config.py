@@ -19,7 +19,7 @@ from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.nn.layers import LayerNorm, RMSNorm
 from shardrt.nn.lora import add_lora
-from shardrt.nn.module import Module
+from shardrt.nn.public import Module
 from shardrt.optim import warmup_cosine, warmup_linear, warmup_stable_decay
 from shardrt.parallel.schedules import SCHEDULES
 from shardrt.recompute import checkpoint_blocks

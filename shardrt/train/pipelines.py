@@ -8,7 +8,7 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.objects import all_gather_object
 from shardrt.fsdp.memory import MemoryPlan
 from shardrt.fsdp.memory import table as columns
-from shardrt.nn.module import Module
+from shardrt.nn.public import Module
 from shardrt.parallel.pipeline import Pipeline
 from shardrt.parallel.schedules import schedule
 from shardrt.parallel.table import Table

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.nn.module import Module
+from shardrt.nn.public import Module
 from shardrt.parallel.styles import Style
 from shardrt.tensor import Tensor
 from shardrt.train.metrics import RunLog

@@ -25,6 +25,7 @@ FILES = [
     SHARDRT / "comm" / "links.py",
     SHARDRT / "functional" / "collective.py",
     SHARDRT / "functional" / "context.py",
+    SHARDRT / "functional" / "waits.py",
 ]
 WAITS, RECORDS, BARRIERS = ("wait", "synchronize", "wait_here"), ("record",), ("barrier",)
 # What calls a wait that it is given; and a gather, which is a barrier where ranks share the memory.

@@ -42,7 +42,7 @@ FILES = (
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "shardrt/fsdp").glob("*.py")),
     *("shardrt/nn/storage.py", "shardrt/optim/offload.py", "shardrt/activation_offload.py"),
     *("shardrt/comm/staged.py", "shardrt/comm/nccl.py", "shardrt/comm/ipc.py"),
-    "shardrt/functional/collective.py",
+    *("shardrt/functional/collective.py", "shardrt/functional/waits.py"),
 )
 CALLS = {
     "remove": (
