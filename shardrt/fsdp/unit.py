@@ -15,7 +15,7 @@ from shardrt.comm.mesh_layout import MeshLayout, size_of, union, without
 from shardrt.fsdp.group import GroupKey, ParameterGroup, UnbuiltGroup
 from shardrt.fsdp.policy import Choices, Settings
 from shardrt.nn.module import Module, label_of
-from shardrt.nn.parameter import Parameter, ParameterShare
+from shardrt.nn.parameter import Parameter, Placement
 
 
 class State(Enum):
@@ -150,7 +150,7 @@ class Unit:
         return State.SHARDED if done else State.WAITING
 
 
-def data_of(placement: ParameterShare, mesh: DeviceMesh) -> MeshLayout:
+def data_of(placement: Placement, mesh: DeviceMesh) -> MeshLayout:
     """The mesh axes along which ranks have different losses that all contribute to a parameter's gradient.
 
     placement: how the parameter's module was split. mesh: the mesh that the parameter is sharded over.

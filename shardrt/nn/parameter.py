@@ -25,7 +25,7 @@ class Named(Protocol):
     name: str
 
 
-class ParameterShare(Protocol):
+class Placement(Protocol):
     """Which elements of a larger parameter this rank has, if its module was split over ranks.
 
     whole: the shape of the larger parameter.
@@ -35,7 +35,7 @@ class ParameterShare(Protocol):
     partial: those along which each rank's gradient is one term of a sum.
     one_loss: those whose ranks make one loss together.
     own_data: the ranks along `axes` have different data.
-    summed_apart: gradients are summed over other ranks than those of parameters without a share.
+    summed_apart: gradients are summed over other ranks than those of parameters without a placement.
     """
 
     mesh: DeviceMesh
@@ -77,7 +77,7 @@ class Parameter(Variable):
     this rank holds: a 1-D array of a sharded parameter, the whole array of another one.
 
     seed: part of what initial values depend on; ranks compare it.
-    share: set where the module is cut over ranks, else None.
+    placement: set where the module is cut over ranks, else None.
     place: set where the model is in a pipeline, else None.
     """
 
@@ -90,7 +90,7 @@ class Parameter(Variable):
         self.seed = seed
         self.node = None
         self.index = 0
-        self.placement: ParameterShare | None = None
+        self.placement: Placement | None = None
         self.place: ParameterPlace | None = None
         self._owner: weakref.ref[Named] | None = None
         self._attribute = ""

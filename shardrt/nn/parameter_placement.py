@@ -138,7 +138,7 @@ class PlacedStorage(LocalStorage):
 
     def __init__(self, parameter: Parameter, array: Array | None = None) -> None:
         super().__init__(parameter, array)
-        # backward -> this rank's term of the gradient, while it runs. If the backward raises, the term differs
+        # backward -> this rank's term of the gradient, while it runs. If a backward raises, the term differs
         # between ranks and is dropped with the backward.
         self._partial: WeakKeyDictionary[autograd.Backward, Array] = WeakKeyDictionary()
         placement = parameter.placement

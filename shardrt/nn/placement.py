@@ -175,11 +175,11 @@ def take_place(parameter: Parameter, place: PipelinePlacement) -> None:
 
 def owner_of(parameter: Parameter, first: bool) -> bool:
     """Whether this rank saves what it holds of the parameter; see Storage.owner."""
-    share, place = parameter.share, parameter.place
+    placement, place = parameter.placement, parameter.place
     if not isinstance(parameter.storage, LocalStorage):
         return parameter.storage.owner(first)
-    if share is not None:
-        return share.owner(() if place is None else place.axes)
+    if placement is not None:
+        return placement.owner(() if place is None else place.axes)
     return first if place is None else place.is_leader
 
 

@@ -72,7 +72,7 @@ class Parameter(parameter.Parameter, Tensor):
     @property
     def words(self) -> Any:
         """How rows of a vocabulary that is cut, or could be, are looked up and make logits; else None."""
-        return self._words if self.share is None else self.share.words
+        return self._words if self.placement is None else self.placement.words
 
     @words.setter
     def words(self, words: Any) -> None:
@@ -155,7 +155,7 @@ class Parameter(parameter.Parameter, Tensor):
             return
         start, stop = self.storage.range_of(self)
         shard = self.storage.shard[start:stop]
-        piece = np.ascontiguousarray(take(self.part, np.asarray(values)))
+        piece = np.ascontiguousarray(take(self.extents, np.asarray(values)))
         device.of(shard).copy(shard, piece.astype(shard.dtype, copy=False))
         self.storage.modified()
 
@@ -168,8 +168,8 @@ class Parameter(parameter.Parameter, Tensor):
             raise TypeError(f"parameter {self.name!r} is {self.place.description}, and can't be copied")
         if not isinstance(self.storage, LocalStorage):
             raise TypeError(f"parameter {self.name!r} is sharded and can't be copied; see full_state_dict")
-        if self.share is not None:
-            raise TypeError(f"parameter {self.name!r} is on {self.share.mesh!r} and can't be copied")
+        if self.placement is not None:
+            raise TypeError(f"parameter {self.name!r} is on {self.placement.mesh!r} and can't be copied")
         if not self.storage.materialised and not isinstance(self.init, AsNamed):
             self.init = AsNamed(self.init, random.name_key(self.name))
         twin = Parameter(self._shape, self.init, requires_grad=self.requires_grad, dtype=self.dtype)

@@ -229,7 +229,7 @@ def test_what_is_frozen_between_the_halves_has_its_gradient_still():
 def test_a_world_invariant_model_refuses_it():
     model, losses = started()
     set_world_invariant(model, 2)
-    with pytest.raises(RuntimeError, match="set_world_invariant .* leave late out"):
+    with pytest.raises(RuntimeError, match="set_world_invariant .* leave .deferred. out"):
         losses(0).backward(deferred=DeferredGradients())
     losses(0).backward()
 
