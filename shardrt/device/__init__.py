@@ -1,4 +1,4 @@
-"""Devices by name, and the current one. The CPU is known, other kinds are registered (_backends.py)."""
+"""Devices by name, and the current one. All of them are registered (shardrt/_backends.py)."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -43,6 +43,7 @@ class Kind:
 
 
 _state = _State()
+make_cpu: Callable[[], Device] | None = None  # of the one device whose arrays are NumPy's, once registered
 KINDS: dict[str, Kind] = {}
 
 
@@ -58,9 +59,7 @@ def get(name: str) -> Device:
 def _get(name: str) -> Device:
     kind, _, index = name.partition(":")
     if name == "cpu":
-        from shardrt.device.cpu import CPUDevice
-
-        return CPUDevice()
+        return make_cpu()
     if kind in KINDS and index.isdigit():
         made = KINDS[kind].make(int(index), _get("cpu"))
         current().enter()  # which making another one has left
