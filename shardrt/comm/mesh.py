@@ -5,7 +5,7 @@ that gathers never queue behind reductions. It does not say what is sharded alon
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
@@ -15,11 +15,9 @@ import numpy as np
 
 from shardrt import device as devices
 from shardrt.comm import digits as d
-from shardrt.comm import supervision
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import CARRIERS, create, for_device, reductions
 from shardrt.comm.digits import Digits
-from shardrt.comm.interceptors import Recorded, Recorder, group_name
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, Stream
 
@@ -49,14 +47,7 @@ def init_device_mesh(
     """
     if reduction not in reductions():
         raise ValueError(f"reduction: {reduction!r} is unknown; known are {', '.join(reductions())}")
-    limit: AbstractContextManager[None] = nullcontext()
-    if (launched := worlds.launch()) is not None:  # else this is the only rank
-        missing = (
-            f"hang: rank {launched.rank} of {launched.size} has waited {timeout:g} s for all ranks to come "
-            f"to init_device_mesh; those that have not still import, are stopped, or gone"
-        )
-        limit = supervision.supervisor.within(timeout, missing)
-    with limit:
+    with worlds.launcher.meeting(timeout):
         world = worlds.current()
         place = _device(device, world, communicator)
         shape = tuple(shape or world.shape or (world.size,))
@@ -89,17 +80,9 @@ class _Family:
     wrap: Callable[[Communicator], Any] | None
     root: "DeviceMesh" = field(init=False)
     folded: dict[str, Digits] = field(default_factory=dict)  # axes of folds, by name
-    recorder: Recorder | None = None
-    number: int = 1  # of the meshes that are recorded
     communicators: dict[tuple[str, tuple[int, ...]], Communicator] = field(default_factory=dict)
+    attached: list[Callable[[Communicator, str, tuple[int, ...]], None]] = field(default_factory=list)
     streams: dict[str, Stream] = field(default_factory=dict)
-
-    def record(self, role: str, ranks: tuple[int, ...]) -> None:
-        """Have a communicator recorded by the recorder that there is now, if any."""
-        made = self.communicators[role, ranks]
-        made.interceptors = tuple(each for each in made.interceptors if not isinstance(each, Recorded))
-        if self.recorder is not None:
-            Recorded(made, self.recorder, self.name(role, ranks))
 
     def carrier(self, host: Communicator, role: str) -> Communicator:
         """What carries the device's arrays over the ranks of `host`, which it takes over. Collective."""
@@ -107,11 +90,6 @@ class _Family:
         if self.wrap is not None:
             self.wrap(made)
         return made
-
-    def name(self, role: str, ranks: tuple[int, ...]) -> str:
-        """What a communicator is called, as no other one of this run."""
-        name = group_name(role, ranks, self.root.size)
-        return name if self.number == 1 else f"{name}~{self.number}"
 
 
 class DeviceMesh:
@@ -375,9 +353,19 @@ class DeviceMesh:
             return self.axis(dim).communicator(role)
         family, ranks = self._family, tuple(self.ranks.ravel().tolist())
         if (role, ranks) not in family.communicators:
-            family.communicators[role, ranks] = family.carrier(self._base.duplicate(), role)
-            family.record(role, ranks)
+            family.communicators[role, ranks] = made = family.carrier(self._base.duplicate(), role)
+            for function in family.attached:
+                function(made, role, ranks)
         return family.communicators[role, ranks]
+
+    def made(self) -> Iterator[tuple[Communicator, str, tuple[int, ...]]]:
+        """(communicator, role, ranks of the root) of every communicator of this family of meshes."""
+        for (role, ranks), made in self._family.communicators.items():
+            yield made, role, ranks
+
+    def attach(self, function: Callable[[Communicator, str, tuple[int, ...]], None]) -> None:
+        """Call function(communicator, role, ranks) for each communicator that this family makes later."""
+        self._family.attached.append(function)
 
     def pair(self, source: int, to: int) -> tuple[Communicator, Communicator] | None:
         """Communicators of two ranks, for arrays of the device and of the host; None on the others.
@@ -391,29 +379,6 @@ class DeviceMesh:
         made = family.carrier(host.duplicate(), "link")
         host.role = "shapes"
         return made, host
-
-    def recorder_of(self, role: str, *ranks: int) -> tuple[Recorder | None, str]:
-        """Who records calls of such a communicator of these ranks, if anybody, and by which name."""
-        world = self.ranks.ravel()
-        return self._family.recorder, self._family.name(role, tuple(int(world[rank]) for rank in ranks))
-
-    def record(self, recorder: Recorder | None) -> None:
-        """Have the calls of all communicators of this family of meshes, and parts of steps, recorded.
-
-        None ends it.
-        """
-        family = self._family
-        family.recorder = recorder
-        if recorder is not None:
-            recorder.meshes += 1
-            family.number = recorder.meshes
-        for role, ranks in family.communicators:
-            family.record(role, ranks)
-
-    def part(self, phase: str, action: str = "") -> None:
-        """Note that a part of a step begins, "forward" or "backward"; of a pipeline, which action."""
-        if self._family.recorder is not None:
-            self._family.recorder.part(phase, action)
 
     def stream(self, role: str) -> Stream:
         """The stream in which the communicators for `role` are used, by all models on this family of meshes.

@@ -25,7 +25,7 @@ from shardrt.fsdp.gathers import Gathers
 from shardrt.fsdp.gradients import Gradients
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.nodes import Regather, Tape
-from shardrt.fsdp.observers import ScheduleObserver, StepTrace
+from shardrt.fsdp.observers import OBSERVERS, ScheduleObserver
 from shardrt.fsdp.plan import Plan
 from shardrt.fsdp.sharded_gradient import Streams
 from shardrt.fsdp.trained import Trained
@@ -52,8 +52,8 @@ class Schedule:
         self.prefetch = prefetch
         self.streams = streams
         self.control = mesh.communicator("control")
-        self.observers: list[ScheduleObserver] = [StepTrace(mesh, streams.compute.name)]
-        self.observers += [make(self) for make in self.root.observers]
+        makers = (*OBSERVERS, *self.root.observers)
+        self.observers: list[ScheduleObserver] = [make(self) for make in makers]
         self.plan = Plan(units)
         self.trained = Trained(units, self.control)
         self.gathers = Gathers(units, prefetch, streams, self.control, self.observers)
