@@ -14,7 +14,7 @@ from shardrt.checkpoint.pieces import counted, set_steps
 from shardrt.comm import talk
 from shardrt.comm.first import FromFirst
 from shardrt.comm.protocol import Communicator
-from shardrt.fsdp.full import whole_on_first
+from shardrt.fsdp.options.full import whole_on_first
 from shardrt.nn.module import Module, everyone, is_leader
 from shardrt.nn.parameter import Parameter, along_pipeline
 from shardrt.nn.placement import on_first

@@ -4,16 +4,11 @@ Reading order: api (fully_shard), unit and group (what a unit is), setup (how a 
 step: boundary, schedule, forward, gathers, collectives, nodes, whole_gradient, sharded_gradient.
 """
 
-from shardrt.fsdp.api import (
-    fully_shard,
-    no_sync,
-    register_forward_method,
-    set_gradient_divide_factor,
-    units,
-)
-from shardrt.fsdp.full import full_gradients, full_parameters, reshard, unshard
+from shardrt.fsdp.api import fully_shard, register_forward_method, units
 from shardrt.fsdp.memory import MemoryPlan, explain, memory_plan
+from shardrt.fsdp.options.accumulation import no_sync, set_gradient_divide_factor
 from shardrt.fsdp.options.fixed_tree import set_world_invariant
+from shardrt.fsdp.options.full import full_gradients, full_parameters, reshard, unshard
 from shardrt.fsdp.options.offload import CPUOffloadPolicy
 from shardrt.fsdp.options.packed_rows import set_find_unused_parameters
 from shardrt.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy

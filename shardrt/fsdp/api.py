@@ -4,30 +4,29 @@ The model stays the same object with the same parameter names. The call is that 
 al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023.)
 """
 
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from shardrt import dtypes
-from shardrt.comm import talk
 from shardrt.comm.digits import Digits, meet, without
 from shardrt.comm.mesh import DeviceMesh, default_mesh
 from shardrt.fsdp.boundary import UnitBoundary, unit_of
-from shardrt.fsdp.full import built_units
 from shardrt.fsdp.group import GroupKey
 from shardrt.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, Settings
-from shardrt.fsdp.setup import build, units_for
+from shardrt.fsdp.setup import build, built_units
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Unit
-from shardrt.functional.float8 import MULTIPLE
-from shardrt.nn.layers import Linear
 from shardrt.nn.module import Module, stages_of
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.share import CUT, PARTIAL
 from shardrt.nn.storage import LocalStorage
 
 Whole = TypeVar("Whole", bound=Module | Sequence[Module])
+Keyed = list[tuple[Parameter, GroupKey]]  # parameters, each with the key of its group
+
+# Of options: called with the modules, settings and parameters of each unit before it is made. They raise
+# ValueError for settings that do not fit.
+PREPARATIONS: list[Callable[[list[Module], Settings, Keyed], None]] = []
 
 
 def fully_shard(
@@ -120,11 +119,9 @@ def fully_shard(
         offload_policy or OffloadPolicy(),
         by_rank,
     )
-    if settings.precision.float8 and (why := mesh.device.lacks_float8()):
-        raise ValueError(f"fully_shard: mp_policy has float8=True, but {why}")
     taken = _untaken(modules, settings, ignored)
-    if settings.precision.float8:
-        _choose_float8(modules, {id(parameter) for parameter, key in taken if key.param == dtypes.bfloat16})
+    for prepare in PREPARATIONS:
+        prepare(modules, settings, taken)
     boundary = UnitBoundary(Unit(modules, taken, settings, build))
     for each in modules:
         each.wrap_forward(boundary)
@@ -159,9 +156,7 @@ def _check_here(modules: list[Module]) -> None:
             )
 
 
-def _untaken(
-    modules: list[Module], settings: Settings, ignored: Iterable[Module | Parameter]
-) -> list[tuple[Parameter, GroupKey]]:
+def _untaken(modules: list[Module], settings: Settings, ignored: Iterable[Module | Parameter]) -> Keyed:
     """(parameter, key) of the parameters of `modules` that no unit has and that are not ignored."""
     skipped: set[int] = set()
     for item in ignored:
@@ -194,21 +189,6 @@ def _untaken(
                     "are in mp_policy.full_precision; list the classes of all these modules there, or of none"
                 )
     return list(found.values())
-
-
-def _choose_float8(modules: list[Module], taken: set[int]) -> None:
-    """Mark the weights of linear layers whose matmuls run in float8, if their sizes allow it."""
-    layers = [below for module in modules for below in module.modules() if isinstance(below, Linear)]
-    weights = [layer.weight for layer in layers if id(layer.weight) in taken]
-    for weight in weights:
-        weight.float8 = weight.in_parts is None and not any(size % MULTIPLE for size in weight.shape)
-    others = [f"{weight.name} {weight.shape}" for weight in weights if not weight.float8]
-    if others:
-        warnings.warn(
-            f"float8: these weights stay in bfloat16: {', '.join(others)}; sizes must be multiples of "
-            f"{MULTIPLE}, and with set_tensor_invariant all weights stay in bfloat16",
-            stacklevel=3,
-        )
 
 
 def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[Digits, Digits]:
@@ -265,73 +245,3 @@ def units(module: Module) -> list[Unit]:
         ValueError: if there is no unit.
     """
     return built_units(module)
-
-
-def set_gradient_divide_factor(module: Module, factor: float) -> None:
-    """Divide the sum of the ranks' gradients by `factor` in all units of `module`.
-
-    The default is the number of ranks. With 1, gradients are those of the sum of all ranks' losses, and the
-    loss decides their weights. Once the model has been used, the call is collective and compares the factors;
-    before that, the first use of the model compares them.
-
-    Args:
-        module: a sharded module.
-        factor: a positive number, the same on every rank.
-
-    Raises:
-        ValueError: if `factor` is not positive or differs between ranks, or `module` has no unit.
-
-    Example:
-        >>> set_gradient_divide_factor(model, tokens_of_all_ranks)  # with a loss that is a sum over tokens
-    """
-    if not factor > 0:
-        raise ValueError(f"set_gradient_divide_factor: factor must be positive, got {factor}")
-    found = units_for("set_gradient_divide_factor", module)
-    for schedule in dict.fromkeys(unit.schedule for unit in found if unit.schedule is not None):
-        if differing := talk.agree(schedule.control, float(factor)):
-            raise ValueError(
-                f"set_gradient_divide_factor: ranks {differing} give another factor than rank 0 (rank "
-                f"{schedule.mesh.rank}: {factor}); pass the same on every rank"
-            )
-    for unit in found:
-        if unit.choices.micro_batches is not None and factor != 1:
-            raise ValueError(
-                f"set_gradient_divide_factor: factor {factor} would round each reduction; with "
-                "set_world_invariant leave it at 1 and divide the loss of each micro-batch"
-            )
-        unit.choices.divide_factor = float(factor)
-
-
-@contextmanager
-def no_sync(module: Module) -> Iterator[None]:
-    """Accumulate full gradients inside a with block, without reducing them.
-
-    Use it for all micro-batches of a step but the last. The backward of the last one, outside the block,
-    reduces the sum. This saves the traffic of the reductions. It costs memory for the full gradients of all
-    units, instead of two slots. Without no_sync, each backward adds to the sharded gradients.
-
-    Args:
-        module: a sharded module.
-
-    Raises:
-        ValueError: if `module` has no unit.
-        RuntimeError: with set_world_invariant.
-
-    Example:
-        >>> with no_sync(model):
-        ...     for batch in micro_batches[:-1]:
-        ...         loss_of(model, batch).backward()
-        >>> loss_of(model, micro_batches[-1]).backward()
-    """
-    before = [(unit.choices, unit.choices.reduces) for unit in units_for("no_sync", module)]
-    if any(choices.micro_batches is not None for choices, _ in before):
-        raise RuntimeError(
-            "no_sync: with set_world_invariant each backward reduces its gradients; leave no_sync out"
-        )
-    for choices, _ in before:
-        choices.reduces = False
-    try:
-        yield
-    finally:
-        for choices, reduces in before:
-            choices.reduces = reduces

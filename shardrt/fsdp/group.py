@@ -11,7 +11,6 @@ Shards are made when the model is built (setup.py), once the outermost unit is k
 UnbuiltGroup stands in for the ParameterGroup.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,13 +19,14 @@ import numpy as np
 from shardrt import autograd, dtypes
 from shardrt.autograd import WRITTEN, Edge, Fill, Function
 from shardrt.comm.protocol import Communicator
-from shardrt.device import Device, Event, host
+from shardrt.device import Device, Event
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp.gradient_path import GradientPath
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.policy import Choices, Settings
 from shardrt.fsdp.process_groups import Axes, ProcessGroups
 from shardrt.fsdp.sharded_gradient import ShardedGradient, Streams
+from shardrt.fsdp.transfer import transfer_of
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import Part
 from shardrt.nn.storage import HostPlacement, LocalStorage, LowPrecisionCopy, Storage, read_only
@@ -228,8 +228,7 @@ class ParameterGroup(_Group):
     shard: this rank's part of the flat buffer, 1-D. The constructor fills it with the initial values.
     shard_in_slot: the shard is a part of the gathered slot, so a gather copies nothing.
     slot_shared: other ranks of the node read the gathered slot, too.
-    low_precision_copy: a 16-bit copy of the shard, kept in a gathered slot that no other group uses.
-    transfer: the function that gathers the group.
+    own_slot: no other group is gathered into the slot.
     """
 
     def __init__(
@@ -243,8 +242,7 @@ class ParameterGroup(_Group):
         *,
         shard_in_slot: bool,
         slot_shared: bool,
-        low_precision_copy: LowPrecisionCopy | None,
-        transfer: "Callable[[ParameterGroup, Slot, Streams], None]",
+        own_slot: bool,
     ) -> None:
         super().__init__(group.unit, group.key, group.parameters, group.sharded_gradient)
         self.trained, self.finds_unused = group.trained, group.finds_unused
@@ -256,20 +254,17 @@ class ParameterGroup(_Group):
         self.arenas = arenas
         self.shard_in_slot = shard_in_slot
         self.slot_shared = slot_shared
-        self.low_precision_copy = low_precision_copy
-        self.copy_is_fresh = False  # low_precision_copy has the present values of the shard
-        self.transfer = transfer
         self.gradient_path: GradientPath | None = None  # of the full gradients, once they have memory
-        self.uploaded = device.new_event()  # recorded when the shard has arrived from the host
         self.slot: Slot | None = None  # where the gathered parameters are, or will be
         self.views: tuple[Array, ...] = ()
         self.full_views: tuple[Array, ...] | None = None  # whole float32 values, inside full_parameters
-        self._device = device
+        self.device = device
         self._shard = shard
+        self.transfer = transfer_of(self, own_slot)
         self._held = [layout.held(entry, ranks.rank) for entry in layout.entries]
         for storage, (start, stop, part) in zip(group.initial, self._held, strict=True):
             storage.give(part, shard[start:stop])
-        host.drop(shard)  # frees the pages of a memory-mapped shard
+        self.settings.offload.filled(shard)
         self.take_parameters()
 
     @property
@@ -284,6 +279,10 @@ class ParameterGroup(_Group):
     @property
     def holders(self) -> Any:
         return self.ranks.holding
+
+    @property
+    def low_precision_copy(self) -> LowPrecisionCopy | None:
+        return self.transfer.low_precision_copy
 
     @property
     def gradient_ready(self) -> Event:
@@ -354,7 +353,7 @@ class ParameterGroup(_Group):
     def has_gradient(self, parameter: Parameter) -> bool:
         if self.gradient is None:
             return False
-        return self.sharded_gradient.has(self.position[id(parameter)], self._device)
+        return self.sharded_gradient.has(self.position[id(parameter)], self.device)
 
     def zero_grad(self) -> None:
         self.applied = False
@@ -363,17 +362,17 @@ class ParameterGroup(_Group):
         # Pages can be lent until the next reduction takes them back (ShardedGradient.receive). They can't
         # where backward writes the sum itself (slots): it would not take the pages back first.
         if own.arrays and not own.slots and not self.placement.gradients:
-            self._device.lend_pages(own.arrays[0])
+            self.device.lend_pages(own.arrays[0])
         if self.accumulates:
             self.gradient_path.discard()
 
     def new_state(self, name: str, dtype: Any = None) -> Array:
         count, dtype = self.layout.shard_size, self._shard.dtype if dtype is None else dtype
         if self.placement.optimizer_state:
-            array = host.buffer(self._device, count, dtype, self.placement.directory)
+            array = self.settings.offload.host_buffer(self.device, count, dtype)
         else:
-            array = self._device.buffer(count, dtype)
-        return self._device.called(array, "optimizer state", self.label)
+            array = self.device.buffer(count, dtype)
+        return self.device.called(array, "optimizer state", self.label)
 
     def before_write(self) -> None:
         if self.slot_shared and (self.shard_in_slot or self.low_precision_copy is not None):
@@ -381,7 +380,7 @@ class ParameterGroup(_Group):
 
     def modified(self, copy_too: bool = False) -> None:
         super().modified(copy_too)
-        self.copy_is_fresh = self.copy_is_fresh and copy_too
+        self.transfer.shard_written(copy_too)
         self.runtime.shards_written(self)
 
     def may_write_copy(self) -> bool:
@@ -407,8 +406,8 @@ class ParameterGroup(_Group):
         lent = self.lent_bits(parameter)
         if not self.gathers_bits:
             return lent
-        numbers = self._device.empty(lent.shape, self._device.compute_dtype(self.key.param))
-        self._device.kernels.cast.unpack(lent.reshape(-1), numbers.reshape(-1), self.key.param)
+        numbers = self.device.empty(lent.shape, self.device.compute_dtype(self.key.param))
+        self.device.kernels.cast.unpack(lent.reshape(-1), numbers.reshape(-1), self.key.param)
         return numbers
 
     def lent_bits(self, parameter: Parameter) -> Array:
@@ -422,7 +421,7 @@ class ParameterGroup(_Group):
     def value_dtype(self, parameter: Parameter) -> np.dtype:
         there = self.full_views or self.views
         if there and self.gathers_bits:
-            return self._device.compute_dtype(self.key.param)
+            return self.device.compute_dtype(self.key.param)
         return there[0].dtype if there else parameter.dtype
 
     @property
@@ -430,7 +429,7 @@ class ParameterGroup(_Group):
         kind = self.key.param
         if kind not in dtypes.LOW or self.full_views is not None:
             return False
-        return self._device.gathered_dtype(kind) == dtypes.storage(kind)
+        return self.device.gathered_dtype(kind) == dtypes.storage(kind)
 
     def assign(self, parameter: Parameter, values: Any) -> None:
         if self.full_views is None:

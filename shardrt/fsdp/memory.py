@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardrt import dtypes
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
-from shardrt.fsdp import buffers
+from shardrt.fsdp import buffers, scratch
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.process_groups import ProcessGroups
@@ -94,7 +94,7 @@ def memory_plan(
     taken = None if step is None else run_dry(model, units, step)
     device: dict[str, int] = {}
     host: dict[str, int] = {}
-    scratch: dict[Communicator, tuple[int, int]] = {}  # stages share communicators
+    needed: dict[Communicator, tuple[int, int]] = {}  # stages share communicators
     with _trained_as_asked(units):
         for whole in wholes:
             waits = taken is not None and not taken.accumulates.isdisjoint(whole)
@@ -102,11 +102,11 @@ def memory_plan(
             own = {group: layouts[group] for unit in whole for group in unit.groups}
             specs = buffers.plan(whole, own, inputs)
             if taken is not None:
-                buffers.have_slots(specs, taken.slots)
+                _have_slots(specs, taken.slots)
             _add_buffers(device, host, specs, ranks_of)
-            for communicator, needed in buffers.scratch(own, ranks_of, inputs).items():
-                scratch[communicator] = tuple(map(max, needed, scratch.get(communicator, (0, 0))))
-        for on_device, on_host in scratch.values():
+            for communicator, nbytes in scratch.scratch(own, ranks_of, inputs).items():
+                needed[communicator] = tuple(map(max, nbytes, needed.get(communicator, (0, 0))))
+        for on_device, on_host in needed.values():
             _add(device, "scratch of communicators", on_device)
             _add(host, "scratch of communicators", on_host)
         _add_optimizer(device, host, layouts, optimizer_states)
@@ -120,6 +120,17 @@ def memory_plan(
         _add(device, "activations", taken.device_bytes)
         _add(host, "offloaded activations", taken.host_bytes)
     return MemoryPlan(device, host)
+
+
+def _have_slots(specs: buffers.Specs, slots: dict[tuple[ParameterGroup, str], int]) -> None:
+    """Raise the slot counts of specs to those that a step has needed: arenas grow during a step."""
+    grown: dict[buffers.Spec, buffers.Spec] = {}
+    for group, by_role in specs.items():
+        for role, spec in by_role.items():
+            if slots.get((group, role), 0) > spec.slots:
+                by_role[role] = grown.setdefault(spec, replace(spec, slots=slots[group, role]))
+            elif spec in grown:
+                by_role[role] = grown[spec]
 
 
 def run_dry(model: Module, units: list[Unit], step: Callable[[], Any]) -> Any:

@@ -1,9 +1,11 @@
 """The settings of a unit, which are fixed, and its choices, which may change between steps."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from shardrt import dtypes
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.device import Device
 from shardrt.fsdp.sharded_gradient import ShardedGradient
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.nn.module import Module
@@ -81,6 +83,13 @@ class OffloadPolicy:
     def sharded_gradient(self) -> ShardedGradient:
         """A new ShardedGradient for a group."""
         return ShardedGradient()
+
+    def host_buffer(self, device: Device, count: int, dtype: Any) -> Any:
+        """Zeros in host memory, for a part that `placement` puts there."""
+        raise NotImplementedError
+
+    def filled(self, shard: Any) -> None:
+        """The shard has its initial values."""
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,11 @@ class Schedule:
     ) -> None:
         self.mesh = mesh
         self.units = units
-        self.root = units[0]
+        self.root_unit = units[0]  # the outermost: `units` has outer units first
         self.prefetch = prefetch
         self.streams = streams
         self.control = mesh.communicator("control")
-        makers = (*OBSERVERS, *self.root.observers)
+        makers = (*OBSERVERS, *self.root_unit.observers)
         self.observers: list[ScheduleObserver] = [make(self) for make in makers]
         self.plan = Plan(units)
         self.trained = Trained(units, self.control)

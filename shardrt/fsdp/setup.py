@@ -5,7 +5,7 @@ earlier: until then more calls of fully_shard may follow. Now the outermost unit
 full name of every parameter.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -14,20 +14,12 @@ import numpy as np
 from shardrt.comm.digits import union
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
-from shardrt.device import Device, host
+from shardrt.device import Device
 from shardrt.device.arena import Arena, Slot
-from shardrt.fsdp import buffers, collectives
+from shardrt.fsdp import buffers
 from shardrt.fsdp.boundary import unit_of
 from shardrt.fsdp.buffers import PlanInputs, Spec, Specs
-from shardrt.fsdp.checks import (
-    check_groups,
-    check_mesh,
-    check_options,
-    check_reachable,
-    check_same_on_all_ranks,
-    check_same_types,
-    check_same_values,
-)
+from shardrt.fsdp.checks import RANK_CHECKS, check_groups, check_mesh, check_options, check_reachable
 from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup, UnbuiltGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.process_groups import Axes, ProcessGroups, shape_of
@@ -36,10 +28,13 @@ from shardrt.fsdp.sharded_gradient import Streams
 from shardrt.fsdp.unit import Unit
 from shardrt.fsdp.whole_gradient import path_of
 from shardrt.nn.module import Module, caller_of, stages_of
-from shardrt.nn.storage import LowPrecisionCopy
 from shardrt.recompute import Recomputation
 
 Array = Any
+# Of options: called with layouts, process groups and inputs of a plan, before its buffers are allocated.
+PLANNED: list[
+    Callable[[dict[ParameterGroup, Layout], dict[ParameterGroup, ProcessGroups], PlanInputs], None]
+] = []
 
 
 def units_below(*modules: Module) -> list[Unit]:
@@ -56,6 +51,16 @@ def units_for(call: str, module: Module) -> list[Unit]:
     return found
 
 
+def built_units(module: Module) -> list[Unit]:
+    """The units of `module` and below, built. Raises ValueError if there is none. Collective."""
+    found = units_below(module)
+    if not found:
+        raise ValueError(f"{type(module).__name__} has no sharded unit; call fully_shard first")
+    for unit in found:
+        unit.built()
+    return found
+
+
 def build(unit: Unit) -> None:
     """Build the schedule of the outermost unit above `unit`, with all units below it. Collective.
 
@@ -65,22 +70,15 @@ def build(unit: Unit) -> None:
     units = arranged(unit)
     layouts = lay_out(units)
     schedule = Schedule(mesh_of(units), units, prefetch_of(units), _streams(units), make_gradient_slots)
-    # Compare the ranks first: if they differ, the collectives below would hang or exchange wrong data.
-    check_same_on_all_ranks(schedule, units)
-    check_same_types(schedule, units)
-    data = units[0].settings.mesh
-    for mesh in dict.fromkeys(unit.settings.mesh for unit in units):
-        check_same_values(
-            mesh.communicator("control"), [u for u in units if u.settings.mesh is mesh], cut=True
-        )
-    if schedule.mesh is not data:
-        check_same_values(schedule.control, units, cut=False)
+    for check in RANK_CHECKS:
+        check(schedule, units)
     _compile_once(schedule)
     ranks_of = process_groups_of(units)
     check_groups(units, ranks_of)
     inputs = plan_inputs(units, ranks_of)
     specs = buffers.plan(units, layouts, inputs)
-    _reserve(layouts, ranks_of, inputs)
+    for prepare in PLANNED:
+        prepare(layouts, ranks_of, inputs)
     # Arenas come before shards: where ranks share memory, a shard is a part of its arena's slot.
     arenas = _make_arenas(specs, ranks_of, inputs.device, _AT_ONCE)
     for u in units:
@@ -209,20 +207,10 @@ def make_gradient_slots(units: list[Unit], accumulates: bool) -> None:
             group.arenas.pop(role, None)
         _make_sums(group, specs[group], inputs)
     ranks_of = {group: group.ranks for group in layouts}
-    _reserve(layouts, ranks_of, inputs)
+    for prepare in PLANNED:
+        prepare(layouts, ranks_of, inputs)
     for group, arenas in _make_arenas(specs, ranks_of, inputs.device, replaced).items():
         group.arenas |= arenas
-
-
-def _reserve(
-    layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], inputs: PlanInputs
-) -> None:
-    """Have each communicator allocate the scratch memory that its calls need."""
-    if inputs.device.alone:
-        return
-    needed = buffers.scratch(layouts, ranks_of, inputs)
-    for communicator, (on_device, on_host) in needed.items():
-        communicator.reserve(on_device, on_host)
 
 
 def _fits(role: str, specs: Specs) -> bool:
@@ -300,7 +288,6 @@ def _built(
     own, gathered = specs[group], arenas["gathered"].slots[0].array
     part = gathered[slice(*layout.shard_range(ranks.rank))]
     shard_in_slot = "shard" not in own
-    copy = LowPrecisionCopy(part, group.key.param) if buffers.keeps_copy(group, specs) else None
     built = ParameterGroup(
         group,
         layout,
@@ -310,8 +297,7 @@ def _built(
         part if shard_in_slot else _buffer(group, ranks, own["shard"], inputs),
         shard_in_slot=shard_in_slot,
         slot_shared=own["gathered"].sharers > 1,
-        low_precision_copy=copy,
-        transfer=collectives.transfer_of(group.key.param, ranks.size, gathered, shard_in_slot, arenas),
+        own_slot=sum(own["gathered"] is roles["gathered"] for roles in specs.values()) == 1,
     )
     _make_sums(built, own, inputs)
     return built
@@ -337,7 +323,7 @@ def _buffer(
 ) -> np.ndarray:
     maker = buffers.maker_of(spec.role, ranks)
     if spec.host:
-        array = host.buffer(inputs.device, spec.count, spec.dtype, group.placement.directory)
+        array = group.settings.offload.host_buffer(inputs.device, spec.count, spec.dtype)
     elif maker is None:
         array = inputs.device.buffer(spec.count, spec.dtype)
     else:

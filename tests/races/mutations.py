@@ -31,8 +31,8 @@ WAITS, RECORDS, BARRIERS = ("wait", "synchronize", "wait_here"), ("record",), ("
 GIVEN = {
     ("comm/links.py", "function(*args)"): "wait",
     (
-        "fsdp/collectives.py",
-        "group.ranks.gather.all_gather(as_sent(full), stream=stream, what=group.called)",
+        "fsdp/transfer.py",
+        "group.ranks.gather.all_gather(as_sent(full), stream=streams.gather, what=group.called)",
     ): "barrier",
 }
 

@@ -4,15 +4,28 @@ packed_rows (only some parameters are trained), chunks (gradients of a large out
 identical on any number of ranks), offload (parts of a unit in host memory), step_trace (traces).
 """
 
-from shardrt.fsdp.checks import GROUP_CHECKS, UNIT_CHECKS
+from shardrt.fsdp import buffers, setup
+from shardrt.fsdp.api import PREPARATIONS
+from shardrt.fsdp.checks import GROUP_CHECKS, RANK_CHECKS, UNIT_CHECKS
 from shardrt.fsdp.gradient_path import PATHS
 from shardrt.fsdp.observers import OBSERVERS
+from shardrt.fsdp.options.agreement import compare_ranks
 from shardrt.fsdp.options.chunks import ChunkedGradient
 from shardrt.fsdp.options.fixed_tree import check_sums, check_world_invariant
-from shardrt.fsdp.options.packed_rows import PackedGradient
+from shardrt.fsdp.options.float8 import choose_float8
+from shardrt.fsdp.options.low_precision import LowPrecisionTransfer, plan_wires
+from shardrt.fsdp.options.offload import UploadedTransfer, plan_staging
+from shardrt.fsdp.options.packed_rows import PackedGradient, plan_packed
 from shardrt.fsdp.options.step_trace import StepTrace
+from shardrt.fsdp.scratch import reserve
+from shardrt.fsdp.transfer import TRANSFERS
 
-OBSERVERS.append(StepTrace)
 PATHS += [PackedGradient, ChunkedGradient]  # packed rows come first: they are never sent in chunks
+TRANSFERS += [LowPrecisionTransfer, UploadedTransfer]  # 16 bits come first: they upload by themselves
+PREPARATIONS.append(choose_float8)
+RANK_CHECKS.append(compare_ranks)
 UNIT_CHECKS.append(check_world_invariant)
 GROUP_CHECKS.append(check_sums)
+OBSERVERS.append(StepTrace)
+buffers.TRANSIT += [plan_wires, plan_packed, plan_staging]  # in the order of a memory plan's rows
+setup.PLANNED.append(reserve)

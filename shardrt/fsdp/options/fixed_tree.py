@@ -159,7 +159,7 @@ class MicroBatchCount(ScheduleObserver):
 
     def __init__(self, schedule: Schedule) -> None:
         self._units = schedule.units
-        self._mesh = schedule.root.settings.mesh
+        self._mesh = schedule.root_unit.settings.mesh
         self._begun = False  # a micro-batch has begun, and its backward has not ended
         self._before = 0  # micro-batches that were complete when this step of a pipeline began
         self._calls = 0  # calls of the model with random numbers before the first micro-batch of the step

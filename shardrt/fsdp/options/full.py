@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.fsdp.collectives import as_sent
 from shardrt.fsdp.group import ParameterGroup
-from shardrt.fsdp.setup import units_below
+from shardrt.fsdp.setup import built_units, units_below
+from shardrt.fsdp.transfer import as_sent
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
@@ -140,16 +140,6 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
     parts = [layout.held(entry, rank)[2] for rank in range(ranks.size)]
     whole = collected(ranks.control, own, parameter.shape, parts)
     return None if whole is None else joined(parameter.share, whole)
-
-
-def built_units(module: Module) -> list[Unit]:
-    """The units of `module` and below, built. Raises ValueError if there is none. Collective."""
-    found = units_below(module)
-    if not found:
-        raise ValueError(f"{type(module).__name__} has no sharded unit; call fully_shard first")
-    for unit in found:
-        unit.built()
-    return found
 
 
 @contextmanager
