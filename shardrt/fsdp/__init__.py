@@ -9,9 +9,10 @@ from shardrt.fsdp.memory import MemoryPlan, explain, memory_plan
 from shardrt.fsdp.options.accumulation import no_sync, set_gradient_divide_factor
 from shardrt.fsdp.options.fixed_tree import set_world_invariant
 from shardrt.fsdp.options.full import full_gradients, full_parameters, reshard, unshard
+from shardrt.fsdp.options.mixed_precision import MixedPrecisionPolicy
 from shardrt.fsdp.options.offload import CPUOffloadPolicy
 from shardrt.fsdp.options.packed_rows import set_find_unused_parameters
-from shardrt.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from shardrt.fsdp.policy import OffloadPolicy
 from shardrt.fsdp.replicas import ReplicasDiffer, check_replicas
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.wrap import by_class, by_predicate, by_size, wrap

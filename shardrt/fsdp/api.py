@@ -10,9 +10,10 @@ from typing import TypeVar
 from shardrt import dtypes
 from shardrt.comm.digits import Digits, meet, without
 from shardrt.comm.mesh import DeviceMesh, default_mesh
+from shardrt.fsdp import policy
 from shardrt.fsdp.boundary import UnitBoundary, unit_of
 from shardrt.fsdp.group import GroupKey
-from shardrt.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, Settings
+from shardrt.fsdp.policy import OffloadPolicy, Precision, Settings
 from shardrt.fsdp.setup import build, built_units
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Unit
@@ -36,7 +37,7 @@ def fully_shard(
     strategy: ShardingStrategy | str | None = None,
     reshard_after_forward: bool | None = None,
     prefetch: int | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
+    mp_policy: Precision | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored: Iterable[Module | Parameter] = (),
     by_rank: bool = False,
@@ -115,7 +116,7 @@ def fully_shard(
         chosen,
         reshard_after_forward,
         prefetch,
-        mp_policy or MixedPrecisionPolicy(),
+        mp_policy or policy.default_precision(),
         offload_policy or OffloadPolicy(),
         by_rank,
     )

@@ -28,13 +28,14 @@ from shardrt.fsdp.sharded_gradient import Streams
 from shardrt.fsdp.unit import Unit
 from shardrt.fsdp.whole_gradient import path_of
 from shardrt.nn.module import Module, caller_of, stages_of
-from shardrt.recompute import Recomputation
 
 Array = Any
 # Of options: called with layouts, process groups and inputs of a plan, before its buffers are allocated.
 PLANNED: list[
     Callable[[dict[ParameterGroup, Layout], dict[ParameterGroup, ProcessGroups], PlanInputs], None]
 ] = []
+# Of options: whether a module needs all of its units gathered at the same time, as a recomputed one does.
+AT_ONCE: list[Callable[[Module], bool]] = []
 
 
 def units_below(*modules: Module) -> list[Unit]:
@@ -80,7 +81,7 @@ def build(unit: Unit) -> None:
     for prepare in PLANNED:
         prepare(layouts, ranks_of, inputs)
     # Arenas come before shards: where ranks share memory, a shard is a part of its arena's slot.
-    arenas = _make_arenas(specs, ranks_of, inputs.device, _AT_ONCE)
+    arenas = _make_arenas(specs, ranks_of, inputs.device, _BUILT_ROLES)
     for u in units:
         built = [
             _built(group, layouts[group], ranks_of[group], arenas[group], specs, inputs) for group in u.groups
@@ -180,12 +181,13 @@ def plan_inputs(
     gathers = [ranks.gather for group, ranks in ranks_of.items() if group.settings.cut[1] != "none"]
     shared = all(gather.shares_memory for gather in gathers)
     tops = units[0].modules
-    recomputed = [module for top in tops for module in top.modules() if module.around(Recomputation)]
+    below = (module for top in tops for module in top.modules())
+    at_once = [module for module in below if any(needed(module) for needed in AT_ONCE)]
     return PlanInputs(
         device=units[0].settings.mesh.device,
         prefetch=prefetch_of(units),
         sharers=units[0].settings.mesh.world.local_size if shared else 0,
-        together=max((len(units_below(module)) for module in recomputed), default=1),
+        together=max((len(units_below(module)) for module in at_once), default=1),
         no_sync=no_sync or any(unit.accumulates for unit in units),
     )
 
@@ -220,7 +222,7 @@ def _fits(role: str, specs: Specs) -> bool:
     return wanted == found
 
 
-_AT_ONCE = ("gathered", "wire", "reduce_wire", "upload", "download")  # roles that build() allocates
+_BUILT_ROLES = ("gathered", "wire", "reduce_wire", "upload", "download")  # roles that build() allocates
 
 
 def _streams(units: list[Unit]) -> Streams:

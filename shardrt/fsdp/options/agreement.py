@@ -11,9 +11,15 @@ from shardrt.comm import talk
 from shardrt.comm.protocol import Communicator
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.unit import Unit
+from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage
 from shardrt.recompute import Recomputation
+
+
+def is_recomputed(module: Module) -> bool:
+    """Whether backward runs the forward of `module` again."""
+    return module.around(Recomputation) is not None
 
 
 def compare_ranks(schedule: Schedule, units: list[Unit]) -> None:
@@ -35,7 +41,7 @@ def _compare_units(schedule: Schedule, units: list[Unit]) -> None:
             (u.settings.strategy, u.settings.by_rank),
             (u.reshard_after_forward, u.reshard_after_backward, u.choices.divide_factor, u.micro_batches),
             (u.choices.find_unused, [sorted(group.trained) for group in u.groups]),
-            [module.around(Recomputation) is not None for top in u.modules for module in top.modules()],
+            [is_recomputed(module) for top in u.modules for module in top.modules()],
             u.settings.placement.parameters,
             u.settings.placement.gradients,
             [(g.key, [(p.name, p.whole_shape, p.seed) for p in g.parameters]) for g in u.groups],
