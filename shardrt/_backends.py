@@ -6,7 +6,7 @@
 from typing import Any
 
 from shardrt import device
-from shardrt.comm import backends, mpi_world, nccl, supervision, world
+from shardrt.comm import backends, mesh, mpi_world, nccl, ranks, supervision, world
 from shardrt.comm.backends import Carrier
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.staged import StagedCommunicator
@@ -59,6 +59,7 @@ cpu.memory = memory.Pool
 device.make_cpu = cpu.CPUDevice
 device.KINDS["cuda"] = device.Kind(cuda.CUDADevice, lambda: cuda.count())
 world.launcher = mpi_world.LAUNCHER
+ranks.default_mesh = mesh.default_mesh
 backends.AUTOMATIC["mpi"] = _by_nodes
 backends.BY_NAME |= {"mpi": _plain, "shm": _shm}
 backends.CARRIERS |= {

@@ -1,13 +1,11 @@
-"""A mesh of ranks: an array of them, whose slices along axes are the groups that communicate.
+"""DeviceMesh: the mesh that users make, by `init_device_mesh`. Its axes can be joined and folded.
 
-The mesh makes communicators and knows what they are for by a role ("gather", "reduce", "control", "used"), so
-that gathers never queue behind reductions. It does not say what is sharded along which axis.
+ranks.py has its slices and communicators, which are all that FSDP needs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -16,10 +14,11 @@ import numpy as np
 from shardrt import device as devices
 from shardrt.comm import digits as d
 from shardrt.comm import world as worlds
-from shardrt.comm.backends import CARRIERS, create, for_device, reductions
+from shardrt.comm.backends import CARRIERS, create, reductions
 from shardrt.comm.digits import Digits
 from shardrt.comm.protocol import Communicator
-from shardrt.device import Device, Stream
+from shardrt.comm.ranks import Family, Mesh
+from shardrt.device import Device
 
 
 def init_device_mesh(
@@ -54,7 +53,7 @@ def init_device_mesh(
         _check(shape, mesh_dim_names, world.size)
         base = create(communicator)
         devices.set_current(place)
-        family = _Family(world, place, communicator, reduction, wrap)
+        family = Family(world, place, communicator, reduction, wrap)
         family.root = DeviceMesh(family, np.arange(base.size).reshape(shape), base, mesh_dim_names)
         return family.root
 
@@ -69,179 +68,13 @@ def default_mesh() -> "DeviceMesh":
     return _default(worlds.current())
 
 
-@dataclass(eq=False)
-class _Family:
-    """What a mesh and all its sub-meshes have in common."""
-
-    world: worlds.World
-    device: Device
-    kind: str
-    reduction: str
-    wrap: Callable[[Communicator], Any] | None
-    root: "DeviceMesh" = field(init=False)
-    folded: dict[str, Digits] = field(default_factory=dict)  # axes of folds, by name
-    communicators: dict[tuple[str, tuple[int, ...]], Communicator] = field(default_factory=dict)
-    attached: list[Callable[[Communicator, str, tuple[int, ...]], None]] = field(default_factory=list)
-    streams: dict[str, Stream] = field(default_factory=dict)
-
-    def carrier(self, host: Communicator, role: str) -> Communicator:
-        """What carries the device's arrays over the ranks of `host`, which it takes over. Collective."""
-        made = for_device(host, self.device, self.kind, role, self.reduction)
-        if self.wrap is not None:
-            self.wrap(made)
-        return made
-
-
-class DeviceMesh:
+class DeviceMesh(Mesh):
     """`ranks` of the run as an array with named axes; this rank is number `rank` of `size` in it.
 
     `mesh["shard"]` and `mesh["replicate", "shard"]` are the slices of it, along these axes, that this rank is
     in: meshes themselves. `flat` makes one axis of several, `fold` other axes of the same ranks. All of them
     share communicators and streams; `root` is the mesh of all ranks.
     """
-
-    def __init__(
-        self,
-        family: _Family,
-        ranks: np.ndarray,
-        base: Communicator,
-        mesh_dim_names: tuple[str, ...] | None,
-        axes: "Sequence[DeviceMesh] | None" = None,
-    ) -> None:
-        """`base`: over `ranks`, in their order. `axes`: the sub-mesh of each, if there are several."""
-        self._family = family
-        self._base = base
-        self.ranks = ranks
-        self.mesh_dim_names = mesh_dim_names
-        self.rank = base.rank
-        self.size = base.size
-        self.coordinate = tuple(int(i) for i in np.unravel_index(base.rank, ranks.shape))
-        self._parts: dict[Any, DeviceMesh] = {}
-        self._within: DeviceMesh | None = None  # who makes slices along its axes
-        if axes is None:  # now, by everyone: later an axis's group can make communicators on its own
-            axes = [self._along((axis,)) for axis in range(ranks.ndim)] if ranks.ndim > 1 else [self]
-        self._axes = axes
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Ranks per axis."""
-        return self.ranks.shape
-
-    @property
-    def root(self) -> "DeviceMesh":
-        """The mesh of all ranks that this one was taken from; itself where it is that."""
-        return self._family.root
-
-    @property
-    def device(self) -> Device:
-        """Where the ranks compute."""
-        return self._family.device
-
-    @contextmanager
-    def on(self, device: Device) -> Iterator[None]:
-        """Inside a with block, this whole family of meshes is on another device, in other streams."""
-        family = self._family
-        before = family.device, family.streams
-        family.device, family.streams = device, {}
-        try:
-            yield
-        finally:
-            family.device, family.streams = before
-
-    @property
-    def world(self) -> worlds.World:
-        """What the ranks are, processes or threads, and how many of them this host has."""
-        return self._family.world
-
-    @cached_property
-    def axes(self) -> Digits:
-        """Along what its ranks differ, as digits of their numbers in `root` (digits.py): a fold's axes too.
-
-        Raises ValueError for ranks that are no slice of `root` or of a fold of it.
-        """
-        found = d.digits_of(self.ranks)
-        if found is None:
-            raise ValueError(f"{self!r} does not lie along axes of {self.root!r}, or of a fold of it")
-        return found
-
-    def along(self, *axes: Digits) -> "DeviceMesh":
-        """The ranks of `root` that differ from this one along these axes alone, the first ones outermost.
-
-        Collective over `root` at the first time for several, or over what has come apart.
-        """
-        root, wanted = self.root, tuple(d.union(each) for each in axes)
-        numbers = [root._numbers_in(each) for each in wanted]
-        if None not in numbers:
-            return root[tuple(number for each in numbers for number in each)]
-        if wanted not in root._parts:
-            root._parts[wanted] = root._in_digits(wanted)
-        return root._parts[wanted]
-
-    def _numbers_in(self, axes: Digits) -> tuple[int, ...] | None:
-        """The numbers of the mesh's own axes that these are; None where they are those of a fold alone."""
-        own = [number for number, size in enumerate(self.shape) if size > 1]
-        inside = tuple(number for number in own if d.union(self._axes[number].axes, axes) == axes)
-        return inside if prod(self.shape[number] for number in inside) == d.size_of(axes) else None
-
-    def come_apart(self, axes: Digits) -> None:
-        """Let ranks of `root` that differ along these axes make its other slices without each other.
-
-        They need not make the same ones from now on. Collective over `root`.
-        """
-        root = self.root
-        self.device.coming_apart(axes)
-        others = [number for number, each in enumerate(root._axes) if not d.meet(each.axes, axes)]
-        if axes and others:
-            root._within = root[tuple(others)]
-
-    def names_of(self, axes: Digits) -> list[str]:
-        """What axes of `root`, or of a fold, are called; those without a name have their number."""
-        root = self.root
-        own = {
-            name: root._axes[n].axes for n, name in enumerate(root.mesh_dim_names or range(len(root.shape)))
-        }
-        named = [*own.items(), *self._family.folded.items()]
-        exact = [str(name) for name, each in named if each == axes and each]
-        return exact[:1] or [str(name) for name, each in own.items() if d.meet(each, axes)]
-
-    def number_but(self, *axes: Digits) -> int:
-        """This rank's number among those of `root` that differ from it along all but these axes."""
-        return d.number_in(d.without(self.root.axes, d.union(*axes)), self.root.rank)
-
-    def among(self, places: Sequence[int]) -> "DeviceMesh | None":
-        """The ranks at these places of this mesh, which has one axis; None for others. Collective over it."""
-        inside = self.rank in places
-        base = self._base.among(places, 0) if inside else self._base.split(None, 0)
-        if base is None:
-            return None
-        return DeviceMesh(self._family, self.ranks[list(places)], base, self.mesh_dim_names)
-
-    def widened(self, axes: Digits) -> "DeviceMesh":
-        """`along` its own axes and these; itself where it has them already."""
-        wanted = d.union(self.axes, axes)
-        return self if wanted == self.axes else self.along(wanted)
-
-    def axis(self, dim: int | str) -> "DeviceMesh":
-        """The sub-mesh along one of its axes, a number or name."""
-        return self._axes[self._number(dim)]
-
-    def __getitem__(self, names: str | tuple[str, ...]) -> "DeviceMesh":
-        """The ranks that differ from this one only along these axes, in this order; always the same object.
-
-        Of several axes but not all: collective over this mesh at the first time, or over what has come apart.
-        Raises ValueError.
-        """
-        names = (names,) if isinstance(names, str) else tuple(names)
-        axes = tuple(self._number(name) for name in names)
-        if not axes or len(set(axes)) < len(axes):
-            raise ValueError(f"{names} must be one axis or several of {self!r}, each once")
-        if axes == tuple(range(len(self.shape))):
-            return self
-        if len(axes) == 1:
-            return self._axes[axes[0]]
-        if axes not in self._parts:
-            self._parts[axes] = self._slice(axes)
-        return self._parts[axes]
 
     def flat(self, *names: str) -> "DeviceMesh":
         """One axis of several, which is called after all of them: flat("dp", "cp") has the axis "dp_cp".
@@ -277,6 +110,59 @@ class DeviceMesh:
         self._family.folded |= {each: made[each].axes for each in (rest, name)}
         return made
 
+    def among(self, places: Sequence[int]) -> "DeviceMesh | None":
+        """The ranks at these places of this mesh, which has one axis; None for others. Collective over it."""
+        inside = self.rank in places
+        base = self._base.among(places, 0) if inside else self._base.split(None, 0)
+        if base is None:
+            return None
+        return DeviceMesh(self._family, self.ranks[list(places)], base, self.mesh_dim_names)
+
+    def come_apart(self, axes: Digits) -> None:
+        """Let ranks of `root` that differ along these axes make its other slices without each other.
+
+        They need not make the same ones from now on. Collective over `root`.
+        """
+        root = self.root
+        self.device.coming_apart(axes)
+        others = [number for number, each in enumerate(root._axes) if not d.meet(each.axes, axes)]
+        if axes and others:
+            root._within = root[tuple(others)]
+
+    def names_of(self, axes: Digits) -> list[str]:
+        """What axes of `root`, or of a fold, are called; those without a name have their number."""
+        root = self.root
+        own = {
+            name: root._axes[n].axes for n, name in enumerate(root.mesh_dim_names or range(len(root.shape)))
+        }
+        named = [*own.items(), *self._family.folded.items()]
+        exact = [str(name) for name, each in named if each == axes and each]
+        return exact[:1] or [str(name) for name, each in own.items() if d.meet(each, axes)]
+
+    @contextmanager
+    def on(self, device: Device) -> Iterator[None]:
+        """Inside a with block, this whole family of meshes is on another device, in other streams."""
+        family = self._family
+        before = family.device, family.streams
+        family.device, family.streams = device, {}
+        try:
+            yield
+        finally:
+            family.device, family.streams = before
+
+    def pair(self, source: int, to: int) -> tuple[Communicator, Communicator] | None:
+        """Communicators of two ranks, for arrays of the device and of the host; None on the others.
+
+        `source` is their rank 0. Collective; others at each call, which nobody else uses (comm/links.py).
+        """
+        inside, family = self.rank in (source, to), self._family
+        host = self._base.among((source, to), 0) if inside else self._base.split(None, 0)
+        if host is None:
+            return None
+        made = family.carrier(host.duplicate(), "link")
+        host.role = "shapes"
+        return made, host
+
     def _check_fold(self, name: str, size: int, part: "DeviceMesh", rest: str) -> None:
         """Raise ValueError unless the ranks of `part` follow one another, and no other axis is cut across."""
         if name == rest:
@@ -306,133 +192,6 @@ class DeviceMesh:
             made = DeviceMesh(self._family, part.ranks.reshape(shape), part._base, names)
             self._parts[how, given] = made
         return self._parts[how, given]
-
-    def _slice(self, axes: tuple[int, ...]) -> "DeviceMesh":
-        """As _along, made by as few ranks as can."""
-        within = self._within
-        if within is None or any(self._axes[axis] not in within._axes for axis in axes):
-            return self._along(axes)
-        return within._along(tuple(within._axes.index(self._axes[axis]) for axis in axes))
-
-    def _in_digits(self, axes: tuple[Digits, ...]) -> "DeviceMesh":
-        """As `along`, of the mesh of all ranks: one axis, made by as few ranks as can. Collective."""
-        wanted, ranks = d.union(*axes), self.ranks.ravel()
-        within = self if self._within is None or d.without(wanted, self._within.axes) else self._within
-        colors = d.number_in(d.without(self.axes, wanted), ranks)
-        keys = ranks * 0
-        for each in axes:
-            keys = keys * d.size_of(each) + d.number_in(each, ranks)
-        row = ranks[colors == colors[self.rank]]
-        row = row[np.argsort(keys[row])]
-        base = within._base.among(within._places(row), int(colors[self.rank]))
-        return DeviceMesh(self._family, row, base, None)
-
-    def _places(self, ranks: np.ndarray) -> list[int]:
-        """Where ranks of the world are in this mesh."""
-        own = self.ranks.ravel()
-        order = np.argsort(own)
-        return order[np.searchsorted(own, ranks.ravel(), sorter=order)].tolist()
-
-    def _along(self, axes: tuple[int, ...]) -> "DeviceMesh":
-        """The sub-mesh of this rank along some of the axes. Collective."""
-        others = [axis for axis in range(len(self.shape)) if axis not in axes]
-        place = [self.coordinate[axis] for axis in others]
-        rows = self.ranks.transpose(*others, *axes)[tuple(place)]
-        color = np.ravel_multi_index(place, [self.shape[axis] for axis in others]) if others else 0
-        base = self._base.among(self._places(rows), int(color))
-        names = tuple(self.mesh_dim_names[axis] for axis in axes) if self.mesh_dim_names else None
-        known = [self._axes[axis] for axis in axes] if len(axes) > 1 else None
-        return DeviceMesh(self._family, rows, base, names, known)
-
-    def communicator(self, role: str, dim: int | str | None = None) -> Communicator:
-        """The communicator for `role` over the ranks along axis `dim` (a number or name; None: all ranks).
-
-        Made at the first call, which is collective over those ranks, and the same object from then on.
-        """
-        if dim is not None:
-            return self.axis(dim).communicator(role)
-        family, ranks = self._family, tuple(self.ranks.ravel().tolist())
-        if (role, ranks) not in family.communicators:
-            family.communicators[role, ranks] = made = family.carrier(self._base.duplicate(), role)
-            for function in family.attached:
-                function(made, role, ranks)
-        return family.communicators[role, ranks]
-
-    def made(self) -> Iterator[tuple[Communicator, str, tuple[int, ...]]]:
-        """(communicator, role, ranks of the root) of every communicator of this family of meshes."""
-        for (role, ranks), made in self._family.communicators.items():
-            yield made, role, ranks
-
-    def attach(self, function: Callable[[Communicator, str, tuple[int, ...]], None]) -> None:
-        """Call function(communicator, role, ranks) for each communicator that this family makes later."""
-        self._family.attached.append(function)
-
-    def pair(self, source: int, to: int) -> tuple[Communicator, Communicator] | None:
-        """Communicators of two ranks, for arrays of the device and of the host; None on the others.
-
-        `source` is their rank 0. Collective; others at each call, which nobody else uses (comm/links.py).
-        """
-        inside, family = self.rank in (source, to), self._family
-        host = self._base.among((source, to), 0) if inside else self._base.split(None, 0)
-        if host is None:
-            return None
-        made = family.carrier(host.duplicate(), "link")
-        host.role = "shapes"
-        return made, host
-
-    def stream(self, role: str) -> Stream:
-        """The stream in which the communicators for `role` are used, by all models on this family of meshes.
-
-        One for all: a communicator's calls must come in the order of the program, on every rank. That of
-        "used" is a thread of the host on every device.
-        """
-        streams = self._family.streams
-        if role not in streams:
-            place = self.device.host if role == "used" else self.device
-            streams[role] = place.new_stream(role)
-        return streams[role]
-
-    def close(self) -> None:
-        """Close the communicators of this family of meshes, which no model may use from now on. Collective.
-
-        A program that makes many meshes on GPUs calls it: a communicator of NCCL that is not closed keeps its
-        memory on the GPU until the program ends.
-        """
-        family = self._family
-        for stream in (self.device.current_stream, *family.streams.values()):
-            stream.synchronize()
-        for communicator in family.communicators.values():
-            communicator.close()
-        family.communicators.clear()
-
-    def size_of(self, dim: int | str) -> int:
-        """The number of ranks along one axis."""
-        return self.shape[self._number(dim)]
-
-    def rank_of(self, dim: int | str) -> int:
-        """This rank's number along one axis."""
-        return self.coordinate[self._number(dim)]
-
-    def __repr__(self) -> str:
-        names = f", {self.mesh_dim_names}" if self.mesh_dim_names else ""
-        return f"DeviceMesh({self.device.name!r}, {self.shape}{names}, rank {self.rank} of {self.size})"
-
-    def _number(self, dim: int | str) -> int:
-        """That of an axis."""
-        names = self.mesh_dim_names or ()
-        if isinstance(dim, str) and dim in names:
-            return names.index(dim)
-        if isinstance(dim, int) and 0 <= dim < self.ranks.ndim:
-            return dim
-        raise ValueError(f"dim {dim!r} is not an axis of {self!r}{self._where(dim)}")
-
-    def _where(self, dim: Any) -> str:
-        """How the axis that was asked for can be had."""
-        if self.mesh_dim_names is None and isinstance(dim, str):
-            return ", whose axes have no names: init_device_mesh(..., mesh_dim_names=...) gives them"
-        if dim in (self.root.mesh_dim_names or ()):
-            return f"; it is one of {self.root!r}, of which this is a part: take it from there"
-        return ""
 
 
 def _device(given: str | Device, world: worlds.World, communicator: str) -> Device:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from shardrt import dtypes
+from shardrt.comm import ranks
 from shardrt.comm.digits import Digits, meet, without
-from shardrt.comm.mesh import DeviceMesh, default_mesh
+from shardrt.comm.ranks import Mesh
 from shardrt.fsdp import policy
 from shardrt.fsdp.boundary import UnitBoundary, unit_of
 from shardrt.fsdp.group import GroupKey
@@ -33,7 +34,7 @@ PREPARATIONS: list[Callable[[list[Module], Settings, Keyed], None]] = []
 def fully_shard(
     module: Whole,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: Mesh | None = None,
     strategy: ShardingStrategy | str | None = None,
     reshard_after_forward: bool | None = None,
     prefetch: int | None = None,
@@ -98,11 +99,11 @@ def fully_shard(
         raise TypeError(
             f"fully_shard: reshard_after_forward must be True, False or None, got {reshard_after_forward!r}"
         )
-    if not isinstance(mesh, DeviceMesh | None):
+    if not isinstance(mesh, Mesh | None):
         raise TypeError(f"fully_shard: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if prefetch is not None and prefetch < 0:
         raise ValueError(f"fully_shard: prefetch must be 0 or more, got {prefetch}")
-    mesh = default_mesh() if mesh is None else mesh
+    mesh = ranks.default_mesh() if mesh is None else mesh
     _check_axes(mesh)
     _check_here(modules)
     chosen = ShardingStrategy.parse(strategy, len(mesh.shape), mesh.mesh_dim_names)
@@ -129,7 +130,7 @@ def fully_shard(
     return module
 
 
-def _check_axes(mesh: DeviceMesh) -> None:
+def _check_axes(mesh: Mesh) -> None:
     """Raise ValueError unless the axes are (shards) or (copies, shards) of the same model."""
     names, remedy = mesh.mesh_dim_names or (), 'take mesh["dp_shard"] or mesh["dp_replicate", "dp_shard"]'
     if len(mesh.shape) > 2:
@@ -192,7 +193,7 @@ def _untaken(modules: list[Module], settings: Settings, ignored: Iterable[Module
     return list(found.values())
 
 
-def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[Digits, Digits]:
+def _axes(parameter: Parameter, mesh: Mesh) -> tuple[Digits, Digits]:
     """(axes along which the parameter was split before, axes along which its gradients must be added)."""
     share, place = parameter.share, parameter.place
     if place is not None and (place.mesh.root is not mesh.root or meet(place.axes, mesh.axes)):

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.ranks import Mesh
 from shardrt.device import Event
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.sharded_gradient import Streams
@@ -24,7 +24,7 @@ class Gradients:
 
     def __init__(
         self,
-        mesh: DeviceMesh,
+        mesh: Mesh,
         units: list[Unit],
         streams: Streams,
         trained: Trained,

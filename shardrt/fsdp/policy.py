@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.ranks import Mesh
 from shardrt.device import Device
 from shardrt.fsdp.sharded_gradient import ShardedGradient
 from shardrt.fsdp.strategy import ShardingStrategy
@@ -52,7 +52,7 @@ class OffloadPolicy:
 class Settings:
     """The arguments of fully_shard for one unit."""
 
-    mesh: DeviceMesh
+    mesh: Mesh
     strategy: ShardingStrategy
     reshard_after_forward: bool | None
     prefetch: int | None  # None: the outermost unit's
@@ -66,7 +66,7 @@ class Settings:
         return self.offload.placement
 
     @property
-    def cut(self) -> tuple[DeviceMesh, str]:
+    def cut(self) -> tuple[Mesh, str]:
         """(mesh, strategy.Rules.cut): they determine which rank holds which part."""
         return self.mesh, self.strategy.rules.cut
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from shardrt.comm.backends import for_device
 from shardrt.comm.digits import Digits, number_in, size_of, union, without
-from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
+from shardrt.comm.ranks import Mesh
 from shardrt.comm.single import SingleCommunicator
 
 Axes = Digits  # of the root mesh
@@ -30,7 +30,7 @@ class ProcessGroups:
     control: Communicator
     copies: Communicator | None
     holders: Communicator
-    holding: DeviceMesh | None
+    holding: Mesh | None
     sharers: int
     owner: bool
 
@@ -51,7 +51,7 @@ class ProcessGroups:
 
     @classmethod
     def of(
-        cls, mesh: DeviceMesh, cut: str, cut_before: Axes = (), partial: Axes = (), across: Axes = ()
+        cls, mesh: Mesh, cut: str, cut_before: Axes = (), partial: Axes = (), across: Axes = ()
     ) -> "ProcessGroups":
         """The process groups for strategy.Rules.cut on `mesh`, the ranks of the data. Collective.
 
@@ -82,7 +82,7 @@ class ProcessGroups:
         return cls(*own, copies, holders, holding, everyone.size // holders.size, first)
 
 
-def shape_of(mesh: DeviceMesh, cut: str, partial: Axes = ()) -> tuple[int, int]:
+def shape_of(mesh: Mesh, cut: str, partial: Axes = ()) -> tuple[int, int]:
     """(number of shards, number of ranks that add up the gradients of each shard), without communicators."""
     more = size_of(partial)
     if cut == "none":

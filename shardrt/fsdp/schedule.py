@@ -19,7 +19,7 @@ gradient paths of the groups have the gradients written so far.
 from collections.abc import Callable, Iterator
 
 from shardrt import autograd
-from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.ranks import Mesh
 from shardrt.fsdp.forward import ForwardPass
 from shardrt.fsdp.gathers import Gathers
 from shardrt.fsdp.gradients import Gradients
@@ -40,7 +40,7 @@ class Schedule:
 
     def __init__(
         self,
-        mesh: DeviceMesh,
+        mesh: Mesh,
         units: list[Unit],
         prefetch: int,
         streams: Streams,

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from shardrt.comm.digits import union
-from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
+from shardrt.comm.ranks import Mesh
 from shardrt.device import Device
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp import buffers
@@ -149,7 +149,7 @@ def lay_out(units: list[Unit]) -> dict[ParameterGroup, Layout]:
     return layouts
 
 
-def mesh_of(units: list[Unit]) -> DeviceMesh:
+def mesh_of(units: list[Unit]) -> Mesh:
     """The mesh of all ranks that train the model, along axes of data and of split modules."""
     across, mesh = _across(units), units[0].settings.mesh
     return mesh.widened(across) if across else mesh

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardrt.autograd import Function
 from shardrt.comm.digits import Digits, size_of, union, without
-from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.ranks import Mesh
 from shardrt.fsdp.group import GroupKey, ParameterGroup, UnbuiltGroup
 from shardrt.fsdp.policy import Choices, Settings
 from shardrt.nn.module import Module, label_of
@@ -151,7 +151,7 @@ class Unit:
         return State.SHARDED if done else State.WAITING
 
 
-def data_of(share: Share, mesh: DeviceMesh) -> Digits:
+def data_of(share: Share, mesh: Mesh) -> Digits:
     """The mesh axes along which ranks have different losses that all contribute to a parameter's gradient.
 
     share: how the parameter's module was split. mesh: the mesh that the parameter is sharded over.

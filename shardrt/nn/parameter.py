@@ -13,8 +13,8 @@ import numpy as np
 
 from shardrt import autograd, device, dtypes, random
 from shardrt.autograd import Edge
-from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
+from shardrt.comm.ranks import Mesh
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn.init import AsNamed, Initialiser, InitialiserOfRuns
 from shardrt.nn.placement import PipelinePlacement
@@ -397,7 +397,7 @@ def parameters_in(given: Any, wanted_by: str) -> list[Parameter]:
     return found
 
 
-def pipeline_of(parameters: Iterable[Parameter]) -> DeviceMesh | None:
+def pipeline_of(parameters: Iterable[Parameter]) -> Mesh | None:
     """PipelinePlacement.mesh, of a model with stages; None for other parameters."""
     return next((p.place.mesh for p in parameters if p.place is not None), None)
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm.digits import Digits
-from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
+from shardrt.comm.ranks import Mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +28,10 @@ class PipelinePlacement:
     of two stages on one rank uses (parallel/twin.py).
     """
 
-    mesh: DeviceMesh
+    mesh: Mesh
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
-    copies: DeviceMesh | None = None
+    copies: Mesh | None = None
     twin: bool = False
 
     @property

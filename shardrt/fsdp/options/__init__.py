@@ -1,11 +1,11 @@
 """Options of FSDP. They enter at the runtime's seams, and the runtime imports nothing from here.
 
-    mixed_precision  element types of a unit         low_precision  gathers and reductions in 16 bits
-    float8           matmuls in float8               offload        parts of a unit in host memory
-    packed_rows      some parameters are trained     chunks         gradients of a large outer unit
-    fixed_tree       the same on any number of ranks accumulation   no_sync and the divide factor
-    full             whole parameters and gradients  agreement      ranks compare their models
-    step_trace       traces of steps
+mixed_precision  element types of a unit         low_precision  gathers and reductions in 16 bits
+float8           matmuls in float8               offload        parts of a unit in host memory
+packed_rows      some parameters are trained     chunks         gradients of a large outer unit
+fixed_tree       the same on any number of ranks accumulation   no_sync and the divide factor
+full             whole parameters and gradients  agreement      ranks compare their models
+step_trace       traces of steps
 """
 
 from shardrt.fsdp import buffers, policy, setup
