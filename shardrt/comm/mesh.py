@@ -5,7 +5,7 @@ ranks.py has its slices and communicators, which are all that FSDP needs.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -75,6 +75,47 @@ class DeviceMesh(Mesh):
     in: meshes themselves. `flat` makes one axis of several, `fold` other axes of the same ranks. All of them
     share communicators and streams; `root` is the mesh of all ranks.
     """
+
+    _within: "DeviceMesh | None" = None  # the mesh that makes slices, once ranks have come apart
+
+    @cached_property
+    def axes(self) -> Digits:
+        """Along what its ranks differ, as digits of their numbers in `root` (digits.py): a fold's axes too.
+
+        Raises ValueError for ranks that are no slice of `root` or of a fold of it.
+        """
+        found = d.digits_of(self.ranks)
+        if found is None:
+            raise ValueError(f"{self!r} does not lie along axes of {self.root!r}, or of a fold of it")
+        return found
+
+    def along(self, *axes: Digits) -> "DeviceMesh":
+        """The ranks of `root` that differ from this one along these axes alone, the first ones outermost.
+
+        Collective over `root` at the first time for several, or over what has come apart.
+        """
+        root, wanted = self.root, tuple(d.union(each) for each in axes)
+        numbers = [root._numbers_in(each) for each in wanted]
+        if None not in numbers:
+            return root[tuple(number for each in numbers for number in each)]
+        if wanted not in root._parts:
+            root._parts[wanted] = root._in_digits(wanted)
+        return root._parts[wanted]
+
+    def _numbers_in(self, axes: Digits) -> tuple[int, ...] | None:
+        """The numbers of the mesh's own axes that these are; None where they are those of a fold alone."""
+        own = [number for number, size in enumerate(self.shape) if size > 1]
+        inside = tuple(number for number in own if d.union(self._axes[number].axes, axes) == axes)
+        return inside if prod(self.shape[number] for number in inside) == d.size_of(axes) else None
+
+    def number_but(self, *axes: Digits) -> int:
+        """This rank's number among those of `root` that differ from it along all but these axes."""
+        return d.number_in(d.without(self.root.axes, d.union(*axes)), self.root.rank)
+
+    def widened(self, axes: Digits) -> "DeviceMesh":
+        """`along` its own axes and these; itself where it has them already."""
+        wanted = d.union(self.axes, axes)
+        return self if wanted == self.axes else self.along(wanted)
 
     def flat(self, *names: str) -> "DeviceMesh":
         """One axis of several, which is called after all of them: flat("dp", "cp") has the axis "dp_cp".
@@ -149,6 +190,25 @@ class DeviceMesh(Mesh):
             yield
         finally:
             family.device, family.streams = before
+
+    def _slice(self, axes: tuple[int, ...]) -> "DeviceMesh":
+        within = self._within
+        if within is None or any(self._axes[axis] not in within._axes for axis in axes):
+            return self._along(axes)
+        return within._along(tuple(within._axes.index(self._axes[axis]) for axis in axes))
+
+    def _in_digits(self, axes: tuple[Digits, ...]) -> "DeviceMesh":
+        """As `along`, of the mesh of all ranks: one axis, made by as few ranks as can. Collective."""
+        wanted, ranks = d.union(*axes), self.ranks.ravel()
+        within = self if self._within is None or d.without(wanted, self._within.axes) else self._within
+        colors = d.number_in(d.without(self.axes, wanted), ranks)
+        keys = ranks * 0
+        for each in axes:
+            keys = keys * d.size_of(each) + d.number_in(each, ranks)
+        row = ranks[colors == colors[self.rank]]
+        row = row[np.argsort(keys[row])]
+        base = within._base.among(within._places(row), int(colors[self.rank]))
+        return type(self)(self._family, row, base, None)
 
     def pair(self, source: int, to: int) -> tuple[Communicator, Communicator] | None:
         """Communicators of two ranks, for arrays of the device and of the host; None on the others.

@@ -7,13 +7,10 @@ DeviceMesh, the mesh that users make, whose axes can also be joined and folded.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from math import prod
 from typing import Any
 
 import numpy as np
 
-from shardrt.comm import digits as d
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import for_device
 from shardrt.comm.digits import Digits
@@ -68,7 +65,6 @@ class Mesh:
         self.size = base.size
         self.coordinate = tuple(int(i) for i in np.unravel_index(base.rank, ranks.shape))
         self._parts: dict[Any, Mesh] = {}
-        self._within: Mesh | None = None  # who makes slices along its axes
         if axes is None:  # now, by everyone: later an axis's group can make communicators on its own
             axes = [self._along((axis,)) for axis in range(ranks.ndim)] if ranks.ndim > 1 else [self]
         self._axes = axes
@@ -92,45 +88,6 @@ class Mesh:
     def world(self) -> worlds.World:
         """What the ranks are, processes or threads, and how many of them this host has."""
         return self._family.world
-
-    @cached_property
-    def axes(self) -> Digits:
-        """Along what its ranks differ, as digits of their numbers in `root` (digits.py): a fold's axes too.
-
-        Raises ValueError for ranks that are no slice of `root` or of a fold of it.
-        """
-        found = d.digits_of(self.ranks)
-        if found is None:
-            raise ValueError(f"{self!r} does not lie along axes of {self.root!r}, or of a fold of it")
-        return found
-
-    def along(self, *axes: Digits) -> "Mesh":
-        """The ranks of `root` that differ from this one along these axes alone, the first ones outermost.
-
-        Collective over `root` at the first time for several, or over what has come apart.
-        """
-        root, wanted = self.root, tuple(d.union(each) for each in axes)
-        numbers = [root._numbers_in(each) for each in wanted]
-        if None not in numbers:
-            return root[tuple(number for each in numbers for number in each)]
-        if wanted not in root._parts:
-            root._parts[wanted] = root._in_digits(wanted)
-        return root._parts[wanted]
-
-    def _numbers_in(self, axes: Digits) -> tuple[int, ...] | None:
-        """The numbers of the mesh's own axes that these are; None where they are those of a fold alone."""
-        own = [number for number, size in enumerate(self.shape) if size > 1]
-        inside = tuple(number for number in own if d.union(self._axes[number].axes, axes) == axes)
-        return inside if prod(self.shape[number] for number in inside) == d.size_of(axes) else None
-
-    def number_but(self, *axes: Digits) -> int:
-        """This rank's number among those of `root` that differ from it along all but these axes."""
-        return d.number_in(d.without(self.root.axes, d.union(*axes)), self.root.rank)
-
-    def widened(self, axes: Digits) -> "Mesh":
-        """`along` its own axes and these; itself where it has them already."""
-        wanted = d.union(self.axes, axes)
-        return self if wanted == self.axes else self.along(wanted)
 
     def axis(self, dim: int | str) -> "Mesh":
         """The sub-mesh along one of its axes, a number or name."""
@@ -156,23 +113,7 @@ class Mesh:
 
     def _slice(self, axes: tuple[int, ...]) -> "Mesh":
         """As _along, made by as few ranks as can."""
-        within = self._within
-        if within is None or any(self._axes[axis] not in within._axes for axis in axes):
-            return self._along(axes)
-        return within._along(tuple(within._axes.index(self._axes[axis]) for axis in axes))
-
-    def _in_digits(self, axes: tuple[Digits, ...]) -> "Mesh":
-        """As `along`, of the mesh of all ranks: one axis, made by as few ranks as can. Collective."""
-        wanted, ranks = d.union(*axes), self.ranks.ravel()
-        within = self if self._within is None or d.without(wanted, self._within.axes) else self._within
-        colors = d.number_in(d.without(self.axes, wanted), ranks)
-        keys = ranks * 0
-        for each in axes:
-            keys = keys * d.size_of(each) + d.number_in(each, ranks)
-        row = ranks[colors == colors[self.rank]]
-        row = row[np.argsort(keys[row])]
-        base = within._base.among(within._places(row), int(colors[self.rank]))
-        return type(self)(self._family, row, base, None)
+        return self._along(axes)
 
     def _places(self, ranks: np.ndarray) -> list[int]:
         """Where ranks of the world are in this mesh."""

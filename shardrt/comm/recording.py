@@ -61,7 +61,8 @@ def group_name(role: str, ranks: Sequence[int], world: int) -> str:
     run = range(ranks[0], ranks[-1] + 1, step) if step > 0 else range(0)
     if list(run) != list(ranks):
         return f"{role}[{','.join(map(str, ranks))}]"
-    return f"{role}[{run.start}:{run.stop}{f':{step}' * (step > 1)}]"
+    every = f":{step}" if step > 1 else ""
+    return f"{role}[{run.start}:{run.stop}{every}]"
 
 
 def record(mesh: DeviceMesh, recorder: Recorder | None) -> None:

@@ -9,9 +9,8 @@ from typing import TypeVar
 
 from shardrt import dtypes
 from shardrt.comm import ranks
-from shardrt.comm.digits import Digits, meet, without
 from shardrt.comm.ranks import Mesh
-from shardrt.fsdp import policy
+from shardrt.fsdp import composition, policy
 from shardrt.fsdp.boundary import UnitBoundary, unit_of
 from shardrt.fsdp.group import GroupKey
 from shardrt.fsdp.policy import OffloadPolicy, Precision, Settings
@@ -20,7 +19,6 @@ from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module, stages_of
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.share import CUT, PARTIAL
 from shardrt.nn.storage import LocalStorage
 
 Whole = TypeVar("Whole", bound=Module | Sequence[Module])
@@ -183,7 +181,8 @@ def _untaken(modules: list[Module], settings: Settings, ignored: Iterable[Module
                 )
             types = settings.precision.types_of(below, own)
             tied = parameter.name if parameter.place is not None and parameter.place.tied else ""
-            key = GroupKey(parameter.requires_grad, own, *types, *_axes(parameter, settings.mesh), tied)
+            axes = composition.chosen.axes_of(parameter, settings.mesh)
+            key = GroupKey(parameter.requires_grad, own, *types, *axes, tied)
             known = found.setdefault(id(parameter), (parameter, key))
             if known[1] != key:
                 raise ValueError(
@@ -191,27 +190,6 @@ def _untaken(modules: list[Module], settings: Settings, ignored: Iterable[Module
                     "are in mp_policy.full_precision; list the classes of all these modules there, or of none"
                 )
     return list(found.values())
-
-
-def _axes(parameter: Parameter, mesh: Mesh) -> tuple[Digits, Digits]:
-    """(axes along which the parameter was split before, axes along which its gradients must be added)."""
-    share, place = parameter.share, parameter.place
-    if place is not None and (place.mesh.root is not mesh.root or meet(place.axes, mesh.axes)):
-        raise ValueError(
-            f"fully_shard: parameter {parameter.name!r} is {place.description} of {place.mesh!r}; shard it "
-            f"along other axes of the same mesh, not {mesh!r}"
-        )
-    if share is None:
-        return (), ()
-    # A parameter may be sharded along axes where its gradients are parts of a sum: the reduction makes it.
-    alike = () if share.kind == PARTIAL else share.axes
-    if share.mesh.root is not mesh.root or meet(alike, mesh.axes):
-        raise ValueError(
-            f"fully_shard: parameter {parameter.name!r} is on {share.mesh!r} already; shard it along other "
-            f'axes of the same mesh, as mesh["dp_shard"], not {mesh!r}'
-        )
-    partial = without(share.partial, mesh.axes) if share.partial else ()
-    return share.axes if share.kind == CUT else (), partial
 
 
 def register_forward_method(module: Module, name: str) -> None:

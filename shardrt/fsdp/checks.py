@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterable
 
-from shardrt.comm.digits import without
+from shardrt.fsdp import composition
 from shardrt.fsdp.boundary import unit_of
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.schedule import Schedule
-from shardrt.fsdp.unit import Unit, data_of
+from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
-from shardrt.nn.share import PARTIAL
 
 # Checks of options. Each raises ValueError for units that the option does not support.
 UNIT_CHECKS: list[Callable[[list[Unit]], None]] = []
@@ -25,17 +24,13 @@ def check_mesh(unit: Unit, first: Unit) -> None:
         raise ValueError(
             f"fully_shard: unit {unit.label} has another mesh than {first.label}; use parts of one mesh"
         )
-    alike = own is theirs or sorted(own.ranks.ravel()) == sorted(theirs.ranks.ravel())
-    for parameter in unit.parameters if unit is not first else ():
-        share = parameter.share
-        apart = share is not None and (share.own_data or share.kind == PARTIAL)
-        if not (data_of(share, own) == without(theirs.axes, share.one_loss) if apart else alike):
-            split = f" and {share.mesh!r}" if apart else ""
-            raise ValueError(
-                f"fully_shard: unit {unit.label} is on {own!r}{split}, {first.label} on {theirs!r}; their "
-                "gradients would be summed over other ranks; take axes of the mesh that together have the "
-                "same ranks"
-            )
+    split = None if unit is first else composition.chosen.mismatch(unit, first)
+    if split is not None:
+        raise ValueError(
+            f"fully_shard: unit {unit.label} is on {own!r}{split}, {first.label} on {theirs!r}; their "
+            "gradients would be summed over other ranks; take axes of the mesh that together have the "
+            "same ranks"
+        )
 
 
 def check_reachable(module: Module, around: list[Unit], owners: dict[int, Unit]) -> None:

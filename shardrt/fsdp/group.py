@@ -72,7 +72,7 @@ class Runtime(Protocol):
 
     def unshard_node(self, group: "ParameterGroup") -> Function: ...
 
-    def readable(self, group: "ParameterGroup") -> bool: ...  # ops may read the gathered parameters now
+    def ensure_readable(self, group: "ParameterGroup") -> bool: ...  # gathers it if backward needs it
 
     def open_gradient(self, group: "ParameterGroup") -> None: ...
 
@@ -414,7 +414,7 @@ class ParameterGroup(_Group):
         position = self.position[id(parameter)]
         if self.full_views is not None:
             return self.full_views[position]
-        if self.runtime.readable(self):
+        if self.runtime.ensure_readable(self):
             return self.views[position]
         raise _not_gathered(parameter)
 

@@ -8,12 +8,12 @@ from typing import Any
 from shardrt import dtypes
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
-from shardrt.fsdp import buffers, scratch
+from shardrt.fsdp import buffers, composition, scratch
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.process_groups import ProcessGroups
-from shardrt.fsdp.setup import arranged, connect, lay_out, plan_inputs, prefetch_of, units_for
-from shardrt.fsdp.unit import Unit
+from shardrt.fsdp.setup import arranged, lay_out, plan_inputs, prefetch_of, process_groups_of, units_for
+from shardrt.fsdp.unit import Unit, root_of
 from shardrt.nn.module import Module, stages_of
 from shardrt.nn.storage import LocalStorage
 from shardrt.optim.offload import SLOTS, slot_bytes
@@ -122,6 +122,19 @@ def memory_plan(
     return MemoryPlan(device, host)
 
 
+def connect(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
+    """Make all communicators that a model of these units needs. Collective.
+
+    Gives the process groups of each parameter group.
+    """
+    mesh = composition.chosen.mesh_of(units)
+    for each in dict.fromkeys((mesh, *(unit.settings.mesh for unit in units))):
+        each.communicator("control")
+    if mesh.size > 1:
+        mesh.communicator("used")
+    return process_groups_of(units)
+
+
 def _have_slots(specs: buffers.Specs, slots: dict[tuple[ParameterGroup, str], int]) -> None:
     """Raise the slot counts of specs to those that a step has needed: arenas grow during a step."""
     grown: dict[buffers.Spec, buffers.Spec] = {}
@@ -165,8 +178,8 @@ def whole_of(call: str, model: Module) -> list[Unit]:
         raise ValueError(f"{call}: this rank has {len(stages_of(model))} stages; give it one of them")
     if apart:
         raise ValueError(
-            f"{call}: unit {apart[0].label} is not inside {units[0].label}; call fully_shard on the module "
-            "around both as well"
+            f"{call}: unit {apart[0].label} is not inside {root_of(units).label}; call fully_shard on the "
+            "module around both as well"
         )
     return units
 
@@ -220,7 +233,7 @@ def explain(model: Module) -> str:
     """
     units = whole_of("explain", model)
     layouts = lay_out(units)
-    planned = units[0].schedule.plan.order if units[0].schedule is not None else units
+    planned = root_of(units).schedule.plan.order if root_of(units).schedule is not None else units
     order = {unit: place for place, unit in reversed(list(enumerate(planned)))}
     rows = []
     for unit in units:

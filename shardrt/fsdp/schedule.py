@@ -29,7 +29,7 @@ from shardrt.fsdp.observers import OBSERVERS, ScheduleObserver
 from shardrt.fsdp.plan import Plan
 from shardrt.fsdp.sharded_gradient import Streams
 from shardrt.fsdp.trained import Trained
-from shardrt.fsdp.unit import State, Unit
+from shardrt.fsdp.unit import State, Unit, root_of
 
 
 class Schedule:
@@ -48,7 +48,7 @@ class Schedule:
     ) -> None:
         self.mesh = mesh
         self.units = units
-        self.root_unit = units[0]  # the outermost: `units` has outer units first
+        self.root_unit = root_of(units)
         self.prefetch = prefetch
         self.streams = streams
         self.control = mesh.communicator("control")
@@ -228,7 +228,8 @@ class Schedule:
     def unshard_node(self, group: ParameterGroup) -> autograd.Function:
         return self.forward.tape.unshard(group.unit)
 
-    def readable(self, group: ParameterGroup) -> bool:
+    def ensure_readable(self, group: ParameterGroup) -> bool:
+        """Whether ops may read the gathered parameters now. In backward, gather them if nothing has."""
         unit = group.unit
         if autograd.running() is not None:
             if not unit.gathered:

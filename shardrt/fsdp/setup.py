@@ -11,21 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.comm.digits import union
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.ranks import Mesh
 from shardrt.device import Device
 from shardrt.device.arena import Arena, Slot
-from shardrt.fsdp import buffers
+from shardrt.fsdp import buffers, composition
 from shardrt.fsdp.boundary import unit_of
 from shardrt.fsdp.buffers import PlanInputs, Spec, Specs
 from shardrt.fsdp.checks import RANK_CHECKS, check_groups, check_mesh, check_options, check_reachable
 from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup, UnbuiltGroup
 from shardrt.fsdp.layout import Layout
-from shardrt.fsdp.process_groups import Axes, ProcessGroups, shape_of
+from shardrt.fsdp.process_groups import ProcessGroups, shape_of
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.sharded_gradient import Streams
-from shardrt.fsdp.unit import Unit
+from shardrt.fsdp.unit import Unit, root_of
 from shardrt.fsdp.whole_gradient import path_of
 from shardrt.nn.module import Module, caller_of, stages_of
 
@@ -70,7 +68,8 @@ def build(unit: Unit) -> None:
     """
     units = arranged(unit)
     layouts = lay_out(units)
-    schedule = Schedule(mesh_of(units), units, prefetch_of(units), _streams(units), make_gradient_slots)
+    mesh = composition.chosen.mesh_of(units)
+    schedule = Schedule(mesh, units, prefetch_of(units), _streams(units), make_gradient_slots)
     for check in RANK_CHECKS:
         check(schedule, units)
     _compile_once(schedule)
@@ -89,19 +88,6 @@ def build(unit: Unit) -> None:
         u.runs_under(schedule, built)
     # Where ranks share memory, a gather reads the other ranks' shards: every rank must have filled its own.
     schedule.control.barrier(stream=schedule.streams.compute)
-
-
-def connect(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
-    """Make all communicators that a model of these units needs. Collective.
-
-    Gives the process groups of each parameter group.
-    """
-    mesh = mesh_of(units)
-    for each in dict.fromkeys((mesh, *(unit.settings.mesh for unit in units))):
-        each.communicator("control")
-    if mesh.size > 1:
-        mesh.communicator("used")
-    return process_groups_of(units)
 
 
 def arranged(unit: Unit) -> list[Unit]:
@@ -129,14 +115,14 @@ def _arrange(units: list[Unit]) -> None:
         # By default the outermost unit stays gathered from forward to backward: backward begins with it. The
         # units of a pipeline stage stay gathered until the optimizer step: every micro-batch uses them.
         staged = asked is None and any(parameter.place is not None for parameter in unit.parameters)
-        kept = rules.keep_after_forward or unit is units[0] or staged
+        kept = rules.keep_after_forward or unit is root_of(units) or staged
         unit.reshard_after_forward = not kept if asked is None else asked
         unit.reshard_after_backward = not (rules.keep_after_backward or staged)
 
 
 def prefetch_of(units: list[Unit]) -> int:
     """How many units are gathered ahead."""
-    return 1 if units[0].settings.prefetch is None else units[0].settings.prefetch
+    return 1 if root_of(units).settings.prefetch is None else root_of(units).settings.prefetch
 
 
 def lay_out(units: list[Unit]) -> dict[ParameterGroup, Layout]:
@@ -144,30 +130,19 @@ def lay_out(units: list[Unit]) -> dict[ParameterGroup, Layout]:
     layouts = {}
     for unit in units:
         for group in unit.groups:
-            shards, copies = shape_of(*unit.settings.cut, group.key.partial)
+            shards, copies = shape_of(*unit.settings.cut, composition.chosen.terms(group.key.partial))
             layouts[group] = Layout.plan([(p.name, p.shape) for p in group.parameters], shards, copies)
     return layouts
 
 
-def mesh_of(units: list[Unit]) -> Mesh:
-    """The mesh of all ranks that train the model, along axes of data and of split modules."""
-    across, mesh = _across(units), units[0].settings.mesh
-    return mesh.widened(across) if across else mesh
-
-
-def _across(units: list[Unit]) -> Axes:
-    """The mesh axes along which modules are split."""
-    shares = [parameter.share for unit in units for parameter in unit.parameters if parameter.share]
-    return union(*{share.axes for share in shares})
-
-
 def process_groups_of(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
     """Group -> its process groups; groups that are cut alike have the same object. Collective."""
-    across, made, found = _across(units), {}, {}
+    made: dict[tuple, ProcessGroups] = {}
+    found = {}
     for group in (group for unit in units for group in unit.groups):
         cut = (*group.settings.cut, group.key.cut, group.key.partial)
         if cut not in made:
-            made[cut] = ProcessGroups.of(*cut, across)
+            made[cut] = composition.chosen.process_groups(units, *cut)
         found[group] = made[cut]
     return found
 
@@ -180,13 +155,13 @@ def plan_inputs(
     """The inputs of buffers.plan besides the units and layouts."""
     gathers = [ranks.gather for group, ranks in ranks_of.items() if group.settings.cut[1] != "none"]
     shared = all(gather.shares_memory for gather in gathers)
-    tops = units[0].modules
+    tops = root_of(units).modules
     below = (module for top in tops for module in top.modules())
     at_once = [module for module in below if any(needed(module) for needed in AT_ONCE)]
     return PlanInputs(
-        device=units[0].settings.mesh.device,
+        device=root_of(units).settings.mesh.device,
         prefetch=prefetch_of(units),
-        sharers=units[0].settings.mesh.world.local_size if shared else 0,
+        sharers=root_of(units).settings.mesh.world.local_size if shared else 0,
         together=max((len(units_below(module)) for module in at_once), default=1),
         no_sync=no_sync or any(unit.accumulates for unit in units),
     )
@@ -226,7 +201,7 @@ _BUILT_ROLES = ("gathered", "wire", "reduce_wire", "upload", "download")  # role
 
 
 def _streams(units: list[Unit]) -> Streams:
-    mesh = units[0].settings.mesh
+    mesh = root_of(units).settings.mesh
     here, gather, reduce = mesh.device, mesh.stream("gather"), mesh.stream("reduce")
     upload = download = None
     if any(unit.settings.placement.parameters or unit.settings.placement.gradients for unit in units):
@@ -335,7 +310,7 @@ def _buffer(
 
 def _check(units: list[Unit]) -> None:
     """Raise as `build` says if units can't train together; set the labels of their groups."""
-    first = units[0]
+    first = root_of(units)
     for u in units:
         if u.schedule is not None:
             raise RuntimeError(

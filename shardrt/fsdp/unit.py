@@ -10,13 +10,11 @@ from enum import Enum
 from typing import Any
 
 from shardrt.autograd import Function
-from shardrt.comm.digits import Digits, size_of, union, without
-from shardrt.comm.ranks import Mesh
+from shardrt.fsdp import composition
 from shardrt.fsdp.group import GroupKey, ParameterGroup, UnbuiltGroup
 from shardrt.fsdp.policy import Choices, Settings
 from shardrt.nn.module import Module, label_of
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.share import Share
 
 
 class State(Enum):
@@ -57,10 +55,8 @@ class Unit:
     ) -> None:
         self.modules = modules
         self.settings = settings
-        shares = [p.share for p, _ in parameters if p.share is not None]
-        self.data_ranks = settings.mesh.size  # number of ranks whose losses a gradient sums
-        if shares:
-            self.data_ranks = size_of(union(*(data_of(share, settings.mesh) for share in shares)))
+        own = [parameter for parameter, _ in parameters]
+        self.data_ranks = composition.chosen.data_ranks(own, settings.mesh)  # whose losses a gradient sums
         self.choices = choices or Choices(float(self.data_ranks))
         self.state = State.SHARDED
         self.gathered = False  # ops may read the parameters now
@@ -151,9 +147,6 @@ class Unit:
         return State.SHARDED if done else State.WAITING
 
 
-def data_of(share: Share, mesh: Mesh) -> Digits:
-    """The mesh axes along which ranks have different losses that all contribute to a parameter's gradient.
-
-    share: how the parameter's module was split. mesh: the mesh that the parameter is sharded over.
-    """
-    return without(union(mesh.axes, share.axes) if share.own_data else mesh.axes, share.one_loss)
+def root_of(units: list[Unit]) -> Unit:
+    """The outermost of the units that train together; a list of them has outer units first."""
+    return units[0]

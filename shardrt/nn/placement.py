@@ -14,8 +14,8 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm.digits import Digits
+from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.ranks import Mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +28,10 @@ class PipelinePlacement:
     of two stages on one rank uses (parallel/twin.py).
     """
 
-    mesh: Mesh
+    mesh: DeviceMesh
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
-    copies: Mesh | None = None
+    copies: DeviceMesh | None = None
     twin: bool = False
 
     @property

@@ -13,8 +13,8 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm.digits import Digits, without
+from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.ranks import Mesh
 from shardrt.nn.runs import Part, put, run, size_of, spans
 from shardrt.nn.runs import cut as cut_of
 
@@ -31,7 +31,7 @@ class Share:
     """
 
     kind: str
-    mesh: Mesh
+    mesh: DeviceMesh
     whole: tuple[int, ...]
     shape: tuple[int, ...]
     parts: tuple[Part, ...] = ()
@@ -40,7 +40,7 @@ class Share:
     words: Any = None  # where these are rows of a vocabulary: how they are looked up, and make logits
 
     @classmethod
-    def of_all(cls, kind: str, mesh: Mesh, whole: tuple[int, ...]) -> "Share":
+    def of_all(cls, kind: str, mesh: DeviceMesh, whole: tuple[int, ...]) -> "Share":
         """All elements, on every rank of the axis: SAME or PARTIAL."""
         return cls(kind, mesh, whole, whole)
 
@@ -60,7 +60,7 @@ class Share:
         return self.axes if self.kind == PARTIAL else without(self.beside, self.axes)
 
     @property
-    def summing(self) -> Mesh:
+    def summing(self) -> DeviceMesh:
         """The ranks along `partial`. Collective over the root mesh at the first time."""
         return self.mesh if self.kind == PARTIAL else self.mesh.root.along(self.partial)
 

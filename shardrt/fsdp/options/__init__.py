@@ -5,10 +5,10 @@ float8           matmuls in float8               offload        parts of a unit 
 packed_rows      some parameters are trained     chunks         gradients of a large outer unit
 fixed_tree       the same on any number of ranks accumulation   no_sync and the divide factor
 full             whole parameters and gradients  agreement      ranks compare their models
-step_trace       traces of steps
+split_modules    tensor, context, expert parallel step_trace    traces of steps
 """
 
-from shardrt.fsdp import buffers, policy, setup
+from shardrt.fsdp import buffers, composition, policy, setup
 from shardrt.fsdp.api import PREPARATIONS
 from shardrt.fsdp.checks import GROUP_CHECKS, RANK_CHECKS, UNIT_CHECKS
 from shardrt.fsdp.gradient_path import PATHS
@@ -21,6 +21,7 @@ from shardrt.fsdp.options.low_precision import LowPrecisionTransfer, plan_wires
 from shardrt.fsdp.options.mixed_precision import MixedPrecisionPolicy
 from shardrt.fsdp.options.offload import UploadedTransfer, plan_staging
 from shardrt.fsdp.options.packed_rows import PackedGradient, plan_packed
+from shardrt.fsdp.options.split_modules import SplitModules
 from shardrt.fsdp.options.step_trace import StepTrace
 from shardrt.fsdp.scratch import reserve
 from shardrt.fsdp.transfer import TRANSFERS
@@ -35,4 +36,5 @@ OBSERVERS.append(StepTrace)
 buffers.TRANSIT += [plan_wires, plan_packed, plan_staging]  # in the order of a memory plan's rows
 setup.PLANNED.append(reserve)
 setup.AT_ONCE.append(is_recomputed)
+composition.chosen = SplitModules()
 policy.default_precision = MixedPrecisionPolicy
