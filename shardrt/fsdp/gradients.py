@@ -15,7 +15,7 @@ from shardrt.comm.ranks import Mesh
 from shardrt.device import Event
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.sharded_gradient import Streams
-from shardrt.fsdp.trained import Trained
+from shardrt.fsdp.training import Training
 from shardrt.fsdp.unit import Unit
 
 
@@ -27,7 +27,7 @@ class Gradients:
         mesh: Mesh,
         units: list[Unit],
         streams: Streams,
-        trained: Trained,
+        trained: Training,
         make_slots: Callable[[list[Unit], bool], None],
     ) -> None:
         self._units = units

@@ -221,51 +221,62 @@ class UnbuiltGroup(_Group):
         return self._built(parameter).gradient_target(parameter)
 
 
-class ParameterGroup(_Group):
-    """One flat buffer of a unit, with its memory.
+@dataclass(frozen=True, eq=False)
+class GroupMemory:
+    """What setup.py has planned and allocated for one group.
 
-    arenas: role (see buffers.py) -> arena.
-    shard: this rank's part of the flat buffer, 1-D. The constructor fills it with the initial values.
+    arenas: role (see buffers.py) -> arena. Those in GRADIENT_ROLES come and go with the trained parameters.
+    shard: this rank's part of the flat buffer, 1-D.
     shard_in_slot: the shard is a part of the gathered slot, so a gather copies nothing.
     slot_shared: other ranks of the node read the gathered slot, too.
     own_slot: no other group is gathered into the slot.
     """
 
-    def __init__(
-        self,
-        group: UnbuiltGroup,
-        layout: Layout,
-        ranks: ProcessGroups,
-        device: Device,
-        arenas: dict[str, Arena],
-        shard: Array,
-        *,
-        shard_in_slot: bool,
-        slot_shared: bool,
-        own_slot: bool,
-    ) -> None:
+    layout: Layout
+    ranks: ProcessGroups
+    device: Device
+    arenas: dict[str, Arena]
+    shard: Array
+    shard_in_slot: bool
+    slot_shared: bool
+    own_slot: bool
+
+
+class ParameterGroup(_Group):
+    """One flat buffer of a unit, with its memory. The constructor fills the shard with the initial values."""
+
+    def __init__(self, group: UnbuiltGroup, memory: GroupMemory) -> None:
         super().__init__(group.unit, group.key, group.parameters, group.sharded_gradient)
         self.trained, self.finds_unused = group.trained, group.finds_unused
         self.label, self.called = group.label, group.called
         self.sharded_gradient.label = self.label
-        self.sharded_gradient.ready = device.new_event()
-        self.layout = layout
-        self.ranks = ranks
-        self.arenas = arenas
-        self.shard_in_slot = shard_in_slot
-        self.slot_shared = slot_shared
+        self.sharded_gradient.ready = memory.device.new_event()
+        self.memory = memory
         self.gradient_path: GradientPath | None = None  # of the full gradients, once they have memory
         self.slot: Slot | None = None  # where the gathered parameters are, or will be
-        self.views: tuple[Array, ...] = ()
+        self.views: tuple[Array, ...] = ()  # of the gathered parameters, while there is a slot
         self.full_views: tuple[Array, ...] | None = None  # whole float32 values, inside full_parameters
-        self.device = device
-        self._shard = shard
-        self.transfer = transfer_of(self, own_slot)
-        self._held = [layout.held(entry, ranks.rank) for entry in layout.entries]
+        self.transfer = transfer_of(self, memory.own_slot)
+        self._held = [memory.layout.held(entry, memory.ranks.rank) for entry in memory.layout.entries]
         for storage, (start, stop, part) in zip(group.initial, self._held, strict=True):
-            storage.give(part, shard[start:stop])
-        self.settings.offload.filled(shard)
+            storage.give(part, memory.shard[start:stop])
+        self.settings.offload.filled(memory.shard)
         self.take_parameters()
+
+    @property
+    def layout(self) -> Layout:
+        """Where each parameter lies in the flat buffer."""
+        return self.memory.layout
+
+    @property
+    def ranks(self) -> ProcessGroups:
+        """The ranks that the group is sharded over, and those that hold the same shard."""
+        return self.memory.ranks
+
+    @property
+    def arenas(self) -> dict[str, Arena]:
+        """Role -> arena."""
+        return self.memory.arenas
 
     @property
     def runtime(self) -> Runtime:
@@ -336,7 +347,7 @@ class ParameterGroup(_Group):
 
     @property
     def shard(self) -> Array:
-        return self._shard
+        return self.memory.shard
 
     @property
     def gradient(self) -> Array | None:
@@ -353,7 +364,7 @@ class ParameterGroup(_Group):
     def has_gradient(self, parameter: Parameter) -> bool:
         if self.gradient is None:
             return False
-        return self.sharded_gradient.has(self.position[id(parameter)], self.device)
+        return self.sharded_gradient.has(self.position[id(parameter)], self.memory.device)
 
     def zero_grad(self) -> None:
         self.applied = False
@@ -362,20 +373,20 @@ class ParameterGroup(_Group):
         # Pages can be lent until the next reduction takes them back (ShardedGradient.receive). They can't
         # where backward writes the sum itself (slots): it would not take the pages back first.
         if own.arrays and not own.slots and not self.placement.gradients:
-            self.device.lend_pages(own.arrays[0])
+            self.memory.device.lend_pages(own.arrays[0])
         if self.accumulates:
             self.gradient_path.discard()
 
     def new_state(self, name: str, dtype: Any = None) -> Array:
-        count, dtype = self.layout.shard_size, self._shard.dtype if dtype is None else dtype
+        count, dtype = self.layout.shard_size, self.shard.dtype if dtype is None else dtype
         if self.placement.optimizer_state:
-            array = self.settings.offload.host_buffer(self.device, count, dtype)
+            array = self.settings.offload.host_buffer(self.memory.device, count, dtype)
         else:
-            array = self.device.buffer(count, dtype)
-        return self.device.called(array, "optimizer state", self.label)
+            array = self.memory.device.buffer(count, dtype)
+        return self.memory.device.called(array, "optimizer state", self.label)
 
     def before_write(self) -> None:
-        if self.slot_shared and (self.shard_in_slot or self.low_precision_copy is not None):
+        if self.memory.slot_shared and (self.memory.shard_in_slot or self.low_precision_copy is not None):
             self.runtime.readers_done(self)
 
     def modified(self, copy_too: bool = False) -> None:
@@ -406,8 +417,8 @@ class ParameterGroup(_Group):
         lent = self.lent_bits(parameter)
         if not self.gathers_bits:
             return lent
-        numbers = self.device.empty(lent.shape, self.device.compute_dtype(self.key.param))
-        self.device.kernels.cast.unpack(lent.reshape(-1), numbers.reshape(-1), self.key.param)
+        numbers = self.memory.device.empty(lent.shape, self.memory.device.compute_dtype(self.key.param))
+        self.memory.device.kernels.cast.unpack(lent.reshape(-1), numbers.reshape(-1), self.key.param)
         return numbers
 
     def lent_bits(self, parameter: Parameter) -> Array:
@@ -421,7 +432,7 @@ class ParameterGroup(_Group):
     def value_dtype(self, parameter: Parameter) -> np.dtype:
         there = self.full_views or self.views
         if there and self.gathers_bits:
-            return self.device.compute_dtype(self.key.param)
+            return self.memory.device.compute_dtype(self.key.param)
         return there[0].dtype if there else parameter.dtype
 
     @property
@@ -429,7 +440,7 @@ class ParameterGroup(_Group):
         kind = self.key.param
         if kind not in dtypes.LOW or self.full_views is not None:
             return False
-        return self.device.gathered_dtype(kind) == dtypes.storage(kind)
+        return self.memory.device.gathered_dtype(kind) == dtypes.storage(kind)
 
     def assign(self, parameter: Parameter, values: Any) -> None:
         if self.full_views is None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 
 from shardrt import autograd
 from shardrt.comm.ranks import Mesh
+from shardrt.fsdp import training
 from shardrt.fsdp.forward import ForwardPass
 from shardrt.fsdp.gathers import Gathers
 from shardrt.fsdp.gradients import Gradients
@@ -28,7 +29,6 @@ from shardrt.fsdp.nodes import Regather, Tape
 from shardrt.fsdp.observers import OBSERVERS, ScheduleObserver
 from shardrt.fsdp.plan import Plan
 from shardrt.fsdp.sharded_gradient import Streams
-from shardrt.fsdp.trained import Trained
 from shardrt.fsdp.unit import State, Unit, root_of
 
 
@@ -55,7 +55,7 @@ class Schedule:
         makers = (*OBSERVERS, *self.root_unit.observers)
         self.observers: list[ScheduleObserver] = [make(self) for make in makers]
         self.plan = Plan(units)
-        self.trained = Trained(units, self.control)
+        self.trained = training.chosen(units, self.control)
         self.gathers = Gathers(units, prefetch, streams, self.control, self.observers)
         self.gradients = Gradients(mesh, units, streams, self.trained, make_gradient_slots)
         self.forward = ForwardPass(self.plan, self.gathers, self.observers, self._new_tape)

@@ -18,7 +18,7 @@ from shardrt.fsdp import buffers, composition
 from shardrt.fsdp.boundary import unit_of
 from shardrt.fsdp.buffers import PlanInputs, Spec, Specs
 from shardrt.fsdp.checks import RANK_CHECKS, check_groups, check_mesh, check_options, check_reachable
-from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup, UnbuiltGroup
+from shardrt.fsdp.group import GRADIENT_ROLES, GroupMemory, ParameterGroup, UnbuiltGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.process_groups import ProcessGroups, shape_of
 from shardrt.fsdp.schedule import Schedule
@@ -187,7 +187,7 @@ def make_gradient_slots(units: list[Unit], accumulates: bool) -> None:
     for prepare in PLANNED:
         prepare(layouts, ranks_of, inputs)
     for group, arenas in _make_arenas(specs, ranks_of, inputs.device, replaced).items():
-        group.arenas |= arenas
+        group.arenas.update(arenas)
 
 
 def _fits(role: str, specs: Specs) -> bool:
@@ -265,8 +265,7 @@ def _built(
     own, gathered = specs[group], arenas["gathered"].slots[0].array
     part = gathered[slice(*layout.shard_range(ranks.rank))]
     shard_in_slot = "shard" not in own
-    built = ParameterGroup(
-        group,
+    memory = GroupMemory(
         layout,
         ranks,
         inputs.device,
@@ -276,6 +275,7 @@ def _built(
         slot_shared=own["gathered"].sharers > 1,
         own_slot=sum(own["gathered"] is roles["gathered"] for roles in specs.values()) == 1,
     )
+    built = ParameterGroup(group, memory)
     _make_sums(built, own, inputs)
     return built
 

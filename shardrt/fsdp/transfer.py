@@ -46,7 +46,7 @@ class Transfer:
     def fill(self, slot: Slot, own: Array, streams: Streams) -> None:
         """Have the gather stream put the shard into `own`, its place in the slot."""
         streams.gather.wait(slot.free)  # compute has finished with the unit that had the slot
-        if not self.group.shard_in_slot:
+        if not self.group.memory.shard_in_slot:
             streams.gather.submit(streams.device.copy, own, self.group.shard)
 
     def shard_written(self, copy_too: bool) -> None:
@@ -65,7 +65,7 @@ class NoTransfer(Transfer):
 
 def transfer_of(group: Any, own_slot: bool) -> Transfer:
     """The transfer of a group that has its memory. own_slot: as Transfer.choose."""
-    if group.shard_in_slot and group.ranks.size == 1:
+    if group.memory.shard_in_slot and group.ranks.size == 1:
         return NoTransfer(group)
     chosen = (kind.choose(group, own_slot) for kind in TRANSFERS)
     return next((transfer for transfer in chosen if transfer is not None), None) or Transfer(group)

@@ -8,7 +8,7 @@ full             whole parameters and gradients  agreement      ranks compare th
 split_modules    tensor, context, expert parallel step_trace    traces of steps
 """
 
-from shardrt.fsdp import buffers, composition, policy, setup
+from shardrt.fsdp import buffers, composition, policy, setup, training
 from shardrt.fsdp.api import PREPARATIONS
 from shardrt.fsdp.checks import GROUP_CHECKS, RANK_CHECKS, UNIT_CHECKS
 from shardrt.fsdp.gradient_path import PATHS
@@ -24,6 +24,7 @@ from shardrt.fsdp.options.packed_rows import PackedGradient, plan_packed
 from shardrt.fsdp.options.split_modules import SplitModules
 from shardrt.fsdp.options.step_trace import StepTrace
 from shardrt.fsdp.scratch import reserve
+from shardrt.fsdp.trained import Trained
 from shardrt.fsdp.transfer import TRANSFERS
 
 PATHS += [PackedGradient, ChunkedGradient]  # packed rows come first: they are never sent in chunks
@@ -37,4 +38,5 @@ buffers.TRANSIT += [plan_wires, plan_packed, plan_staging]  # in the order of a 
 setup.PLANNED.append(reserve)
 setup.AT_ONCE.append(is_recomputed)
 composition.chosen = SplitModules()
+training.chosen = Trained
 policy.default_precision = MixedPrecisionPolicy

@@ -86,7 +86,7 @@ class NativeTransfer(LowPrecisionTransfer):
         if not rounds and group.ranks.size == 1:
             return
         stream.wait(slot.free)  # compute has finished with the unit that had the slot
-        if group.slot_shared:
+        if group.memory.slot_shared:
             # All ranks must have finished with the slot's last unit: they read what this rank writes now.
             group.ranks.gather.barrier(stream=stream, what=group.called)
         bits = slot.array[: group.layout.total].view(dtypes.storage(group.key.param))

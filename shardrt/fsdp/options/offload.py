@@ -82,7 +82,7 @@ class UploadedTransfer(Transfer):
 
     @classmethod
     def choose(cls, group: ParameterGroup, own_slot: bool) -> Transfer | None:
-        return cls(group, group.device.new_event()) if group.placement.parameters else None
+        return cls(group, group.memory.device.new_event()) if group.placement.parameters else None
 
     def fill(self, slot: Slot, own: Array, streams: Streams) -> None:
         streams.upload.wait(slot.free)  # compute has finished with the unit that had the slot
