@@ -178,6 +178,39 @@ def test_the_runtime_imports_nothing_that_plugs_into_device_and_comm_not_even_la
         seen |= found
 
 
+CORE = ("shardrt.fsdp", "shardrt.comm", "shardrt.device")
+PLUGS_INTO_CORE = (  # enters by shardrt/_backends.py or shardrt/fsdp/options
+    *PLUGS_IN,
+    *(f"shardrt.device.{name}" for name in ("cpu", "memory", "pages", "timeline", "threads", "host")),
+    *(f"shardrt.comm.{name}" for name in ("mesh", "digits", "thread", "mpi", "mpi_world", "contexts")),
+    *(f"shardrt.comm.{name}" for name in ("calls", "counts", "notices", "outbox", "patience", "supervision")),
+    *(f"shardrt.comm.{name}" for name in ("recording", "counted", "delayed")),
+    *(f"shardrt.fsdp.{name}" for name in ("options", "memory", "scratch", "dry_run", "replicas", "trained")),
+)
+CORE_LINES = 5_200  # with the modules and the tape below them, a day's reading
+
+
+def core():
+    """The modules of CORE that fsdp.api imports by way of CORE, lazily and for types too."""
+    seen, todo = set(), {"shardrt.fsdp.api"}
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        found = {module_of(imported) for imported in imports_of(name, MODULES[name])} - {None}
+        todo |= {other for other in found if other.startswith(CORE)} - seen
+    return seen
+
+
+def test_the_core_of_fsdp_imports_no_backend_and_no_option():
+    wrong = {name for name in core() if name in PLUGS_INTO_CORE or name.startswith("shardrt.fsdp.options")}
+    assert not wrong
+
+
+def test_the_core_of_fsdp_can_be_read_in_a_day():
+    lines = {name: len(MODULES[name].read_text().splitlines()) for name in core()}
+    assert sum(lines.values()) <= CORE_LINES, sorted(lines.items(), key=lambda item: -item[1])
+
+
 def _names(name, path, tree):
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in tree.body:

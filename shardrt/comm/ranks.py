@@ -13,7 +13,6 @@ import numpy as np
 
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import for_device
-from shardrt.comm.digits import Digits
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, Stream
 
@@ -28,7 +27,7 @@ class Family:
     reduction: str
     wrap: Callable[[Communicator], Any] | None
     root: "Mesh" = field(init=False)
-    folded: dict[str, Digits] = field(default_factory=dict)  # axes of folds, by name
+    folded: dict[str, Any] = field(default_factory=dict)  # axes of folds, by name: see mesh.py
     communicators: dict[tuple[str, tuple[int, ...]], Communicator] = field(default_factory=dict)
     attached: list[Callable[[Communicator, str, tuple[int, ...]], None]] = field(default_factory=list)
     streams: dict[str, Stream] = field(default_factory=dict)
