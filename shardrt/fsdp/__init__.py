@@ -1,7 +1,7 @@
 """Fully sharded data parallelism (FSDP): the runtime. Options are in `options` and enter at its seams.
 
 Reading order: api (fully_shard), unit and group (what a unit is), setup (how a model is built). Then one
-step: boundary, schedule, forward, gathers, collectives, nodes, whole_gradient, sharded_gradient.
+step: boundary, schedule, forward, gathers, transfer, nodes, whole_gradient, collectives, sharded_gradient.
 """
 
 from shardrt.fsdp.api import fully_shard, register_forward_method, units
