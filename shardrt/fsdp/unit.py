@@ -70,10 +70,9 @@ class Unit:
         for parameter, key in parameters:
             by_key.setdefault(key, []).append(parameter)
         self.groups: list[Any] = [UnbuiltGroup(self, key, own) for key, own in by_key.items()]
-        # Set by setup.py:
-        self.reshard_after_forward: bool
-        self.reshard_after_backward: bool
-        self.ancestors: frozenset[Unit]  # the units whose modules contain this one's
+        # setup.py decides these when the outermost unit is known:
+        self.reshard_after_forward = self.reshard_after_backward = True
+        self.ancestors: frozenset[Unit] = frozenset()  # the units whose modules contain this one's
 
     def clone(self) -> "Unit":
         """An unbuilt unit of the same modules with the same choices. It takes over the parameters."""
