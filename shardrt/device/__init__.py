@@ -23,7 +23,6 @@ __all__ = [
     "of",
     "on_host",
     "set_current",
-    "set_threads",
     "use",
 ]
 
@@ -95,19 +94,6 @@ def set_current(device: Device) -> None:
     """Make `device` the current one of this thread from now on."""
     device.enter()
     _state.device = device
-
-
-def set_threads(count: int) -> None:
-    """Let this process compute on the CPU with `count` threads from now on, in BLAS and in the kernels.
-
-    Products by another number of threads may differ in their last bits. Raises ValueError for less than one.
-    """
-    from threadpoolctl import threadpool_limits
-
-    from shardrt.kernels import cpu
-
-    cpu.set_threads(count)
-    threadpool_limits(count, user_api="blas")
 
 
 @contextmanager

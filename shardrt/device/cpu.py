@@ -202,6 +202,19 @@ class HostMemory:
 memory: type[HostMemory] = HostMemory  # shardrt/_backends.py names a pool of mapped pages (memory.py)
 
 
+def set_threads(count: int) -> None:
+    """Let this process compute on the CPU with `count` threads from now on, in BLAS and in the kernels.
+
+    Products by another number of threads may differ in their last bits. Raises ValueError for less than one.
+    """
+    from threadpoolctl import threadpool_limits
+
+    from shardrt.kernels import cpu
+
+    cpu.set_threads(count)
+    threadpool_limits(count, user_api="blas")
+
+
 class CPUDevice(Device):
     """NumPy arrays on the host."""
 

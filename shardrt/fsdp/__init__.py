@@ -4,9 +4,10 @@ Reading order: api (fully_shard), unit and group (what a unit is), setup (how a 
 step: boundary, schedule, forward, gathers, transfer, nodes, whole_gradient, collectives, sharded_gradient.
 """
 
-from shardrt.fsdp.api import fully_shard, register_forward_method, units
+from shardrt.fsdp.api import fully_shard, units
 from shardrt.fsdp.memory import MemoryPlan, explain, memory_plan
 from shardrt.fsdp.options.accumulation import no_sync, set_gradient_divide_factor
+from shardrt.fsdp.options.entries import register_forward_method
 from shardrt.fsdp.options.fixed_tree import set_world_invariant
 from shardrt.fsdp.options.full import full_gradients, full_parameters, reshard, unshard
 from shardrt.fsdp.options.mixed_precision import MixedPrecisionPolicy

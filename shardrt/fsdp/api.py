@@ -17,7 +17,7 @@ from shardrt.fsdp.policy import OffloadPolicy, Precision, Settings
 from shardrt.fsdp.setup import build, built_units
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Unit
-from shardrt.nn.module import Module, stages_of
+from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage
 
@@ -103,7 +103,7 @@ def fully_shard(
         raise ValueError(f"fully_shard: prefetch must be 0 or more, got {prefetch}")
     mesh = ranks.default_mesh() if mesh is None else mesh
     _check_axes(mesh)
-    _check_here(modules)
+    composition.chosen.check_modules(modules)
     chosen = ShardingStrategy.parse(strategy, len(mesh.shape), mesh.mesh_dim_names)
     if reshard_after_forward and chosen.rules.keep_after_backward:
         raise ValueError(
@@ -143,19 +143,6 @@ def _check_axes(mesh: Mesh) -> None:
         raise ValueError(f"fully_shard: the first axis of {mesh!r} must be 'dp_replicate'; {remedy}")
 
 
-def _check_here(modules: list[Module]) -> None:
-    """Raise ValueError for modules that belong to other pipeline stages than this rank's."""
-    for each in modules:
-        if stages_of(each):
-            raise ValueError("fully_shard: the model has stages; call it on each of them instead")
-        absent = next((parameter for parameter in each.parameters() if parameter.absent), None)
-        if absent is not None:
-            raise ValueError(
-                f"fully_shard: parameter {absent.name!r} is {absent.place.description}; call it on the "
-                "modules of this rank's stages"
-            )
-
-
 def _untaken(modules: list[Module], settings: Settings, ignored: Iterable[Module | Parameter]) -> Keyed:
     """(parameter, key) of the parameters of `modules` that no unit has and that are not ignored."""
     skipped: set[int] = set()
@@ -180,9 +167,8 @@ def _untaken(modules: list[Module], settings: Settings, ignored: Iterable[Module
                     f"make it float32 and pass mp_policy=MixedPrecisionPolicy(param_dtype={own!r})"
                 )
             types = settings.precision.types_of(below, own)
-            tied = parameter.name if parameter.place is not None and parameter.place.tied else ""
-            axes = composition.chosen.axes_of(parameter, settings.mesh)
-            key = GroupKey(parameter.requires_grad, own, *types, *axes, tied)
+            split = composition.chosen.split_of(parameter, settings.mesh)
+            key = GroupKey(parameter.requires_grad, own, *types, *split)
             known = found.setdefault(id(parameter), (parameter, key))
             if known[1] != key:
                 raise ValueError(
@@ -190,32 +176,6 @@ def _untaken(modules: list[Module], settings: Settings, ignored: Iterable[Module
                     "are in mp_policy.full_precision; list the classes of all these modules there, or of none"
                 )
     return list(found.values())
-
-
-def register_forward_method(module: Module, name: str) -> None:
-    """Gather a unit around each call of one of its methods, as around forward.
-
-    Args:
-        module: a module that fully_shard has made a unit.
-        name: name of the method.
-
-    Raises:
-        ValueError: if `module` is not a unit.
-        AttributeError: if `module` has no such method.
-
-    Example:
-        >>> fully_shard(model)
-        >>> register_forward_method(model, "generate")
-    """
-    if stages_of(module):
-        raise ValueError(
-            f"register_forward_method: {type(module).__name__} has stages, and a pipeline calls only forward"
-        )
-    if unit_of(module) is None:
-        raise ValueError(
-            f"register_forward_method: {type(module).__name__} is not a unit; call fully_shard first"
-        )
-    object.__setattr__(module, name, module.entered_around(getattr(module, name)))
 
 
 def units(module: Module) -> list[Unit]:

@@ -9,15 +9,19 @@ from typing import Any
 
 from shardrt.comm.ranks import Mesh
 from shardrt.fsdp.process_groups import Axes, ProcessGroups
+from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 
 
 class Composition:
     """Of a model without split modules: all of its ranks are data ranks."""
 
-    def axes_of(self, parameter: Parameter, mesh: Mesh) -> tuple[Axes, Axes]:
-        """(axes along which the parameter was split before, axes along which its gradients must be added)."""
-        return (), ()
+    def check_modules(self, modules: list[Module]) -> None:
+        """Raise ValueError if this rank can't shard one of these modules."""
+
+    def split_of(self, parameter: Parameter, mesh: Mesh) -> tuple[Axes, Axes, str]:
+        """GroupKey's `cut`, `partial` and `tied` of a parameter that is sharded over `mesh`."""
+        return (), (), ""
 
     def data_ranks(self, parameters: Iterable[Parameter], mesh: Mesh) -> int:
         """Number of ranks whose losses contribute to a gradient of these parameters."""

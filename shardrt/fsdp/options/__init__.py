@@ -6,6 +6,7 @@ packed_rows      some parameters are trained     chunks         gradients of a l
 fixed_tree       the same on any number of ranks accumulation   no_sync and the divide factor
 full             whole parameters and gradients  agreement      ranks compare their models
 split_modules    tensor, context, expert parallel step_trace    traces of steps
+entries          methods that gather as forward does
 """
 
 from shardrt.fsdp import buffers, composition, policy, setup, training

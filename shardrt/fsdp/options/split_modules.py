@@ -11,6 +11,7 @@ from shardrt.comm.digits import Digits, meet, number_in, size_of, union, without
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.fsdp.composition import Composition
 from shardrt.fsdp.process_groups import Axes, ProcessGroups, ranks_of_cut
+from shardrt.nn.module import Module, stages_of
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.share import CUT, PARTIAL, Share
 
@@ -18,7 +19,24 @@ from shardrt.nn.share import CUT, PARTIAL, Share
 class SplitModules(Composition):
     """The axes of data and of split modules together have all ranks that train the model."""
 
-    def axes_of(self, parameter: Parameter, mesh: DeviceMesh) -> tuple[Axes, Axes]:
+    def check_modules(self, modules: list[Module]) -> None:
+        for each in modules:
+            if stages_of(each):
+                raise ValueError("fully_shard: the model has stages; call it on each of them instead")
+            absent = next((parameter for parameter in each.parameters() if parameter.absent), None)
+            if absent is not None:
+                raise ValueError(
+                    f"fully_shard: parameter {absent.name!r} is {absent.place.description}; call it on the "
+                    "modules of this rank's stages"
+                )
+
+    def split_of(self, parameter: Parameter, mesh: DeviceMesh) -> tuple[Axes, Axes, str]:
+        place = parameter.place
+        tied = parameter.name if place is not None and place.tied else ""
+        return *self._axes_of(parameter, mesh), tied
+
+    def _axes_of(self, parameter: Parameter, mesh: DeviceMesh) -> tuple[Axes, Axes]:
+        """(axes along which the parameter was split before, axes along which its gradients must be added)."""
         share, place = parameter.share, parameter.place
         if place is not None and (place.mesh.root is not mesh.root or meet(place.axes, mesh.axes)):
             raise ValueError(
