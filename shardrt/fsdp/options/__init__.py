@@ -1,12 +1,18 @@
 """Options of FSDP. They enter at the runtime's seams, and the runtime imports nothing from here.
 
-mixed_precision  element types of a unit         low_precision  gathers and reductions in 16 bits
-float8           matmuls in float8               offload        parts of a unit in host memory
-packed_rows      some parameters are trained     chunks         gradients of a large outer unit
-fixed_tree       the same on any number of ranks accumulation   no_sync and the divide factor
-full             whole parameters and gradients  agreement      ranks compare their models
-split_modules    tensor, context, expert parallel step_trace    traces of steps
-entries          methods that gather as forward does
+- mixed_precision: element types of a unit
+- low_precision: gathers and reductions in 16 bits
+- float8: matmuls in float8
+- offload: parts of a unit in host memory
+- packed_rows: only some parameters of a group are trained
+- chunks: gradients of a large outer unit, chunk by chunk
+- fixed_tree: bitwise identical on any number of ranks
+- accumulation: no_sync and the divide factor
+- full: whole parameters and gradients outside of forward
+- entries: methods that gather as forward does
+- split_modules: modules split over other axes before (shardrt.parallel)
+- agreement: ranks compare their models before the first step
+- step_trace: spans for traces, the watchdog's phase
 """
 
 from shardrt.fsdp import buffers, composition, policy, setup, training
