@@ -28,7 +28,7 @@ from bench.parts import COMPUTE, EXPOSED, PARTS, STREAMS, busy, parts
 from bench.traffic import Counter, expected, expected_of_stage, expected_of_tensor
 from bench.training import LOW, PIPELINE, TENSOR, UNSHARDED, Training, gathered
 from shardrt import device
-from shardrt.comm import init_device_mesh, world
+from shardrt.comm import init_device_mesh, mpi_world, world
 from shardrt.device import timeline
 from shardrt.fsdp import ShardingStrategy
 from shardrt.kernels import onednn
@@ -68,7 +68,7 @@ def main() -> None:
     with one_line(USAGE):
         options = arguments().parse_args()
         workload = w.workload_of(options)
-        launched = world.launch()
+        launched = mpi_world.launch()
         check(options, launched and launched.size)
     if launched is None and (options.ranks or options.strategy == "all"):
         with one_line(USAGE, kinds=(RuntimeError,)):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardrt import _backends, functional, nn, optim
 from shardrt.autograd import enable_grad, is_grad_enabled, no_grad
-from shardrt.device import set_threads
+from shardrt.device.cpu import set_threads
 from shardrt.kernels.determinism import are_deterministic_algorithms_enabled, use_deterministic_algorithms
 from shardrt.random import manual_seed
 from shardrt.tensor import Tensor

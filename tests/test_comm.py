@@ -19,6 +19,7 @@ from shardrt.comm import (
     PeerFailed,
     create,
     init_device_mesh,
+    mpi_world,
     thread,
     world,
 )
@@ -513,7 +514,7 @@ def test_what_is_for_gpus_is_refused_on_the_cpu(kind):
     ],
 )
 def test_a_launcher_is_known_by_its_environment(environment, expected):
-    launch = world.launch(environment)
+    launch = mpi_world.launch(environment)
     found = launch and (launch.rank, launch.size, launch.local_rank, launch.local_size)
     assert found == expected
 

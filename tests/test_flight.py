@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from shardrt.comm import init_device_mesh, interceptors, thread
+from shardrt.comm import init_device_mesh, interceptors, recording, thread
 from shardrt.faults import diagnosis, flight
 from shardrt.faults.flight import DamagedFlight, Recorder, read, read_all
 from shardrt.tools import autopsy
@@ -154,7 +154,7 @@ def recorded(folder):
     """Every call of every kind, on 3 ranks."""
     mesh = init_device_mesh()
     mesh.communicator("early")
-    mesh.record(recorder := Recorder(folder, mesh.rank, mesh.size))
+    recording.record(mesh, recorder := Recorder(folder, mesh.rank, mesh.size))
     stream, size = mesh.device.current_stream, mesh.size
     for role in ("early", "late"):
         comm = mesh.communicator(role)
@@ -175,7 +175,7 @@ def recorded(folder):
         comm.barrier(stream=stream)
         if mesh.rank < 2:
             (comm.send if mesh.rank else comm.recv)(np.zeros(2), peer=1 - mesh.rank, stream=stream)
-    mesh.record(None)
+    recording.record(mesh, None)
     mesh.communicator("late").barrier(stream=stream)
     return recorder.latest
 
@@ -256,7 +256,7 @@ def test_a_thread_world_has_files_of_its_own(tmp_path):
 def in_groups(folder):
     """Two groups of two; {0, 1} has called three times, {2, 3} once; rank 0 waits for rank 1."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    mesh.record(recorder := Recorder(folder, mesh.rank, mesh.size))
+    recording.record(mesh, recorder := Recorder(folder, mesh.rank, mesh.size))
     shard, replicate = mesh.communicator("gather", "shard"), mesh.communicator("gather", "replicate")
     for _ in range(3 if mesh.rank < 2 else 1):
         shard.barrier(stream=mesh.device.current_stream)
@@ -264,7 +264,7 @@ def in_groups(folder):
     if mesh.rank == 0:
         recorder._write(flight.ENTERED, *recorder.facts(names[0], 4, "barrier", "", None))
     other = init_device_mesh("cpu")
-    other.record(recorder)
+    recording.record(other, recorder)
     return [*names, other.communicator("control").interceptors[0].name]
 
 
@@ -289,7 +289,7 @@ def test_a_group_is_not_taken_for_another_of_its_axis(tmp_path):
     ],
 )
 def test_a_name_says_which_ranks_belong_to_a_communicator(ranks, name):
-    assert interceptors.group_name("g", list(ranks), 8) == name
+    assert recording.group_name("g", list(ranks), 8) == name
     assert list(flight.members(name, 8)) == list(flight.members(f"{name}~2", 8)) == list(ranks)
     assert flight.members("ther[0,1,4]~"[1:] + "[", 8) is None  # the end of a name that was too long
 

@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 
-from shardrt.comm import CollectiveDelay, CollectiveMismatch, init_device_mesh
+from shardrt.comm import CollectiveDelay, CollectiveMismatch, init_device_mesh, recording
 from shardrt.comm.links import Links
 from shardrt.device import StreamError, get
 from shardrt.device.memory import Pool
@@ -329,7 +329,7 @@ def hung(folder, ranks, stop, expected, chunks=1, also=lambda mesh, recorder: No
     def body():
         mesh = init_device_mesh("cpu")
         recorder = Recorder(folder, mesh.rank, mesh.size)
-        mesh.record(recorder)
+        recording.record(mesh, recorder)
         also(mesh, recorder)
         Program(mesh, chunks=chunks, before=lambda *action: action == stop and gate.wait(200)).step()
 
@@ -398,7 +398,7 @@ def test_who_waits_at_the_end_of_a_step_for_a_message_to_be_taken_says_so(tmp_pa
     gate = threading.Event()
 
     def body(mesh, made):
-        mesh.record(Recorder(tmp_path, mesh.rank, 2))
+        recording.record(mesh, Recorder(tmp_path, mesh.rank, 2))
         if mesh.rank == 0:
             made.send("F", 1, (X,), tag="F3 of stage 0")
         else:

@@ -5,6 +5,7 @@ import pytest
 
 from shardrt import nn, optim
 from shardrt.comm import init_device_mesh, mesh_layout, thread
+from shardrt.comm.recording import record, recorder_of
 from shardrt.fsdp import fully_shard, units
 from tests import lab
 from tests.parallel import nets
@@ -54,7 +55,7 @@ def cube():
         ]
         sizes = [mesh.size_of("dp"), pair.size_of("tp"), mesh.rank_of("pp"), mesh.rank_of("tp"), fold.shape]
         names = [pair.mesh_dim_names, mesh.flat("dp", "tp").mesh_dim_names, fold.mesh_dim_names]
-        return facts, same, sizes, names, mesh.flat("dp", "tp").recorder_of("control", *range(4))[1]
+        return facts, same, sizes, names, recorder_of(mesh.flat("dp", "tp"), "control", *range(4))[1]
 
     return run_ranks(8, body)
 
@@ -100,7 +101,7 @@ def _recorded_names(mesh):
     turned = mesh["b", "a"]
     for part in (mesh, mesh["b"], mesh["a"], turned):
         part.communicator("x")
-    mesh.record(Recorder())
+    record(mesh, Recorder())
     return [part.communicator("x").interceptors[0].name for part in (mesh, mesh["b"], mesh["a"], turned)]
 
 

@@ -8,7 +8,7 @@ import pytest
 import shardrt
 from shardrt import nn, optim
 from shardrt.comm import init_device_mesh, thread
-from shardrt.device import cpu, pages
+from shardrt.device import cpu, memory, pages
 from shardrt.device.memory import Pool
 from shardrt.fsdp import fully_shard, units
 
@@ -197,7 +197,7 @@ def test_training_has_the_same_bits_where_gradients_lend_their_memory(ranks, mon
     monkeypatch.setattr(pages, "_remap", lambda *places: moved.append(places) or real(*places))
     lent = thread.run(ranks, trained)
     assert (len(moved) > 0) == (ranks > 1)
-    monkeypatch.setattr(cpu, "LENDS", False)
+    monkeypatch.setattr(memory, "LENDS", False)
     for own, other in zip(lent, thread.run(ranks, trained), strict=True):
         for one, same in zip(own, other, strict=True):
             np.testing.assert_array_equal(one, same)

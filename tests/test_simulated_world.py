@@ -139,7 +139,7 @@ def test_a_call_is_in_the_stream_that_runs_it_at_the_place_that_wants_it(program
     streams = {(programs[0].groups[item.group].role, item.stream) for item in calls}
     assert streams >= {("gather", "gather"), ("reduce", "reduce"), ("control", HOST), ("used", "used")}
     gathers = [item for item in calls if item.call == "all_gather" and item.stream == "gather"]
-    assert {item.site.split(":")[0] for item in gathers} == {"shardrt/fsdp/collectives.py"}
+    assert {item.site.split(":")[0] for item in gathers} == {"shardrt/fsdp/transfer.py"}
     own = {sum(r.stop - r.start for r in item.reads) * 4 == item.nbytes for item in gathers}
     others = {sum(r.stop - r.start for r in item.writes) * 4 == 3 * item.nbytes for item in gathers}
     assert own == others == {True}

@@ -21,7 +21,7 @@ from bench.collectives.measure import Effort, Line, line
 from bench.collectives.ops import Case
 from bench.collectives.options import cases, parse
 from shardrt import device as devices
-from shardrt.comm import Communicator, create, thread
+from shardrt.comm import Communicator, create, mpi_world, thread
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import CARRIERS, for_device
 from shardrt.train.errors import USAGE, launched_rank, one_line
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None, wrap: Wrap = lambda communicator: c
     """The exit code. `wrap` is put around the communicators that are timed."""
     with one_line(USAGE):
         options = parse(arguments)
-        launched = worlds.launch()
+        launched = mpi_world.launch()
         threads = options.nthreads if options.nthreads > 1 else 0
         ranks = threads or (launched.size if launched else 1)
         todo = cases(options, ranks)

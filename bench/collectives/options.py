@@ -8,8 +8,7 @@ from itertools import product
 from bench.collectives import offers
 from bench.collectives.ops import DTYPES, NOBODY, NONE, OPS, PLACES, REDUCTIONS, Case, Op, rounded
 from bench.command_line import Parser, add_forms, check_known, nbytes, words
-from shardrt.comm import backends
-from shardrt.comm import world as worlds
+from shardrt.comm import backends, mpi_world
 from shardrt.device import cuda
 
 _LEAST, _MOST, _FACTOR = 1 << 10, 32 << 20, 4  # what is swept when nothing is said
@@ -88,7 +87,7 @@ def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
 
     An op that was named must offer something; of all ops those that offer nothing are left out.
     """
-    launched = worlds.launch()
+    launched = mpi_world.launch()
     under_mpi = launched is not None and launched.size > 1
     who = [offers.raw_of(kind, under_mpi) for kind in options.kinds]
     asked = [offers.ours, *(raw for raw in who if raw is not None)]
@@ -180,7 +179,7 @@ def _known(what: str, given: list[str], known: Collection[str]) -> list[str]:
 
 def _kinds(options: argparse.Namespace) -> list[str]:
     """The communicators to time; all of them fit this run."""
-    launched = worlds.launch()
+    launched = mpi_world.launch()
     if options.nthreads < 1:
         raise ValueError(f"-t: must be at least 1, got {options.nthreads}")
     threads = options.nthreads > 1
@@ -201,7 +200,7 @@ def _kinds(options: argparse.Namespace) -> list[str]:
     return [alone if kind == "auto" else kind for kind in options.communicators]
 
 
-def _fitting(threads: bool, launched: worlds.Launch | None) -> list[str]:
+def _fitting(threads: bool, launched: mpi_world.Launch | None) -> list[str]:
     if threads:
         return ["thread"]
     if launched is None or launched.size == 1:

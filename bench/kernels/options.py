@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from bench.command_line import Parser, add_forms, check_known, nbytes, words
 from bench.kernels.case import Sizes
 from bench.kernels.ops import OPS
-from shardrt.comm import world as worlds
+from shardrt.comm import mpi_world
 from shardrt.device import cuda
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -68,6 +68,6 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.device == "cuda" and not cuda.count():
         raise ValueError("--device: 'cuda' needs a GPU, and there is none here")
-    launched = worlds.launch()
+    launched = mpi_world.launch()
     if launched is not None and launched.size > 1:
         raise ValueError("bench.kernels measures one process; start it without mpirun")

@@ -20,7 +20,7 @@ from bench.command_line import Parser, check_known, nbytes, words
 from bench.gpu.report import Row, table
 from bench.offload import copies, disk, optimizer
 from shardrt import device as devices
-from shardrt.comm import world as worlds
+from shardrt.comm import mpi_world
 from shardrt.device import Device, cuda
 from shardrt.train.errors import USAGE, one_line
 
@@ -105,7 +105,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--device: 'cuda' needs a GPU, and there is none here")
     if options.device == "auto":
         options.device = "cuda" if cuda.count() else "cpu"
-    launched = worlds.launch()
+    launched = mpi_world.launch()
     if launched is not None and launched.size > 1:
         raise ValueError("bench.offload measures one process; start it without mpirun")
 

@@ -14,7 +14,7 @@ from shardrt.checkpoint.pieces import counted, set_steps
 from shardrt.comm import objects
 from shardrt.comm.first import FromFirst
 from shardrt.comm.protocol import Communicator
-from shardrt.fsdp.full import whole_on_first
+from shardrt.fsdp.options.full import whole_on_first
 from shardrt.nn.extents import take
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter

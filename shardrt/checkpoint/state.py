@@ -8,8 +8,8 @@ import numpy as np
 from shardrt import device
 from shardrt.checkpoint.pieces import placed_buffers
 from shardrt.comm import objects
-from shardrt.fsdp.full import full_group
 from shardrt.fsdp.group import ParameterGroup
+from shardrt.fsdp.options.full import full_group
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter

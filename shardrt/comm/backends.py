@@ -1,4 +1,4 @@
-"""Communicators by name: "single", "thread", "mpi", and those that are registered (shardrt/_backends.py)."""
+"""Communicators by name: "single", "thread", and those that are registered (shardrt/_backends.py)."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -71,31 +71,25 @@ def create(kind: str = "auto") -> Communicator:
     world = worlds.current()
     if world.device is not None:
         return world.root.duplicate()
-    if kind in OVER_MPI and kind != "auto":
-        world = worlds.of_mpi()
-    elif kind not in ("auto", world.kind):
+    if kind in BY_NAME:
+        return BY_NAME[kind]()
+    if kind not in ("auto", world.kind):
         raise ValueError(f"communicator: {kind!r} does not fit this run, which is {world.kind!r}")
-    if world.kind == "mpi":
-        from shardrt.comm.contexts import free_dropped
-
-        free_dropped(world.root)
-        return OVER_MPI[kind](world)
-    return world.root.duplicate() if world.kind == "thread" else SingleCommunicator()
+    return AUTOMATIC[world.kind](world)
 
 
-def _plain(world: World) -> Communicator:
-    from shardrt.comm.mpi import MPICommunicator
-
-    return MPICommunicator(world.root.Dup())
-
-
-OVER_MPI: dict[str, Callable[[World], Communicator]] = {"auto": _plain, "mpi": _plain}  # collective
+# Kind of a world -> what makes its automatic communicator. Collective, as are the functions of BY_NAME.
+AUTOMATIC: dict[str, Callable[[World], Communicator]] = {
+    "single": lambda world: SingleCommunicator(),
+    "thread": lambda world: world.root.duplicate(),
+}
+BY_NAME: dict[str, Callable[[], Communicator]] = {}  # those that bring a world of their own kind along
 CARRIERS: dict[str, Carrier] = {}
 
 
 def kinds() -> tuple[str, ...]:
     """All names of communicators, "auto" first."""
-    return tuple(dict.fromkeys(("auto", "single", "thread", *OVER_MPI, *CARRIERS)))
+    return ("auto", "single", "thread", *BY_NAME, *CARRIERS)
 
 
 def reductions() -> tuple[str, ...]:

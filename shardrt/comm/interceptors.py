@@ -1,9 +1,7 @@
-"""What sees the calls of a communicator on their way: recording, and by which names; counting; delays."""
+"""Interceptor sees the calls of a communicator on their way: to count them, to delay them, to record them."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
-
-MESSAGES = ("send", "recv", "exchange")  # calls of two ranks, not of all
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
@@ -30,56 +28,6 @@ class Interceptor:
     def intercept_talk(self, run: Callable[[bytes], list[bytes]]) -> Callable[[bytes], list[bytes]]:
         """The same for `all_gather_bytes`, which has no stream."""
         return run
-
-
-class Recorder(Protocol):
-    """Records calls, such as faults' flight recorder."""
-
-    meshes: int  # whose communicators are recorded
-
-    def facts(self, communicator: str, number: int, operation: str, unit: str, array: Any) -> tuple:
-        """What is recorded of a collective: the `number`-th call of a communicator, for `unit`."""
-
-    def around(self, facts: tuple, function: Callable[..., Any], args: tuple) -> Any:
-        """Run a collective between a record that it was entered and one that it is done; gives its result."""
-
-    def part(self, phase: str, action: str = "") -> None:
-        """A part of a step begins; action: of a pipeline, what of it."""
-
-
-class Recorded(Interceptor):
-    """Has a recorder note every call. name: the name of the communicator, unique in this run."""
-
-    def __init__(self, communicator: Any, recorder: Recorder, name: str) -> None:
-        super().__init__(communicator)
-        self.name = name
-        self._recorder = recorder
-        self._number = 0  # of the latest collective, the same on all ranks: so messages do not count
-
-    def intercept(self, call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
-        return self._recorded(call.name, call.tag, call.array, run)
-
-    def intercept_talk(self, run: Callable[[bytes], list[bytes]]) -> Callable[[bytes], list[bytes]]:
-        return self._recorded("all_gather_bytes", "", None, run)
-
-    def _recorded(self, name: str, tag: str, array: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-        self._number += name not in MESSAGES
-        facts = self._recorder.facts(self.name, self._number, name, tag, array)
-        return lambda *args: self._recorder.around(facts, run, args)
-
-
-def group_name(role: str, ranks: Sequence[int], world: int) -> str:
-    """What a communicator is called: its role, and its ranks where they are not all: gather[0:8:2].
-
-    So two groups of one axis have two names, and the name says which ranks belong to it.
-    """
-    if list(ranks) == list(range(world)):
-        return role
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    run = range(ranks[0], ranks[-1] + 1, step) if step > 0 else range(0)
-    if list(run) != list(ranks):
-        return f"{role}[{','.join(map(str, ranks))}]"
-    return f"{role}[{run.start}:{run.stop}{f':{step}' * (step > 1)}]"
 
 
 def message_to(peer: int, tag: str) -> str:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardrt import dtypes
-from shardrt.comm import objects
+from shardrt.comm import objects, recording
 from shardrt.comm.interceptors import message_from, message_to
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
@@ -227,7 +227,7 @@ class _End:
     ) -> None:
         """Run what makes the program wait for the other end."""
         source, to, kind = self.link
-        recorder, name = self._mesh.recorder_of(kind, source, to)
+        recorder, name = recording.recorder_of(self._mesh, kind, source, to)
         if recorder is None:
             function(*args)
         else:

@@ -1,12 +1,10 @@
-"""A mesh of ranks: an array of them, whose slices along axes are the groups that communicate.
+"""DeviceMesh: the mesh that users make, by `init_device_mesh`. Its axes can be joined and folded.
 
-The mesh makes communicators and knows what they are for by a role ("gather", "reduce", "control", "used"), so
-that gathers never queue behind reductions. It does not say what is sharded along which axis.
+ranks.py has its slices and communicators, which are all that FSDP needs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from functools import cache, cached_property
 from math import prod
 from typing import Any
@@ -14,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from shardrt import device as devices
-from shardrt.comm import mesh_layout, supervision
+from shardrt.comm import mesh_layout
 from shardrt.comm import world as worlds
-from shardrt.comm.backends import CARRIERS, create, for_device, reductions
-from shardrt.comm.interceptors import Recorded, Recorder, group_name
+from shardrt.comm.backends import CARRIERS, create, reductions
 from shardrt.comm.mesh_layout import MeshLayout
 from shardrt.comm.protocol import Communicator
-from shardrt.device import Device, Stream
+from shardrt.comm.ranks import Family, Mesh
+from shardrt.device import Device
 
 
 def init_device_mesh(
@@ -48,21 +46,14 @@ def init_device_mesh(
     """
     if reduction not in reductions():
         raise ValueError(f"reduction: {reduction!r} is unknown; known are {', '.join(reductions())}")
-    limit: AbstractContextManager[None] = nullcontext()
-    if (launched := worlds.launch()) is not None:  # else this is the only rank
-        missing = (
-            f"hang: rank {launched.rank} of {launched.size} has waited {timeout:g} s for all ranks to come "
-            f"to init_device_mesh; those that have not still import, are stopped, or gone"
-        )
-        limit = supervision.supervisor.within(timeout, missing)
-    with limit:
+    with worlds.launcher.meeting(timeout):
         world = worlds.current()
         place = _device(device, world, communicator)
         shape = tuple(shape or world.shape or (world.size,))
         _check(shape, mesh_dim_names, world.size)
         base = create(communicator)
         devices.set_current(place)
-        family = _Family(world, place, communicator, reduction, wrap)
+        family = Family(world, place, communicator, reduction, wrap)
         family.root = DeviceMesh(family, np.arange(base.size).reshape(shape), base, mesh_dim_names)
         return family.root
 
@@ -77,43 +68,7 @@ def default_mesh() -> "DeviceMesh":
     return _default(worlds.current())
 
 
-@dataclass(eq=False)
-class _Family:
-    """What a mesh and all its sub-meshes have in common."""
-
-    world: worlds.World
-    device: Device
-    kind: str
-    reduction: str
-    wrap: Callable[[Communicator], Any] | None
-    root: "DeviceMesh" = field(init=False)
-    folded: dict[str, MeshLayout] = field(default_factory=dict)  # axes of folds, by name
-    recorder: Recorder | None = None
-    number: int = 1  # of the meshes that are recorded
-    communicators: dict[tuple[str, tuple[int, ...]], Communicator] = field(default_factory=dict)
-    streams: dict[str, Stream] = field(default_factory=dict)
-
-    def record(self, role: str, ranks: tuple[int, ...]) -> None:
-        """Have a communicator recorded by the recorder that there is now, if any."""
-        made = self.communicators[role, ranks]
-        made.interceptors = tuple(each for each in made.interceptors if not isinstance(each, Recorded))
-        if self.recorder is not None:
-            Recorded(made, self.recorder, self.name(role, ranks))
-
-    def carrier(self, host: Communicator, role: str) -> Communicator:
-        """What carries the device's arrays over the ranks of `host`, which it takes over. Collective."""
-        made = for_device(host, self.device, self.kind, role, self.reduction)
-        if self.wrap is not None:
-            self.wrap(made)
-        return made
-
-    def name(self, role: str, ranks: tuple[int, ...]) -> str:
-        """What a communicator is called, as no other one of this run."""
-        name = group_name(role, ranks, self.root.size)
-        return name if self.number == 1 else f"{name}~{self.number}"
-
-
-class DeviceMesh:
+class DeviceMesh(Mesh):
     """`ranks` of the run as an array with named axes; this rank is number `rank` of `size` in it.
 
     `mesh["shard"]` and `mesh["replicate", "shard"]` are the slices of it, along these axes, that this rank is
@@ -121,58 +76,7 @@ class DeviceMesh:
     share communicators and streams; `root` is the mesh of all ranks.
     """
 
-    def __init__(
-        self,
-        family: _Family,
-        ranks: np.ndarray,
-        base: Communicator,
-        mesh_dim_names: tuple[str, ...] | None,
-        axes: "Sequence[DeviceMesh] | None" = None,
-    ) -> None:
-        """`base`: over `ranks`, in their order. `axes`: the sub-mesh of each, if there are several."""
-        self._family = family
-        self._base = base
-        self.ranks = ranks
-        self.mesh_dim_names = mesh_dim_names
-        self.rank = base.rank
-        self.size = base.size
-        self.coordinate = tuple(int(i) for i in np.unravel_index(base.rank, ranks.shape))
-        self._parts: dict[Any, DeviceMesh] = {}
-        self._within: DeviceMesh | None = None  # who makes slices along its axes
-        if axes is None:  # now, by everyone: later an axis's group can make communicators on its own
-            axes = [self._along((axis,)) for axis in range(ranks.ndim)] if ranks.ndim > 1 else [self]
-        self._axes = axes
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Ranks per axis."""
-        return self.ranks.shape
-
-    @property
-    def root(self) -> "DeviceMesh":
-        """The mesh of all ranks that this one was taken from; itself where it is that."""
-        return self._family.root
-
-    @property
-    def device(self) -> Device:
-        """Where the ranks compute."""
-        return self._family.device
-
-    @contextmanager
-    def on(self, device: Device) -> Iterator[None]:
-        """Inside a with block, this whole family of meshes is on another device, in other streams."""
-        family = self._family
-        before = family.device, family.streams
-        family.device, family.streams = device, {}
-        try:
-            yield
-        finally:
-            family.device, family.streams = before
-
-    @property
-    def world(self) -> worlds.World:
-        """What the ranks are, processes or threads, and how many of them this host has."""
-        return self._family.world
+    _within: "DeviceMesh | None" = None  # the mesh that makes slices, once ranks have come apart
 
     @cached_property
     def axes(self) -> MeshLayout:
@@ -204,69 +108,16 @@ class DeviceMesh:
         inside = tuple(number for number in own if mesh_layout.union(self._axes[number].axes, axes) == axes)
         return inside if prod(self.shape[number] for number in inside) == mesh_layout.size_of(axes) else None
 
-    def allow_divergence(self, axes: MeshLayout) -> None:
-        """Let ranks of `root` that differ along these axes make its other slices without each other.
-
-        They need not make the same ones from now on. Collective over `root`.
-        """
-        root = self.root
-        self.device.allow_divergence(axes)
-        others = [
-            number for number, each in enumerate(root._axes) if not mesh_layout.overlap(each.axes, axes)
-        ]
-        if axes and others:
-            root._within = root[tuple(others)]
-
-    def names_of(self, axes: MeshLayout) -> list[str]:
-        """What axes of `root`, or of a fold, are called; those without a name have their number."""
-        root = self.root
-        own = {
-            name: root._axes[n].axes for n, name in enumerate(root.mesh_dim_names or range(len(root.shape)))
-        }
-        named = [*own.items(), *self._family.folded.items()]
-        exact = [str(name) for name, each in named if each == axes and each]
-        return exact[:1] or [str(name) for name, each in own.items() if mesh_layout.overlap(each, axes)]
-
     def index_except(self, *axes: MeshLayout) -> int:
         """This rank's number among those of `root` that differ from it along all but these axes."""
         return mesh_layout.index_in(
             mesh_layout.without(self.root.axes, mesh_layout.union(*axes)), self.root.rank
         )
 
-    def among(self, places: Sequence[int]) -> "DeviceMesh | None":
-        """The ranks at these places of this mesh, which has one axis; None for others. Collective over it."""
-        inside = self.rank in places
-        base = self._base.among(places, 0) if inside else self._base.split(None, 0)
-        if base is None:
-            return None
-        return DeviceMesh(self._family, self.ranks[list(places)], base, self.mesh_dim_names)
-
     def union(self, axes: MeshLayout) -> "DeviceMesh":
         """`along` its own axes and these; itself where it has them already."""
         wanted = mesh_layout.union(self.axes, axes)
         return self if wanted == self.axes else self.along(wanted)
-
-    def axis(self, dim: int | str) -> "DeviceMesh":
-        """The sub-mesh along one of its axes, a number or name."""
-        return self._axes[self._number(dim)]
-
-    def __getitem__(self, names: str | tuple[str, ...]) -> "DeviceMesh":
-        """The ranks that differ from this one only along these axes, in this order; always the same object.
-
-        Of several axes but not all: collective over this mesh at the first time, or over what has come apart.
-        Raises ValueError.
-        """
-        names = (names,) if isinstance(names, str) else tuple(names)
-        axes = tuple(self._number(name) for name in names)
-        if not axes or len(set(axes)) < len(axes):
-            raise ValueError(f"{names} must be one axis or several of {self!r}, each once")
-        if axes == tuple(range(len(self.shape))):
-            return self
-        if len(axes) == 1:
-            return self._axes[axes[0]]
-        if axes not in self._parts:
-            self._parts[axes] = self._slice(axes)
-        return self._parts[axes]
 
     def flat(self, *names: str) -> "DeviceMesh":
         """One axis of several, which is called after all of them: flat("dp", "cp") has the axis "dp_cp".
@@ -302,6 +153,82 @@ class DeviceMesh:
         self._family.folded |= {each: made[each].axes for each in (rest, name)}
         return made
 
+    def among(self, places: Sequence[int]) -> "DeviceMesh | None":
+        """The ranks at these places of this mesh, which has one axis; None for others. Collective over it."""
+        inside = self.rank in places
+        base = self._base.among(places, 0) if inside else self._base.split(None, 0)
+        if base is None:
+            return None
+        return DeviceMesh(self._family, self.ranks[list(places)], base, self.mesh_dim_names)
+
+    def allow_divergence(self, axes: MeshLayout) -> None:
+        """Let ranks of `root` that differ along these axes make its other slices without each other.
+
+        They need not make the same ones from now on. Collective over `root`.
+        """
+        root = self.root
+        self.device.allow_divergence(axes)
+        others = [
+            number for number, each in enumerate(root._axes) if not mesh_layout.overlap(each.axes, axes)
+        ]
+        if axes and others:
+            root._within = root[tuple(others)]
+
+    def names_of(self, axes: MeshLayout) -> list[str]:
+        """What axes of `root`, or of a fold, are called; those without a name have their number."""
+        root = self.root
+        own = {
+            name: root._axes[n].axes for n, name in enumerate(root.mesh_dim_names or range(len(root.shape)))
+        }
+        named = [*own.items(), *self._family.folded.items()]
+        exact = [str(name) for name, each in named if each == axes and each]
+        return exact[:1] or [str(name) for name, each in own.items() if mesh_layout.overlap(each, axes)]
+
+    @contextmanager
+    def on(self, device: Device) -> Iterator[None]:
+        """Inside a with block, this whole family of meshes is on another device, in other streams."""
+        family = self._family
+        before = family.device, family.streams
+        family.device, family.streams = device, {}
+        try:
+            yield
+        finally:
+            family.device, family.streams = before
+
+    def _slice(self, axes: tuple[int, ...]) -> "DeviceMesh":
+        within = self._within
+        if within is None or any(self._axes[axis] not in within._axes for axis in axes):
+            return self._along(axes)
+        return within._along(tuple(within._axes.index(self._axes[axis]) for axis in axes))
+
+    def _with_layout(self, axes: tuple[MeshLayout, ...]) -> "DeviceMesh":
+        """As `along`, of the mesh of all ranks: one axis, made by as few ranks as can. Collective."""
+        wanted, ranks = mesh_layout.union(*axes), self.ranks.ravel()
+        within = (
+            self if self._within is None or mesh_layout.without(wanted, self._within.axes) else self._within
+        )
+        colors = mesh_layout.index_in(mesh_layout.without(self.axes, wanted), ranks)
+        keys = ranks * 0
+        for each in axes:
+            keys = keys * mesh_layout.size_of(each) + mesh_layout.index_in(each, ranks)
+        row = ranks[colors == colors[self.rank]]
+        row = row[np.argsort(keys[row])]
+        base = within._base.among(within._places(row), int(colors[self.rank]))
+        return type(self)(self._family, row, base, None)
+
+    def pair(self, source: int, to: int) -> tuple[Communicator, Communicator] | None:
+        """Communicators of two ranks, for arrays of the device and of the host; None on the others.
+
+        `source` is their rank 0. Collective; others at each call, which nobody else uses (comm/links.py).
+        """
+        inside, family = self.rank in (source, to), self._family
+        host = self._base.among((source, to), 0) if inside else self._base.split(None, 0)
+        if host is None:
+            return None
+        made = family.carrier(host.duplicate(), "link")
+        host.role = "shapes"
+        return made, host
+
     def _check_fold(self, name: str, size: int, part: "DeviceMesh", rest: str) -> None:
         """Raise ValueError unless the ranks of `part` follow one another, and no other axis is cut across."""
         if name == rest:
@@ -331,148 +258,6 @@ class DeviceMesh:
             made = DeviceMesh(self._family, part.ranks.reshape(shape), part._base, names)
             self._parts[how, given] = made
         return self._parts[how, given]
-
-    def _slice(self, axes: tuple[int, ...]) -> "DeviceMesh":
-        """As _along, made by as few ranks as can."""
-        within = self._within
-        if within is None or any(self._axes[axis] not in within._axes for axis in axes):
-            return self._along(axes)
-        return within._along(tuple(within._axes.index(self._axes[axis]) for axis in axes))
-
-    def _with_layout(self, axes: tuple[MeshLayout, ...]) -> "DeviceMesh":
-        """As `along`, of the mesh of all ranks: one axis, made by as few ranks as can. Collective."""
-        wanted, ranks = mesh_layout.union(*axes), self.ranks.ravel()
-        within = (
-            self if self._within is None or mesh_layout.without(wanted, self._within.axes) else self._within
-        )
-        colors = mesh_layout.index_in(mesh_layout.without(self.axes, wanted), ranks)
-        keys = ranks * 0
-        for each in axes:
-            keys = keys * mesh_layout.size_of(each) + mesh_layout.index_in(each, ranks)
-        row = ranks[colors == colors[self.rank]]
-        row = row[np.argsort(keys[row])]
-        base = within._base.among(within._places(row), int(colors[self.rank]))
-        return DeviceMesh(self._family, row, base, None)
-
-    def _places(self, ranks: np.ndarray) -> list[int]:
-        """Where ranks of the world are in this mesh."""
-        own = self.ranks.ravel()
-        order = np.argsort(own)
-        return order[np.searchsorted(own, ranks.ravel(), sorter=order)].tolist()
-
-    def _along(self, axes: tuple[int, ...]) -> "DeviceMesh":
-        """The sub-mesh of this rank along some of the axes. Collective."""
-        others = [axis for axis in range(len(self.shape)) if axis not in axes]
-        place = [self.coordinate[axis] for axis in others]
-        rows = self.ranks.transpose(*others, *axes)[tuple(place)]
-        color = np.ravel_multi_index(place, [self.shape[axis] for axis in others]) if others else 0
-        base = self._base.among(self._places(rows), int(color))
-        names = tuple(self.mesh_dim_names[axis] for axis in axes) if self.mesh_dim_names else None
-        known = [self._axes[axis] for axis in axes] if len(axes) > 1 else None
-        return DeviceMesh(self._family, rows, base, names, known)
-
-    def communicator(self, role: str, dim: int | str | None = None) -> Communicator:
-        """The communicator for `role` over the ranks along axis `dim` (a number or name; None: all ranks).
-
-        Made at the first call, which is collective over those ranks, and the same object from then on.
-        """
-        if dim is not None:
-            return self.axis(dim).communicator(role)
-        family, ranks = self._family, tuple(self.ranks.ravel().tolist())
-        if (role, ranks) not in family.communicators:
-            family.communicators[role, ranks] = family.carrier(self._base.duplicate(), role)
-            family.record(role, ranks)
-        return family.communicators[role, ranks]
-
-    def pair(self, source: int, to: int) -> tuple[Communicator, Communicator] | None:
-        """Communicators of two ranks, for arrays of the device and of the host; None on the others.
-
-        `source` is their rank 0. Collective; others at each call, which nobody else uses (comm/links.py).
-        """
-        inside, family = self.rank in (source, to), self._family
-        host = self._base.among((source, to), 0) if inside else self._base.split(None, 0)
-        if host is None:
-            return None
-        made = family.carrier(host.duplicate(), "link")
-        host.role = "shapes"
-        return made, host
-
-    def recorder_of(self, role: str, *ranks: int) -> tuple[Recorder | None, str]:
-        """Who records calls of such a communicator of these ranks, if anybody, and by which name."""
-        world = self.ranks.ravel()
-        return self._family.recorder, self._family.name(role, tuple(int(world[rank]) for rank in ranks))
-
-    def record(self, recorder: Recorder | None) -> None:
-        """Have the calls of all communicators of this family of meshes, and parts of steps, recorded.
-
-        None ends it.
-        """
-        family = self._family
-        family.recorder = recorder
-        if recorder is not None:
-            recorder.meshes += 1
-            family.number = recorder.meshes
-        for role, ranks in family.communicators:
-            family.record(role, ranks)
-
-    def part(self, phase: str, action: str = "") -> None:
-        """Note that a part of a step begins, "forward" or "backward"; of a pipeline, which action."""
-        if self._family.recorder is not None:
-            self._family.recorder.part(phase, action)
-
-    def stream(self, role: str) -> Stream:
-        """The stream in which the communicators for `role` are used, by all models on this family of meshes.
-
-        One for all: a communicator's calls must come in the order of the program, on every rank. That of
-        "used" is a thread of the host on every device.
-        """
-        streams = self._family.streams
-        if role not in streams:
-            place = self.device.host if role == "used" else self.device
-            streams[role] = place.new_stream(role)
-        return streams[role]
-
-    def close(self) -> None:
-        """Close the communicators of this family of meshes, which no model may use from now on. Collective.
-
-        A program that makes many meshes on GPUs calls it: a communicator of NCCL that is not closed keeps its
-        memory on the GPU until the program ends.
-        """
-        family = self._family
-        for stream in (self.device.current_stream, *family.streams.values()):
-            stream.synchronize()
-        for communicator in family.communicators.values():
-            communicator.close()
-        family.communicators.clear()
-
-    def size_of(self, dim: int | str) -> int:
-        """The number of ranks along one axis."""
-        return self.shape[self._number(dim)]
-
-    def rank_of(self, dim: int | str) -> int:
-        """This rank's number along one axis."""
-        return self.coordinate[self._number(dim)]
-
-    def __repr__(self) -> str:
-        names = f", {self.mesh_dim_names}" if self.mesh_dim_names else ""
-        return f"DeviceMesh({self.device.name!r}, {self.shape}{names}, rank {self.rank} of {self.size})"
-
-    def _number(self, dim: int | str) -> int:
-        """That of an axis."""
-        names = self.mesh_dim_names or ()
-        if isinstance(dim, str) and dim in names:
-            return names.index(dim)
-        if isinstance(dim, int) and 0 <= dim < self.ranks.ndim:
-            return dim
-        raise ValueError(f"dim {dim!r} is not an axis of {self!r}{self._where(dim)}")
-
-    def _where(self, dim: Any) -> str:
-        """How the axis that was asked for can be had."""
-        if self.mesh_dim_names is None and isinstance(dim, str):
-            return ", whose axes have no names: init_device_mesh(..., mesh_dim_names=...) gives them"
-        if dim in (self.root.mesh_dim_names or ()):
-            return f"; it is one of {self.root!r}, of which this is a part: take it from there"
-        return ""
 
 
 def _device(given: str | Device, world: worlds.World, communicator: str) -> Device:

@@ -13,10 +13,10 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm import checks
-from shardrt.comm.counts import Counts
 from shardrt.comm.interceptors import Call, Interceptor, message_from, message_to
 from shardrt.comm.reduction import Reduction
 
+_Counts = tuple[int, ...] | None  # elements by peer; None: as many for each
 _SHORT = 248  # bytes of a message that one collective carries, in rows of 256
 _SMALL = 1 << 16  # bytes of all ranks together up to which an all_reduce sends everything to everyone
 
@@ -305,7 +305,7 @@ class Communicator(ABC):
     def _broadcast(self, buffer: Any, root: int, tag: str) -> None: ...
 
     @abstractmethod
-    def _all_to_all(self, output: Any, buffer: Any, received: Counts, sent: Counts, tag: str) -> None: ...
+    def _all_to_all(self, output: Any, buffer: Any, received: _Counts, sent: _Counts, tag: str) -> None: ...
 
     @abstractmethod
     def _send(self, buffer: Any, peer: int, tag: str, direct: bool) -> None: ...

@@ -205,7 +205,7 @@ class SimulatedCommunicator(Communicator):
     def among(self, members: Sequence[int], color: int) -> "SimulatedCommunicator":
         self._made += 1
         ranks = _short([self.channel.ranks[member] for member in members])
-        name = f"{self.channel.name}/{self._made}" + f".{color}" * (len(members) < self.size)
+        name = f"{self.channel.name}/{self._made}" + (f".{color}" if len(members) < self.size else "")
         return SimulatedCommunicator(
             self._device, ranks, list(members).index(self.rank), name, self._board, self._node
         )

@@ -1,4 +1,4 @@
-"""Devices by name, and the current one. The CPU is known, other kinds are registered (_backends.py)."""
+"""Devices by name, and the current one. All of them are registered (shardrt/_backends.py)."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +23,6 @@ __all__ = [
     "of",
     "on_host",
     "set_current",
-    "set_threads",
     "use",
 ]
 
@@ -43,6 +42,7 @@ class Kind:
 
 
 _state = _State()
+make_cpu: Callable[[], Device] | None = None  # of the one device whose arrays are NumPy's, once registered
 KINDS: dict[str, Kind] = {}
 
 
@@ -58,9 +58,7 @@ def get(name: str) -> Device:
 def _get(name: str) -> Device:
     kind, _, index = name.partition(":")
     if name == "cpu":
-        from shardrt.device.cpu import CPUDevice
-
-        return CPUDevice()
+        return make_cpu()
     if kind in KINDS and index.isdigit():
         made = KINDS[kind].make(int(index), _get("cpu"))
         current().enter()  # which making another one has left
@@ -96,19 +94,6 @@ def set_current(device: Device) -> None:
     """Make `device` the current one of this thread from now on."""
     device.enter()
     _state.device = device
-
-
-def set_threads(count: int) -> None:
-    """Let this process compute on the CPU with `count` threads from now on, in BLAS and in the kernels.
-
-    Products by another number of threads may differ in their last bits. Raises ValueError for less than one.
-    """
-    from threadpoolctl import threadpool_limits
-
-    from shardrt.kernels import cpu
-
-    cpu.set_threads(count)
-    threadpool_limits(count, user_api="blas")
 
 
 @contextmanager

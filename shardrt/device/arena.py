@@ -9,10 +9,11 @@ flight; `grow` adds one where a program needs more at once than was planned.
 from collections.abc import Callable
 from typing import Any
 
-from shardrt.device import timeline
 from shardrt.device.protocol import Device, Event
 
 Array = Any
+# Gets (name, arena, slots in use) while a recording is active: timeline.py sets it.
+on_change: Callable[[str, object, int], None] | None = None
 
 
 class Slot:
@@ -96,5 +97,5 @@ class Arena:
         self._available.clear()
 
     def _tell(self) -> None:
-        if self.name and timeline.recording():
-            timeline.count_of(self.name, self, self.in_use)
+        if self.name and on_change is not None:
+            on_change(self.name, self, self.in_use)

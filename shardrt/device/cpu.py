@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 
 from shardrt import dtypes
-from shardrt.device import pages, threads, timeline
-from shardrt.device.memory import SMALL, Pool, rounded
+from shardrt.device import threads, timeline
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
 from shardrt.kernels import onednn
 
-LENDS = True  # whether gradients lend their memory from one zero_grad to the next backward
 _open: "weakref.WeakSet[ThreadStream]" = weakref.WeakSet()
 
 
@@ -164,14 +162,6 @@ def _run(stream: str, label: str, function: Callable, args: tuple) -> None:
         function(*args)
 
 
-def _buffer_of(array: Array) -> pages.Buffer | None:
-    """What `buffer` has made it of; None for memory of others."""
-    base = array.base
-    while isinstance(base, np.ndarray):
-        base = base.base
-    return base if isinstance(base, pages.Buffer) else None
-
-
 def finish_streams() -> None:
     """Return when every stream of this process has run what was submitted to it, or has failed."""
     for stream in list(_open):
@@ -179,6 +169,50 @@ def finish_streams() -> None:
             stream.synchronize()
         except StreamError:  # nobody waited for that work
             pass
+
+
+class HostMemory:
+    """Memory for arrays of the host, straight from NumPy. `memory` names the class that the CPU uses."""
+
+    peak_bytes = 0  # most bytes that arrays from `empty` have held at once
+
+    def empty(self, shape: int | tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An uninitialised C-contiguous array."""
+        return np.empty(shape, dtype)
+
+    def buffer(self, count: int, dtype: Any) -> np.ndarray:
+        """A 1-D array of zeros that lives long, as Device.buffer."""
+        return np.zeros(count, dtype)
+
+    def lend(self, array: np.ndarray) -> None:
+        """As Device.lend_pages."""
+
+    def take(self, array: np.ndarray) -> None:
+        """As Device.take_pages."""
+
+    def reset_peak(self) -> None:
+        """Begin a new `peak_bytes`, from what is held now."""
+
+    @staticmethod
+    def pooled(nbytes: int) -> int:
+        """As Device.pooled."""
+        return 0
+
+
+memory: type[HostMemory] = HostMemory  # shardrt/_backends.py names a pool of mapped pages (memory.py)
+
+
+def set_threads(count: int) -> None:
+    """Let this process compute on the CPU with `count` threads from now on, in BLAS and in the kernels.
+
+    Products by another number of threads may differ in their last bits. Raises ValueError for less than one.
+    """
+    from threadpoolctl import threadpool_limits
+
+    from shardrt.kernels import cpu
+
+    cpu.set_threads(count)
+    threadpool_limits(count, user_api="blas")
 
 
 class CPUDevice(Device):
@@ -191,7 +225,7 @@ class CPUDevice(Device):
     def __init__(self) -> None:
         self.host = self
         self.current_stream = InlineStream("compute")
-        self._pool = Pool()
+        self._pool = memory()
         self._kernels: ModuleType | None = None
 
     @property
@@ -222,7 +256,7 @@ class CPUDevice(Device):
 
     @staticmethod
     def pooled(nbytes: int) -> int:
-        return 0 if nbytes < SMALL else rounded(nbytes)
+        return memory.pooled(nbytes)
 
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         array = self._pool.empty(shape, np.dtype(dtype))
@@ -230,19 +264,13 @@ class CPUDevice(Device):
         return array
 
     def buffer(self, count: int, dtype: Any) -> Array:
-        nbytes = count * np.dtype(dtype).itemsize
-        return (
-            np.asarray(pages.Buffer(nbytes)).view(dtype) if nbytes >= pages.HUGE else np.zeros(count, dtype)
-        )
+        return self._pool.buffer(count, dtype)
 
     def lend_pages(self, array: Array) -> None:
-        buffer = _buffer_of(array)
-        if LENDS and buffer is not None:
-            pages.lend(buffer.mapping, array.ctypes.data, array.nbytes, first=True)
+        self._pool.lend(array)
 
     def take_pages(self, array: Array) -> None:
-        if LENDS and _buffer_of(array) is not None:
-            pages.take(array.ctypes.data, array.nbytes)
+        self._pool.take(array)
 
     def pinned(self, count: int, dtype: Any) -> np.ndarray:
         return np.zeros(count, dtype)

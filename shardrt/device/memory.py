@@ -12,11 +12,15 @@ import mmap
 import threading
 from collections import OrderedDict
 from math import prod
+from typing import Any
 
 import numpy as np
 
+from shardrt.device import pages
+from shardrt.device.cpu import HostMemory
 from shardrt.device.pages import SEGMENT, Mapping, Part, Segment
 
+LENDS = True  # whether gradients lend their memory from one zero_grad to the next backward
 SMALL = 1 << 15  # bytes; below this malloc is faster than the pool
 # Bytes between the starts of two arrays, at least. Where what a compiled loop writes begins within a few
 # vectors behind what it reads, the loop goes element by element, and its sums have other last bits.
@@ -40,7 +44,7 @@ class _Block:
         self.pool._give_back(self.region)
 
 
-class Pool:
+class Pool(HostMemory):
     """Arrays from reused memory. `held_bytes` are lent out now, `peak_bytes` is the most that ever was."""
 
     def __init__(self) -> None:
@@ -68,8 +72,26 @@ class Pool:
             self._most = max(self._most, self.held_bytes)
         return np.asarray(_Block(self, region, shape, dtype)).view(dtype)  # bfloat16 has no type string
 
+    def buffer(self, count: int, dtype: Any) -> np.ndarray:
+        nbytes = count * np.dtype(dtype).itemsize
+        if nbytes < pages.HUGE:
+            return np.zeros(count, dtype)
+        return np.asarray(pages.Buffer(nbytes)).view(dtype)
+
+    def lend(self, array: np.ndarray) -> None:
+        buffer = _buffer_of(array)
+        if LENDS and buffer is not None:
+            pages.lend(buffer.mapping, array.ctypes.data, array.nbytes, first=True)
+
+    def take(self, array: np.ndarray) -> None:
+        if LENDS and _buffer_of(array) is not None:
+            pages.take(array.ctypes.data, array.nbytes)
+
+    @staticmethod
+    def pooled(nbytes: int) -> int:
+        return 0 if nbytes < SMALL else rounded(nbytes)
+
     def reset_peak(self) -> None:
-        """Count the peak anew, from what is held now."""
         with self._lock:
             self.peak_bytes = self.held_bytes
 
@@ -129,3 +151,11 @@ def rounded(nbytes: int) -> int:
     """
     step = max(mmap.PAGESIZE, 1 << (nbytes.bit_length() - 4))
     return -(-nbytes // step) * step
+
+
+def _buffer_of(array: np.ndarray) -> pages.Buffer | None:
+    """What `Pool.buffer` made `array` of; None for memory from elsewhere."""
+    base = array.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base if isinstance(base, pages.Buffer) else None

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
+from shardrt.device import arena
+
 
 @dataclass(frozen=True)
 class Span:
@@ -122,7 +124,9 @@ def record_all(clock: Callable[[], float] = time.perf_counter) -> Iterator[Recor
         if _recording is not None:
             raise RuntimeError("timeline.record: a recording is active already")
         _recording, _clock = (kept := Recording()), clock
+        arena.on_change = count_of
     try:
         yield kept
     finally:
         _recording, _clock = None, time.perf_counter
+        arena.on_change = None

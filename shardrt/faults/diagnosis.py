@@ -8,7 +8,7 @@ other.
 import re
 from collections.abc import Mapping, Sequence
 
-from shardrt.comm.interceptors import MESSAGES
+from shardrt.comm.recording import MESSAGES
 from shardrt.faults.flight import Flight, members
 
 SILENT = 1.5  # seconds without a beat, of which there are two and more in a second, after which a rank stands

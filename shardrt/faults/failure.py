@@ -1,7 +1,7 @@
 """A rank that fails ends the whole job at once, with one traceback that names it.
 
 Without this, a rank whose program raises waits in MPI's shutdown for ranks that wait for it in a collective.
-The hooks are installed when the ranks first meet (world.of_mpi); a world of one needs none. They replace
+The hooks are installed when the ranks first meet (mpi_world.of_mpi); a world of one needs none. They replace
 sys.exit, sys.excepthook and threading.excepthook for the whole process. docs/failures.md lists exit codes.
 """
 

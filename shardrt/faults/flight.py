@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrt import dtypes
-from shardrt.comm.interceptors import MESSAGES
+from shardrt.comm.recording import MESSAGES
 from shardrt.untrusted import Refused, read_regular
 
 RECORDS = 256

@@ -24,8 +24,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from shardrt.comm import recording
+from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import threads
 from shardrt.faults import failure, guard, reach, reports
 from shardrt.faults.deadline import Deadline, within
@@ -85,20 +87,6 @@ class Limits:
         return self.step and max(self.step, self.medians * median)
 
 
-class Watched(Protocol):
-    """What a watch needs of a mesh."""
-
-    rank: int
-    size: int
-
-    @property
-    def world(self) -> Any: ...  # its `kind`: "single", "thread" or "mpi"
-
-    def communicator(self, role: str) -> Any: ...
-
-    def record(self, recorder: Recorder | None) -> None: ...
-
-
 class Watch:
     """Records what this rank does, and watches it, inside a with block. Collective.
 
@@ -106,9 +94,9 @@ class Watch:
     recorded and not watched.
     """
 
-    def __init__(self, mesh: Watched, limits: Limits | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
-        self._meshes: list[Watched] = []
+        self._meshes: list[DeviceMesh] = []
         self._durations: deque[float] = deque(maxlen=_STEPS)
         self._step_began = 0.0
         self._steps_done = 0
@@ -133,9 +121,9 @@ class Watch:
         self._deadline: Deadline | None = None
         self.record(mesh)
 
-    def record(self, mesh: Watched) -> None:
+    def record(self, mesh: DeviceMesh) -> None:
         """Record the calls of this mesh's communicators as well."""
-        mesh.record(self.recorder)
+        recording.record(mesh, self.recorder)
         self._meshes.append(mesh)
 
     def keep(self, folder: Path | None) -> None:
@@ -198,7 +186,7 @@ class Watch:
             how = traceback.format_exception_only(error)[-1].strip()
         self.recorder.end(how)
         for mesh in self._meshes:
-            mesh.record(None)
+            recording.record(mesh, None)
         failure.forget(self.recorder.end)
         if self._thread is not None:
             self._stop.set()
@@ -386,12 +374,12 @@ class Watch:
         self._temporary = None
 
 
-def _first(mesh: Watched, path: str) -> str:
+def _first(mesh: DeviceMesh, path: str) -> str:
     """The path that rank 0 gives. Collective."""
     return os.fsdecode(mesh.communicator("control").all_gather_bytes(os.fsencode(path))[0])
 
 
-def _ahead(mesh: Watched, hosts: Sequence[str]) -> float:
+def _ahead(mesh: DeviceMesh, hosts: Sequence[str]) -> float:
     """Seconds by which this host's clock is ahead of rank 0's, told by rank 0 where it is much. Collective.
 
     Ranks have just met, so it is wrong by no more than a message takes.

@@ -1,22 +1,19 @@
 """Fully sharded data parallelism (FSDP): the runtime. Options are in `options` and enter at its seams.
 
 Reading order: api (fully_shard), unit and group (what a unit is), setup (how a model is built). Then one
-step: boundary, schedule, forward, gathers, collectives, nodes, whole_gradient, sharded_gradient.
+step: boundary, schedule, forward, gathers, transfer, nodes, whole_gradient, collectives, sharded_gradient.
 """
 
-from shardrt.fsdp.api import (
-    fully_shard,
-    no_sync,
-    register_forward_method,
-    set_gradient_divide_factor,
-    units,
-)
-from shardrt.fsdp.full import full_gradients, full_parameters, reshard, unshard
+from shardrt.fsdp.api import fully_shard, units
 from shardrt.fsdp.memory import MemoryPlan, explain, memory_plan
+from shardrt.fsdp.options.accumulation import no_sync, set_gradient_divide_factor
+from shardrt.fsdp.options.entries import register_forward_method
 from shardrt.fsdp.options.fixed_tree import set_world_invariant
+from shardrt.fsdp.options.full import full_gradients, full_parameters, reshard, unshard
+from shardrt.fsdp.options.mixed_precision import MixedPrecisionPolicy
 from shardrt.fsdp.options.offload import CPUOffloadPolicy
 from shardrt.fsdp.options.packed_rows import set_find_unused_parameters
-from shardrt.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from shardrt.fsdp.policy import OffloadPolicy
 from shardrt.fsdp.replicas import ReplicasDiffer, check_replicas
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.wrap import by_class, by_predicate, by_size, wrap

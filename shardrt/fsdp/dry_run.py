@@ -14,7 +14,7 @@ from shardrt.device.program import Free, Program, Take
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.fsdp.boundary import UnitBoundary
 from shardrt.fsdp.group import ParameterGroup
-from shardrt.fsdp.unit import Unit
+from shardrt.fsdp.unit import Unit, root_of
 from shardrt.nn.module import Module
 from shardrt.nn.storage import LocalStorage
 
@@ -39,13 +39,13 @@ class Taken:
 def dry_run(model: Module, units: list[Unit], step: Callable[[], Any]) -> Taken:
     """Call `step()`, forward and backward of `model`, without computing; give the memory that it took.
 
-    The model, its units and the random numbers stay as they were. setup.connect must have made the
+    The model, its units and the random numbers stay as they were. memory.connect must have made the
     communicators that the units need.
     """
-    here = SimulatedDevice(units[0].settings.mesh.device, dry_run=True)
+    here = SimulatedDevice(root_of(units).settings.mesh.device, dry_run=True)
     with ExitStack() as stack:
         stack.callback(activation_offload.forget, here)
-        stack.enter_context(units[0].settings.mesh.on(here))
+        stack.enter_context(root_of(units).settings.mesh.on(here))
         stack.enter_context(device.use(here))
         stack.enter_context(random.at(random.state()))
         clones = stack.enter_context(_cloned(units))

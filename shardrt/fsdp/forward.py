@@ -13,7 +13,7 @@ from shardrt.fsdp.gathers import Gathers
 from shardrt.fsdp.nodes import Regather, Tape, mark, recorded
 from shardrt.fsdp.observers import ScheduleObserver
 from shardrt.fsdp.plan import Plan, Replay, Route
-from shardrt.fsdp.unit import Unit
+from shardrt.fsdp.unit import Unit, root_of
 
 
 class ForwardPass:
@@ -55,7 +55,7 @@ class ForwardPass:
         """Begin a forward with `unit`. It follows the plan only if `unit` is the outermost unit."""
         self._done.clear()
         self._route = Route()
-        if unit is self._plan.units[0]:
+        if unit is root_of(self._plan.units):
             self._route = self._plan
             self._plan.begin()
             self.tape = self._new_tape()

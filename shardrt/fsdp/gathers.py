@@ -135,7 +135,7 @@ class Gathers:
         unit.move(State.GATHERING)  # so that `drop_prefetched` finds the slots if a transfer raises
         try:
             for group, slot in zip(unit.groups, slots, strict=True):
-                group.transfer(group, slot, self.streams)
+                group.transfer.issue(slot, self.streams)
         except BaseException:
             for slot in slots:
                 self.streams.gather.record(slot.ready)  # transfers issued before the error may still write it
@@ -149,7 +149,7 @@ class Gathers:
         for group in unit.groups:
             slot = group.detach()
             if slot.arena.poison:
-                group.copy_is_fresh = False
+                group.transfer.slot_overwritten()
                 slot.array.fill(float("nan") if slot.array.dtype.kind == "f" else -1)
             self.streams.compute.record(slot.free)  # behind compute's last read of the slot
             slot.arena.release(slot)

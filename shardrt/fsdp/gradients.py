@@ -11,11 +11,11 @@ from functools import partial
 
 import numpy as np
 
-from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.ranks import Mesh
 from shardrt.device import Event
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.sharded_gradient import Streams
-from shardrt.fsdp.trained import Trained
+from shardrt.fsdp.training import Training
 from shardrt.fsdp.unit import Unit
 
 
@@ -24,10 +24,10 @@ class Gradients:
 
     def __init__(
         self,
-        mesh: DeviceMesh,
+        mesh: Mesh,
         units: list[Unit],
         streams: Streams,
-        trained: Trained,
+        trained: Training,
         make_slots: Callable[[list[Unit], bool], None],
     ) -> None:
         self._units = units

@@ -11,7 +11,6 @@ Shards are made when the model is built (setup.py), once the outermost unit is k
 UnbuiltGroup stands in for the ParameterGroup.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,13 +19,14 @@ import numpy as np
 from shardrt import autograd, dtypes
 from shardrt.autograd import WRITTEN, Edge, Fill, Function
 from shardrt.comm.protocol import Communicator
-from shardrt.device import Device, Event, host
+from shardrt.device import Device, Event
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp.gradient_path import GradientPath
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.policy import Choices, Settings
 from shardrt.fsdp.process_groups import Axes, ProcessGroups
 from shardrt.fsdp.sharded_gradient import ShardedGradient, Streams
+from shardrt.fsdp.transfer import transfer_of
 from shardrt.nn.extents import Extents
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import HostPlacement, LocalStorage, LowPrecisionCopy, Storage, read_only
@@ -72,7 +72,7 @@ class Runtime(Protocol):
 
     def unshard_node(self, group: "ParameterGroup") -> Function: ...
 
-    def readable(self, group: "ParameterGroup") -> bool: ...  # ops may read the gathered parameters now
+    def ensure_readable(self, group: "ParameterGroup") -> bool: ...  # gathers it if backward needs it
 
     def open_gradient(self, group: "ParameterGroup") -> None: ...
 
@@ -221,56 +221,62 @@ class UnbuiltGroup(_Group):
         return self._built(parameter).gradient_target(parameter)
 
 
-class ParameterGroup(_Group):
-    """One flat buffer of a unit, with its memory.
+@dataclass(frozen=True, eq=False)
+class GroupMemory:
+    """What setup.py has planned and allocated for one group.
 
-    arenas: role (see buffers.py) -> arena.
-    shard: this rank's part of the flat buffer, 1-D. The constructor fills it with the initial values.
+    arenas: role (see buffers.py) -> arena. Those in GRADIENT_ROLES come and go with the trained parameters.
+    shard: this rank's part of the flat buffer, 1-D.
     shard_in_slot: the shard is a part of the gathered slot, so a gather copies nothing.
     slot_shared: other ranks of the node read the gathered slot, too.
-    low_precision_copy: a 16-bit copy of the shard, kept in a gathered slot that no other group uses.
-    transfer: the function that gathers the group.
+    own_slot: no other group is gathered into the slot.
     """
 
-    def __init__(
-        self,
-        group: UnbuiltGroup,
-        layout: Layout,
-        ranks: ProcessGroups,
-        device: Device,
-        arenas: dict[str, Arena],
-        shard: Array,
-        *,
-        shard_in_slot: bool,
-        slot_shared: bool,
-        low_precision_copy: LowPrecisionCopy | None,
-        transfer: "Callable[[ParameterGroup, Slot, Streams], None]",
-    ) -> None:
+    layout: Layout
+    ranks: ProcessGroups
+    device: Device
+    arenas: dict[str, Arena]
+    shard: Array
+    shard_in_slot: bool
+    slot_shared: bool
+    own_slot: bool
+
+
+class ParameterGroup(_Group):
+    """One flat buffer of a unit, with its memory. The constructor fills the shard with the initial values."""
+
+    def __init__(self, group: UnbuiltGroup, memory: GroupMemory) -> None:
         super().__init__(group.unit, group.key, group.parameters, group.sharded_gradient)
         self.trained, self.finds_unused = group.trained, group.finds_unused
         self.label, self.tag = group.label, group.tag
         self.sharded_gradient.label = self.label
-        self.sharded_gradient.ready = device.new_event()
-        self.layout = layout
-        self.ranks = ranks
-        self.arenas = arenas
-        self.shard_in_slot = shard_in_slot
-        self.slot_shared = slot_shared
-        self.low_precision_copy = low_precision_copy
-        self.copy_is_fresh = False  # low_precision_copy has the present values of the shard
-        self.transfer = transfer
+        self.sharded_gradient.ready = memory.device.new_event()
+        self.memory = memory
         self.gradient_path: GradientPath | None = None  # of the full gradients, once they have memory
-        self.uploaded = device.new_event()  # recorded when the shard has arrived from the host
         self.slot: Slot | None = None  # where the gathered parameters are, or will be
-        self.views: tuple[Array, ...] = ()
+        self.views: tuple[Array, ...] = ()  # of the gathered parameters, while there is a slot
         self.full_views: tuple[Array, ...] | None = None  # whole float32 values, inside full_parameters
-        self._device = device
-        self._shard = shard
-        self._held = [layout.held(entry, ranks.rank) for entry in layout.entries]
+        self.transfer = transfer_of(self, memory.own_slot)
+        self._held = [memory.layout.held(entry, memory.ranks.rank) for entry in memory.layout.entries]
         for storage, (start, stop, part) in zip(group.initial, self._held, strict=True):
-            storage.give(part, shard[start:stop])
-        host.drop(shard)  # frees the pages of a memory-mapped shard
+            storage.give(part, memory.shard[start:stop])
+        self.settings.offload.filled(memory.shard)
         self.take_parameters()
+
+    @property
+    def layout(self) -> Layout:
+        """Where each parameter lies in the flat buffer."""
+        return self.memory.layout
+
+    @property
+    def ranks(self) -> ProcessGroups:
+        """The ranks that the group is sharded over, and those that hold the same shard."""
+        return self.memory.ranks
+
+    @property
+    def arenas(self) -> dict[str, Arena]:
+        """Role -> arena."""
+        return self.memory.arenas
 
     @property
     def runtime(self) -> Runtime:
@@ -284,6 +290,10 @@ class ParameterGroup(_Group):
     @property
     def holders(self) -> Any:
         return self.ranks.holding
+
+    @property
+    def low_precision_copy(self) -> LowPrecisionCopy | None:
+        return self.transfer.low_precision_copy
 
     @property
     def gradient_ready(self) -> Event:
@@ -337,7 +347,7 @@ class ParameterGroup(_Group):
 
     @property
     def shard(self) -> Array:
-        return self._shard
+        return self.memory.shard
 
     @property
     def gradient(self) -> Array | None:
@@ -354,7 +364,7 @@ class ParameterGroup(_Group):
     def has_gradient(self, parameter: Parameter) -> bool:
         if self.gradient is None:
             return False
-        return self.sharded_gradient.has(self.position[id(parameter)], self._device)
+        return self.sharded_gradient.has(self.position[id(parameter)], self.memory.device)
 
     def zero_grad(self) -> None:
         self.applied = False
@@ -363,25 +373,25 @@ class ParameterGroup(_Group):
         # Pages can be lent until the next reduction takes them back (ShardedGradient.receive). They can't
         # where backward writes the sum itself (slots): it would not take the pages back first.
         if own.arrays and not own.slots and not self.placement.gradients:
-            self._device.lend_pages(own.arrays[0])
+            self.memory.device.lend_pages(own.arrays[0])
         if self.accumulates:
             self.gradient_path.discard()
 
     def new_state(self, name: str, dtype: Any = None) -> Array:
-        count, dtype = self.layout.shard_size, self._shard.dtype if dtype is None else dtype
+        count, dtype = self.layout.shard_size, self.shard.dtype if dtype is None else dtype
         if self.placement.optimizer_state:
-            array = host.buffer(self._device, count, dtype, self.placement.directory)
+            array = self.settings.offload.host_buffer(self.memory.device, count, dtype)
         else:
-            array = self._device.buffer(count, dtype)
-        return self._device.set_tag(array, "optimizer state", self.label)
+            array = self.memory.device.buffer(count, dtype)
+        return self.memory.device.set_tag(array, "optimizer state", self.label)
 
     def before_write(self) -> None:
-        if self.slot_shared and (self.shard_in_slot or self.low_precision_copy is not None):
+        if self.memory.slot_shared and (self.memory.shard_in_slot or self.low_precision_copy is not None):
             self.runtime.readers_done(self)
 
     def modified(self, copy_too: bool = False) -> None:
         super().modified(copy_too)
-        self.copy_is_fresh = self.copy_is_fresh and copy_too
+        self.transfer.shard_written(copy_too)
         self.runtime.shards_written(self)
 
     def may_write_copy(self) -> bool:
@@ -407,22 +417,22 @@ class ParameterGroup(_Group):
         lent = self.lent_bits(parameter)
         if not self.gathers_bits:
             return lent
-        numbers = self._device.empty(lent.shape, self._device.compute_dtype(self.key.param))
-        self._device.kernels.cast.unpack(lent.reshape(-1), numbers.reshape(-1), self.key.param)
+        numbers = self.memory.device.empty(lent.shape, self.memory.device.compute_dtype(self.key.param))
+        self.memory.device.kernels.cast.unpack(lent.reshape(-1), numbers.reshape(-1), self.key.param)
         return numbers
 
     def lent_bits(self, parameter: Parameter) -> Array:
         position = self.position[id(parameter)]
         if self.full_views is not None:
             return self.full_views[position]
-        if self.runtime.readable(self):
+        if self.runtime.ensure_readable(self):
             return self.views[position]
         raise _not_gathered(parameter)
 
     def value_dtype(self, parameter: Parameter) -> np.dtype:
         there = self.full_views or self.views
         if there and self.gathers_bits:
-            return self._device.compute_dtype(self.key.param)
+            return self.memory.device.compute_dtype(self.key.param)
         return there[0].dtype if there else parameter.dtype
 
     @property
@@ -430,7 +440,7 @@ class ParameterGroup(_Group):
         kind = self.key.param
         if kind not in dtypes.LOW or self.full_views is not None:
             return False
-        return self._device.gathered_dtype(kind) == dtypes.storage(kind)
+        return self.memory.device.gathered_dtype(kind) == dtypes.storage(kind)
 
     def assign(self, parameter: Parameter, values: Any) -> None:
         if self.full_views is None:

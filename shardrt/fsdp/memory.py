@@ -2,18 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardrt import dtypes
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
-from shardrt.fsdp import buffers
+from shardrt.fsdp import buffers, composition, scratch
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.process_groups import ProcessGroups
-from shardrt.fsdp.setup import arranged, connect, lay_out, plan_inputs, prefetch_of, units_for
-from shardrt.fsdp.unit import Unit
+from shardrt.fsdp.setup import arranged, lay_out, plan_inputs, prefetch_of, process_groups_of, units_for
+from shardrt.fsdp.unit import Unit, root_of
 from shardrt.nn.module import Module, stages_of
 from shardrt.nn.storage import LocalStorage
 from shardrt.optim.offload import SLOTS, slot_bytes
@@ -94,7 +94,7 @@ def memory_plan(
     taken = None if step is None else run_dry(model, units, step)
     device: dict[str, int] = {}
     host: dict[str, int] = {}
-    scratch: dict[Communicator, tuple[int, int]] = {}  # stages share communicators
+    needed: dict[Communicator, tuple[int, int]] = {}  # stages share communicators
     with _trained_as_asked(units):
         for whole in wholes:
             waits = taken is not None and not taken.accumulates.isdisjoint(whole)
@@ -102,11 +102,11 @@ def memory_plan(
             own = {group: layouts[group] for unit in whole for group in unit.groups}
             specs = buffers.plan(whole, own, inputs)
             if taken is not None:
-                buffers.have_slots(specs, taken.slots)
+                _have_slots(specs, taken.slots)
             _add_buffers(device, host, specs, ranks_of)
-            for communicator, needed in buffers.scratch(own, ranks_of, inputs).items():
-                scratch[communicator] = tuple(map(max, needed, scratch.get(communicator, (0, 0))))
-        for on_device, on_host in scratch.values():
+            for communicator, nbytes in scratch.scratch(own, ranks_of, inputs).items():
+                needed[communicator] = tuple(map(max, nbytes, needed.get(communicator, (0, 0))))
+        for on_device, on_host in needed.values():
             _add(device, "scratch of communicators", on_device)
             _add(host, "scratch of communicators", on_host)
         _add_optimizer(device, host, layouts, optimizer_states)
@@ -120,6 +120,30 @@ def memory_plan(
         _add(device, "activations", taken.device_bytes)
         _add(host, "offloaded activations", taken.host_bytes)
     return MemoryPlan(device, host)
+
+
+def connect(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
+    """Make all communicators that a model of these units needs. Collective.
+
+    Gives the process groups of each parameter group.
+    """
+    mesh = composition.chosen.mesh_of(units)
+    for each in dict.fromkeys((mesh, *(unit.settings.mesh for unit in units))):
+        each.communicator("control")
+    if mesh.size > 1:
+        mesh.communicator("used")
+    return process_groups_of(units)
+
+
+def _have_slots(specs: buffers.Specs, slots: dict[tuple[ParameterGroup, str], int]) -> None:
+    """Raise the slot counts of specs to those that a step has needed: arenas grow during a step."""
+    grown: dict[buffers.Spec, buffers.Spec] = {}
+    for group, by_role in specs.items():
+        for role, spec in by_role.items():
+            if slots.get((group, role), 0) > spec.slots:
+                by_role[role] = grown.setdefault(spec, replace(spec, slots=slots[group, role]))
+            elif spec in grown:
+                by_role[role] = grown[spec]
 
 
 def run_dry(model: Module, units: list[Unit], step: Callable[[], Any]) -> Any:
@@ -154,8 +178,8 @@ def whole_of(call: str, model: Module) -> list[Unit]:
         raise ValueError(f"{call}: this rank has {len(stages_of(model))} stages; give it one of them")
     if apart:
         raise ValueError(
-            f"{call}: unit {apart[0].label} is not inside {units[0].label}; call fully_shard on the module "
-            "around both as well"
+            f"{call}: unit {apart[0].label} is not inside {root_of(units).label}; call fully_shard on the "
+            "module around both as well"
         )
     return units
 
@@ -209,7 +233,7 @@ def explain(model: Module) -> str:
     """
     units = whole_of("explain", model)
     layouts = lay_out(units)
-    planned = units[0].schedule.plan.order if units[0].schedule is not None else units
+    planned = root_of(units).schedule.plan.order if root_of(units).schedule is not None else units
     order = {unit: place for place, unit in reversed(list(enumerate(planned)))}
     rows = []
     for unit in units:

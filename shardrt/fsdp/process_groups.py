@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 from shardrt.comm.backends import for_device
-from shardrt.comm.mesh import DeviceMesh
-from shardrt.comm.mesh_layout import MeshLayout, index_in, size_of, union, without
 from shardrt.comm.protocol import Communicator
+from shardrt.comm.ranks import Mesh
 from shardrt.comm.single import SingleCommunicator
 
-Axes = MeshLayout  # of the root mesh
+Axes = tuple[tuple[int, int], ...]  # of the root mesh, as comm/mesh_layout.py writes them
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class ProcessGroups:
     control: Communicator
     copies: Communicator | None
     holders: Communicator
-    holding: DeviceMesh | None
+    holding: Mesh | None
     sharers: int
     owner: bool
 
@@ -50,41 +49,35 @@ class ProcessGroups:
         return self.copies if self.size == 1 and self.copies is not None else self.reduce
 
     @classmethod
-    def of(
-        cls, mesh: DeviceMesh, cut: str, cut_before: Axes = (), partial: Axes = (), across: Axes = ()
-    ) -> "ProcessGroups":
-        """The process groups for strategy.Rules.cut on `mesh`, the ranks of the data. Collective.
-
-        If modules were split along other axes of the root mesh:
-        cut_before: the axes along which these parameters were split.
-        partial: the axes along which each rank's gradient is one term of a sum.
-        across: all axes along which modules of the model were split.
-        """
-        held = {"none": None, "mesh": mesh, "last axis": mesh.axis(-1 % len(mesh.shape))}[cut]
-        if held is None:
-            alone = for_device(SingleCommunicator(), mesh.device, "auto", "gather")
-            own = alone, alone, alone
-            added, role = mesh, "reduce"
-        else:
-            own = tuple(held.communicator(role) for role in ("gather", "reduce", "control"))
-            added, role = mesh.axis(0) if cut == "last axis" else None, "copies"
-        if partial:  # outermost, so that the tree of a sum does not depend on how the data ranks are cut
-            added = mesh.along(partial, () if added is None else added.axes)
+    def of(cls, mesh: Mesh, cut: str) -> "ProcessGroups":
+        """The process groups for strategy.Rules.cut on `mesh`, the ranks of the data. Collective."""
+        own, held, added, role = ranks_of_cut(mesh, cut)
         copies = added.communicator(role) if added is not None and added.size > 1 else None
-        if not across:
-            sharers, first = (1, True) if copies is None else (copies.size, copies.rank == 0)
-            return cls(*own, copies, own[2], held, sharers, first)
-        axes = union(cut_before, () if held is None else held.axes)
-        holding = mesh.along(axes) if axes else None
-        holders = own[2] if holding is None else holding.communicator("control")
-        everyone = mesh.union(across)
-        first = not index_in(without(everyone.axes, axes), mesh.root.rank)
-        return cls(*own, copies, holders, holding, everyone.size // holders.size, first)
+        sharers, owner = (1, True) if copies is None else (copies.size, copies.rank == 0)
+        return cls(*own, copies, own[2], held, sharers, owner)
 
 
-def shape_of(mesh: DeviceMesh, cut: str, partial: Axes = ()) -> tuple[int, int]:
-    """(number of shards, number of ranks that add up the gradients of each shard), without communicators."""
-    more = size_of(partial)
+def ranks_of_cut(
+    mesh: Mesh, cut: str
+) -> tuple[tuple[Communicator, Communicator, Communicator], Mesh | None, Mesh | None, str]:
+    """The communicators and meshes of strategy.Rules.cut. Collective.
+
+    Gives (gather, reduce, control), the mesh of the shards, the mesh of the copies, and the role of the
+    communicator of the copies. A mesh is None where it would have one rank.
+    """
     if cut == "none":
-        return 1, mesh.size * more
-    return (mesh.shape[1], mesh.shape[0] * more) if cut == "last axis" else (mesh.size, more)
+        alone = for_device(SingleCommunicator(), mesh.device, "auto", "gather")
+        return (alone, alone, alone), None, mesh, "reduce"
+    held = mesh if cut == "mesh" else mesh.axis(-1 % len(mesh.shape))
+    own = held.communicator("gather"), held.communicator("reduce"), held.communicator("control")
+    return own, held, mesh.axis(0) if cut == "last axis" else None, "copies"
+
+
+def shape_of(mesh: Mesh, cut: str, terms: int = 1) -> tuple[int, int]:
+    """(number of shards, number of ranks that add up the gradients of each shard), without communicators.
+
+    terms: number of ranks that each have one term of a gradient.
+    """
+    if cut == "none":
+        return 1, mesh.size * terms
+    return (mesh.shape[1], mesh.shape[0] * terms) if cut == "last axis" else (mesh.size, terms)

@@ -19,17 +19,17 @@ gradient paths of the groups have the gradients written so far.
 from collections.abc import Callable, Iterator
 
 from shardrt import autograd
-from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.ranks import Mesh
+from shardrt.fsdp import training
 from shardrt.fsdp.forward import ForwardPass
 from shardrt.fsdp.gathers import Gathers
 from shardrt.fsdp.gradients import Gradients
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.nodes import Regather, Tape
-from shardrt.fsdp.observers import ScheduleObserver, StepTrace
+from shardrt.fsdp.observers import OBSERVERS, ScheduleObserver
 from shardrt.fsdp.plan import Plan
 from shardrt.fsdp.sharded_gradient import Streams
-from shardrt.fsdp.trained import Trained
-from shardrt.fsdp.unit import State, Unit
+from shardrt.fsdp.unit import State, Unit, root_of
 
 
 class Schedule:
@@ -40,7 +40,7 @@ class Schedule:
 
     def __init__(
         self,
-        mesh: DeviceMesh,
+        mesh: Mesh,
         units: list[Unit],
         prefetch: int,
         streams: Streams,
@@ -48,14 +48,14 @@ class Schedule:
     ) -> None:
         self.mesh = mesh
         self.units = units
-        self.root = units[0]
+        self.root_unit = root_of(units)
         self.prefetch = prefetch
         self.streams = streams
         self.control = mesh.communicator("control")
-        self.observers: list[ScheduleObserver] = [StepTrace(mesh, streams.compute.name)]
-        self.observers += [make(self) for make in self.root.observers]
+        makers = (*OBSERVERS, *self.root_unit.observers)
+        self.observers: list[ScheduleObserver] = [make(self) for make in makers]
         self.plan = Plan(units)
-        self.trained = Trained(units, self.control)
+        self.trained = training.chosen(units, self.control)
         self.gathers = Gathers(units, prefetch, streams, self.control, self.observers)
         self.gradients = Gradients(mesh, units, streams, self.trained, make_gradient_slots)
         self.forward = ForwardPass(self.plan, self.gathers, self.observers, self._new_tape)
@@ -228,7 +228,8 @@ class Schedule:
     def unshard_node(self, group: ParameterGroup) -> autograd.Function:
         return self.forward.tape.unshard(group.unit)
 
-    def readable(self, group: ParameterGroup) -> bool:
+    def ensure_readable(self, group: ParameterGroup) -> bool:
+        """Whether ops may read the gathered parameters now. In backward, gather them if nothing has."""
         unit = group.unit
         if autograd.running() is not None:
             if not unit.gathered:

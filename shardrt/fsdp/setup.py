@@ -5,40 +5,35 @@ earlier: until then more calls of fully_shard may follow. Now the outermost unit
 full name of every parameter.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shardrt.comm.mesh import DeviceMesh
-from shardrt.comm.mesh_layout import union
 from shardrt.comm.protocol import Communicator
-from shardrt.device import Device, host
+from shardrt.device import Device
 from shardrt.device.arena import Arena, Slot
-from shardrt.fsdp import buffers, collectives
+from shardrt.fsdp import buffers, composition
 from shardrt.fsdp.boundary import unit_of
 from shardrt.fsdp.buffers import PlanInputs, Spec, Specs
-from shardrt.fsdp.checks import (
-    check_groups,
-    check_mesh,
-    check_options,
-    check_reachable,
-    check_same_on_all_ranks,
-    check_same_types,
-    check_same_values,
-)
-from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup, UnbuiltGroup
+from shardrt.fsdp.checks import RANK_CHECKS, check_groups, check_mesh, check_options, check_reachable
+from shardrt.fsdp.group import GRADIENT_ROLES, GroupMemory, ParameterGroup, UnbuiltGroup
 from shardrt.fsdp.layout import Layout
-from shardrt.fsdp.process_groups import Axes, ProcessGroups, shape_of
+from shardrt.fsdp.process_groups import ProcessGroups, shape_of
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.sharded_gradient import Streams
-from shardrt.fsdp.unit import Unit
+from shardrt.fsdp.unit import Unit, root_of
 from shardrt.fsdp.whole_gradient import path_of
-from shardrt.nn.module import Layer, Module, caller_of, stages_of
-from shardrt.nn.storage import LowPrecisionCopy
+from shardrt.nn.module import Module, caller_of, stages_of
 
 Array = Any
+# Of options: called with layouts, process groups and inputs of a plan, before its buffers are allocated.
+PLANNED: list[
+    Callable[[dict[ParameterGroup, Layout], dict[ParameterGroup, ProcessGroups], PlanInputs], None]
+] = []
+# Of options: whether a module needs all of its units gathered at the same time, as a recomputed one does.
+AT_ONCE: list[Callable[[Module], bool]] = []
 
 
 def units_below(*modules: Module) -> list[Unit]:
@@ -55,6 +50,16 @@ def units_for(call: str, module: Module) -> list[Unit]:
     return found
 
 
+def built_units(module: Module) -> list[Unit]:
+    """The units of `module` and below, built. Raises ValueError if there is none. Collective."""
+    found = units_below(module)
+    if not found:
+        raise ValueError(f"{type(module).__name__} has no sharded unit; call fully_shard first")
+    for unit in found:
+        unit.built()
+    return found
+
+
 def build(unit: Unit) -> None:
     """Build the schedule of the outermost unit above `unit`, with all units below it. Collective.
 
@@ -63,25 +68,19 @@ def build(unit: Unit) -> None:
     """
     units = arranged(unit)
     layouts = lay_out(units)
-    schedule = Schedule(mesh_of(units), units, prefetch_of(units), _streams(units), make_gradient_slots)
-    # Compare the ranks first: if they differ, the collectives below would hang or exchange wrong data.
-    check_same_on_all_ranks(schedule, units)
-    check_same_types(schedule, units)
-    data = units[0].settings.mesh
-    for mesh in dict.fromkeys(unit.settings.mesh for unit in units):
-        check_same_values(
-            mesh.communicator("control"), [u for u in units if u.settings.mesh is mesh], cut=True
-        )
-    if schedule.mesh is not data:
-        check_same_values(schedule.control, units, cut=False)
+    mesh = composition.chosen.mesh_of(units)
+    schedule = Schedule(mesh, units, prefetch_of(units), _streams(units), make_gradient_slots)
+    for check in RANK_CHECKS:
+        check(schedule, units)
     _compile_once(schedule)
     ranks_of = process_groups_of(units)
     check_groups(units, ranks_of)
     inputs = plan_inputs(units, ranks_of)
     specs = buffers.plan(units, layouts, inputs)
-    _reserve(layouts, ranks_of, inputs)
+    for prepare in PLANNED:
+        prepare(layouts, ranks_of, inputs)
     # Arenas come before shards: where ranks share memory, a shard is a part of its arena's slot.
-    arenas = _make_arenas(specs, ranks_of, inputs.device, _AT_ONCE)
+    arenas = _make_arenas(specs, ranks_of, inputs.device, _BUILT_ROLES)
     for u in units:
         built = [
             _built(group, layouts[group], ranks_of[group], arenas[group], specs, inputs) for group in u.groups
@@ -89,19 +88,6 @@ def build(unit: Unit) -> None:
         u.runs_under(schedule, built)
     # Where ranks share memory, a gather reads the other ranks' shards: every rank must have filled its own.
     schedule.control.barrier(stream=schedule.streams.compute)
-
-
-def connect(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
-    """Make all communicators that a model of these units needs. Collective.
-
-    Gives the process groups of each parameter group.
-    """
-    mesh = mesh_of(units)
-    for each in dict.fromkeys((mesh, *(unit.settings.mesh for unit in units))):
-        each.communicator("control")
-    if mesh.size > 1:
-        mesh.communicator("used")
-    return process_groups_of(units)
 
 
 def arranged(unit: Unit) -> list[Unit]:
@@ -129,14 +115,14 @@ def _arrange(units: list[Unit]) -> None:
         # By default the outermost unit stays gathered from forward to backward: backward begins with it. The
         # units of a pipeline stage stay gathered until the optimizer step: every micro-batch uses them.
         staged = asked is None and any(parameter.place is not None for parameter in unit.parameters)
-        kept = rules.keep_after_forward or unit is units[0] or staged
+        kept = rules.keep_after_forward or unit is root_of(units) or staged
         unit.reshard_after_forward = not kept if asked is None else asked
         unit.reshard_after_backward = not (rules.keep_after_backward or staged)
 
 
 def prefetch_of(units: list[Unit]) -> int:
     """How many units are gathered ahead."""
-    return 1 if units[0].settings.prefetch is None else units[0].settings.prefetch
+    return 1 if root_of(units).settings.prefetch is None else root_of(units).settings.prefetch
 
 
 def lay_out(units: list[Unit]) -> dict[ParameterGroup, Layout]:
@@ -144,32 +130,19 @@ def lay_out(units: list[Unit]) -> dict[ParameterGroup, Layout]:
     layouts = {}
     for unit in units:
         for group in unit.groups:
-            shards, copies = shape_of(*unit.settings.cut, group.key.partial)
+            shards, copies = shape_of(*unit.settings.cut, composition.chosen.terms(group.key.partial))
             layouts[group] = Layout.plan([(p.name, p.shape) for p in group.parameters], shards, copies)
     return layouts
 
 
-def mesh_of(units: list[Unit]) -> DeviceMesh:
-    """The mesh of all ranks that train the model, along axes of data and of split modules."""
-    across, mesh = _across(units), units[0].settings.mesh
-    return mesh.union(across) if across else mesh
-
-
-def _across(units: list[Unit]) -> Axes:
-    """The mesh axes along which modules are split."""
-    placements = [
-        parameter.placement for unit in units for parameter in unit.parameters if parameter.placement
-    ]
-    return union(*{placement.axes for placement in placements})
-
-
 def process_groups_of(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
     """Group -> its process groups; groups that are cut alike have the same object. Collective."""
-    across, made, found = _across(units), {}, {}
+    made: dict[tuple, ProcessGroups] = {}
+    found = {}
     for group in (group for unit in units for group in unit.groups):
         cut = (*group.settings.cut, group.key.cut, group.key.partial)
         if cut not in made:
-            made[cut] = ProcessGroups.of(*cut, across)
+            made[cut] = composition.chosen.process_groups(units, *cut)
         found[group] = made[cut]
     return found
 
@@ -182,15 +155,14 @@ def plan_inputs(
     """The inputs of buffers.plan besides the units and layouts."""
     gathers = [ranks.gather for group, ranks in ranks_of.items() if group.settings.cut[1] != "none"]
     shared = all(gather.shares_memory for gather in gathers)
-    tops = units[0].modules
-    recomputed = [
-        module for top in tops for module in top.modules() if module.wrapped_in(Layer.RECOMPUTATION)
-    ]
+    tops = root_of(units).modules
+    below = (module for top in tops for module in top.modules())
+    at_once = [module for module in below if any(needed(module) for needed in AT_ONCE)]
     return PlanInputs(
-        device=units[0].settings.mesh.device,
+        device=root_of(units).settings.mesh.device,
         prefetch=prefetch_of(units),
-        sharers=units[0].settings.mesh.world.local_size if shared else 0,
-        together=max((len(units_below(module)) for module in recomputed), default=1),
+        sharers=root_of(units).settings.mesh.world.local_size if shared else 0,
+        together=max((len(units_below(module)) for module in at_once), default=1),
         no_sync=no_sync or any(unit.accumulates for unit in units),
     )
 
@@ -212,20 +184,10 @@ def make_gradient_slots(units: list[Unit], accumulates: bool) -> None:
             group.arenas.pop(role, None)
         _make_sums(group, specs[group], inputs)
     ranks_of = {group: group.ranks for group in layouts}
-    _reserve(layouts, ranks_of, inputs)
+    for prepare in PLANNED:
+        prepare(layouts, ranks_of, inputs)
     for group, arenas in _make_arenas(specs, ranks_of, inputs.device, replaced).items():
-        group.arenas |= arenas
-
-
-def _reserve(
-    layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], inputs: PlanInputs
-) -> None:
-    """Have each communicator allocate the scratch memory that its calls need."""
-    if inputs.device.dry_run:
-        return
-    needed = buffers.scratch(layouts, ranks_of, inputs)
-    for communicator, (on_device, on_host) in needed.items():
-        communicator.reserve(on_device, on_host)
+        group.arenas.update(arenas)
 
 
 def _fits(role: str, specs: Specs) -> bool:
@@ -235,11 +197,11 @@ def _fits(role: str, specs: Specs) -> bool:
     return wanted == found
 
 
-_AT_ONCE = ("gathered", "wire", "reduce_wire", "upload", "download")  # roles that build() allocates
+_BUILT_ROLES = ("gathered", "wire", "reduce_wire", "upload", "download")  # roles that build() allocates
 
 
 def _streams(units: list[Unit]) -> Streams:
-    mesh = units[0].settings.mesh
+    mesh = root_of(units).settings.mesh
     here, gather, reduce = mesh.device, mesh.stream("gather"), mesh.stream("reduce")
     upload = download = None
     if any(unit.settings.placement.parameters or unit.settings.placement.gradients for unit in units):
@@ -303,9 +265,7 @@ def _built(
     own, gathered = specs[group], arenas["gathered"].slots[0].array
     part = gathered[slice(*layout.shard_range(ranks.rank))]
     shard_in_slot = "shard" not in own
-    copy = LowPrecisionCopy(part, group.key.param) if buffers.keeps_copy(group, specs) else None
-    built = ParameterGroup(
-        group,
+    memory = GroupMemory(
         layout,
         ranks,
         inputs.device,
@@ -313,9 +273,9 @@ def _built(
         part if shard_in_slot else _buffer(group, ranks, own["shard"], inputs),
         shard_in_slot=shard_in_slot,
         slot_shared=own["gathered"].sharers > 1,
-        low_precision_copy=copy,
-        transfer=collectives.transfer_of(group.key.param, ranks.size, gathered, shard_in_slot, arenas),
+        own_slot=sum(own["gathered"] is roles["gathered"] for roles in specs.values()) == 1,
     )
+    built = ParameterGroup(group, memory)
     _make_sums(built, own, inputs)
     return built
 
@@ -340,7 +300,7 @@ def _buffer(
 ) -> np.ndarray:
     maker = buffers.maker_of(spec.role, ranks)
     if spec.host:
-        array = host.buffer(inputs.device, spec.count, spec.dtype, group.placement.directory)
+        array = group.settings.offload.host_buffer(inputs.device, spec.count, spec.dtype)
     elif maker is None:
         array = inputs.device.buffer(spec.count, spec.dtype)
     else:
@@ -350,7 +310,7 @@ def _buffer(
 
 def _check(units: list[Unit]) -> None:
     """Raise as `build` says if units can't train together; set the labels of their groups."""
-    first = units[0]
+    first = root_of(units)
     for u in units:
         if u.schedule is not None:
             raise RuntimeError(

@@ -12,18 +12,18 @@ import zlib
 from shardrt.comm.protocol import Communicator
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.sharded_gradient import Streams
+from shardrt.fsdp.training import Training
 from shardrt.fsdp.unit import Unit
 
 
-class Trained:
+class Trained(Training):
     """The sets of trained parameters in the groups of one schedule."""
 
     def __init__(self, units: list[Unit], control: Communicator) -> None:
+        super().__init__(units, control)
         self._units = units
-        self.changed = False  # memory of gradients does not fit the trained parameters yet
         self._control = control
         self._at_first = self._pattern()
-        control.register_names([group.tag for group in self.groups])
 
     @property
     def groups(self) -> list[ParameterGroup]:
@@ -31,10 +31,7 @@ class Trained:
         return [group for unit in self._units for group in unit.groups]
 
     def follow(self, streams: Streams) -> bool:
-        """When a forward begins, take over what the user has frozen or unfrozen. Gives whether that changed.
-
-        Frees memory of gradients that is not needed any more.
-        """
+        """As Training.follow. Frees memory of gradients that is not needed any more."""
         wanted = [
             (group.to_train(bool(unit.pending)), unit.choices.find_unused)
             for unit in self._units

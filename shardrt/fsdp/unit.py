@@ -10,12 +10,11 @@ from enum import Enum
 from typing import Any
 
 from shardrt.autograd import Function
-from shardrt.comm.mesh import DeviceMesh
-from shardrt.comm.mesh_layout import MeshLayout, size_of, union, without
+from shardrt.fsdp import composition
 from shardrt.fsdp.group import GroupKey, ParameterGroup, UnbuiltGroup
 from shardrt.fsdp.policy import Choices, Settings
 from shardrt.nn.module import Module, label_of
-from shardrt.nn.parameter import Parameter, Placement
+from shardrt.nn.parameter import Parameter
 
 
 class State(Enum):
@@ -56,10 +55,8 @@ class Unit:
     ) -> None:
         self.modules = modules
         self.settings = settings
-        placements = [p.placement for p, _ in parameters if p.placement is not None]
-        self.data_ranks = settings.mesh.size  # number of ranks whose losses a gradient sums
-        if placements:
-            self.data_ranks = size_of(union(*(data_of(placement, settings.mesh) for placement in placements)))
+        own = [parameter for parameter, _ in parameters]
+        self.data_ranks = composition.chosen.data_ranks(own, settings.mesh)  # whose losses a gradient sums
         self.choices = choices or Choices(float(self.data_ranks))
         self.state = State.SHARDED
         self.gathered = False  # ops may read the parameters now
@@ -73,10 +70,9 @@ class Unit:
         for parameter, key in parameters:
             by_key.setdefault(key, []).append(parameter)
         self.groups: list[Any] = [UnbuiltGroup(self, key, own) for key, own in by_key.items()]
-        # Set by setup.py:
-        self.reshard_after_forward: bool
-        self.reshard_after_backward: bool
-        self.ancestors: frozenset[Unit]  # the units whose modules contain this one's
+        # setup.py decides these when the outermost unit is known:
+        self.reshard_after_forward = self.reshard_after_backward = True
+        self.ancestors: frozenset[Unit] = frozenset()  # the units whose modules contain this one's
 
     def clone(self) -> "Unit":
         """An unbuilt unit of the same modules with the same choices. It takes over the parameters."""
@@ -150,9 +146,6 @@ class Unit:
         return State.SHARDED if done else State.WAITING
 
 
-def data_of(placement: Placement, mesh: DeviceMesh) -> MeshLayout:
-    """The mesh axes along which ranks have different losses that all contribute to a parameter's gradient.
-
-    placement: how the parameter's module was split. mesh: the mesh that the parameter is sharded over.
-    """
-    return without(union(mesh.axes, placement.axes) if placement.own_data else mesh.axes, placement.one_loss)
+def root_of(units: list[Unit]) -> Unit:
+    """The outermost of the units that train together; a list of them has outer units first."""
+    return units[0]

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardrt.autograd import Edge, Fill, Variable
-from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.mesh_layout import MeshLayout
+from shardrt.comm.ranks import Mesh
 from shardrt.nn.extents import Extents
 from shardrt.nn.storage import LocalStorage, Storage, read_only
 
@@ -38,7 +38,7 @@ class Placement(Protocol):
     summed_apart: gradients are summed over other ranks than those of parameters without a placement.
     """
 
-    mesh: DeviceMesh
+    mesh: Mesh
     whole: tuple[int, ...]
     axes: MeshLayout
     cut_axes: MeshLayout
@@ -63,7 +63,7 @@ class ParameterPlace(Protocol):
     description: stage and rank, for messages.
     """
 
-    mesh: DeviceMesh
+    mesh: Mesh
     axes: MeshLayout
     tied: bool
     description: str

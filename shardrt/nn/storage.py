@@ -17,8 +17,8 @@ import numpy as np
 
 from shardrt import autograd, device, tape
 from shardrt.autograd import WRITTEN, Edge
-from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
+from shardrt.comm.ranks import Mesh
 from shardrt.device.protocol import Event
 from shardrt.nn.extents import Extents, contiguous, take
 
@@ -75,7 +75,7 @@ class Storage(ABC):
     """
 
     communicator: Communicator | None = None
-    holders: DeviceMesh | None = None
+    holders: Mesh | None = None
     low_precision_copy: LowPrecisionCopy | None = None  # what it keeps of the shard in 16 bits, if it does
     gathers_bits = False  # what `lent_bits` gives
     everyone: Communicator | None = None  # joins all ranks that train with this one, once there is a shard

@@ -14,8 +14,7 @@ import numpy as np
 
 from shardrt import device, dtypes
 from shardrt.comm import objects
-from shardrt.fsdp.memory import MemoryPlan, memory_plan, run_dry, whole_of
-from shardrt.fsdp.setup import connect
+from shardrt.fsdp.memory import MemoryPlan, connect, memory_plan, run_dry, whole_of
 from shardrt.parallel.carrier import STEP, Arrays, Carrier, key_of
 from shardrt.parallel.step import Inputs, Loss, StagedModel, Step, Work
 from shardrt.parallel.table import Action, Link

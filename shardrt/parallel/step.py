@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from shardrt import autograd, device, dtypes, fsdp, random
 from shardrt.autograd import Function
+from shardrt.comm import recording
 from shardrt.comm.links import Links
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.deferred_gradients import DeferredGradients
@@ -159,7 +160,7 @@ class Step:
         try:
             for action in self._row:
                 label = action_label(action.kind, action.stage, action.micro_batch)
-                self._pipeline.mesh.part("backward" if action.kind in "BIW" else "forward", label)
+                recording.part(self._pipeline.mesh, "backward" if action.kind in "BIW" else "forward", label)
                 with timeline.span("compute", label):
                     does = self._DOES[action.kind]  # of the class: bound ones would keep the step in a cycle
                     does(self, self._pipeline.stage(action.stage), action.micro_batch, action)

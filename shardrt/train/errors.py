@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardrt.comm import world as worlds
+from shardrt.comm import mpi_world
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.objects import all_gather_object
 from shardrt.faults import launcher
@@ -49,8 +49,8 @@ def one_line(
     if not code:
         return
     rank = launched_rank() if mesh is None else mesh.rank
-    no_room = isinstance(failure, worlds.NoRoom)  # on this host, and maybe on no other
-    if rank == speaker or (no_room and worlds.launch().local_rank == 0):
+    no_room = isinstance(failure, mpi_world.NoRoom)  # on this host, and maybe on no other
+    if rank == speaker or (no_room and mpi_world.launch().local_rank == 0):
         if os.environ.get("SHARDRT_DEBUG"):
             traceback.print_exception(failure)
         say(f"error: {' '.join(describe_error(failure).split())}", file=sys.stderr)
@@ -61,7 +61,7 @@ def one_line(
 
 def launched_rank() -> int:
     """This process's rank by the launcher's environment, without MPI; 0 where there is no launcher."""
-    launch = worlds.launch()
+    launch = mpi_world.launch()
     return launch.rank if launch is not None else 0
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardrt import device, dtypes, nn, optim, random
+from shardrt import dtypes, nn, optim, random
 from shardrt.checkpoint import CheckpointError, CheckpointManager, read_manifest, save
 from shardrt.comm import init_device_mesh
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.objects import all_gather_object, broadcast_object, differences, differing
+from shardrt.device.cpu import set_threads
 from shardrt.faults import failure
 from shardrt.faults.lock import LOCK
 from shardrt.faults.watchdog import Watch
@@ -63,7 +64,7 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
         mesh = with_axes(recipe, mesh)
     watch.record(mesh)
     if recipe.threads or recipe.on_any_ranks:
-        device.set_threads(max(1, recipe.threads))
+        set_threads(max(1, recipe.threads))
     with one_line(DATA, mesh):
         task = recipe.task()
     with one_line(DIFFERS, mesh):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from shardrt.comm import world as worlds
+from shardrt.comm import mpi_world
 from shardrt.untrusted import encodable, printable, say
 
 if TYPE_CHECKING:  # rich is imported where a terminal is written to: models and their tests run without it
@@ -56,7 +56,7 @@ class Screen:
             elif self.shown:
                 say(line, lines=True)
         except BrokenPipeError:
-            if worlds.launch() is None:  # `| head` has had enough; else a launcher is gone
+            if mpi_world.launch() is None:  # `| head` has had enough; else a launcher is gone
                 raise
         except OSError:
             pass

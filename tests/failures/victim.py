@@ -18,7 +18,7 @@ from models import train
 from models.gpt import GPT
 from shardrt import device
 from shardrt.checkpoint import CheckpointManager
-from shardrt.comm import world as worlds
+from shardrt.comm import mpi_world
 from shardrt.faults import diagnosis
 from shardrt.faults.flight import read_all
 from shardrt.fsdp.schedule import Schedule
@@ -184,7 +184,7 @@ def differ(what: str, arguments: list[str]) -> list[str]:
 def main() -> None:
     failure, phase, victim, *arguments = sys.argv[1:]
     if failure in DIFFERENCES:
-        if worlds.launch().rank == int(victim):
+        if mpi_world.launch().rank == int(victim):
             print(f"failed at {time.time()}", flush=True)
             arguments = differ(failure, arguments)
     else:

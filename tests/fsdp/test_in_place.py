@@ -8,11 +8,11 @@ from shardrt.checkpoint import full_state_dict, load, save
 from shardrt.comm import CollectiveDelay
 from shardrt.fsdp import (
     MixedPrecisionPolicy,
-    collectives,
     full_parameters,
     no_sync,
     set_gradient_divide_factor,
 )
+from shardrt.fsdp.options import low_precision
 from tests import lab
 
 BF16 = MixedPrecisionPolicy("bfloat16", "float32")
@@ -74,8 +74,8 @@ class OwnUpdate(optim.AdamW):
 @pytest.mark.parametrize(("kind", "rounds"), [(optim.AdamW, False), (optim.SGD, True), (OwnUpdate, True)])
 def test_a_gather_rounds_nothing_after_adamw_and_all_after_other_updates(monkeypatch, kind, rounds):
     rounded, found = [], []
-    cast = collectives._cast
-    monkeypatch.setattr(collectives, "_cast", lambda *how: (rounded.append(None), cast(*how)))
+    cast = low_precision._cast
+    monkeypatch.setattr(low_precision, "_cast", lambda *how: (rounded.append(None), cast(*how)))
 
     def rank():
         model, mesh = lab.build(**KEPT)

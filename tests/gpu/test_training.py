@@ -13,7 +13,7 @@ from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict, load, save
 from shardrt.comm import init_device_mesh, thread
-from shardrt.comm import mesh as comm_mesh
+from shardrt.comm import ranks as comm_ranks
 from shardrt.comm.delay import CollectiveDelay
 from shardrt.device.arena import Arena
 from shardrt.device.cuda import CUDADevice
@@ -146,7 +146,7 @@ def test_ranks_have_the_mean_loss_of_one(gpu, on_the_cpu, ranks):
 
 def make_late(monkeypatch, poison):
     """Delay each copy and collective; poison: fill slots with NaN when they are released."""
-    copy, made = CUDADevice.copy, comm_mesh.for_device
+    copy, made = CUDADevice.copy, comm_ranks.for_device
 
     def late(self, target, source):
         spin(0.3)
@@ -158,7 +158,7 @@ def make_late(monkeypatch, poison):
         return communicator
 
     monkeypatch.setattr(CUDADevice, "copy", late)
-    monkeypatch.setattr(comm_mesh, "for_device", delayed)
+    monkeypatch.setattr(comm_ranks, "for_device", delayed)
     monkeypatch.setattr(
         Arena, "poison", property(lambda arena: poison, lambda arena, value: None), raising=False
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardrt.comm import thread, world
+from shardrt.comm import mpi_world, thread
 from tests import ranks
 from tests.hosts.hosts import Hosts
 
@@ -52,7 +52,7 @@ def _on_hosts(tmp_path_factory):
 
 def main(name: str) -> None:
     """A rank."""
-    here = world.of_mpi()
+    here = mpi_world.of_mpi()
     folder, function, args, kwargs = pickle.loads((Path(name) / "task").read_bytes())
     os.chdir(folder)
     try:

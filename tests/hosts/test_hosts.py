@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(unavailable()), reason=un
 WHERE = """
 import os, socket, time
 from pathlib import Path
-from shardrt.comm import world
-here = world.of_mpi()
+from shardrt.comm import mpi_world
+here = mpi_world.of_mpi()
 mine = Path(f"/dev/shm/of-{here.rank}")
 mine.touch()
 here.root.Barrier()

@@ -16,8 +16,8 @@ from tests.ranks import clean_environment
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
 WHO = """
 import os, socket
-from shardrt.comm import create, world
-here = world.of_mpi()
+from shardrt.comm import create, mpi_world
+here = mpi_world.of_mpi()
 made = create()
 facts = here.rank, here.size, socket.gethostname(), here.local_rank, here.local_size, type(made).__name__
 os.write(1, (" ".join(map(str, facts)) + "\\n").encode())

@@ -74,7 +74,7 @@ def bytes_held(model: Module) -> int:
         for array in (*group.sharded_gradient.arrays, group.sharded_gradient.uses)
         if array is not None
     ]
-    arrays += [group.shard for group in groups if not group.shard_in_slot]
+    arrays += [group.shard for group in groups if not group.memory.shard_in_slot]
     return sum(array.nbytes for array in [*arrays, *(s.array for a in arenas_of(model) for s in a.slots)])
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shardrt.comm import world
+from shardrt.comm import mpi_world
 
-world.of_mpi()  # installs the hooks that end the job when this rank exits with an error
+mpi_world.of_mpi()  # installs the hooks that end the job when this rank exits with an error
 named = [word for word in sys.argv[1:] if word.endswith(".py")]
 others = [word for word in sys.argv[1:] if word not in named]
 files = named or ["test_backends.py", "test_nodes.py", "test_training.py"]

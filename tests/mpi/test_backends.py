@@ -20,9 +20,9 @@ from shardrt.comm import (
     init_device_mesh,
     mailbox,
     mpi,
+    mpi_world,
     notices,
     shm,
-    world,
 )
 from shardrt.comm.hierarchical import HierarchicalCommunicator
 from shardrt.comm.mpi import MPICommunicator
@@ -32,8 +32,8 @@ from tests import links
 from tests.mpi.contract import INLINE, LITTLE, Contract, digest, exchange, own, same, values
 from tests.mpi.test_nodes import on_nodes
 
-SIZE = world.of_mpi().size
-ONE_HOST = world.of_mpi().local_size == SIZE
+SIZE = mpi_world.of_mpi().size
+ONE_HOST = mpi_world.of_mpi().local_size == SIZE
 KINDS = ["mpi", "shm", "auto"] if ONE_HOST else ["mpi", "auto"]
 
 
@@ -260,7 +260,7 @@ def test_communicators_of_a_mesh_are_freed_when_all_ranks_have_dropped_it(kind, 
         return mesh
 
     def open_now():
-        contexts.free_dropped(world.of_mpi().root)
+        contexts.free_dropped(mpi_world.of_mpi().root)
         return contexts._count
 
     made()

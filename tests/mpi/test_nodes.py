@@ -4,17 +4,17 @@ import warnings
 
 import pytest
 
-from shardrt.comm import create, hierarchical, world
+from shardrt.comm import create, hierarchical, mpi_world
 from shardrt.comm.mpi import MPICommunicator
 from tests.mpi.contract import digest
 
-SIZE = world.of_mpi().size
-ONE_HOST = world.of_mpi().local_size == SIZE
+SIZE = mpi_world.of_mpi().size
+ONE_HOST = mpi_world.of_mpi().local_size == SIZE
 
 
 def on_nodes(*nodes):
     """A communicator whose ranks are told which node they are on."""
-    root = world.of_mpi().root
+    root = mpi_world.of_mpi().root
     return hierarchical.create(root.Dup(), nodes[root.rank])
 
 

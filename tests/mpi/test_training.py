@@ -6,13 +6,13 @@ import pytest
 import shardrt
 from shardrt import optim
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import init_device_mesh, world
+from shardrt.comm import init_device_mesh, mpi_world
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.lab import Net, batches, loss_of, shard
 from tests.mpi import memory, readers
 
-SIZE = world.of_mpi().size
-SHARED = "shm" if world.of_mpi().local_size == SIZE else "auto"
+SIZE = mpi_world.of_mpi().size
+SHARED = "shm" if mpi_world.of_mpi().local_size == SIZE else "auto"
 BACKENDS = pytest.mark.parametrize("backend", [SHARED, "mpi"])
 
 

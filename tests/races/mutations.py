@@ -32,8 +32,8 @@ WAITS, RECORDS, BARRIERS = ("wait", "synchronize", "wait_here"), ("record",), ("
 GIVEN = {
     ("comm/links.py", "function(*args)"): "wait",
     (
-        "fsdp/collectives.py",
-        "group.ranks.gather.all_gather(as_sent(full), stream=stream, tag=group.tag)",
+        "fsdp/transfer.py",
+        "group.ranks.gather.all_gather(as_sent(full), stream=streams.gather, tag=group.tag)",
     ): "barrier",
 }
 

@@ -209,7 +209,7 @@ def issued(programs):
     "name",
     [
         "fsdp/gathers.py Gathers.refresh: streams.gather.wait(self._shards_ready)",
-        "fsdp/collectives.py _cast: streams.gather.record(staged.free)",
+        "fsdp/options/low_precision.py _cast: streams.gather.record(staged.free)",
         "optim/offload.py Updates.wait: self.device.current_stream.wait(route.updated)",
     ],
 )
@@ -251,7 +251,7 @@ def leave_out(patch, name):
 RELEASES = {
     "fsdp/gathers.py Gathers._release": 0,
     "fsdp/whole_gradient.py WholeGradient.discard": 16,
-    "fsdp/collectives.py _cast": 0,
+    "fsdp/options/low_precision.py _cast": 0,
     "fsdp/options/offload.py HostGradient.receive": 4,
     "fsdp/gradient_path.py GradientPath.handing_over": 17,
     "optim/offload.py Updates._issue_chunks": 3,

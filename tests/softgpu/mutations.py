@@ -39,7 +39,7 @@ from tests.softgpu.start import start
 
 ROOT = Path(__file__).parents[2]
 FILES = (
-    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "shardrt/fsdp").glob("*.py")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "shardrt/fsdp").rglob("*.py")),
     *("shardrt/nn/storage.py", "shardrt/optim/offload.py", "shardrt/activation_offload.py"),
     *("shardrt/comm/staged.py", "shardrt/comm/nccl.py", "shardrt/comm/ipc.py"),
     *("shardrt/functional/collective.py", "shardrt/functional/waits.py"),

@@ -14,7 +14,7 @@ import os
 import runpy
 import sys
 
-from shardrt.comm import world
+from shardrt.comm import mpi_world
 from tests.softgpu import rooms
 from tests.softgpu.start import start
 
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     parser.parse_args(arguments[: 2 if arguments[:1] in (["-m"], ["-c"]) else 1])
     if not arguments:
         parser.error("no program")
-    launched = world.launch()
+    launched = mpi_world.launch()
     mode, seed = os.environ.get("SOFTGPU_MODE", "late"), int(os.environ.get("SOFTGPU_SEED", "0"))
     start(mode, seed, processes=launched.local_size if launched else 1)
     kind, *rest = arguments

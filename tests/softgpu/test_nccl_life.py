@@ -39,9 +39,9 @@ DROPS = """
 import gc
 import weakref
 from itertools import count
-from shardrt.comm import init_device_mesh, world
+from shardrt.comm import init_device_mesh, mpi_world
 from tests.softgpu.nccl import NcclCommunicator
-rank, numbers = world.launch().rank, count()
+rank, numbers = mpi_world.launch().rank, count()
 make, destroy = NcclCommunicator.__init__, NcclCommunicator.destroy
 def made(self, *given):
     self.number = next(numbers)

@@ -1,15 +1,49 @@
 """Options of FSDP. They enter at the runtime's seams, and the runtime imports nothing from here.
 
-packed_rows (only some parameters are trained), chunks (gradients of a large outer unit), fixed_tree (bitwise
-identical on any number of ranks), offload (parts of a unit in host memory).
+- mixed_precision: element types of a unit
+- low_precision: gathers and reductions in 16 bits
+- float8: matmuls in float8
+- offload: parts of a unit in host memory
+- packed_rows: only some parameters of a group are trained
+- chunks: gradients of a large outer unit, chunk by chunk
+- fixed_tree: bitwise identical on any number of ranks
+- accumulation: no_sync and the divide factor
+- full: whole parameters and gradients outside of forward
+- entries: methods that gather as forward does
+- split_modules: modules split over other axes before (shardrt.parallel)
+- agreement: ranks compare their models before the first step
+- step_trace: spans for traces, the watchdog's phase
 """
 
-from shardrt.fsdp.checks import GROUP_CHECKS, UNIT_CHECKS
+from shardrt.fsdp import buffers, composition, policy, setup, training
+from shardrt.fsdp.api import PREPARATIONS
+from shardrt.fsdp.checks import GROUP_CHECKS, RANK_CHECKS, UNIT_CHECKS
 from shardrt.fsdp.gradient_path import PATHS
+from shardrt.fsdp.observers import OBSERVERS
+from shardrt.fsdp.options.agreement import compare_ranks, is_recomputed
 from shardrt.fsdp.options.chunks import ChunkedGradient
 from shardrt.fsdp.options.fixed_tree import check_sums, check_world_invariant
-from shardrt.fsdp.options.packed_rows import PackedGradient
+from shardrt.fsdp.options.float8 import choose_float8
+from shardrt.fsdp.options.low_precision import LowPrecisionTransfer, plan_wires
+from shardrt.fsdp.options.mixed_precision import MixedPrecisionPolicy
+from shardrt.fsdp.options.offload import UploadedTransfer, plan_staging
+from shardrt.fsdp.options.packed_rows import PackedGradient, plan_packed
+from shardrt.fsdp.options.split_modules import SplitModules
+from shardrt.fsdp.options.step_trace import StepTrace
+from shardrt.fsdp.scratch import reserve
+from shardrt.fsdp.trained import Trained
+from shardrt.fsdp.transfer import TRANSFERS
 
 PATHS += [PackedGradient, ChunkedGradient]  # packed rows come first: they are never sent in chunks
+TRANSFERS += [LowPrecisionTransfer, UploadedTransfer]  # 16 bits come first: they upload by themselves
+PREPARATIONS.append(choose_float8)
+RANK_CHECKS.append(compare_ranks)
 UNIT_CHECKS.append(check_world_invariant)
 GROUP_CHECKS.append(check_sums)
+OBSERVERS.append(StepTrace)
+buffers.TRANSIT += [plan_wires, plan_packed, plan_staging]  # in the order of a memory plan's rows
+setup.PLANNED.append(reserve)
+setup.AT_ONCE.append(is_recomputed)
+composition.chosen = SplitModules()
+training.chosen = Trained
+policy.default_precision = MixedPrecisionPolicy

@@ -19,7 +19,7 @@ from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.setup import units_for
 from shardrt.fsdp.sharded_gradient import ShardedGradient, Streams
-from shardrt.fsdp.unit import Unit
+from shardrt.fsdp.unit import Unit, root_of
 from shardrt.kernels.determinism import use_deterministic_algorithms
 from shardrt.nn.module import Module
 from shardrt.nn.moe import Router
@@ -159,7 +159,7 @@ class MicroBatchCount(ScheduleObserver):
 
     def __init__(self, schedule: Schedule) -> None:
         self._units = schedule.units
-        self._mesh = schedule.root.settings.mesh
+        self._mesh = schedule.root_unit.settings.mesh
         self._begun = False  # a micro-batch has begun, and its backward has not ended
         self._before = 0  # micro-batches that were complete when this step of a pipeline began
         self._calls = 0  # calls of the model with random numbers before the first micro-batch of the step
@@ -177,8 +177,8 @@ class MicroBatchCount(ScheduleObserver):
     def _begin(self) -> None:
         groups = [group for unit in self._units for group in unit.groups if group.trainable]
         done = {group.sharded_gradient.reductions for group in groups} or {0}
-        done_before, each = max(done), self._units[0].choices.micro_batches
-        block = self._units[0].modules[0].batch_block
+        done_before, each = max(done), root_of(self._units).choices.micro_batches
+        block = root_of(self._units).modules[0].batch_block
         size, own = self._mesh.size, self._mesh.rank
         if block is not None:  # ranks with parts of the same sequences have the same micro-batch
             size, own = size // block.together, block.part
@@ -198,7 +198,7 @@ class MicroBatchCount(ScheduleObserver):
 
 def check_world_invariant(units: list[Unit]) -> None:
     """Raise ValueError unless one tree adds all trained gradients of the model, or no unit uses a tree."""
-    first = units[0]
+    first = root_of(units)
     for u in units:
         if u.micro_batches != first.micro_batches:
             raise ValueError(
@@ -268,7 +268,7 @@ def sharing_of(module: Module) -> int:
 
 def check_sums(units: list[Unit], used: Iterable[ProcessGroups]) -> None:
     """Raise ValueError unless all communicators that reduce gradients add by a tree."""
-    first = units[0]
+    first = root_of(units)
     reducers = [made for ranks in used for made in (ranks.reduce, ranks.copies) if made]
     if first.micro_batches is not None and any(made.reduction != "tree" for made in reducers):
         raise ValueError(

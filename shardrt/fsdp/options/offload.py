@@ -2,11 +2,22 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from shardrt import dtypes
+from shardrt.device import Device, Event, host
 from shardrt.device.arena import Arena, Slot
+from shardrt.fsdp.buffers import PlanInputs, Specs, alike, share
+from shardrt.fsdp.group import ParameterGroup
+from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.policy import OffloadPolicy
 from shardrt.fsdp.sharded_gradient import Send, ShardedGradient, Streams
+from shardrt.fsdp.transfer import Transfer
 from shardrt.nn.storage import HostPlacement
+
+Array = Any
+
+STAGING_SLOTS = 2  # one slot is copied while the other is used
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,49 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     def sharded_gradient(self) -> ShardedGradient:
         return HostGradient() if self.gradients else ShardedGradient()
+
+    def host_buffer(self, device: Device, count: int, dtype: Any) -> Array:
+        return host.buffer(device, count, dtype, self.placement.directory)
+
+    def filled(self, shard: Array) -> None:
+        host.drop(shard)
+
+
+class UploadedTransfer(Transfer):
+    """Copies a shard from the host to its place in the slot."""
+
+    def __init__(self, group: ParameterGroup, arrived: Event) -> None:
+        super().__init__(group)
+        self.arrived = arrived  # recorded when the shard has arrived from the host
+
+    @classmethod
+    def choose(cls, group: ParameterGroup, own_slot: bool) -> Transfer | None:
+        return cls(group, group.memory.device.new_event()) if group.placement.parameters else None
+
+    def fill(self, slot: Slot, own: Array, streams: Streams) -> None:
+        streams.upload.wait(slot.free)  # compute has finished with the unit that had the slot
+        label = f"upload {self.group.label}"
+        streams.upload.submit(upload, streams.device, own, self.group.shard, label=label)
+        streams.upload.record(self.arrived)
+        streams.gather.wait(self.arrived)  # this rank's shard has arrived from the host
+
+
+def upload(device: Device, target: Array, shard: Array) -> None:
+    """Copy the shard. Free the pages of a memory-mapped one: they are not needed before the update."""
+    device.copy(target, shard)
+    host.drop(shard)
+
+
+def plan_staging(
+    specs: Specs, layouts: dict[ParameterGroup, Layout], groups: list[ParameterGroup], inputs: PlanInputs
+) -> None:
+    """Add the slots through which shards come from the host to be rounded, and gradients go there."""
+    rounded = alike(g for g in groups if g.placement.parameters and g.key.param in dtypes.LOW)
+    reduced = alike(g for g in groups if g.placement.gradients and g.trainable)
+    for role, lists in (("upload", rounded), ("download", reduced)):
+        for members in lists:
+            count = max(layouts[g].shard_size for g in members)
+            share(specs, members, role, count, members[0].key.dtype, STAGING_SLOTS)
 
 
 class HostGradient(ShardedGradient):

@@ -18,10 +18,11 @@ import numpy as np
 from shardrt import dtypes
 from shardrt.device.arena import Slot
 from shardrt.fsdp import collectives
+from shardrt.fsdp.buffers import PlanInputs, Specs, alike, gradient_dtype, share
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout, aligned
 from shardrt.fsdp.setup import units_for
-from shardrt.fsdp.whole_gradient import WholeGradient
+from shardrt.fsdp.whole_gradient import WholeGradient, path_of
 from shardrt.nn.module import Module
 
 Array = Any
@@ -180,6 +181,16 @@ class PackedGradient(WholeGradient):
             add(target[: move.count], [received[: move.count]], scale, accumulate)
         if self.uses:
             add(self.group.sharded_gradient.uses, [row[: self.uses]], 1.0, again)
+
+
+def plan_packed(
+    specs: Specs, layouts: dict[ParameterGroup, Layout], groups: list[ParameterGroup], inputs: PlanInputs
+) -> None:
+    """Add the buffers for packed rows: one for all groups that are alike. 16-bit rows have "reduce_wire"."""
+    exact = [g for g in groups if g.trainable and g.key.reduce not in dtypes.LOW]
+    for members in alike(g for g in exact if path_of(g, layouts[g]).packs):
+        count = max(path_of(g, layouts[g]).sent for g in members)
+        share(specs, members, "packed", count, gradient_dtype(members[0], inputs), 1)
 
 
 def set_find_unused_parameters(module: Module, find: bool = True) -> None:

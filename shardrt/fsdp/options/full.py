@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shardrt import device
-from shardrt.fsdp.collectives import as_sent
 from shardrt.fsdp.group import ParameterGroup
-from shardrt.fsdp.setup import units_below
+from shardrt.fsdp.setup import built_units, units_below
+from shardrt.fsdp.transfer import as_sent
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.collect import collected
 from shardrt.nn.extents import take
@@ -145,16 +145,6 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
 
 def _joined(parameter: Parameter, own: np.ndarray) -> np.ndarray | None:
     return own if parameter.placement is None else parameter.placement.joined(own)
-
-
-def built_units(module: Module) -> list[Unit]:
-    """The units of `module` and below, built. Raises ValueError if there is none. Collective."""
-    found = units_below(module)
-    if not found:
-        raise ValueError(f"{type(module).__name__} has no sharded unit; call fully_shard first")
-    for unit in found:
-        unit.built()
-    return found
 
 
 @contextmanager

@@ -1,0 +1,119 @@
+"""Recording of the calls that the communicators of a mesh make, each communicator under a name of its own.
+
+`record` attaches a Recorder, such as faults' flight recorder, to all communicators of a family of meshes,
+those to come among them. The mesh itself knows nothing of it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from shardrt.comm.interceptors import Call, Interceptor
+from shardrt.comm.mesh import DeviceMesh
+
+MESSAGES = ("send", "recv", "exchange")  # calls of two ranks, not of all
+
+
+class Recorder(Protocol):
+    """Records calls, such as faults' flight recorder."""
+
+    meshes: int  # whose communicators are recorded
+
+    def facts(self, communicator: str, number: int, operation: str, unit: str, array: Any) -> tuple:
+        """What is recorded of a collective: the `number`-th call of a communicator, for `unit`."""
+
+    def around(self, facts: tuple, function: Callable[..., Any], args: tuple) -> Any:
+        """Run a collective between a record that it was entered and one that it is done; gives its result."""
+
+    def part(self, phase: str, action: str = "") -> None:
+        """A part of a step begins; action: of a pipeline, what of it."""
+
+
+class Recorded(Interceptor):
+    """Has a recorder note every call. name: the name of the communicator, unique in this run."""
+
+    def __init__(self, communicator: Any, recorder: Recorder, name: str) -> None:
+        super().__init__(communicator)
+        self.name = name
+        self._recorder = recorder
+        self._number = 0  # of the latest collective, the same on all ranks: so messages do not count
+
+    def intercept(self, call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
+        return self._recorded(call.name, call.tag, call.array, run)
+
+    def intercept_talk(self, run: Callable[[bytes], list[bytes]]) -> Callable[[bytes], list[bytes]]:
+        return self._recorded("all_gather_bytes", "", None, run)
+
+    def _recorded(self, name: str, tag: str, array: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+        self._number += name not in MESSAGES
+        facts = self._recorder.facts(self.name, self._number, name, tag, array)
+        return lambda *args: self._recorder.around(facts, run, args)
+
+
+def group_name(role: str, ranks: Sequence[int], world: int) -> str:
+    """What a communicator is called: its role, and its ranks where they are not all: gather[0:8:2].
+
+    So two groups of one axis have two names, and the name says which ranks belong to it.
+    """
+    if list(ranks) == list(range(world)):
+        return role
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    run = range(ranks[0], ranks[-1] + 1, step) if step > 0 else range(0)
+    if list(run) != list(ranks):
+        return f"{role}[{','.join(map(str, ranks))}]"
+    every = f":{step}" if step > 1 else ""
+    return f"{role}[{run.start}:{run.stop}{every}]"
+
+
+def record(mesh: DeviceMesh, recorder: Recorder | None) -> None:
+    """Have the calls of all communicators of this family of meshes, and parts of steps, recorded.
+
+    None ends it.
+    """
+    recording = _recordings.get(mesh.root)
+    if recording is None:
+        recording = _recordings[mesh.root] = _Recording(mesh.root.size)
+        mesh.attach(recording.take)
+    recording.recorder = recorder
+    if recorder is not None:
+        recorder.meshes += 1
+        recording.number = recorder.meshes
+    for communicator, role, ranks in mesh.made():
+        recording.take(communicator, role, ranks)
+
+
+def part(mesh: DeviceMesh, phase: str, action: str = "") -> None:
+    """Note that a part of a step begins, "forward" or "backward"; of a pipeline, which action."""
+    recording = _recordings.get(mesh.root)
+    if recording is not None and recording.recorder is not None:
+        recording.recorder.part(phase, action)
+
+
+def recorder_of(mesh: DeviceMesh, role: str, *ranks: int) -> tuple[Recorder | None, str]:
+    """(the recorder of calls of such a communicator of these ranks of `mesh`, or None, its name)."""
+    recording, world = _recordings.get(mesh.root) or _Recording(mesh.root.size), mesh.ranks.ravel()
+    return recording.recorder, recording.name(role, tuple(int(world[rank]) for rank in ranks))
+
+
+class _Recording:
+    """The recorder of one family of meshes, of `size` ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.recorder: Recorder | None = None
+        self.number = 1  # of this family, among those that the recorder has
+        self._size = size
+
+    def take(self, communicator: Any, role: str, ranks: tuple[int, ...]) -> None:
+        """Have a communicator recorded by the present recorder alone."""
+        others = (each for each in communicator.interceptors if not isinstance(each, Recorded))
+        communicator.interceptors = tuple(others)
+        if self.recorder is not None:
+            Recorded(communicator, self.recorder, self.name(role, ranks))
+
+    def name(self, role: str, ranks: tuple[int, ...]) -> str:
+        """The name of a communicator; no other communicator of this run has it."""
+        name = group_name(role, ranks, self._size)
+        return name if self.number == 1 else f"{name}~{self.number}"
+
+
+_recordings: WeakKeyDictionary[DeviceMesh, _Recording] = WeakKeyDictionary()  # by the root of each family

@@ -1,0 +1,72 @@
+"""Scratch memory of communicators: what the collectives of a step need, asked for before the first of them.
+
+Communicators that copy through the host, or that reduce in pieces, would allocate it in the middle of a step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardrt import dtypes
+from shardrt.comm.protocol import Communicator
+from shardrt.fsdp.buffers import PlanInputs, gradient_dtype
+from shardrt.fsdp.group import ParameterGroup
+from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.process_groups import ProcessGroups
+from shardrt.fsdp.whole_gradient import path_of
+
+
+def reserve(
+    layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], inputs: PlanInputs
+) -> None:
+    """Have each communicator allocate the scratch memory that its calls need."""
+    if inputs.device.dry_run:
+        return
+    for communicator, (on_device, on_host) in scratch(layouts, ranks_of, inputs).items():
+        communicator.reserve(on_device, on_host)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective of a step.
+
+    by: the communicator. nbytes, output: bytes of the buffer and of the output. own: `by` made the buffer.
+    """
+
+    by: Communicator
+    name: str
+    nbytes: int
+    output: int = 0
+    own: bool = True
+
+
+def calls_of(
+    group: ParameterGroup, layout: Layout, ranks: ProcessGroups, inputs: PlanInputs
+) -> Iterator[Call]:
+    """The collectives that collectives.py calls for the group in a step."""
+    if ranks.size > 1:
+        yield Call(ranks.gather, "all_gather", layout.total * dtypes.storage(group.key.param).itemsize)
+    if not group.trainable:
+        return
+    path, exact = path_of(group, layout), gradient_dtype(group, inputs).itemsize
+    low = group.key.reduce in dtypes.LOW
+    sent = path.sent * (dtypes.storage(group.key.reduce).itemsize if low else exact)
+    own = path.kept * exact
+    if ranks.size > 1 or ranks.copies is None:
+        yield Call(ranks.reduce, "reduce_scatter", sent, own)
+        sent = own
+    if ranks.copies is not None:
+        here = ranks.reducer is ranks.copies
+        yield Call(ranks.copies, "reduce_scatter", sent, own // ranks.copies.size, here)
+        yield Call(ranks.copies, "all_gather", own, own=here)
+
+
+def scratch(
+    layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], inputs: PlanInputs
+) -> dict[Communicator, tuple[int, int]]:
+    """communicator -> bytes of scratch memory (on the device, on the host) that its calls need."""
+    most: dict[Communicator, tuple[int, int]] = {}
+    for group, layout in layouts.items():
+        for call in calls_of(group, layout, ranks_of[group], inputs):
+            needed = call.by.scratch(call.name, call.nbytes, call.output, own=call.own)
+            most[call.by] = tuple(map(max, needed, most.get(call.by, (0, 0))))
+    return most
