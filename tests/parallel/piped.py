@@ -9,6 +9,7 @@ import numpy as np
 import shardrt
 from models.gpt import GPT, GPTConfig
 from models.llama import Llama, LlamaConfig
+from models.plans import plan_of
 from models.vit import ViT, ViTConfig
 from shardrt import functional as F
 from shardrt import nn, optim
@@ -21,21 +22,21 @@ from shardrt.fsdp import (
 )
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.utils import clip_grad_norm_
-from shardrt.parallel.pipeline import Pipeline
+from shardrt.parallel import Pipeline, parallelize_module
 from tests import lab
 from tests.ranks import run_ranks
 
 VOCAB, TIME, MICRO_BATCHES, ROWS = 11, 4, 4, 16
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": TIME, "vocab_size": VOCAB, "init_std": 0.3}
-NAMES = ("pp", "dp_replicate", "dp_shard")
+NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
-def llama():
-    return Llama(LlamaConfig(n_kv_head=1, n_hidden=12, tied=False, **SMALL))
+def llama(**changes):
+    return Llama(LlamaConfig(n_kv_head=1, n_hidden=12, tied=False, **SMALL | changes))
 
 
-def gpt(dropout=0.2):
-    return GPT(GPTConfig(dropout=dropout, **SMALL))
+def gpt(**changes):
+    return GPT(GPTConfig(**{"dropout": 0.2} | SMALL | changes))
 
 
 def vit(dropout=0.2):
@@ -150,13 +151,15 @@ def build(
     sharded=True,
     ignored=False,
     prepare=None,
+    sequence=False,
     **how,
 ):
-    """(pipeline, mesh of the data), on axes pp, dp_replicate, dp_shard; in one piece where schedule is None.
+    """(pipeline, mesh of the data), on axes pp, dp_replicate, dp_shard and, if there are four, tp.
 
-    first: called with the model before it is cut, before: with each block, prepare: with the model at last.
+    In one piece where schedule is None. first: called with the model before it is cut, before: with each
+    block, prepare: with the model at last. sequence: whether time is cut along tp.
     """
-    mesh = init_device_mesh("cpu", axes, NAMES)
+    mesh = init_device_mesh("cpu", axes, NAMES[: len(axes)])
     data = mesh["dp_replicate", "dp_shard"] if axes[1] > 1 else mesh["dp_shard"]
     shardrt.manual_seed(3)
     model = make()
@@ -164,6 +167,8 @@ def build(
         first(model)
     for block in model.blocks if before is not None else ():
         before(block)
+    if "tp" in mesh.mesh_dim_names:
+        parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
     pipeline = Whole(model)
     if schedule is not None:
         each = 2 if "Interleaved" in str(schedule) else None
