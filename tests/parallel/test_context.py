@@ -36,17 +36,13 @@ from shardrt.parallel.pipeline import Pipeline
 from shardrt.train.config import SampleConfig
 from tests import lab
 from tests.gradcheck import normal
-from tests.parallel.nets import MOVES, same_bits, same_to_1e5
+from tests.parallel.nets import BATCH, MOVES, TIME, VOCAB, make, same_bits, same_to_1e5
 from tests.parallel.sequences import (
-    BATCH,
     PLAN,
-    TIME,
-    VOCAB,
     alone,
     batch_of,
     build,
     data_of,
-    make,
     mesh_of,
     planned,
     train,
@@ -162,7 +158,7 @@ OTHER_AXES = {
 def test_beside_other_axes(name, kind):
     axes = {"cp": 2, **OTHER_AXES[name]}
     sequence = axes.pop("sequence", False)
-    same_to_1e5(trained(kind, axes, sequence=sequence, context_first=name == "tp 2"), alone(kind))
+    same_to_1e5(trained(kind, axes, sequence=sequence, first="cp" if name == "tp 2" else "tp"), alone(kind))
 
 
 @pytest.fixture(scope="module")
