@@ -349,13 +349,11 @@ def on_parts(
 test_what_would_train_something_else = lab.refusals(
     (
         on_parts(call=lambda model, batch: model(batch["tokens"], batch["targets"])),
-        ValueError,
         "train on parts of sequences",
     ),
-    (on_parts(lambda model, mesh: None), ValueError, "nobody sums the gradient of 'wte.weight'"),
+    (on_parts(lambda model, mesh: None), "nobody sums the gradient of 'wte.weight'"),
     (
         on_parts(lambda model, mesh: fully_shard(model, mesh=mesh["dp_shard"])),
-        ValueError,
         "alone, not over .*, along which sequences lie",
     ),
     (
@@ -365,7 +363,6 @@ test_what_would_train_something_else = lab.refusals(
     ),
     (
         on_parts(lambda model, mesh: parallelize_module(model, mesh["cp"], PLAN)),
-        ValueError,
         "'blocks.0.attention' is on .* already",
     ),
     (on_parts(lambda model, mesh: copy.deepcopy(model)), TypeError, "can't be copied"),
@@ -382,7 +379,7 @@ def at_positions(positions, gradients):
             model(tokens, tokens, positions=positions)
 
     words = "positions: rank . of 2 has chunk . and chunk . of 4 equal ones"
-    return on_parts(call=call), ValueError, rf"{words}, got {len(positions)} positions \["
+    return on_parts(call=call), rf"{words}, got {len(positions)} positions \["
 
 
 test_positions_of_another_part = lab.refusals(
@@ -397,7 +394,6 @@ test_positions_of_another_part = lab.refusals(
 test_lengths_and_models_that_can_not_be_cut = lab.refusals(
     (
         lambda: shard_sequence(np.zeros((2, 10), np.int64), mesh=mesh_of(cp=2)["cp"]),
-        ValueError,
         "10 positions can't be cut into 2 equal chunks for each of 2 ranks; take a multiple of 4",
     ),
     (
@@ -410,7 +406,6 @@ test_lengths_and_models_that_can_not_be_cut = lab.refusals(
         lambda: parallelize_module(
             make("gpt"), mesh_of(cp=2)["cp"], PLAN | {"blocks.*.mlp.up": ColwiseParallel()}
         ),
-        ValueError,
         "ContextParallel needs a plan of its own, without ColwiseParallel",
     ),
     ranks=2,
