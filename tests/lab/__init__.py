@@ -56,4 +56,4 @@ from tests.lab.training import (
     update,
     whole_gradients,
 )
-from tests.lab.world import first, on_ranks
+from tests.lab.world import first, on_ranks, printed

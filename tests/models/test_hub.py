@@ -23,7 +23,7 @@ from shardrt import nn, no_grad, optim
 from shardrt.checkpoint import CheckpointError, full_state_dict, tensorfiles
 from shardrt.comm import thread
 from shardrt.fsdp import by_class, wrap
-from tests.ranks import mpirun
+from tests import lab
 
 GPT_SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=31)
 LLAMA_SMALL = LlamaConfig(
@@ -438,9 +438,8 @@ def test_what_has_no_format_is_refused(tmp_path):
 @pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "kind"), [(1, "vit"), (2, "gpt2"), (3, "llama")])
 def test_a_rank_takes_memory_for_its_shard_and_little_more(tmp_path, ranks, kind):
-    done = mpirun(ranks, [str(Path(__file__).with_name("memory.py")), kind, str(tmp_path / "model")])
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    printed = lab.printed(ranks, str(Path(__file__).with_name("memory.py")), kind, str(tmp_path / "model"))
+    lines = [json.loads(line) for line in printed if line.startswith("{")]
     assert len(lines) == ranks
     for line in lines:
         assert line["shard"] <= line["model"] / ranks * 1.02, line

@@ -48,7 +48,7 @@ from tests.parallel.sequences import (
     train,
     trained,
 )
-from tests.ranks import mpirun, run_ranks
+from tests.ranks import run_ranks
 
 KINDS = ("gpt", "llama 1", "llama 2", "llama 4")
 HEADS, KV_HEADS, WIDTH = 4, 2, 3
@@ -314,8 +314,7 @@ def test_activations_fall_with_the_ranks_as_planned():
 
 @pytest.mark.mpi
 def test_two_processes_have_the_bits_of_two_threads_and_take_what_was_planned(tmp_path):
-    done = mpirun(2, ["-m", "tests.parallel.sequences", str(tmp_path / "found")])
-    assert done.returncode == 0, done.stderr
+    lab.printed(2, "-m", "tests.parallel.sequences", str(tmp_path / "found"))
     found, threads = dict(np.load(tmp_path / "found.npz")), trained("gpt", {"cp": 2}, True)
     np.testing.assert_array_equal(found["losses"], threads["losses"])
     for name, values in threads["final"].items():

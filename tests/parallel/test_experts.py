@@ -38,7 +38,7 @@ from tests.parallel.routed import (
     tokens_of,
     trained,
 )
-from tests.ranks import mpirun, run_ranks
+from tests.ranks import run_ranks
 
 ADAMW = partial(optim.AdamW, lr=1e-2)
 ROUTERS = {
@@ -376,9 +376,7 @@ def test_mixed_precision_sends_rows_of_16_bits():
 @pytest.fixture(scope="module")
 def memory():
     """(rank, skewed, capacity, along) -> (bytes of activations in the plan, in a step, the most rows)."""
-    ran = mpirun(2, ["-m", "tests.parallel.routed"])
-    assert ran.returncode == 0, ran.stderr
-    told = map(json.loads, ran.stdout.splitlines())
+    told = map(json.loads, lab.printed(2, "-m", "tests.parallel.routed"))
     return {tuple(line[:4]): line[4:] for line in told}
 
 
