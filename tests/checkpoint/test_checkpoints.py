@@ -225,22 +225,16 @@ def test_it_loads_into_other_units(saved_at):
     lab.assert_equal(whole(thread.run(2, into_one_unit, root)), expected)
 
 
-def weights_of(root, momentum, told):
-    model, optimizer, checkpoints = made(root, sgd=momentum)
-    with pytest.raises(
-        CheckpointError, match=rf"another optimizer: it has {told}.* restore with weights_only"
-    ):
-        checkpoints.restore()
-    step, _ = checkpoints.restore(weights_only=True)
-    return step, full_state_dict(model)
-
-
 @pytest.mark.parametrize("momentum, told", [(True, "no 'momentum'"), (0.0, "'m', SGD keeps nothing")])
+@lab.on_ranks(2)
 def test_weights_alone_load_under_another_optimizer(saved_at, momentum, told):
     root, expected = saved_at[2]
-    step, weights = thread.run(2, weights_of, root, momentum, told)[0]
-    assert step == 2
-    for name, values in weights.items():
+    model, _, checkpoints = made(root, sgd=momentum)
+    words = f"another optimizer: it has {told}.* restore with weights_only"
+    with pytest.raises(CheckpointError, match=words):
+        checkpoints.restore()
+    assert checkpoints.restore(weights_only=True)[0] == 2
+    for name, values in full_state_dict(model).items():
         np.testing.assert_array_equal(values.reshape(-1), expected["parameter", name])
 
 
@@ -274,28 +268,23 @@ def test_files_are_safetensors(saved_at):
         np.testing.assert_array_equal(np.concatenate(parts), values)
 
 
-def several(root, **settings):
-    model, optimizer, checkpoints = made(root, **settings)
-    for step in range(1, 7):
-        checkpoints.save(step, best=2)
-
-
 def names(root):
     return sorted(path.name for path in root.iterdir())
 
 
 def test_old_checkpoints_go(tmp_path):
-    thread.run(2, several, tmp_path / "c", keep_last=2, keep_every=3)
+    def several():
+        *_, checkpoints = made(tmp_path / "c", keep_last=2, keep_every=3)
+        for step in range(1, 7):
+            checkpoints.save(step, best=2)
+
+    thread.run(2, several)
     assert names(tmp_path / "c") == [f"step-{step:08d}" for step in (2, 3, 5, 6)]
 
 
-def nothing_there(root):
-    *_, checkpoints = made(root)
-    return checkpoints.restore()
-
-
+@lab.on_ranks(2)
 def test_without_a_checkpoint_a_run_starts_at_0(tmp_path):
-    assert thread.run(2, nothing_there, tmp_path / "c") == [(0, {})] * 2
+    assert made(tmp_path / "c")[2].restore() == (0, {})
 
 
 def damage(path):
@@ -320,20 +309,13 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path, file):
     assert [step for _, step, _ in results] == [1, 1]
 
 
-def restore_path(root, path):
-    *_, checkpoints = made(root)
-    checkpoints.restore(path)
-
-
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(tmp_path):
     thread.run(2, two_saved, tmp_path / "c")
     damage(tmp_path / "c" / "step-00000002" / "rank-00000.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"rank-00000.safetensors: bytes 0 to \d+ .* \(wrong checksum\)"
-    ):
-        thread.run(2, restore_path, tmp_path / "c", tmp_path / "c" / "step-00000002")
-    with pytest.raises(CheckpointError, match="No checkpoint here"):
-        thread.run(2, restore_path, tmp_path / "c", tmp_path / "none")
+    wrong = r"rank-00000.safetensors: bytes 0 to \d+ .* \(wrong checksum\)"
+    for path, words in (("c/step-00000002", wrong), ("none", "No checkpoint here")):
+        with pytest.raises(CheckpointError, match=words):
+            thread.run(2, lambda path=path: made(tmp_path / "c")[2].restore(tmp_path / path))
 
 
 def restore_the_half(root, path):
@@ -382,33 +364,29 @@ class Full(Disk):
         raise OSError(28, "No space left on device")
 
 
-def one_rank_fails(root, asynchronous):
-    mesh = init_device_mesh("auto")
-    model, optimizer, checkpoints = made(root, disk=Full() if mesh.rank == 1 else None)
-    before = everything(model, optimizer)
-    with pytest.raises(
-        CheckpointError, match=r"step 1 was not saved: rank 1: OSError: .*No space left on device"
-    ):
-        if asynchronous:
-            checkpoints.start(1)
-            checkpoints.settle()
-        else:
-            checkpoints.save(1)
-    lab.assert_equal(whole([everything(model, optimizer)]), whole([before]))
-    checkpoints.store.disk = Disk()
-    checkpoints.save(2)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_all_ranks_learn_that_one_could_not_write_and_go_on(tmp_path, asynchronous):
-    thread.run(3, one_rank_fails, tmp_path / "c", asynchronous)
+    def one_fails():
+        disk = Full() if init_device_mesh("auto").rank == 1 else None
+        model, optimizer, checkpoints = made(tmp_path / "c", disk=disk)
+        before = everything(model, optimizer)
+        words = "step 1 was not saved: rank 1: OSError: .*No space left on device"
+        with pytest.raises(CheckpointError, match=words):
+            (checkpoints.start if asynchronous else checkpoints.save)(1)
+            checkpoints.settle()
+        lab.assert_equal(everything(model, optimizer), before)
+        checkpoints.store.disk = Disk()
+        checkpoints.save(2)
+
+    thread.run(3, one_fails)
     assert names(tmp_path / "c") == ["step-00000002"]
     verify(tmp_path / "c" / "step-00000002")
 
 
-def ticked(root):
-    """Saves while training goes on; the steps at which one was published."""
-    model, optimizer, checkpoints = made(root)
+@lab.on_ranks(3)
+def test_a_save_under_way_is_published_by_a_tick(tmp_path):
+    """While training goes on."""
+    model, optimizer, checkpoints = made(tmp_path / "c")
     published = []
     for step in range(1, STEPS + 1):
         train(model, optimizer, step - 1, step)
@@ -417,11 +395,7 @@ def ticked(root):
         if step == 2:
             checkpoints.start(step)
     path = checkpoints.settle()
-    return published + ([path.name] if path else [])
-
-
-def test_a_save_under_way_is_published_by_a_tick(tmp_path):
-    assert thread.run(3, ticked, tmp_path / "c") == [["step-00000002"]] * 3
+    assert published + ([path.name] if path else []) == ["step-00000002"]
 
 
 @pytest.mark.parametrize(("keep_last", "keep_every"), [(0, 0), (1, -1)])

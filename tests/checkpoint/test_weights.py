@@ -147,9 +147,7 @@ def test_what_rank_0_cannot_give_is_an_error_on_every_rank(tmp_path):
     thread.run(2, nothing_there)
 
 
+@lab.on_ranks(2)
 def test_a_plain_model_on_several_ranks_cannot_be_broadcast_to():
-    def job():
-        with pytest.raises(ValueError, match="broadcast_from_rank0 needs a sharded model"):
-            Net().load_state_dict({}, broadcast_from_rank0=True)
-
-    thread.run(2, job)
+    with pytest.raises(ValueError, match="broadcast_from_rank0 needs a sharded model"):
+        Net().load_state_dict({}, broadcast_from_rank0=True)

@@ -49,7 +49,17 @@ def long_llama():
     return Llama(LlamaConfig(n_kv_head=1, n_hidden=64, tied=False, **sizes))
 
 
-class Nests(nn.Module):
+class InPieces(nn.Module):
+    """Its forward is that of its pieces, one after the other."""
+
+    def forward(self, tokens):
+        x = None
+        for piece in self.pieces():
+            x = piece.run(x, {"tokens": tokens})
+        return x
+
+
+class Nests(InPieces):
     """Its pieces pass on nests of tensors: for the next one, for nobody, for one far behind; and integers."""
 
     def __init__(self):
@@ -57,12 +67,6 @@ class Nests(nn.Module):
         self.embedding = nn.Embedding(VOCAB, 6)
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
         self.head = nn.Linear(6, VOCAB)
-
-    def forward(self, tokens):
-        x = None
-        for piece in self.pieces():
-            x = piece.run(x, {"tokens": tokens})
-        return x
 
     def pieces(self):
         def first(x, batch):
@@ -92,6 +96,10 @@ class Batch(NamedTuple):
 def pictures():
     random = np.random.default_rng(0)
     return random.random((8, 1, 4, 4), np.float32), random.integers(0, 5, 8)
+
+
+def picture_batches(parts=4):
+    return list(zip(*(np.split(array, parts) for array in pictures()), strict=True))
 
 
 def picture_inputs(batch):
@@ -132,6 +140,9 @@ class Whole:
 
     def __init__(self, model):
         self.model, self.stages = model, [model]
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
 
     def step(self, loss, batches, inputs=None):
         sharded = bool(units_below(self.model))
