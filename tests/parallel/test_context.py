@@ -45,7 +45,6 @@ from tests.parallel.sequences import (
     data_of,
     mesh_of,
     planned,
-    train,
     trained,
 )
 from tests.ranks import run_ranks
@@ -426,11 +425,3 @@ def test_a_plan_of_memory_leaves_the_model_as_it_was():
         return model(**batch).item()
 
     assert run_ranks(2, losses, True) == run_ranks(2, losses, False)
-
-
-def test_ranks_hold_the_losses_of_their_own_positions():
-    def loss():
-        mesh = mesh_of(cp=2)
-        return train("llama 2", {"cp": 2}, steps=1)["losses"][0], mesh.size
-
-    assert run_ranks(2, loss)[0][0] == pytest.approx(alone("llama 2")["losses"][0], rel=1e-5)

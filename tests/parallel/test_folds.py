@@ -36,6 +36,8 @@ CASES = {  # name: axes, ep, how
     "cp 2, ep 2, documents": ({"cp": 2}, 2, {"documents": True}),
     "cp 2, tp 2, balanced by their plans": ({"cp": 2, "tp": 2}, 2, {"balanced": False}),
     "dp 2, tp 2, ep 2 over dp": ({"shards": 2, "tp": 2}, 2, {**SP, "over": ("dp_shard",)}),
+    "dp 4, ep 2": ({"shards": 4}, 2, {}),
+    "dp 4, ep 4": ({"shards": 4}, 4, {}),
     "cp 2, tp 2, ep 4": ({"cp": 2, "tp": 2}, 4, SP),
     "dp 2, cp 2, tp 2, ep 4": ({"shards": 2, "cp": 2, "tp": 2}, 4, SP),
 }
@@ -180,6 +182,7 @@ MESHES = {  # axes and ep -> ranks
     "1": ({}, 1, 1),
     "tp 2": ({"tp": 2}, 1, 2),
     "cp 2, tp 2, ep 2": ({"cp": 2, "tp": 2}, 2, 4),
+    "dp 4, ep 2": ({"shards": 4}, 2, 4),
     "dp 2, tp 2, ep 4": ({"shards": 2, "tp": 2}, 4, 4),
 }
 RANKS = {name: ranks for name, (*_, ranks) in MESHES.items()}
@@ -210,7 +213,7 @@ def given_norms(name):
     model, backward, _ = on(name)
     backward()
     lab.give_gradients(model)
-    return [grad_norm(model.parameters(), kind) for kind in (1, 2, np.inf)]
+    return [grad_norm(model.parameters(), kind) for kind in (1, 2, 3, np.inf)]
 
 
 def test_norms_count_each_element_once_on_every_mesh():

@@ -35,7 +35,6 @@ from tests.parallel.nets import (
     mesh_of,
     same_bits,
     same_to_1e5,
-    train,
     trained,
 )
 from tests.ranks import run_ranks
@@ -147,32 +146,6 @@ def test_a_chunked_loss_is_the_same():
 
 
 # -- what moves
-
-
-def calls_of_a_step(sequence):
-    """Calls on the axis in a step, by name, of one block: those of two blocks without those of one."""
-
-    def step(layers):
-        counts = lab.Counts()
-        mesh = init_device_mesh("cpu", (2,), ("tp",), wrap=counts)
-        model = make("llama", n_layer=layers)
-        parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
-        model(*batch_of(0)).backward()
-        return counts.all_calls()
-
-    return step(2) - step(1)
-
-
-@lab.on_ranks(2)
-def test_a_block_has_two_sums_forward_and_two_backward():
-    assert calls_of_a_step(False)["all_reduce"] == 4
-
-
-@lab.on_ranks(2)
-def test_with_sequence_parallelism_inputs_of_columns_are_gathered_again_in_backward():
-    counts = calls_of_a_step(True)
-    assert counts["reduce_scatter"] == 4  # rows forward, columns backward
-    assert counts["all_gather"] == 6  # columns forward, again in backward, rows backward
 
 
 def saved_bytes(sequence):
@@ -361,8 +334,3 @@ def test_the_vocabulary_is_cut_unevenly_and_nothing_is_padded():
         return build("gpt", mesh_of(1, 1, 4), sharded=False).wte.weight.shape[0]
 
     assert run_ranks(4, rows) == [10, 9, 9, 9] and sum([10, 9, 9, 9]) == VOCAB
-
-
-def test_ranks_of_the_axis_have_equal_losses():
-    first, second = (told["losses"] for told in run_ranks(2, train, "gpt", (1, 1, 2), True, 3))
-    assert first == second
