@@ -135,18 +135,6 @@ def test_evaluation_does_not_count_for_the_load():
     assert not any(load.any() for load in nn.expert_load(model).values())
 
 
-def test_what_cannot_be_is_refused_by_name():
-    for settings, words in (
-        ({"experts": -1}, "experts must be at least 0, got -1"),
-        (
-            {"experts": 4, "experts_per_token": 5},
-            r"experts_per_token must be in \[1, 4\], the experts, got 5",
-        ),
-        ({"balance_loss": float("nan")}, "balance_loss must be at least 0, got nan"),
-        ({"qk_norm": "heads"}, "qk_norm must be none, head or all, got 'heads'"),
-        ({"head_size": 7}, "head_size must be even and at least 0, got 7"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            LlamaConfig(**settings)
+def test_a_norm_of_all_queries_at_once_has_no_plan():
     with pytest.raises(ValueError, match="there is no plan for a norm of all queries or keys at once"):
         plan_of(made(replace(SMALL, qk_norm="all")))

@@ -134,19 +134,23 @@ def test_slow_pairs_turn_slower_and_fast_ones_as_before():
     np.testing.assert_allclose(ratio[between], (1 - expected) / 32 + expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"n_head": 4, "n_kv_head": 3}, "n_kv_head must divide n_head, got 3 and 4"),
-        ({"n_embd": 36}, "even multiple of n_head, got 36 and 12"),
-        ({"n_hidden": 0}, "n_hidden must be at least 1, got 0"),
-        ({"rope_theta": float("nan")}, "rope_theta must be positive, got nan"),
-        ({"rope_low_freq_factor": 4.0}, "must be above rope_low_freq_factor, got 4.0 and 4.0"),
-    ],
+def configs(*rows):
+    """(settings of a LlamaConfig, words)."""
+    return lab.refusals(*((lambda how=how: LlamaConfig(**how), words) for how, words in rows), literal=True)
+
+
+test_a_config_that_makes_no_model_is_refused_by_name = configs(
+    ({"n_head": 4, "n_kv_head": 3}, "n_kv_head must divide n_head, got 3 and 4"),
+    ({"n_embd": 36}, "even multiple of n_head, got 36 and 12"),
+    ({"n_hidden": 0}, "n_hidden must be at least 1, got 0"),
+    ({"rope_theta": float("nan")}, "rope_theta must be positive, got nan"),
+    ({"rope_low_freq_factor": 4.0}, "must be above rope_low_freq_factor, got 4.0 and 4.0"),
+    ({"experts": -1}, "experts must be at least 0, got -1"),
+    ({"experts": 4, "experts_per_token": 5}, "experts_per_token must be in [1, 4], the experts, got 5"),
+    ({"balance_loss": float("nan")}, "balance_loss must be at least 0, got nan"),
+    ({"qk_norm": "heads"}, "qk_norm must be none, head or all, got 'heads'"),
+    ({"head_size": 7}, "head_size must be even and at least 0, got 7"),
 )
-def test_a_config_that_makes_no_model_is_refused_by_name(settings, words):
-    with pytest.raises(ValueError, match=words):
-        LlamaConfig(**settings)
 
 
 def test_gpt_gives_the_loss_of_its_logits():

@@ -15,11 +15,7 @@ from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
-from shardrt.fsdp import (
-    fully_shard,
-    no_sync,
-    set_gradient_divide_factor,
-)
+from shardrt.fsdp import fully_shard, no_sync, set_gradient_divide_factor
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import Pipeline, parallelize_module

@@ -37,16 +37,7 @@ from shardrt.train.config import SampleConfig
 from tests import lab
 from tests.gradcheck import normal
 from tests.parallel.nets import BATCH, MOVES, TIME, VOCAB, make, same_bits, same_to_1e5
-from tests.parallel.sequences import (
-    PLAN,
-    alone,
-    batch_of,
-    build,
-    data_of,
-    mesh_of,
-    planned,
-    trained,
-)
+from tests.parallel.sequences import PLAN, alone, batch_of, build, data_of, mesh_of, planned, trained
 from tests.ranks import run_ranks
 
 KINDS = ("gpt", "llama 1", "llama 2", "llama 4")

@@ -24,18 +24,7 @@ from shardrt.recompute import checkpoint
 from tests import lab, late
 from tests.parallel import piped
 from tests.parallel.nets import MOVES
-from tests.parallel.routed import (
-    COUNT,
-    PLAN,
-    TOKENS,
-    WIDTH,
-    K,
-    learn,
-    make,
-    spread,
-    tokens_of,
-    trained,
-)
+from tests.parallel.routed import COUNT, PLAN, TOKENS, WIDTH, K, learn, make, spread, tokens_of, trained
 from tests.ranks import run_ranks
 
 ADAMW = partial(optim.AdamW, lr=1e-2)

@@ -4,11 +4,7 @@ import numpy as np
 import pytest
 
 from shardrt import nn, optim
-from shardrt.fsdp import (
-    MixedPrecisionPolicy,
-    check_replicas,
-    set_find_unused_parameters,
-)
+from shardrt.fsdp import MixedPrecisionPolicy, check_replicas, set_find_unused_parameters
 from shardrt.nn.utils import clip_grad_value_
 from tests.parallel import nets
 from tests.parallel.piped import same_bits, trained, update

@@ -18,12 +18,7 @@ from shardrt import functional as F
 from shardrt.checkpoint import CheckpointManager, full_state_dict, load, save
 from shardrt.comm import init_device_mesh, thread
 from shardrt.faults.failure import PeerFailed
-from shardrt.fsdp import (
-    memory_plan,
-    no_sync,
-    set_world_invariant,
-    units,
-)
+from shardrt.fsdp import memory_plan, no_sync, set_world_invariant, units
 from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel.memory import pipeline_plan
 from shardrt.parallel.pipeline import Pipeline

@@ -7,17 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardrt.device.program import (
-    HOST,
-    Collective,
-    Group,
-    HostRead,
-    HostWait,
-    Record,
-    Step,
-    Wait,
-    Work,
-)
+from shardrt.device.program import HOST, Collective, Group, HostRead, HostWait, Record, Step, Wait, Work
 from shardrt.parallel.schedules import schedule
 from shardrt.simulate.clock import _Clock, lateness, price
 from shardrt.simulate.links import transfer
