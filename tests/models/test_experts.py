@@ -116,18 +116,6 @@ def test_stages_pass_the_balance_on_and_have_the_bits_of_no_pipeline(schedule):
     piped.same_bits(again, expected)
 
 
-def life(axes, folder, saves):
-    """A step on a mesh that is saved, or what was saved."""
-    pipeline, data = piped.build(axes, "1F1B" if axes[0] > 1 else None, make=in_stages)
-    step = (lambda: pipeline.step(piped.loss_of, piped.batches_of(0, data))) if saves else None
-    return lab.saved_or_restored(pipeline.model, data.root, folder, step)
-
-
-def test_a_checkpoint_of_any_mesh_goes_on_on_any_other(tmp_path):
-    meshes = [(1, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2)]  # stages, copies, shards
-    lab.assert_restored_anywhere(tmp_path, {axes: int(np.prod(axes)) for axes in meshes}, life)
-
-
 def test_evaluation_does_not_count_for_the_load():
     model = made(SMALL).eval()
     with no_grad():

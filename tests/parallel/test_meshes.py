@@ -1,5 +1,6 @@
 """What a model is on any mesh: its first weights and masks, its norms, what it learns, its checkpoints."""
 
+import json
 from itertools import combinations
 from typing import NamedTuple
 
@@ -170,6 +171,17 @@ def restored_on(meshes, others_of, lives):
 
 def test_a_checkpoint_of_any_mesh_is_restored_on_any_other_to_the_bit(lives):
     restored_on(MESHES, lambda name: MESHES, lives)
+
+
+def test_columns_are_saved_in_a_format_of_their_own_and_all_else_as_earlier_versions_read_it(lives):
+    _, found = lives
+    for name, (folder, _) in found.items():
+        saved = folder / "run" / "step-00000001"
+        manifest = json.loads((saved / "manifest.json").read_bytes())
+        in_columns = MESHES[name].tp > 1
+        assert manifest["format"] == (2 if in_columns else 1), name
+        assert in_columns or {len(row) for row in manifest["pieces"]} == {6}, name
+        checkpoint.verify(saved)
 
 
 def dropped(on):
