@@ -19,7 +19,6 @@ from shardrt.fsdp import fully_shard, no_sync, set_gradient_divide_factor
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import Pipeline, parallelize_module
-from tests import lab
 from tests.ranks import run_ranks
 
 VOCAB, TIME, MICRO_BATCHES, ROWS = 11, 4, 4, 16
@@ -233,10 +232,6 @@ def trained(axes, schedule, **how):
         assert [told[what] for told in ranks] == [ranks[0][what]] * len(ranks)
     assert not any(told["final"] for told in ranks[1:])
     return ranks[0] | {"losses": [told["losses"] for told in ranks if told["losses"]]}
-
-
-def same_bits(found, expected):
-    lab.assert_equal(found, expected)
 
 
 def run(axes, schedule, function, **how):

@@ -25,7 +25,6 @@ from tests.parallel.meshes import (
     batch,
     gpt,
     learn,
-    own,
     spread,
     whole_gradients,
 )
@@ -54,7 +53,7 @@ def first_life(net, on, folder):
     mesh, data = spread(model, on)
     optimizer = adamw(model)
     begun = full_state_dict(model)
-    loss = learn(model, mesh, *(own(rows, data) for rows in batch()))
+    loss = learn(model, mesh, *lab.rows(data, *batch()))
     gradients = whole_gradients(model)
     lab.give_gradients(model)
     norms = [grad_norm(model.parameters(), norm_type) for norm_type in NORMS]
@@ -193,9 +192,8 @@ def dropped(on):
     for module in model.modules():
         if isinstance(module, Dropout):
             module.register_forward_hook(lambda module, given, y: masks.append(np.asarray(y) == 0))
-    tokens, targets = (own(rows, data) for rows in batch())
-    model(tokens, targets)
-    rows = own(np.arange(BATCH), data)
+    model(*lab.rows(data, *batch()))
+    (rows,) = lab.rows(data, np.arange(BATCH))
     part, parts = (mesh.rank_of("tp"), on.tp) if on.sequence else (0, 1)
     times = np.arange(TIME)[part * TIME // parts : (part + 1) * TIME // parts]
     return np.ix_(rows, times), masks
