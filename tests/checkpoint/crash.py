@@ -21,13 +21,14 @@ from shardrt.checkpoint import CheckpointManager, manifest, rankfile, verify
 from shardrt.checkpoint.disk import Disk
 from shardrt.comm import init_device_mesh, thread, world
 from shardrt.fsdp import fully_shard
+from tests.checkpoint.disks import Watched
 
 RANKS = 2
 OLD, NEW = 1, 2
 LOST = ("nothing", "bytes", "names")
 
 
-class Stop(Disk):
+class Stop(Watched):
     """Ends the process around operation `at` of rank `rank`; first undoes what was not synced, if `lose`."""
 
     def __init__(self, rank, at, when, lose):
@@ -36,12 +37,6 @@ class Stop(Disk):
         self.files = {}  # descriptor -> File, of those that are open
         self.written = []  # every File
         self.names = []  # what was done to names and not synced, in order: (operation, Place, Place or None)
-
-    def __getattribute__(self, name):
-        attribute = object.__getattribute__(self, name)
-        if name.startswith("_") or name not in vars(Disk):
-            return attribute
-        return lambda *args: object.__getattribute__(self, "around")(name, attribute, args)
 
     def around(self, name, operation, args):
         own = world.current().rank == self.rank
@@ -114,19 +109,13 @@ class File:
         self.place, self.length, self.safe = place, 0, 0
 
 
-class Fails(Disk):
+class Fails(Watched):
     """Raises an error instead of operation `at` of one rank."""
 
     def __init__(self, rank, at, error):
         self.rank, self.at, self.error, self.count = rank, at, error, 0
 
-    def __getattribute__(self, name):
-        attribute = object.__getattribute__(self, name)
-        if name.startswith("_") or name not in vars(Disk):
-            return attribute
-        return lambda *args: object.__getattribute__(self, "around")(attribute, args)
-
-    def around(self, operation, args):
+    def around(self, _, operation, args):
         if world.current().rank == self.rank:
             self.count += 1
             if self.count - 1 == self.at:

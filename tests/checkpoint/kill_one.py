@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shardrt.checkpoint import verify
 from shardrt.comm import thread, world
-from tests.checkpoint.victim import HOWS, Watched, change, digest, made, save
+from tests.checkpoint.victim import HOWS, Killed, change, digest, made, save
 from tests.failures.matrix import survivors
 from tests.ranks import BACKSTOP, ROOT, add_launcher, clean_environment, mpirun_path
 from tests.train.test_command import OPEN_MPI
@@ -111,7 +111,7 @@ class Job:
 
 def counted(folder: Path, how: str) -> None:
     """A whole save of this rank, a thread; its operations are those of a process (`Job.check` compares)."""
-    disk = Watched(folder, -1, "")
+    disk = Killed(folder, -1, "")
     save(folder, how, disk)
     (folder / f"done-{world.current().rank}").write_text(json.dumps(disk.done))
 

@@ -4,7 +4,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import shardrt
@@ -14,6 +13,7 @@ from shardrt.checkpoint.pieces import pieces_of
 from shardrt.comm import init_device_mesh, world
 from shardrt.device.cpu import CPUDevice
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tests import lab
 from tests.checkpoint.test_checkpoints import everything, train
 from tests.lab import Frozen, Net, shard
 from tests.ranks import run_ranks
@@ -120,17 +120,12 @@ def test_each_is_the_state_of_its_step(tmp_path, monkeypatch, size):
         if case == "plain" and size > 1:
             continue  # ranks of a plain model don't train together
         for held, restored in run_ranks(size, saved_in_every_step, tmp_path / case, case):
-            assert [steps for _, steps in restored] == [steps for _, steps in held], case
-            for (found, _), (expected, _) in zip(restored, held, strict=True):
-                assert [piece[:3] for piece in found] == [piece[:3] for piece in expected], case
-                for (*what, values), (*_, right) in zip(found, expected, strict=True):
-                    np.testing.assert_array_equal(values, right, err_msg=f"{case}: {what}")
+            lab.assert_equal(restored, held, case)
             assert all((held[0][0][0][3] != values[0][3]).any() for values, _ in held[1:]), case
 
 
 def without_memory(root):
-    mesh = init_device_mesh("auto")
-    model = shard(Net(), mesh)
+    model, mesh = lab.build()
     checkpoints = CheckpointManager(root, model, optim.AdamW(model.parameters()), mesh)
     checkpoints.start(1)
     with pytest.raises(CheckpointError, match=r"^step 1 was not saved: rank 1: MemoryError: no room$"):

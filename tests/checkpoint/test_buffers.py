@@ -9,6 +9,7 @@ from shardrt import nn, optim
 from shardrt.checkpoint import CheckpointManager, full_state_dict, load, save
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
+from tests import lab
 from tests.ranks import run_ranks
 
 
@@ -33,8 +34,7 @@ def trained(together, steps=2):
     for step in range(steps):
         x = np.random.default_rng((step, mesh.rank)).normal(size=(2, 1, 3, 3)).astype("float32")
         (model(x) ** 3).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
     return model, mesh, optimizer
 
 
@@ -71,10 +71,7 @@ def test_a_checkpoint_holds_rank_0s_statistics_and_gives_them_to_everyone(tmp_pa
     ]
     for size in (1, 3):
         for pair in run_ranks(size, restore_run, tmp_path):
-            for held in pair:
-                assert held.keys() == first.keys()
-                for name in first:
-                    np.testing.assert_array_equal(held[name], first[name])
+            lab.assert_equal(pair, (first, first))
 
 
 def test_a_recomputed_forward_moves_running_statistics_once():
@@ -89,9 +86,7 @@ def test_a_recomputed_forward_moves_running_statistics_once():
             checkpoint(model)
         F.sum(model(x) ** 3).backward()
         found.append((buffers(model), {name: p.grad for name, p in model.named_parameters()}))
-    for one, other in zip(*found, strict=True):
-        for name in one:
-            np.testing.assert_array_equal(one[name], other[name])
+    lab.assert_equal(*found)
 
 
 def test_a_state_dict_that_does_not_fit_is_an_error():

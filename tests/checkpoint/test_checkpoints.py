@@ -4,26 +4,24 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import shardrt
 from shardrt import nn, optim
 from shardrt.checkpoint import CheckpointError, CheckpointManager, full_state_dict, load, verify
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.pieces import counted, pieces_of
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from tests.lab import Net, batches, loss_of, shard
+from tests import lab
+from tests.lab import Net, loss_of
 
 STEPS = 6
-BATCHES = batches(STEPS, size=24)
+BATCHES = lab.batches(STEPS, size=24)
 
 
 def made(
     root, disk=None, keep_last=3, keep_every=0, sgd=False, net=Net, shape=None, kind="shared", **settings
 ):
     """(model, optimizer, checkpoints) of this rank."""
-    mesh = init_device_mesh("auto", shape)
-    shardrt.manual_seed(3)
-    model = shard(net(), mesh, **settings)
+    model, mesh = lab.build(net, shape=shape, **settings)
     rate = {"lr": 0.1, "momentum": 0.9 if sgd is True else sgd} if sgd is not False else {"lr": 1e-2}
     optimizer = (optim.AdamW if sgd is False else optim.SGD)(model.parameters(), **rate)
     return (
@@ -38,12 +36,9 @@ def made(
 def train(model, optimizer, first, last):
     """Steps first, ..., last - 1."""
     mesh = init_device_mesh("auto")
-    for tokens, targets in BATCHES[first:last]:
-        rows = len(tokens) // mesh.size
-        mine = slice(mesh.rank * rows, (mesh.rank + 1) * rows)
-        loss_of(model, tokens[mine], targets[mine]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for batch in BATCHES[first:last]:
+        lab.backward(model, mesh, batch)
+        lab.update(optimizer)
 
 
 def everything(model, optimizer):
@@ -64,12 +59,6 @@ def whole(results):
     return {
         key: np.concatenate([v for _, v in sorted(parts, key=lambda p: p[0])]) for key, parts in found.items()
     }
-
-
-def same(found, expected):
-    assert found.keys() == expected.keys()
-    for key in expected:
-        np.testing.assert_array_equal(found[key], expected[key], err_msg=str(key))
 
 
 def save_after(root, last, asynchronous=False, **settings):
@@ -115,7 +104,7 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path, name, asy
     thread.run(2, save_after, tmp_path / "c", 3, asynchronous, **settings)
     results = thread.run(2, resume, tmp_path / "c", **settings)
     assert [(step, extra) for _, step, extra in results] == [(3, {"note": "é"})] * 2
-    same(whole([held for held, _, _ in results]), whole(expected))
+    lab.assert_equal(whole([held for held, _, _ in results]), whole(expected))
     assert [held[1] for held, _, _ in results] == [steps for _, steps in expected]
 
 
@@ -135,16 +124,16 @@ def saved_at(tmp_path_factory):
 def test_it_loads_at_any_number_of_ranks_with_the_same_bits(saved_at, saved, size, strategy):
     root, expected = saved_at[saved]
     results = thread.run(size, resume, root, until=2, strategy=strategy)
-    same(whole([held for held, _, _ in results]), expected)
+    lab.assert_equal(whole([held for held, _, _ in results]), expected)
     assert all(set(held[1].values()) == {2} for held, _, _ in results)
 
 
 def test_it_loads_into_a_hybrid_and_out_of_it(tmp_path, saved_at):
     hybrid = {"shape": (2, 2), "strategy": "HYBRID_SHARD"}
     root, expected = saved_at[3]
-    same(whole([held for held, _, _ in thread.run(4, resume, root, until=2, **hybrid)]), expected)
+    lab.assert_equal(whole([held for held, _, _ in thread.run(4, resume, root, until=2, **hybrid)]), expected)
     expected = whole(thread.run(4, save_after, tmp_path / "c", 2, **hybrid))
-    same(whole([held for held, _, _ in thread.run(3, resume, tmp_path / "c", until=2)]), expected)
+    lab.assert_equal(whole([held for held, _, _ in thread.run(3, resume, tmp_path / "c", until=2)]), expected)
 
 
 def paused(root, first, last):
@@ -166,10 +155,10 @@ def test_numbers_of_updates_that_differ_within_a_unit_come_back_at_any_number_of
     assert middle[0][1]["blocks.0.up.weight"] == 4
     for ranks in (1, 3):
         found = thread.run(ranks, paused, tmp_path / "cut", 4, 4)
-        same(whole(found), whole(middle))
+        lab.assert_equal(whole(found), whole(middle))
         assert all(steps == middle[0][1] for _, steps in found)
     found = thread.run(2, paused, tmp_path / "cut", 4, STEPS)
-    same(whole(found), whole(expected))
+    lab.assert_equal(whole(found), whole(expected))
     assert [steps for _, steps in found] == [steps for _, steps in expected]
 
 
@@ -192,18 +181,14 @@ def test_what_was_unfrozen_in_the_run_keeps_its_moments(tmp_path):
     again, resumed, others = begun()
     assert others.restore()[0] == 2
     held, steps = everything(model, optimizer)
-    found, found_steps = everything(again, resumed)
-    assert len(held) == 3 * 4 and steps == found_steps and set(steps.values()) == {1}
-    for (*key, values), (*same_key, expected) in zip(found, held, strict=True):
-        assert key == same_key and np.array_equal(values, expected)
+    assert len(held) == 3 * 4 and set(steps.values()) == {1}
+    lab.assert_equal(everything(again, resumed), (held, steps))
 
 
 def thawed(root):
     """What a model restores whose first block was frozen when it was saved."""
-    mesh = init_device_mesh("auto")
     for freeze in (True, False):
-        shardrt.manual_seed(3)
-        model = shard(Net(), mesh)
+        model, mesh = lab.build()
         model.blocks[0].requires_grad_(not freeze)
         optimizer = optim.AdamW(model.parameters(), lr=1e-2)
         checkpoints = CheckpointManager(root, model, optimizer, mesh)
@@ -237,25 +222,19 @@ def into_one_unit(root):
 
 def test_it_loads_into_other_units(saved_at):
     root, expected = saved_at[4]
-    same(whole(thread.run(2, into_one_unit, root)), expected)
-
-
-def weights_of(root, momentum, message):
-    model, optimizer, checkpoints = made(root, sgd=momentum)
-    with pytest.raises(
-        CheckpointError, match=rf"another optimizer: it has {message}.* restore with weights_only"
-    ):
-        checkpoints.restore()
-    step, _ = checkpoints.restore(weights_only=True)
-    return step, full_state_dict(model)
+    lab.assert_equal(whole(thread.run(2, into_one_unit, root)), expected)
 
 
 @pytest.mark.parametrize("momentum, message", [(True, "no 'momentum'"), (0.0, "'m', SGD keeps nothing")])
+@lab.on_ranks(2)
 def test_weights_alone_load_under_another_optimizer(saved_at, momentum, message):
     root, expected = saved_at[2]
-    step, weights = thread.run(2, weights_of, root, momentum, message)[0]
-    assert step == 2
-    for name, values in weights.items():
+    model, _, checkpoints = made(root, sgd=momentum)
+    words = f"another optimizer: it has {message}.* restore with weights_only"
+    with pytest.raises(CheckpointError, match=words):
+        checkpoints.restore()
+    assert checkpoints.restore(weights_only=True)[0] == 2
+    for name, values in full_state_dict(model).items():
         np.testing.assert_array_equal(values.reshape(-1), expected["parameter", name])
 
 
@@ -289,28 +268,23 @@ def test_files_are_safetensors(saved_at):
         np.testing.assert_array_equal(np.concatenate(parts), values)
 
 
-def several(root, **settings):
-    model, optimizer, checkpoints = made(root, **settings)
-    for step in range(1, 7):
-        checkpoints.save(step, best=2)
-
-
 def names(root):
     return sorted(path.name for path in root.iterdir())
 
 
 def test_old_checkpoints_go(tmp_path):
-    thread.run(2, several, tmp_path / "c", keep_last=2, keep_every=3)
+    def several():
+        *_, checkpoints = made(tmp_path / "c", keep_last=2, keep_every=3)
+        for step in range(1, 7):
+            checkpoints.save(step, best=2)
+
+    thread.run(2, several)
     assert names(tmp_path / "c") == [f"step-{step:08d}" for step in (2, 3, 5, 6)]
 
 
-def nothing_there(root):
-    *_, checkpoints = made(root)
-    return checkpoints.restore()
-
-
+@lab.on_ranks(2)
 def test_without_a_checkpoint_a_run_starts_at_0(tmp_path):
-    assert thread.run(2, nothing_there, tmp_path / "c") == [(0, {})] * 2
+    assert made(tmp_path / "c")[2].restore() == (0, {})
 
 
 def damage(path):
@@ -335,20 +309,13 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path, file):
     assert [step for _, step, _ in results] == [1, 1]
 
 
-def restore_path(root, path):
-    *_, checkpoints = made(root)
-    checkpoints.restore(path)
-
-
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(tmp_path):
     thread.run(2, two_saved, tmp_path / "c")
     damage(tmp_path / "c" / "step-00000002" / "rank-00000.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"rank-00000.safetensors: bytes 0 to \d+ .* \(wrong checksum\)"
-    ):
-        thread.run(2, restore_path, tmp_path / "c", tmp_path / "c" / "step-00000002")
-    with pytest.raises(CheckpointError, match="No checkpoint here"):
-        thread.run(2, restore_path, tmp_path / "c", tmp_path / "none")
+    wrong = r"rank-00000.safetensors: bytes 0 to \d+ .* \(wrong checksum\)"
+    for path, words in (("c/step-00000002", wrong), ("none", "No checkpoint here")):
+        with pytest.raises(CheckpointError, match=words):
+            thread.run(2, lambda path=path: made(tmp_path / "c")[2].restore(tmp_path / path))
 
 
 def restore_the_half(root, path):
@@ -397,33 +364,29 @@ class Full(Disk):
         raise OSError(28, "No space left on device")
 
 
-def one_rank_fails(root, asynchronous):
-    mesh = init_device_mesh("auto")
-    model, optimizer, checkpoints = made(root, disk=Full() if mesh.rank == 1 else None)
-    before = everything(model, optimizer)
-    with pytest.raises(
-        CheckpointError, match=r"step 1 was not saved: rank 1: OSError: .*No space left on device"
-    ):
-        if asynchronous:
-            checkpoints.start(1)
-            checkpoints.wait()
-        else:
-            checkpoints.save(1)
-    same(whole([everything(model, optimizer)]), whole([before]))
-    checkpoints.store.disk = Disk()
-    checkpoints.save(2)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_all_ranks_learn_that_one_could_not_write_and_go_on(tmp_path, asynchronous):
-    thread.run(3, one_rank_fails, tmp_path / "c", asynchronous)
+    def one_fails():
+        disk = Full() if init_device_mesh("auto").rank == 1 else None
+        model, optimizer, checkpoints = made(tmp_path / "c", disk=disk)
+        before = everything(model, optimizer)
+        words = "step 1 was not saved: rank 1: OSError: .*No space left on device"
+        with pytest.raises(CheckpointError, match=words):
+            (checkpoints.start if asynchronous else checkpoints.save)(1)
+            checkpoints.wait()
+        lab.assert_equal(everything(model, optimizer), before)
+        checkpoints.store.disk = Disk()
+        checkpoints.save(2)
+
+    thread.run(3, one_fails)
     assert names(tmp_path / "c") == ["step-00000002"]
     verify(tmp_path / "c" / "step-00000002")
 
 
-def ticked(root):
-    """Saves while training goes on; the steps at which one was published."""
-    model, optimizer, checkpoints = made(root)
+@lab.on_ranks(3)
+def test_a_save_under_way_is_published_by_a_tick(tmp_path):
+    """While training goes on."""
+    model, optimizer, checkpoints = made(tmp_path / "c")
     published = []
     for step in range(1, STEPS + 1):
         train(model, optimizer, step - 1, step)
@@ -432,11 +395,7 @@ def ticked(root):
         if step == 2:
             checkpoints.start(step)
     path = checkpoints.wait()
-    return published + ([path.name] if path else [])
-
-
-def test_a_save_under_way_is_published_by_a_tick(tmp_path):
-    assert thread.run(3, ticked, tmp_path / "c") == [["step-00000002"]] * 3
+    assert published + ([path.name] if path else []) == ["step-00000002"]
 
 
 @pytest.mark.parametrize(("keep_last", "keep_every"), [(0, 0), (1, -1)])

@@ -12,14 +12,7 @@ import pytest
 
 from shardrt import nn, optim
 from shardrt.checkpoint import CheckpointManager, Damaged, read_manifest, verify
-from shardrt.checkpoint.manifest import (
-    BLOCK,
-    Manifest,
-    SavedFile,
-    SavedParameter,
-    SavedPiece,
-    _checksum,
-)
+from shardrt.checkpoint.manifest import BLOCK, Manifest, SavedFile, SavedParameter, SavedPiece, _checksum
 from shardrt.comm import init_device_mesh, thread
 from shardrt.nn.extents import Extent
 

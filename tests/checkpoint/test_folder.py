@@ -12,6 +12,7 @@ from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.manifest import _checksum
 from shardrt.comm import thread
 from shardrt.faults.lock import lock
+from tests.checkpoint.disks import Watched
 from tests.checkpoint.test_checkpoints import damage, made, names, resume, two_saved
 from tests.checkpoint.test_damage import body, write
 
@@ -165,21 +166,14 @@ def test_an_error_of_the_disk_names_the_file(tmp_path):
         thread.run(2, save)
 
 
-class Pruned(Disk):
+class Pruned(Watched):
     """Has `shardrt ckpt prune` run before and after each operation."""
 
-    def __getattribute__(self, name):
-        attribute = object.__getattribute__(self, name)
-        if name not in vars(Disk):
-            return attribute
-
-        def between(*args):
-            prune(self.run)
-            result = attribute(*args)
-            prune(self.run)
-            return result
-
-        return between
+    def around(self, _, operation, args):
+        prune(self.run)
+        result = operation(*args)
+        prune(self.run)
+        return result
 
 
 def prune(run):

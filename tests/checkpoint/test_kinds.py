@@ -2,9 +2,7 @@
 
 import os
 import shutil
-import warnings
 
-import numpy as np
 import pytest
 
 from shardrt.__main__ import main
@@ -12,6 +10,7 @@ from shardrt.checkpoint import CheckpointError, verify
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.store import MANIFEST
 from shardrt.comm import init_device_mesh, thread
+from tests import lab
 from tests.checkpoint.test_checkpoints import everything, made, train, whole
 
 
@@ -44,9 +43,7 @@ def files(root):
 
 
 def same(before, after):
-    one, other = whole(before), whole([held for *_, held in after])
-    assert one.keys() == other.keys()
-    assert all(np.array_equal(one[key], other[key]) for key in one)
+    lab.assert_equal(whole([held for *_, held in after]), whole(before))
 
 
 @pytest.fixture
@@ -108,11 +105,9 @@ def test_what_went_with_a_host_is_named(parts):
 def test_a_checkpoint_that_one_host_has_not_published_is_passed_over(parts):
     root, _ = parts
     shutil.rmtree(root / "host1" / "checkpoints" / "step-00000004")
-    with warnings.catch_warnings(record=True) as report:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match="passed over a checkpoint"):
         after = thread.run(4, restored, root)
     assert {step for step, *_ in after} == {2}
-    assert any("passed over a checkpoint" in str(each.message) for each in report)
 
 
 def test_parts_of_different_checkpoints_are_not_put_together(tmp_path):
@@ -230,11 +225,11 @@ def test_gather_completes_a_part_with_copies_of_others(parts, capsys):
     assert main(["ckpt", "verify", str(mine)]) == 65
     assert capsys.readouterr().out.count("a part: 2 of 4 files are not here, the others are whole") == 2
     assert main(["ckpt", "gather", str(mine), str(root / "nowhere")]) == 65
-    report = capsys.readouterr()
-    assert "rank-00002.safetensors, rank-00003.safetensors are not here" in report.out
-    assert "no part of step-00000004" in report.err
+    message = capsys.readouterr()
+    assert "rank-00002.safetensors, rank-00003.safetensors are not here" in message.out
+    assert "no part of step-00000004" in message.err
     assert main(["ckpt", "gather", str(mine), str(other)]) == 0
-    assert "2 files from" in (report := capsys.readouterr().out) and report.endswith("  whole\n")
+    assert "2 files from" in (message := capsys.readouterr().out) and message.endswith("  whole\n")
     verify(mine / "checkpoints" / "step-00000004")
     same(before, thread.run(2, restored, mine / "checkpoints", kind="shared"))
 
@@ -244,7 +239,9 @@ def test_gather_takes_no_damaged_file(parts, capsys):
     path = root / "host1" / "checkpoints" / "step-00000004" / "rank-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     assert main(["ckpt", "verify", str(root / "host1")]) == 65
-    assert "DAMAGED" in (report := capsys.readouterr().out) and "rank-00003.safetensors: bytes 0 to" in report
+    assert (
+        "DAMAGED" in (message := capsys.readouterr().out) and "rank-00003.safetensors: bytes 0 to" in message
+    )
     assert main(["ckpt", "gather", str(root / "host0"), str(root / "host1")]) == 65
     assert "rank-00003.safetensors: bytes 0 to" in capsys.readouterr().err
     assert not (root / "host0" / "checkpoints" / "step-00000004" / path.name).exists()

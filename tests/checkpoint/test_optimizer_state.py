@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 
-import shardrt
 from shardrt import nn, optim
 from shardrt.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
-from shardrt.comm import init_device_mesh, thread
+from shardrt.comm import thread
 from shardrt.fsdp import CPUOffloadPolicy
-from tests.lab import Frozen, Net, batches, loss_of, shard
+from tests import lab
+from tests.lab import Frozen, Net
 
-BATCHES = batches(4, size=12)
 OPTIMIZERS = {
     "AdamW": lambda groups: optim.AdamW(groups, lr=1e-2, weight_decay=0.1),
     "SGD": lambda groups: optim.SGD(groups, lr=1e-2, momentum=0.9, weight_decay=0.1),
@@ -18,10 +17,8 @@ OPTIMIZERS = {
 }
 
 
-def made(kind="AdamW", net=Net, shape=None, lr=None, **settings):
-    mesh = init_device_mesh("auto", shape)
-    shardrt.manual_seed(3)
-    model = shard(net(), mesh, **settings)
+def made(kind="AdamW", net=Net, lr=None, **settings):
+    model, mesh = lab.build(net, **settings)
     groups = optim.decay_groups(model, 0.1)
     if lr is not None:
         groups[0]["lr"] = lr
@@ -31,12 +28,10 @@ def made(kind="AdamW", net=Net, shape=None, lr=None, **settings):
 def trained(kind="AdamW", **settings):
     """Rank 0's state after four steps, in one of which a bias is frozen; {} on the others."""
     model, optimizer, mesh = made(kind, lr=0.02, **settings)
-    for step, (tokens, targets) in enumerate(BATCHES):
+    for step, batch in enumerate(lab.batches(4)):
         model.blocks[0].down.bias.requires_grad = step != 2
-        rows = slice(mesh.rank * 12 // mesh.size, (mesh.rank + 1) * 12 // mesh.size)
-        loss_of(model, tokens[rows], targets[rows]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.backward(model, mesh, batch)
+        lab.update(optimizer)
     return get_optimizer_state_dict(model, optimizer)
 
 
@@ -46,15 +41,6 @@ def again(state, kind="AdamW", everywhere=False, **settings):
     given = state if everywhere or mesh.rank == 0 else None
     set_optimizer_state_dict(model, optimizer, given, broadcast_from_rank0=not everywhere)
     return get_optimizer_state_dict(model, optimizer)
-
-
-def same(found, expected):
-    assert found["param_groups"] == expected["param_groups"]
-    assert found["state"].keys() == expected["state"].keys()
-    for name, entry in expected["state"].items():
-        assert found["state"][name].keys() == entry.keys()
-        for key, value in entry.items():
-            np.testing.assert_array_equal(found["state"][name][key], value, err_msg=f"{key} of {name}")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +65,7 @@ def test_rank_0_has_every_array_in_its_shape_and_the_others_nothing(states):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_it_comes_back_on_any_number_of_ranks_from_rank_0_alone(states, kind, ranks):
-    same(thread.run(ranks, again, states[kind][0], kind)[0], states[kind][0])
+    lab.assert_equal(thread.run(ranks, again, states[kind][0], kind)[0], states[kind][0])
 
 
 LAYOUTS = {
@@ -94,7 +80,7 @@ LAYOUTS = {
 def test_it_goes_into_other_layouts_and_out_of_them(states, layout):
     state = states["AdamW"][0]
     found = thread.run(4 if "shape" in LAYOUTS[layout] else 2, again, state, **LAYOUTS[layout])
-    same(found[0], state)
+    lab.assert_equal(found[0], state)
     assert all(other == {} for other in found[1:])
 
 
@@ -102,7 +88,7 @@ def test_parameters_that_were_never_updated_have_no_state_and_stay_so():
     state = thread.run(2, trained, net=Frozen)[0]
     frozen = [name for name, parameter in Frozen().named_parameters() if not parameter.requires_grad]
     assert frozen and not state["state"].keys() & set(frozen)
-    same(thread.run(3, again, state, net=Frozen)[0], state)
+    lab.assert_equal(thread.run(3, again, state, net=Frozen)[0], state)
 
 
 def damage(state, change):

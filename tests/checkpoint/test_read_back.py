@@ -18,6 +18,7 @@ from shardrt.checkpoint import (
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.manifest import SMALL, _checksum
 from shardrt.comm import init_device_mesh, thread
+from tests import lab
 from tests.checkpoint.test_checkpoints import made, names, train
 
 STRANGE = {"clip": inf, "betas": (0.9, -inf), "Infinity": 'a "quoted" Infinity \\', 3: None}
@@ -77,15 +78,13 @@ def test_what_would_not_come_back_is_refused_at_once(tmp_path, extra):
     assert not (tmp_path / "c").exists()
 
 
+@lab.on_ranks(1)
 def test_what_the_program_changes_after_start_is_not_saved(tmp_path):
-    def save():
-        extra = {"history": [1]}
-        _, checkpoints = odd(tmp_path / "c")
-        checkpoints.start(1, extra)
-        extra["history"].append(2)
-        checkpoints.wait()
-
-    thread.run(1, save)
+    extra = {"history": [1]}
+    _, checkpoints = odd(tmp_path / "c")
+    checkpoints.start(1, extra)
+    extra["history"].append(2)
+    checkpoints.wait()
     assert read_manifest(tmp_path / "c" / "step-00000001").extra == {"history": [1]}
 
 
@@ -98,16 +97,14 @@ class Elsewhere(Disk):
         return super().create(own / path.name, direct)
 
 
-def on_two_nodes(root):
-    disk = Elsewhere() if init_device_mesh("auto").rank == 1 else None
-    with pytest.raises(
-        CheckpointError, match=r"^step 1 was not saved: .*rank-00001.safetensors: it is missing$"
-    ):
-        made(root, disk=disk)[2].save(1)
-
-
 def test_a_save_to_folders_that_are_not_shared_fails_and_not_the_first_resume(tmp_path):
-    thread.run(2, on_two_nodes, tmp_path / "c")
+    def on_two_nodes():
+        disk = Elsewhere() if init_device_mesh("auto").rank == 1 else None
+        words = "^step 1 was not saved: .*rank-00001.safetensors: it is missing$"
+        with pytest.raises(CheckpointError, match=words):
+            made(tmp_path / "c", disk=disk)[2].save(1)
+
+    thread.run(2, on_two_nodes)
     assert names(tmp_path / "c") == []
 
 
@@ -163,11 +160,9 @@ def test_weights_that_are_no_numbers_replace_no_sound_ones(tmp_path, kind, value
     verify(tmp_path / "c" / "step-00000002")
 
 
+@lab.on_ranks(1)
 def test_what_is_not_trained_may_be_infinite(saved):
-    def restored():
-        model, checkpoints = odd(saved)
-        checkpoints.restore()
-        return np.array(model.bound.data), np.array(model.mask), np.array(model.calls)
-
-    ((bound, mask, calls),) = thread.run(1, restored)
+    model, checkpoints = odd(saved)
+    checkpoints.restore()
+    bound, mask, calls = map(np.array, (model.bound.data, model.mask, model.calls))
     assert np.isneginf(bound).all() and np.isneginf(mask).all() and calls.shape == () and calls == 5

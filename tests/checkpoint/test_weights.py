@@ -9,27 +9,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import shardrt
 from shardrt.checkpoint import CheckpointError, full_state_dict, load, save, weights
-from shardrt.comm import init_device_mesh, thread
-from tests.lab import Block, Nested, Net, shard
-
-
-def made(kind, seed):
-    shardrt.manual_seed(seed)
-    model = kind()
-    shard(model, init_device_mesh("auto"))
-    return model
+from shardrt.comm import thread
+from tests import lab
+from tests.lab import Block, Nested, Net
 
 
 def saved(kind, directory):
-    model = made(kind, 1)
+    model, _ = lab.build(kind, seed=1)
     save(directory, model, step=7)
     return full_state_dict(model)
 
 
 def loaded(kind, directory):
-    model = made(kind, 2)
+    model, _ = lab.build(kind, seed=2)
     return load(directory, model), full_state_dict(model)
 
 
@@ -39,8 +32,7 @@ def test_weights_come_back_to_the_bit_at_any_world_size(tmp_path, before, after)
     expected = thread.run(before, saved, Nested, tmp_path)[0]
     step, found = thread.run(after, loaded, Nested, tmp_path)[0]
     assert step == 7
-    assert found.keys() == expected.keys()
-    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    lab.assert_equal(found, expected)
 
 
 def test_the_file_holds_each_parameter_once_under_its_name(tmp_path):
@@ -79,8 +71,7 @@ def test_the_file_is_there_for_every_rank_when_save_returns(tmp_path, monkeypatc
         written.set()
 
     def job():
-        model = made(Net, 1)
-        save(tmp_path, model)
+        save(tmp_path, lab.build()[0])
         return written.is_set()
 
     monkeypatch.setattr(weights, "_write", write)
@@ -96,7 +87,7 @@ def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_file(tmp_path, m
 
     def job():
         with pytest.raises(CheckpointError, match="was not written: rank 0: OSError.*No space left"):
-            save(tmp_path, made(Net, 2))
+            save(tmp_path, lab.build(seed=2)[0])
 
     monkeypatch.setattr(os, "fsync", full)
     thread.run(2, job)
@@ -105,8 +96,8 @@ def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_file(tmp_path, m
 
 def loaded_from_first(kind, directory, plain):
     """As `loaded`, where rank 0 alone can see the folder, or has the arrays."""
-    model = made(kind, 2)
-    first = init_device_mesh("auto").rank == 0
+    model, mesh = lab.build(kind, seed=2)
+    first = mesh.rank == 0
     if plain is None:
         step = load(directory if first else "/nowhere", model, broadcast_from_rank0=True)
     else:
@@ -121,9 +112,7 @@ def test_weights_come_from_rank_0_alone(tmp_path, ranks, from_file):
     expected = thread.run(2, saved, Nested, tmp_path)[0]
     results = thread.run(ranks, loaded_from_first, Nested, tmp_path, None if from_file else expected)
     assert [step for step, _ in results] == [7] * ranks
-    found = results[0][1]
-    assert found.keys() == expected.keys()
-    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    lab.assert_equal(results[0][1], expected)
 
 
 class Unreadable(dict):
@@ -136,7 +125,7 @@ class Unreadable(dict):
 
 
 def refused_from_first(state, text):
-    model = made(Net, 2)
+    model, _ = lab.build(seed=2)
     with pytest.raises(ValueError, match=text):
         model.load_state_dict(state, broadcast_from_rank0=True)
     return True
@@ -153,14 +142,12 @@ def test_what_rank_0_cannot_give_is_an_error_on_every_rank(tmp_path):
 
     def nothing_there():
         with pytest.raises(CheckpointError, match="was not read: rank 0: FileNotFoundError"):
-            load(tmp_path / "none", made(Net, 2), broadcast_from_rank0=True)
+            load(tmp_path / "none", lab.build()[0], broadcast_from_rank0=True)
 
     thread.run(2, nothing_there)
 
 
+@lab.on_ranks(2)
 def test_a_plain_model_on_several_ranks_cannot_be_broadcast_to():
-    def job():
-        with pytest.raises(ValueError, match="broadcast_from_rank0 needs a sharded model"):
-            Net().load_state_dict({}, broadcast_from_rank0=True)
-
-    thread.run(2, job)
+    with pytest.raises(ValueError, match="broadcast_from_rank0 needs a sharded model"):
+        Net().load_state_dict({}, broadcast_from_rank0=True)

@@ -17,10 +17,10 @@ import numpy as np
 
 from shardrt import nn, optim
 from shardrt.checkpoint import CheckpointManager
-from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.pieces import counted, pieces_of
 from shardrt.comm import init_device_mesh, world
 from shardrt.fsdp import fully_shard
+from tests.checkpoint.disks import Watched
 
 HOWS = {  # how a step is saved -> which step it is
     "first": 1,  # where no checkpoint is yet
@@ -30,20 +30,14 @@ HOWS = {  # how a step is saved -> which step it is
 }
 
 
-class Watched(Disk):
+class Killed(Watched):
     """Keeps what is done in `done`, and kills this process before or after operation `at`."""
 
     def __init__(self, folder: Path, at: int, when: str) -> None:
         self.folder, self.at, self.when = folder, at, when
         self.done = []
 
-    def __getattribute__(self, name):
-        attribute = object.__getattribute__(self, name)
-        if name.startswith("_") or name not in vars(Disk):
-            return attribute
-        return lambda *args: self._around(name, attribute, args)
-
-    def _around(self, name, operation, args):
+    def around(self, name, operation, args):
         self.done.append(" ".join([name, *(named(value) for value in args if isinstance(value, Path))]))
         hit = len(self.done) - 1 == self.at
         if hit and self.when == "before":
@@ -111,7 +105,7 @@ def save(folder, how, disk=None):
 def main():
     folder, how, victim, at, when = sys.argv[1:]
     folder, rank = Path(folder), init_device_mesh("cpu").rank
-    save(folder, how, Watched(folder, int(at) if rank == int(victim) else -1, when))
+    save(folder, how, Killed(folder, int(at) if rank == int(victim) else -1, when))
 
 
 if __name__ == "__main__":

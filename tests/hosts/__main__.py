@@ -13,9 +13,9 @@ from pathlib import Path
 
 from bench.environment import facts, write_result
 from shardrt.simulate.machine import Link
+from tests import lab
 from tests.hosts.hosts import Hosts
 from tests.hosts.steps import simulated
-from tests.ranks import mpirun
 
 WIDTH = 1024
 STRATEGIES = ("FULL_SHARD", "HYBRID_SHARD")
@@ -28,9 +28,7 @@ def measured(
 
     def rows(*command: str) -> list[dict]:
         with hosts.launching():
-            done = mpirun(4, ["-m", *command])
-        assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()]
+            return [json.loads(line) for line in lab.printed(4, "-m", *command)]
 
     calls = rows("tests.hosts.crossing", str(megabytes), str(rounds))
     steps = rows("tests.hosts.steps", str(WIDTH), str(layers), str(rounds), *STRATEGIES)

@@ -4,18 +4,16 @@ import json
 
 import pytest
 
+from tests import lab
 from tests.hosts.__main__ import STRATEGIES, measured
-from tests.hosts.hosts import Hosts, unavailable
-from tests.ranks import mpirun
+from tests.hosts.hosts import Hosts
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
+pytestmark = pytest.mark.mpi
 HEADERS = 0.08  # of what is sent: Ethernet, IP and TCP, what acknowledges, and what ranks tell each other
 
 
 def test_sums_and_gathers_send_once_per_host_what_flat_ones_send_once_per_rank(hosts):
-    done = mpirun(4, ["-m", "tests.hosts.crossing", "4", "3"])
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = [json.loads(line) for line in lab.printed(4, "-m", "tests.hosts.crossing", "4", "3")]
     found = {(row["call"], row["way"]): row for row in rows}
     nbytes, ranks, slots, count = rows[0]["buffer"], 4, 2, 2
     each = nbytes / ranks
@@ -39,9 +37,7 @@ def test_sums_and_gathers_send_once_per_host_what_flat_ones_send_once_per_rank(h
     ],
 )
 def test_a_step_sends_between_hosts_what_its_strategy_says(hosts, strategy):
-    done = mpirun(4, ["-m", "tests.hosts.steps", "512", "4", "3", strategy])
-    assert done.returncode == 0, done.stderr
-    (row,) = map(json.loads, done.stdout.splitlines())
+    (row,) = map(json.loads, lab.printed(4, "-m", "tests.hosts.steps", "512", "4", "3", strategy))
     assert row["expected"] <= row["wire"] < (1 + HEADERS) * row["expected"], row
 
 

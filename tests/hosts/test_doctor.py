@@ -12,11 +12,10 @@ from shardrt.__main__ import main
 from shardrt.faults import reach
 from shardrt.tools.hosts import hosts_of, placed
 from shardrt.untrusted import Refused
-from tests.hosts.hosts import HERE, Hosts, unavailable
+from tests.hosts.hosts import HERE, Hosts
 from tests.ranks import clean_environment, open_mpi
 
 pytestmark = pytest.mark.mpi
-MADE = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 AHEAD = "import time\n_time = time.time\ntime.time = lambda: _time() + 100\n"
 OLDER = "import platform\nplatform.python_version = lambda: '2.7.18'\n"
 
@@ -87,7 +86,6 @@ def test_each_launcher_is_told_by_what_it_says_of_itself(version, options):
     assert placed(version, ["a", "b"]) == options.split()
 
 
-@MADE
 def test_hosts_that_fit_and_one_that_is_cut_off(tmp_path):
     with Hosts(shared=[tmp_path]) as made:
         code, found = examine(made, tmp_path)
@@ -107,7 +105,6 @@ def test_hosts_that_fit_and_one_that_is_cut_off(tmp_path):
         ]
 
 
-@MADE
 @pytest.mark.hosts
 def test_hosts_that_fit_by_the_launcher_of_open_mpi(tmp_path):
     with Hosts(shared=[tmp_path], mpirun=open_mpi()) as made:
@@ -115,7 +112,6 @@ def test_hosts_that_fit_by_the_launcher_of_open_mpi(tmp_path):
     assert (code, found["lacking"]) == (0, []) and len(found["hosts"]) == 2 and len(found["pairs"]) == 1
 
 
-@MADE
 @pytest.mark.hosts
 def test_a_slow_link_a_clock_ahead_another_python_a_small_dev_shm_and_a_folder_of_its_own_are_reported(
     tmp_path,

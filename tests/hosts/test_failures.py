@@ -14,15 +14,11 @@ import pytest
 from shardrt.faults.flight import read_all
 from tests.clock import whole_job
 from tests.failures.matrix import LIMIT, prepare, survivors
-from tests.hosts.hosts import Hosts, unavailable
+from tests.hosts.hosts import Hosts
 from tests.hosts.test_doctor import AHEAD
 from tests.ranks import ROOT, clean_environment, mpirun, mpirun_path
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.hosts,
-    pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
-]
+pytestmark = [pytest.mark.mpi, pytest.mark.hosts]
 
 
 FAIL = """

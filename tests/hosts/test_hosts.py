@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import lab
 from tests.hosts import hosts as made_here
 from tests.hosts.hosts import Hosts, unavailable
-from tests.ranks import ROOT, clean_environment, mpirun
+from tests.ranks import ROOT, clean_environment
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
 WHERE = """
@@ -59,15 +60,12 @@ with Hosts(latency=1e-3) as hosts:
 def times(**how):
     """(seconds of the shortest round trip, those of one of 1 MiB, frames that its sender's cable lost)."""
     with Hosts(2, 1, **how) as hosts, hosts.launching():
-        done = mpirun(2, ["-c", TIMES])
-        assert done.returncode == 0, done.stderr
-        return *(float(word) for word in done.stdout.split()), hosts.lost(0)
+        (line,) = lab.printed(2, "-c", TIMES)
+        return *map(float, line.split()), hosts.lost(0)
 
 
 def test_ranks_of_a_host_share_its_name_network_and_memory_and_nothing_with_the_other(hosts):
-    done = mpirun(4, ["-c", WHERE])
-    assert done.returncode == 0, done.stderr
-    found = [line.split() for line in sorted(done.stdout.splitlines())]
+    found = [line.split() for line in sorted(lab.printed(4, "-c", WHERE))]
     assert [row[:5] for row in found] == [
         ["0", "node0", "0", "2", "01"],
         ["1", "node0", "1", "2", "01"],

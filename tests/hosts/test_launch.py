@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from tests import ranks
-from tests.hosts.hosts import HERE, Hosts, unavailable
+from tests.hosts.hosts import HERE, Hosts
 from tests.ranks import clean_environment
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
+pytestmark = pytest.mark.mpi
 WHO = """
 import os, socket
 from shardrt.comm import create, mpi_world

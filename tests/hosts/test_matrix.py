@@ -9,13 +9,9 @@ from shardrt.faults.reports import LISTENING
 from tests.clock import soon, whole_job
 from tests.failures.matrix import LIMIT, Case, check, prepare
 from tests.failures.victim import FAILURES, MISMATCHES, PHASES
-from tests.hosts.hosts import Hosts, unavailable
+from tests.hosts.hosts import Hosts
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.hosts,
-    pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
-]
+pytestmark = [pytest.mark.mpi, pytest.mark.hosts]
 CASES = [
     *(Case(failure, PHASES[1 + number % 5], 4) for number, failure in enumerate((*FAILURES, *MISMATCHES))),
     *(Case(failure, "set-up", 4) for failure in ("settings", "data", "code")),

@@ -10,15 +10,10 @@ import time
 
 import pytest
 
-from tests.hosts.hosts import unavailable
 from tests.hosts.restarts import Loss, furnished, lose, losses, run
 from tests.hosts.test_failures import of_rank
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.hosts,
-    pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
-]
+pytestmark = [pytest.mark.mpi, pytest.mark.hosts]
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,14 @@ import pytest
 
 from shardrt.comm import create
 from shardrt.train.metrics import read_metrics
+from tests import lab
 from tests.failures.matrix import prepare
-from tests.hosts.hosts import Hosts, unavailable
+from tests.hosts.hosts import Hosts
+from tests.hosts.test_failures import Job
 from tests.mpi.contract import digest
-from tests.ranks import BACKSTOP, ROOT, clean_environment, mpirun, mpirun_path, open_mpi, run_ranks
+from tests.ranks import BACKSTOP, ROOT, clean_environment, open_mpi, run_ranks
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
+pytestmark = pytest.mark.mpi
 QUICK = "TestNodes and (its_bits or crosses)"
 SUMS = """
 import os
@@ -43,12 +45,16 @@ OF_THREADS = [
 ]
 
 
+def strategies(*precisions, size=4):
+    """The lines of tests/hosts/strategies.py."""
+    return lab.printed(size, "-m", "tests.hosts.strategies", *precisions)
+
+
 @pytest.mark.parametrize("chosen", [QUICK, pytest.param("TestNodes", marks=pytest.mark.hosts)])
 def test_the_contract_holds_between_hosts_with_the_bits_of_threads(hosts, chosen):
-    done = mpirun(4, ["-m", "tests.mpi", "-k", f"({chosen}) and not test_training"])
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    lines = lab.printed(4, "-m", "tests.mpi", "-k", f"({chosen}) and not test_training")
     expected = run_ranks(4, lambda: digest(create()))
-    found = set(re.findall(r"digest (\d+) ([0-9a-f]{64})", done.stdout))
+    found = set(re.findall(r"digest (\d+) ([0-9a-f]{64})", "\n".join(lines)))
     assert found == {(str(rank), bits) for rank, bits in enumerate(expected)}
 
 
@@ -57,19 +63,15 @@ def test_the_contract_holds_between_hosts_with_the_bits_of_threads(hosts, chosen
 def test_all_else_holds_between_two_hosts_of_two_ranks_and_of_one(slots, chosen):
     """Links, every strategy, precision and offload; plain MPI's contract is that of two ranks."""
     with Hosts(2, slots) as made, made.launching():
-        done = mpirun(2 * slots, ["-m", "tests.mpi", "-k", chosen])
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+        lab.printed(2 * slots, "-m", "tests.mpi", "-k", chosen)
 
 
 @pytest.mark.hosts
 def test_the_contract_and_strategies_hold_between_hosts_under_open_mpi(hosts):
-    expected = mpirun(4, ["-m", "tests.hosts.strategies", "float32"])
+    expected = strategies("float32")
     with Hosts(mpirun=open_mpi()) as made, made.launching():
-        found = mpirun(4, ["-m", "tests.hosts.strategies", "float32"])
-        assert found.returncode == 0, found.stderr
-        assert sorted(found.stdout.splitlines()) == sorted(expected.stdout.splitlines())
-        done = mpirun(4, ["-m", "tests.mpi", "-k", "TestNodes"])
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+        assert sorted(strategies("float32")) == sorted(expected)
+        lab.printed(4, "-m", "tests.mpi", "-k", "TestNodes")
 
 
 @pytest.mark.hosts
@@ -78,9 +80,7 @@ def test_strategies_give_the_same_bits_wherever_ranks_are(hosts, precision):
     layouts = {}
     for count, slots in ((2, 2), (4, 1), (1, 4)):
         with Hosts(count, slots) as made, made.launching():
-            done = mpirun(4, ["-m", "tests.hosts.strategies", precision])
-        assert done.returncode == 0, done.stderr
-        layouts[count] = [line.split() for line in done.stdout.splitlines()]
+            layouts[count] = [line.split() for line in strategies(precision)]
     kinds = {count: {row[2] for row in rows} for count, rows in layouts.items()}
     assert kinds == {2: {"HierarchicalCommunicator"}, 4: {"MPICommunicator"}, 1: {"ShmCommunicator"}}
     for rows in layouts.values():
@@ -94,17 +94,13 @@ def test_three_and_four_hosts_of_two_ranks_have_the_bits_of_one(count):
     """Sums of each host first, where there are three of them, too; hybrids whose shards lie across hosts."""
     size, precisions = 2 * count, ("float32", "float32-bfloat16")
     with Hosts(count, 2) as made, made.launching():
-        sums = mpirun(size, ["-c", SUMS])
-        found = mpirun(size, ["-m", "tests.hosts.strategies", *precisions])
+        sums, found = lab.printed(size, "-c", SUMS), strategies(*precisions, size=size)
     with Hosts(1, size) as made, made.launching():
-        expected = mpirun(size, ["-m", "tests.hosts.strategies", *precisions])
-    assert sums.returncode == found.returncode == expected.returncode == 0, sums.stderr + found.stderr
+        expected = strategies(*precisions, size=size)
     digests = run_ranks(size, lambda: digest(create()))
     message = f"HierarchicalCommunicator {2 * (count - 1)}"  # a slice and a sum to each of the other hosts
-    assert sorted(sums.stdout.splitlines()) == [
-        f"{rank} {message} {bits}" for rank, bits in enumerate(digests)
-    ]
-    of_hosts, of_one = ([line.split() for line in done.stdout.splitlines()] for done in (found, expected))
+    assert sorted(sums) == [f"{rank} {message} {bits}" for rank, bits in enumerate(digests)]
+    of_hosts, of_one = ([line.split() for line in lines] for lines in (found, expected))
     assert {row[2] for row in of_hosts} == {"HierarchicalCommunicator"} and len(of_hosts) == 12
     assert [row[:2] + row[3:] for row in of_hosts] == [row[:2] + row[3:] for row in of_one]
 
@@ -128,26 +124,8 @@ def test_a_run_over_a_link_that_loses_packets_has_the_losses_and_weights_of_one_
     found = {}
     for name, how in (("whole", {}), ("lossy", {"loss": 0.01, "latency": 5e-4})):
         with Hosts(shared=[tmp_path], **how) as made, made.launching():
-            command = [
-                mpirun_path(),
-                "-n",
-                "4",
-                sys.executable,
-                "-m",
-                "models.train",
-                "--config",
-                "tiny.toml",
-            ]
-            command += ["--steps", "12", "--name", name, "--report.log-interval", "1"]
-            done = subprocess.run(
-                command,
-                cwd=tmp_path,
-                env=clean_environment(),
-                capture_output=True,
-                text=True,
-                timeout=BACKSTOP,
-            )
-            assert done.returncode == 0, done.stdout + done.stderr
+            job = Job(tmp_path, name, "--steps", "12")
+            assert job.ended(BACKSTOP) == 0, job.out + job.err
             assert not how or made.lost(0) and made.lost(1)
         run = tmp_path / "runs" / name
         rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "step"]
@@ -160,9 +138,7 @@ def test_a_run_over_a_link_that_loses_packets_has_the_losses_and_weights_of_one_
 @pytest.mark.hosts
 def test_a_link_that_loses_packets_costs_time_and_nothing_else():
     with Hosts(loss=0.01) as made, made.launching():
-        lossy = mpirun(4, ["-m", "tests.hosts.strategies", "float32"])
+        lossy = strategies("float32")
         assert made.lost(0) and made.lost(1)
     with Hosts() as made, made.launching():
-        plain = mpirun(4, ["-m", "tests.hosts.strategies", "float32"])
-    assert lossy.returncode == plain.returncode == 0, lossy.stderr + plain.stderr
-    assert lossy.stdout == plain.stdout
+        assert strategies("float32") == lossy

@@ -18,7 +18,7 @@ in any nesting; refusing.py makes a test of a table of refusals.
 """
 
 # ruff: noqa: F401  the names that tests use
-from tests.lab.comparing import assert_close, assert_equal
+from tests.lab.comparing import assert_close, assert_equal, assert_near
 from tests.lab.counting import Counts, arenas_of, bytes_held, bytes_planned, groups_of, in_use, slots
 from tests.lab.nets import (
     Block,
@@ -56,4 +56,4 @@ from tests.lab.training import (
     update,
     whole_gradients,
 )
-from tests.lab.world import first, on_ranks
+from tests.lab.world import first, on_ranks, printed

@@ -40,6 +40,14 @@ def assert_close(
         np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol + largest, err_msg=place)
 
 
+def assert_near(found: Any, expected: Any, case: object = "", *, rtol: float, atol: float = 0.0) -> None:
+    """Arrays are off by rtol * |expected| + atol at most, where | | is the Euclidean norm of an array."""
+    for place, ours, theirs in _leaves(found, expected, str(case)):
+        theirs = np.asarray(theirs)
+        off = np.linalg.norm(np.reshape(ours, theirs.shape) - theirs)
+        assert off <= rtol * np.linalg.norm(theirs) + atol, f"{place}: off by {off}"
+
+
 def _leaves(found: Any, expected: Any, place: str, more: bool = False) -> Iterator[tuple[str, Any, Any]]:
     """(place, ours, theirs) of everything that is no container."""
     if isinstance(expected, Mapping):

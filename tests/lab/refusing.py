@@ -8,18 +8,21 @@ import pytest
 from shardrt.comm import thread
 
 Kinds = type[BaseException] | tuple[type[BaseException], ...]
-Refusal = tuple[Callable[[], object], Kinds, str]
+Refusal = tuple[Callable[[], object], str] | tuple[Callable[[], object], Kinds, str]
 
 
 def refusals(*table: Refusal, ranks: int = 0, everywhere: bool = False, literal: bool = False) -> Callable:
-    """A test of rows (call, exception, message): `test_x_refuses = lab.refusals(...)`.
+    """A test of rows (call, exception, message), or (call, message): `test_x_refuses = lab.refusals(...)`.
 
+    The exception is a ValueError where a row has none.
     The message is a regular expression, or `literal`: words of it. ranks: each call runs on so many ranks, of
     which the first that raises is heard. everywhere: all of them must raise, with the same one line but for
     the number of the rank.
     """
 
-    @pytest.mark.parametrize(("call", "kind", "message"), table, ids=[words[:60] for *_, words in table])
+    rows = [row if len(row) == 3 else (row[0], ValueError, row[1]) for row in table]
+
+    @pytest.mark.parametrize(("call", "kind", "message"), rows, ids=[words[:60] for *_, words in rows])
     def test(call: Callable, kind: Kinds, message: str) -> None:
         pattern = re.escape(message) if literal else message
         if not everywhere:

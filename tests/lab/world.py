@@ -1,4 +1,4 @@
-"""Ranks as threads of this process. tests/ranks.py has those that are processes under mpirun."""
+"""Ranks as threads of this process, and what ranks that are processes print. tests/ranks.py starts these."""
 
 import inspect
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardrt.comm import thread
+from tests.ranks import mpirun
 
 
 def on_ranks(*sizes: int) -> Callable[[Callable], Callable]:
@@ -38,3 +39,10 @@ def on_ranks(*sizes: int) -> Callable[[Callable], Callable]:
 def first(ranks: int, function: Callable, *args: Any, **kwargs: Any) -> Any:
     """What `function` gives on rank 0 of so many; `thread.run` has that of all ranks."""
     return thread.run(ranks, function, *args, **kwargs)[0]
+
+
+def printed(size: int, *args: str, **variables: str) -> list[str]:
+    """The lines that `python *args` prints on so many processes under mpirun, which must end well."""
+    done = mpirun(size, list(args), **variables)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    return done.stdout.splitlines()

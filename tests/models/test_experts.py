@@ -5,15 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import shardrt
 from models.llama import Block, Llama, LlamaConfig
 from models.plans import plan_of
 from shardrt import functional as F
 from shardrt import nn, no_grad, optim
-from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
-from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import MixedPrecisionPolicy, by_class, full_gradients, wrap
 from shardrt.recompute import checkpoint
+from tests import lab
+from tests.models.test_llama import TOKENS, adapted, made, trained
 from tests.parallel import piped
 
 SMALL = LlamaConfig(
@@ -40,43 +39,16 @@ KINDS = {
     "a capacity": replace(SMALL, capacity_factor=1.25),
 }
 PARTS = 4  # of a batch; each is balanced by itself
-TOKENS = np.random.default_rng(0).integers(0, 31, (PARTS, 16))
-
-
-def made(config):
-    shardrt.manual_seed(3)
-    return Llama(config)
-
-
-def trained(config, sharded, recomputed=False):
-    """Gradients of the first step, weights after three."""
-    model, mesh = made(config), init_device_mesh("auto")
-    for block in model.blocks if recomputed else ():
-        checkpoint(block)
-    if sharded:
-        wrap(model, by_class(Block, nn.Experts), mesh=mesh)
-    optimizer = optim.SGD(model.parameters(), lr=0.2)
-    for step in range(3):
-        for part in np.split(np.split(TOKENS, mesh.size)[mesh.rank], PARTS // mesh.size):
-            (model(part, part) * (mesh.size / PARTS)).backward()
-        if step == 0:
-            gradients = {name: np.array(values) for name, values in full_gradients(model)}
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients, full_state_dict(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharded_it_is_the_same_model(kind):
     """Experts are units of their own, inside of their blocks'."""
-    expected = trained(KINDS[kind], sharded=False)
+    how = {"parts": PARTS, "lr": 0.2}
+    expected = trained(KINDS[kind], sharded=False, **how)
     for ranks in (1, 2, 4):
-        found = thread.run(ranks, trained, KINDS[kind], True, recomputed=ranks == 2)[0]
-        for one, other in zip(found, expected, strict=True):
-            assert one.keys() == other.keys()
-            for name, values in other.items():
-                difference = np.linalg.norm(one[name].reshape(values.shape) - values)
-                assert difference <= 2e-5 * np.linalg.norm(values), (ranks, name)
+        found = lab.first(ranks, trained, KINDS[kind], True, recomputed=ranks == 2, **how)
+        lab.assert_near(found, expected, ranks, rtol=2e-5)
 
 
 def test_the_loss_has_the_balance_in_training_alone_and_counts_it_as_often_as_targets():
@@ -99,8 +71,7 @@ def test_the_balance_loss_evens_the_load():
         optimizer = optim.AdamW(model.parameters(), lr=1e-2)
         for _ in range(20):
             model(TOKENS, TOKENS).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            lab.update(optimizer)
         nn.update_expert_bias(model)
         model(TOKENS, TOKENS)
         return max(load.max() / load.mean() for load in nn.expert_load(model).values())
@@ -108,23 +79,8 @@ def test_the_balance_loss_evens_the_load():
     assert after(1.0) < 1.3 < 1.45 < after(0.0)
 
 
-def adapted():
-    model = nn.add_lora(made(SMALL), 2)
-    wrap(model, by_class(Block))
-    before = full_state_dict(model)
-    optimizer, losses = optim.AdamW(nn.lora_parameters(model), lr=1e-2), []
-    for _ in range(5):
-        loss = model(TOKENS, TOKENS)
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    after = full_state_dict(model)
-    return losses, {name for name in before if (before[name] != after[name]).any()}
-
-
 def test_adapters_of_attention_and_head_learn_beside_frozen_experts():
-    losses, changed = thread.run(2, adapted)[0]
+    losses, changed, _ = lab.first(2, adapted, SMALL)
     assert losses == sorted(losses, reverse=True)
     layers = [f"blocks.{i}.attention.{name}" for i in range(2) for name in ("qkv", "output")]
     assert changed == {f"{layer}.lora_{half}" for layer in (*layers, "head") for half in "ab"}
@@ -139,8 +95,8 @@ def in_16_bits(policy):
 
 def test_in_16_bits_the_loss_is_about_the_same_and_routers_are_in_32():
     policy = MixedPrecisionPolicy("bfloat16", "float32", "float32", full_precision=(nn.RMSNorm,))
-    loss, gradients = thread.run(2, in_16_bits, policy)[0]
-    expected, others = thread.run(2, in_16_bits, None)[0]
+    loss, gradients = lab.first(2, in_16_bits, policy)
+    expected, others = lab.first(2, in_16_bits, None)
     assert loss == pytest.approx(expected, rel=1e-2)
     for name in ("blocks.0.mlp.router.weight", "blocks.1.mlp.experts.up", "embedding.weight"):
         cosine = (gradients[name] * others[name]).sum()
@@ -155,33 +111,9 @@ def in_stages():
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "Interleaved1F1B"])
 def test_stages_pass_the_balance_on_and_have_the_bits_of_no_pipeline(schedule):
     expected = piped.trained((1, 1, 2), None, make=in_stages)
-    piped.same_bits(piped.trained((2, 1, 2), schedule, make=in_stages), expected)
+    lab.assert_equal(piped.trained((2, 1, 2), schedule, make=in_stages), expected)
     again = piped.trained((2, 1, 2), schedule, make=in_stages, before=checkpoint)
-    piped.same_bits(again, expected)
-
-
-def stepped(axes, folder, goes_on):
-    """Weights and the optimizer's state on a mesh, after a step or as they were saved."""
-    pipeline, data = piped.build(axes, "1F1B" if axes[0] > 1 else None, make=in_stages)
-    model = pipeline.model
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    checkpoints = CheckpointManager(folder, model, optimizer, data.root)
-    if goes_on:
-        checkpoints.restore()
-    else:
-        pipeline.step(piped.loss_of, piped.batches_of(0, data))
-        optimizer.step()
-        checkpoints.save(1)
-    return full_state_dict(model), get_optimizer_state_dict(model, optimizer)
-
-
-def test_a_checkpoint_of_any_mesh_goes_on_on_any_other(tmp_path):
-    meshes = [(1, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2)]  # stages, copies, shards
-    for axes in meshes:
-        weights, state = thread.run(np.prod(axes), stepped, axes, tmp_path / str(axes), False)[0]
-        for other in meshes:
-            found = thread.run(np.prod(other), stepped, other, tmp_path / str(axes), True)[0]
-            np.testing.assert_equal(found, (weights, state))
+    lab.assert_equal(again, expected)
 
 
 def test_evaluation_does_not_count_for_the_load():
@@ -191,18 +123,6 @@ def test_evaluation_does_not_count_for_the_load():
     assert not any(load.any() for load in nn.expert_load(model).values())
 
 
-def test_what_cannot_be_is_refused_by_name():
-    for settings, words in (
-        ({"experts": -1}, "experts must be at least 0, got -1"),
-        (
-            {"experts": 4, "experts_per_token": 5},
-            r"experts_per_token must be in \[1, 4\], the experts, got 5",
-        ),
-        ({"balance_loss": float("nan")}, "balance_loss must be at least 0, got nan"),
-        ({"qk_norm": "heads"}, "qk_norm must be none, head or all, got 'heads'"),
-        ({"head_size": 7}, "head_size must be even and at least 0, got 7"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            LlamaConfig(**settings)
+def test_a_norm_of_all_queries_at_once_has_no_plan():
     with pytest.raises(ValueError, match="there is no plan for a norm of all queries or keys at once"):
         plan_of(made(replace(SMALL, qk_norm="all")))

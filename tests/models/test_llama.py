@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import shardrt
 from models import gpt, llama
 from models.llama import Block, Llama, LlamaConfig
 from models.plans import plan_of
@@ -16,6 +15,7 @@ from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import by_class, full_gradients, wrap
 from shardrt.parallel import parallelize_module
 from shardrt.recompute import checkpoint
+from tests import lab
 
 SMALL = LlamaConfig(
     n_layer=2,
@@ -52,25 +52,24 @@ def test_sizes_by_name_have_the_published_numbers_of_parameters(kind, name, mill
     assert sum(p.size for p in kind(sizes[name]).parameters()) == round(1e6 * millions)
 
 
-def trained(config, sharded, recomputed=False):
-    """Losses and gradients of the first step, weights after three."""
-    shardrt.manual_seed(3)
-    model = Llama(config)
-    mesh = init_device_mesh("auto")
-    if recomputed:
-        for block in model.blocks:
-            checkpoint(block)
+def made(config):
+    return lab.seeded(lambda: Llama(config))
+
+
+def trained(config, sharded, recomputed=False, parts=None, lr=0.5):
+    """Gradients of the first step, weights after three, each of so many parts of the batch: one of a rank."""
+    model, mesh = made(config), init_device_mesh("auto")
+    for block in model.blocks if recomputed else ():
+        checkpoint(block)
     if sharded:
-        wrap(model, by_class(Block), mesh=mesh)
-    optimizer = optim.SGD(model.parameters(), lr=0.5)
-    tokens = np.split(TOKENS, mesh.size)[mesh.rank]
-    for step in range(3):
-        model(tokens, tokens).backward()
-        if step == 0:
-            gradients = {name: np.array(values) for name, values in full_gradients(model)}
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients, full_state_dict(model)
+        wrap(model, by_class(Block, nn.Experts), mesh=mesh)
+    optimizer, found, parts = optim.SGD(model.parameters(), lr=lr), None, parts or mesh.size
+    for _ in range(3):
+        for tokens in np.split(np.split(TOKENS, mesh.size)[mesh.rank], parts // mesh.size):
+            (model(tokens, tokens) * (mesh.size / parts)).backward()
+        found = found or {name: np.array(values) for name, values in full_gradients(model)}
+        lab.update(optimizer)
+    return found, full_state_dict(model)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -80,17 +79,11 @@ def test_sharded_it_is_the_same_model(config, ranks, loss_chunk):
     expected = trained(config, sharded=False)
     chunked = replace(config, loss_chunk=loss_chunk)
     found = thread.run(ranks, trained, chunked, True, recomputed=ranks == 2)[0]
-    for one, other in zip(found, expected, strict=True):
-        assert one.keys() == other.keys()
-        for name, values in other.items():
-            difference = np.linalg.norm(one[name].reshape(values.shape) - values)
-            assert difference <= 2e-5 * np.linalg.norm(values), name
+    lab.assert_near(found, expected, rtol=2e-5)
 
 
 def cut_by_heads(config):
-    shardrt.manual_seed(3)
-    mesh = init_device_mesh("cpu", (init_device_mesh("auto").size,), ("tp",))
-    model = Llama(config)
+    mesh, model = init_device_mesh("cpu", (init_device_mesh("auto").size,), ("tp",)), made(config)
     parallelize_module(model, mesh["tp"], plan_of(model))
     loss = model(TOKENS, TOKENS)
     loss.backward()
@@ -105,19 +98,17 @@ def test_heads_that_are_not_as_wide_as_their_part_of_n_embd_are_cut_like_others(
         np.testing.assert_allclose(other, gradient, rtol=1e-4, atol=1e-6)
 
 
-def adapted():
-    shardrt.manual_seed(3)
-    model = nn.add_lora(Llama(SMALL), 2, targets=("*.qkv", "*.gate_up"))
+def adapted(config, **how):
+    """Losses of five steps with adapters, names of what has changed, and of what is trained."""
+    model = nn.add_lora(made(config), 2, **how)
     wrap(model, by_class(Block))
-    before = full_state_dict(model)
+    before, losses = full_state_dict(model), []
     optimizer = optim.AdamW(nn.lora_parameters(model), lr=1e-2)
-    losses = []
     for _ in range(5):
-        loss = F.cross_entropy(model(TOKENS), TOKENS)
+        loss = model(TOKENS, TOKENS)
         losses.append(loss.item())
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.update(optimizer)
     after = full_state_dict(model)
     changed = {name for name in before if (before[name] != after[name]).any()}
     return losses, changed, {name for name, p in model.named_parameters() if p.requires_grad}
@@ -125,7 +116,7 @@ def adapted():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_adapters_learn_and_nothing_else_changes(ranks):
-    losses, changed, adapters = thread.run(ranks, adapted)[0]
+    losses, changed, adapters = lab.first(ranks, adapted, SMALL, targets=("*.qkv", "*.gate_up"))
     assert losses == sorted(losses, reverse=True)
     assert changed == adapters and len(adapters) == 8
 
@@ -143,19 +134,23 @@ def test_slow_pairs_turn_slower_and_fast_ones_as_before():
     np.testing.assert_allclose(ratio[between], (1 - expected) / 32 + expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"n_head": 4, "n_kv_head": 3}, "n_kv_head must divide n_head, got 3 and 4"),
-        ({"n_embd": 36}, "even multiple of n_head, got 36 and 12"),
-        ({"n_hidden": 0}, "n_hidden must be at least 1, got 0"),
-        ({"rope_theta": float("nan")}, "rope_theta must be positive, got nan"),
-        ({"rope_low_freq_factor": 4.0}, "must be above rope_low_freq_factor, got 4.0 and 4.0"),
-    ],
+def configs(*rows):
+    """(settings of a LlamaConfig, words)."""
+    return lab.refusals(*((lambda how=how: LlamaConfig(**how), words) for how, words in rows), literal=True)
+
+
+test_a_config_that_makes_no_model_is_refused_by_name = configs(
+    ({"n_head": 4, "n_kv_head": 3}, "n_kv_head must divide n_head, got 3 and 4"),
+    ({"n_embd": 36}, "even multiple of n_head, got 36 and 12"),
+    ({"n_hidden": 0}, "n_hidden must be at least 1, got 0"),
+    ({"rope_theta": float("nan")}, "rope_theta must be positive, got nan"),
+    ({"rope_low_freq_factor": 4.0}, "must be above rope_low_freq_factor, got 4.0 and 4.0"),
+    ({"experts": -1}, "experts must be at least 0, got -1"),
+    ({"experts": 4, "experts_per_token": 5}, "experts_per_token must be in [1, 4], the experts, got 5"),
+    ({"balance_loss": float("nan")}, "balance_loss must be at least 0, got nan"),
+    ({"qk_norm": "heads"}, "qk_norm must be none, head or all, got 'heads'"),
+    ({"head_size": 7}, "head_size must be even and at least 0, got 7"),
 )
-def test_a_config_that_makes_no_model_is_refused_by_name(settings, words):
-    with pytest.raises(ValueError, match=words):
-        LlamaConfig(**settings)
 
 
 def test_gpt_gives_the_loss_of_its_logits():

@@ -19,6 +19,7 @@ from shardrt.comm import init_device_mesh, objects
 from shardrt.fsdp import fully_shard
 from shardrt.nn.extents import put
 from shardrt.parallel import parallelize_module, pipeline_stages, sum_tied
+from tests import lab
 from tests.parallel import pipes
 
 BATCH, TIME, VOCAB = 12, 8, 13
@@ -118,12 +119,6 @@ def batch(step=0):
     return text[:, :-1], text[:, 1:]
 
 
-def own(rows, data):
-    """A rank's rows."""
-    rank, size = (0, 1) if data is None else (data.rank, data.size)
-    return rows[rank * len(rows) // size : (rank + 1) * len(rows) // size]
-
-
 def whole_gradients(model):
     """Name -> whole gradient, on every rank: what the ranks have of it, put together."""
     found = {}
@@ -162,8 +157,7 @@ def train(net, on: Mesh, steps):
     mesh, data = spread(model, on)
     optimizer, losses = adamw(model), []
     for step in range(steps):
-        tokens, targets = batch(step)
-        losses.append(learn(model, mesh, own(tokens, data), own(targets, data)))
+        losses.append(learn(model, mesh, *lab.rows(data, *batch(step))))
         gradients = whole_gradients(model)
         optimizer.step()
         optimizer.zero_grad()

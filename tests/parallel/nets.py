@@ -33,20 +33,18 @@ MOVES = {  # what only moves things, and changes no bit
 }
 
 
+SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": TIME, "vocab_size": VOCAB, "init_std": 0.1}
+EXPERTS = {"n_embd": 16, "n_hidden": 12, "init_std": 0.2}
+EXPERTS |= {"experts": 8, "experts_per_token": 2, "balance_loss": 0.3}
+
+
 def make(kind, **changes):
-    """Four heads; a Llama has two of keys and values."""
-    sizes = {
-        "n_layer": 2,
-        "n_head": 4,
-        "n_embd": 32,
-        "block_size": TIME,
-        "vocab_size": VOCAB,
-        "init_std": 0.1,
-    }
+    """Four heads, "llama 1" with one of keys and values, "llama" and "experts" with two."""
     shardrt.manual_seed(3)
     if kind == "gpt":
-        return GPT(GPTConfig(**{**sizes, "dropout": 0.1, **changes}))
-    return Llama(LlamaConfig(**{**sizes, "n_kv_head": 2, "n_hidden": 48, **changes}))
+        return GPT(GPTConfig(**{**SIZES, "dropout": 0.1, **changes}))
+    own = {"n_kv_head": int(kind.split()[1]) if " " in kind else 2, "n_hidden": 48}
+    return Llama(LlamaConfig(**SIZES | own | (EXPERTS if kind == "experts" else {}) | changes))
 
 
 def mesh_of(copies, shards, tp):

@@ -9,33 +9,29 @@ import numpy as np
 import shardrt
 from models.gpt import GPT, GPTConfig
 from models.llama import Llama, LlamaConfig
+from models.plans import plan_of
 from models.vit import ViT, ViTConfig
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
-from shardrt.fsdp import (
-    fully_shard,
-    no_sync,
-    set_gradient_divide_factor,
-)
+from shardrt.fsdp import fully_shard, no_sync, set_gradient_divide_factor
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.utils import clip_grad_norm_
-from shardrt.parallel.pipeline import Pipeline
-from tests import lab
+from shardrt.parallel import Pipeline, parallelize_module
 from tests.ranks import run_ranks
 
 VOCAB, TIME, MICRO_BATCHES, ROWS = 11, 4, 4, 16
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": TIME, "vocab_size": VOCAB, "init_std": 0.3}
-NAMES = ("pp", "dp_replicate", "dp_shard")
+NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
-def llama():
-    return Llama(LlamaConfig(n_kv_head=1, n_hidden=12, tied=False, **SMALL))
+def llama(**changes):
+    return Llama(LlamaConfig(n_kv_head=1, n_hidden=12, tied=False, **SMALL | changes))
 
 
-def gpt(dropout=0.2):
-    return GPT(GPTConfig(dropout=dropout, **SMALL))
+def gpt(**changes):
+    return GPT(GPTConfig(**{"dropout": 0.2} | SMALL | changes))
 
 
 def vit(dropout=0.2):
@@ -48,7 +44,17 @@ def long_llama():
     return Llama(LlamaConfig(n_kv_head=1, n_hidden=64, tied=False, **sizes))
 
 
-class Nests(nn.Module):
+class InPieces(nn.Module):
+    """Its forward is that of its pieces, one after the other."""
+
+    def forward(self, tokens):
+        x = None
+        for piece in self.pieces():
+            x = piece.run(x, {"tokens": tokens})
+        return x
+
+
+class Nests(InPieces):
     """Its pieces pass on nests of tensors: for the next one, for nobody, for one far behind; and integers."""
 
     def __init__(self):
@@ -56,12 +62,6 @@ class Nests(nn.Module):
         self.embedding = nn.Embedding(VOCAB, 6)
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
         self.head = nn.Linear(6, VOCAB)
-
-    def forward(self, tokens):
-        x = None
-        for piece in self.pieces():
-            x = piece.run(x, {"tokens": tokens})
-        return x
 
     def pieces(self):
         def first(x, batch):
@@ -91,6 +91,10 @@ class Batch(NamedTuple):
 def pictures():
     random = np.random.default_rng(0)
     return random.random((8, 1, 4, 4), np.float32), random.integers(0, 5, 8)
+
+
+def picture_batches(parts=4):
+    return list(zip(*(np.split(array, parts) for array in pictures()), strict=True))
 
 
 def picture_inputs(batch):
@@ -132,6 +136,9 @@ class Whole:
     def __init__(self, model):
         self.model, self.stages = model, [model]
 
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
     def step(self, loss, batches, inputs=None):
         sharded = bool(units_below(self.model))
         for number, batch in enumerate(batches, start=1):
@@ -150,13 +157,15 @@ def build(
     sharded=True,
     ignored=False,
     prepare=None,
+    sequence=False,
     **how,
 ):
-    """(pipeline, mesh of the data), on axes pp, dp_replicate, dp_shard; in one piece where schedule is None.
+    """(pipeline, mesh of the data), on axes pp, dp_replicate, dp_shard and, if there are four, tp.
 
-    first: called with the model before it is cut, before: with each block, prepare: with the model at last.
+    In one piece where schedule is None. first: called with the model before it is cut, before: with each
+    block, prepare: with the model at last. sequence: whether time is cut along tp.
     """
-    mesh = init_device_mesh("cpu", axes, NAMES)
+    mesh = init_device_mesh("cpu", axes, NAMES[: len(axes)])
     data = mesh["dp_replicate", "dp_shard"] if axes[1] > 1 else mesh["dp_shard"]
     shardrt.manual_seed(3)
     model = make()
@@ -164,6 +173,8 @@ def build(
         first(model)
     for block in model.blocks if before is not None else ():
         before(block)
+    if "tp" in mesh.mesh_dim_names:
+        parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
     pipeline = Whole(model)
     if schedule is not None:
         each = 2 if "Interleaved" in str(schedule) else None
@@ -221,10 +232,6 @@ def trained(axes, schedule, **how):
         assert [message[what] for message in ranks] == [ranks[0][what]] * len(ranks)
     assert not any(message["final"] for message in ranks[1:])
     return ranks[0] | {"losses": [message["losses"] for message in ranks if message["losses"]]}
-
-
-def same_bits(found, expected):
-    lab.assert_equal(found, expected)
 
 
 def run(axes, schedule, function, **how):

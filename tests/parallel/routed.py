@@ -77,21 +77,21 @@ def spread(shards, ep, plan=PLAN, before=None, over=True, model=None, name="cpu"
     return fully_shard(model, mesh=data, **settings), data
 
 
-def trained(shards, ep, steps=3, ranks=None, clip=0.5, **how):
-    """(losses, norms, gradients of the first step, state) of this rank; `ranks` parts of a batch on one."""
-    return learn(*spread(shards, ep, **how), steps, ranks, clip)
+def trained(shards, ep, steps=3, **how):
+    """(losses, norms, gradients of the first step, state) of this rank."""
+    return learn(*spread(shards, ep, **how), steps)
 
 
-def learn(model, data, steps, ranks=None, clip=0.5):
+def learn(model, data, steps):
     """As `trained`, of a model that is spread."""
 
     def step(number):
-        loss = model(Tensor(tokens_of(ranks or data.size, None if ranks else data.rank, number)))
+        loss = model(Tensor(tokens_of(data.size, data.rank, number)))
         loss.backward()
         return loss.item()
 
     adamw = partial(optim.AdamW, lr=1e-2)
-    found = lab.learn(model, step, steps=steps, optimizer=adamw, clip=clip)
+    found = lab.learn(model, step, steps=steps, optimizer=adamw, clip=0.5)
     return found["losses"], found["norms"], found["gradients"], found["final"]
 
 

@@ -1,4 +1,4 @@
-"""Small models whose sequences lie on several ranks, beside other axes, and on one.
+"""Small models whose sequences and experts lie on several ranks, beside other axes, and on one.
 
 mpirun -n 2 python -m tests.parallel.sequences FILE trains, and measures what activations take beside the
 plan; rank 0 writes both to FILE.npz.
@@ -12,36 +12,19 @@ from functools import cache
 
 import numpy as np
 
-from models.gpt import GPT, GPTConfig
 from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
-from shardrt import device, optim
+from shardrt import device, nn, optim
 from shardrt import functional as F
 from shardrt.comm import init_device_mesh, objects
 from shardrt.fsdp import fully_shard, memory_plan, set_gradient_divide_factor
-from shardrt.parallel import ContextParallel, parallelize_module, shard_sequence
+from shardrt.parallel import ContextParallel, expert_plan, parallelize_module, shard_sequence
 from tests import lab
+from tests.parallel.nets import BATCH, TIME, VOCAB, make
 from tests.ranks import run_ranks
 
-VOCAB, BATCH, TIME = 37, 4, 16
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 PLAN = {"blocks.*.attention": ContextParallel()}
-
-
-def make(kind, **changes):
-    """Four heads; "llama 2" has two of keys and values."""
-    shardrt.manual_seed(3)
-    sizes = {
-        "n_layer": 2,
-        "n_head": 4,
-        "n_embd": 32,
-        "block_size": TIME,
-        "vocab_size": VOCAB,
-        "init_std": 0.1,
-    }
-    if kind == "gpt":
-        return GPT(GPTConfig(**{**sizes, "dropout": 0.1, **changes}))
-    return Llama(LlamaConfig(**{**sizes, "n_kv_head": int(kind.split()[1]), "n_hidden": 48, **changes}))
 
 
 def mesh_of(copies=1, shards=1, cp=1, tp=1):
@@ -56,17 +39,42 @@ def data_of(mesh):
     return mesh.fold("shards", each, over=AXES[:3], rest="dp_replicate")
 
 
-def build(kind, mesh, sequence=False, before=None, context_first=False, changes=None, **settings):
+def build(
+    kind,
+    mesh,
+    ep=1,
+    over=AXES[1:],
+    sequence=False,
+    first="tp",
+    balanced=True,
+    before=None,
+    changes=None,
+    mean=False,
+    **settings,
+):
+    """The model, cut along tp and cp and its experts along ep, and sharded over what is left.
+
+    first: the axis along which it is cut first. balanced: experts, over the data as well. mean: gradients are
+    divided by the number of ranks with losses of their own.
+    """
     model = make(kind, **(changes or {}))
-    plans = [(mesh["tp"], plan_of(model, sequence_parallel=sequence)), (mesh["cp"], PLAN)]
-    for axis, plan in reversed(plans) if context_first else plans:
-        parallelize_module(model, axis, plan)
+    plans = {"tp": (mesh["tp"], plan_of(model, sequence_parallel=sequence)), "cp": (mesh["cp"], PLAN)}
+    if kind == "experts":
+        fold = mesh.fold("ep", ep, over=over)
+        plans["ep"] = fold["ep"], expert_plan(model)
+    for name in sorted(plans, key=lambda name: name != first):
+        parallelize_module(model, *plans[name])
+    if kind == "experts" and balanced:
+        nn.balance_over(model, data_of(mesh))
     for block in model.blocks:
         if before is not None:
             before(block)
+        if kind == "experts":
+            fully_shard(block.mlp.experts, mesh=fold["efsdp"], **settings)
         fully_shard(block, mesh=data_of(mesh), **settings)
     fully_shard(model, mesh=data_of(mesh), **settings)
-    set_gradient_divide_factor(model, 1.0)
+    if not mean:
+        set_gradient_divide_factor(model, 1.0)
     return model
 
 
@@ -83,17 +91,25 @@ def batch_of(step, mesh, documents):
     return {**part._asdict(), "reduction": "sum"}
 
 
-def train(kind, axes, documents=False, steps=2, **how):
-    """What lab.learn gives on this rank, with the losses of all."""
+def train(kind, axes, documents=False, steps=2, mean=False, ignoring=False, **how):
+    """What lab.learn gives on this rank, with the losses of all. ignoring: some targets."""
     mesh = mesh_of(**axes)
-    model = build(kind, mesh, **how)
+    model = build(kind, mesh, mean=mean, **how)
+    scale = (data_of(mesh).size if mean else 1) / (BATCH * TIME)
 
     def step(number):
-        loss = model(**batch_of(number, mesh, documents)) * (1 / (BATCH * TIME))
+        batch = batch_of(number, mesh, documents)
+        if ignoring:
+            batch["targets"][batch["targets"] < 15] = -100
+        loss = model(**batch) * scale
         loss.backward()
-        return loss.item()
+        return loss.item() / scale / (BATCH * TIME)
 
-    found = lab.learn(model, step, steps=steps)
+    def after():
+        if kind == "experts":
+            nn.update_expert_bias(model, rate=0.01)
+
+    found = lab.learn(model, step, steps=steps, after=after)
     everyone = objects.all_gather_object(mesh.communicator("control"), found["losses"])
     return found | {"losses": np.sum(everyone, 0) / mesh.size_of("tp")}
 
@@ -104,9 +120,9 @@ def trained(kind, axes, *args, **how):
 
 
 @cache
-def alone(kind, documents=False, steps=2):
+def alone(kind, documents=False, steps=2, ignoring=False, **changes):
     """On one rank, with whole sequences."""
-    return trained(kind, {}, documents, steps)
+    return trained(kind, {}, documents, steps, ignoring=ignoring, changes=changes)
 
 
 def long_model(mesh):

@@ -34,12 +34,6 @@ def images():
     return {"images": shardrt.Tensor(np.random.default_rng(0).random((ROWS, 1, 8, 8), np.float32))}
 
 
-def close(found, expected, rtol=1e-6):
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        assert np.linalg.norm(found[name] - values) <= rtol * np.linalg.norm(values) + 1e-9, name
-
-
 NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 

@@ -36,23 +36,9 @@ from shardrt.parallel.pipeline import Pipeline
 from shardrt.train.config import SampleConfig
 from tests import lab
 from tests.gradcheck import normal
-from tests.parallel.nets import MOVES, same_bits, same_to_1e5
-from tests.parallel.sequences import (
-    BATCH,
-    PLAN,
-    TIME,
-    VOCAB,
-    alone,
-    batch_of,
-    build,
-    data_of,
-    make,
-    mesh_of,
-    planned,
-    train,
-    trained,
-)
-from tests.ranks import mpirun, run_ranks
+from tests.parallel.nets import BATCH, MOVES, TIME, VOCAB, make, same_bits, same_to_1e5
+from tests.parallel.sequences import PLAN, alone, batch_of, build, data_of, mesh_of, planned, trained
+from tests.ranks import run_ranks
 
 KINDS = ("gpt", "llama 1", "llama 2", "llama 4")
 HEADS, KV_HEADS, WIDTH = 4, 2, 3
@@ -162,7 +148,7 @@ OTHER_AXES = {
 def test_beside_other_axes(name, kind):
     axes = {"cp": 2, **OTHER_AXES[name]}
     sequence = axes.pop("sequence", False)
-    same_to_1e5(trained(kind, axes, sequence=sequence, context_first=name == "tp 2"), alone(kind))
+    same_to_1e5(trained(kind, axes, sequence=sequence, first="cp" if name == "tp 2" else "tp"), alone(kind))
 
 
 @pytest.fixture(scope="module")
@@ -318,8 +304,7 @@ def test_activations_fall_with_the_ranks_as_planned():
 
 @pytest.mark.mpi
 def test_two_processes_have_the_bits_of_two_threads_and_take_what_was_planned(tmp_path):
-    done = mpirun(2, ["-m", "tests.parallel.sequences", str(tmp_path / "found")])
-    assert done.returncode == 0, done.stderr
+    lab.printed(2, "-m", "tests.parallel.sequences", str(tmp_path / "found"))
     found, threads = dict(np.load(tmp_path / "found.npz")), trained("gpt", {"cp": 2}, True)
     np.testing.assert_array_equal(found["losses"], threads["losses"])
     for name, values in threads["final"].items():
@@ -353,13 +338,11 @@ def on_parts(
 test_what_would_train_something_else = lab.refusals(
     (
         on_parts(call=lambda model, batch: model(batch["tokens"], batch["targets"])),
-        ValueError,
         "train on parts of sequences",
     ),
-    (on_parts(lambda model, mesh: None), ValueError, "nobody sums the gradient of 'wte.weight'"),
+    (on_parts(lambda model, mesh: None), "nobody sums the gradient of 'wte.weight'"),
     (
         on_parts(lambda model, mesh: fully_shard(model, mesh=mesh["dp_shard"])),
-        ValueError,
         "alone, not over .*, along which sequences lie",
     ),
     (
@@ -369,7 +352,6 @@ test_what_would_train_something_else = lab.refusals(
     ),
     (
         on_parts(lambda model, mesh: parallelize_module(model, mesh["cp"], PLAN)),
-        ValueError,
         "'blocks.0.attention' is on .* already",
     ),
     (on_parts(lambda model, mesh: copy.deepcopy(model)), TypeError, "can't be copied"),
@@ -386,7 +368,7 @@ def at_positions(positions, gradients):
             model(tokens, tokens, positions=positions)
 
     words = "positions: rank . of 2 has chunk . and chunk . of 4 equal ones"
-    return on_parts(call=call), ValueError, rf"{words}, got {len(positions)} positions \["
+    return on_parts(call=call), rf"{words}, got {len(positions)} positions \["
 
 
 test_positions_of_another_part = lab.refusals(
@@ -401,7 +383,6 @@ test_positions_of_another_part = lab.refusals(
 test_lengths_and_models_that_can_not_be_cut = lab.refusals(
     (
         lambda: shard_sequence(np.zeros((2, 10), np.int64), mesh=mesh_of(cp=2)["cp"]),
-        ValueError,
         "10 positions can't be cut into 2 equal chunks for each of 2 ranks; take a multiple of 4",
     ),
     (
@@ -414,7 +395,6 @@ test_lengths_and_models_that_can_not_be_cut = lab.refusals(
         lambda: parallelize_module(
             make("gpt"), mesh_of(cp=2)["cp"], PLAN | {"blocks.*.mlp.up": ColwiseParallel()}
         ),
-        ValueError,
         "ContextParallel needs a plan of its own, without ColwiseParallel",
     ),
     ranks=2,
@@ -436,11 +416,3 @@ def test_a_plan_of_memory_leaves_the_model_as_it_was():
         return model(**batch).item()
 
     assert run_ranks(2, losses, True) == run_ranks(2, losses, False)
-
-
-def test_ranks_hold_the_losses_of_their_own_positions():
-    def loss():
-        mesh = mesh_of(cp=2)
-        return train("llama 2", {"cp": 2}, steps=1)["losses"][0], mesh.size
-
-    assert run_ranks(2, loss)[0][0] == pytest.approx(alone("llama 2")["losses"][0], rel=1e-5)

@@ -1,5 +1,6 @@
 """What a step with tensor parallelism moves along its axis, held against formulas; and among whom."""
 
+import re
 from fractions import Fraction
 from itertools import combinations
 
@@ -11,7 +12,9 @@ from models.plans import plan_of
 from shardrt import Tensor, nn
 from shardrt.comm import CollectiveCounter, init_device_mesh
 from shardrt.fsdp import fully_shard
+from shardrt.functional import collective
 from shardrt.parallel import TokenParallel, parallelize_module
+from tests.functional.test_collective import OPS
 from tests.ranks import run_ranks
 
 LAYERS, HEADS, WIDTH, BATCH, TIME = 2, 12, 24, 2, 12
@@ -126,3 +129,9 @@ def test_each_role_joins_ranks_along_its_own_axes():
             ("copies", ("dp_replicate",)),
             ("copies", ("dp_replicate", "tp")),
         }
+
+
+def test_what_each_collective_takes_and_gives_is_said_as_it_is():
+    message = re.findall(r"^    (\w+) +(\w) -> (\w) ", collective.__doc__, re.MULTILINE)
+    assert {name for name, _, _ in message} == set(collective.__all__)
+    assert all(OPS[name][:2] == (takes, gives) for name, takes, gives in message)

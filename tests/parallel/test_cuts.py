@@ -2,6 +2,7 @@
 
 import copy
 import re
+from contextlib import nullcontext
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -17,7 +18,7 @@ from shardrt.parallel import parallelize_module, pipeline_stages
 from shardrt.parallel.cut import balanced
 from shardrt.parallel.times import piece_times
 from tests import lab
-from tests.parallel.staged import gpt, images, llama, mesh_of, on_two, own_of, text
+from tests.parallel.staged import gpt, images, llama, mesh_of, text, two_stages
 from tests.ranks import run_ranks
 
 
@@ -145,57 +146,47 @@ test_stages_are_made_first = lab.refusals(
 )
 
 
+@lab.on_ranks(2)
 def test_what_does_not_know_of_stages_says_so():
-    def refused(model, mesh, stages):
-        for attempt, expected in (
-            (lambda: fully_shard(model, mesh=mesh["dp_shard"]), "the model has stages; call it on each"),
-            (lambda: fully_shard(model.blocks, mesh=mesh["dp_shard"]), "the modules of this rank's stages"),
-            (lambda: parallelize_module(model, mesh["dp_shard"], {}), "call it before pipeline_stages"),
-            (lambda: nn.add_lora(model, 2), "call add_lora before pipeline_stages"),
-            (lambda: full_state_dict(stages[0]), "give the model, not one of its stages"),
-            (lambda: copy.deepcopy(model), "can't be copied"),
-            (lambda: model(**text(1, 0)[0]), f"Llama has stages, of which this rank runs {mesh.rank}:"),
-        ):
-            with pytest.raises((ValueError, RuntimeError, TypeError), match=expected):
-                attempt()
-
-    on_two(refused)
+    model, mesh, stages = two_stages()
+    for attempt, expected in (
+        (lambda: fully_shard(model, mesh=mesh["dp_shard"]), "the model has stages; call it on each"),
+        (lambda: fully_shard(model.blocks, mesh=mesh["dp_shard"]), "the modules of this rank's stages"),
+        (lambda: parallelize_module(model, mesh["dp_shard"], {}), "call it before pipeline_stages"),
+        (lambda: nn.add_lora(model, 2), "call add_lora before pipeline_stages"),
+        (lambda: full_state_dict(stages[0]), "give the model, not one of its stages"),
+        (lambda: copy.deepcopy(model), "can't be copied"),
+        (lambda: model(**text(1, 0)[0]), f"Llama has stages, of which this rank runs {mesh.rank}:"),
+    ):
+        with pytest.raises((ValueError, RuntimeError, TypeError), match=expected):
+            attempt()
 
 
+@lab.on_ranks(2)
 def test_an_optimizer_of_the_stages_alone_has_no_whole_state():
-    def refused(model, mesh, stages):
-        optimizer = optim.SGD(stages[0].parameters(), lr=1.0)
-        with pytest.raises(ValueError, match="of this rank's stages alone; make it with model.parameters"):
-            get_optimizer_state_dict(model, optimizer)
-
-    on_two(refused)
+    model, _, stages = two_stages()
+    optimizer = optim.SGD(stages[0].parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="of this rank's stages alone; make it with model.parameters"):
+        get_optimizer_state_dict(model, optimizer)
 
 
-def test_ranks_with_other_seeds_or_cuts_are_reported():
-    def body(other):
-        mesh = mesh_of(2)
-        shardrt.manual_seed(mesh.rank if other == "seed" else 0)
-        model = llama()
-        with pytest.raises(ValueError, match="ranks .1. have another model, seed or cut than rank 0"):
-            pipeline_stages(model, mesh["pp"], stages=[1 + (other == "cut" and mesh.rank)])
-
-    run_ranks(2, body, "seed")
-    run_ranks(2, body, "cut")
+@pytest.mark.parametrize("other", ["seed", "cut"])
+@lab.on_ranks(2)
+def test_ranks_with_other_seeds_or_cuts_are_reported(other):
+    mesh = mesh_of(2)
+    model = lab.seeded(llama, mesh.rank if other == "seed" else 0)
+    with pytest.raises(ValueError, match="ranks .1. have another model, seed or cut than rank 0"):
+        pipeline_stages(model, mesh["pp"], stages=[1 + (other == "cut" and mesh.rank)])
 
 
-def test_the_same_bits_at_every_number_of_ranks_are_refused_for_tied_stages():
-    def body(make):
-        mesh, model = mesh_of(2), make()
-        stages = own_of(model, mesh)
-        for part in (model, *stages):
-            if make is gpt:
-                with pytest.raises(ValueError, match="'wte.weight' is on two stages"):
-                    set_world_invariant(part, 2)
-            else:
-                set_world_invariant(part, 2)
-
-    run_ranks(2, body, gpt)
-    run_ranks(2, body, llama)
+@pytest.mark.parametrize("make", [gpt, llama])
+@lab.on_ranks(2)
+def test_the_same_bits_at_every_number_of_ranks_are_refused_for_tied_stages(make):
+    model, _, stages = two_stages(make)
+    refused = pytest.raises(ValueError, match="'wte.weight' is on two stages")
+    for part in (model, *stages):
+        with refused if make is gpt else nullcontext():
+            set_world_invariant(part, 2)
 
 
 def test_a_model_may_have_names_of_its_own_for_what_a_pipeline_has():

@@ -151,20 +151,6 @@ def test_world_invariant_bits_do_not_depend_on_the_ranks_of_the_data():
         lab.assert_equal(found, expected)
 
 
-def test_whole_weights_are_loaded_and_given_back_to_the_bit():
-    whole = run_ranks(1, lambda: make("gpt", init_std=0.3).state_dict())[0]
-
-    def loaded(axes, sharded):
-        model = build("gpt", mesh_of(*axes), sharded=sharded)
-        model.load_state_dict(whole)
-        return full_state_dict(model)
-
-    for axes, sharded in (((1, 1, 4), False), ((1, 2, 2), True)):
-        found, *others = run_ranks(4, loaded, axes, sharded)
-        assert not any(others)
-        lab.assert_equal(found, whole)
-
-
 def test_the_data_may_be_on_a_flat_axis_of_several():
     def step():
         mesh = mesh_of(2, 2, 2)

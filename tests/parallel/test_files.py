@@ -19,6 +19,7 @@ from shardrt.checkpoint import (
 )
 from shardrt.fsdp import full_parameters
 from shardrt.nn import add_lora, lora_parameters, merge_lora
+from tests import lab
 from tests.parallel.meshes import MESHES, NETS, Mesh, adamw, spread
 from tests.ranks import run_ranks
 
@@ -175,9 +176,7 @@ def test_adapters_go_in_and_out_and_are_merged_where_they_are_cut(tmp_path):
         assert same(*(load_file(tmp_path / str(n) / "model.safetensors") for n in (size, 1)))
 
 
+@lab.on_ranks(2)
 def test_an_adapter_of_a_head_that_is_cut_is_refused():
-    def rank():
-        with pytest.raises(ValueError, match="VocabParallel: 'head' has an adapter, which the loss would"):
-            spread(add_lora(NETS["llama"](), 2), MESHES["tp 2"])
-
-    run_ranks(2, rank)
+    with pytest.raises(ValueError, match="VocabParallel: 'head' has an adapter, which the loss would"):
+        spread(add_lora(NETS["llama"](), 2), MESHES["tp 2"])

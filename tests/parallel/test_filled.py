@@ -141,15 +141,13 @@ def test_who_looks_in_between_sees_the_products_gradient(message):
         assert seen == [True] and began == ["product", ("all_reduce", "compute")]
 
 
+@lab.on_ranks(2)
 def test_a_sum_that_fails_is_told_where_it_is_waited_for():
     def fail(delay):
         raise ZeroDivisionError("the sum")
 
-    def rank():
-        with pytest.raises(StreamError, match="the sum"):
-            ops(Apart(create(), wait=fail).communicator)
-
-    run_ranks(2, rank)
+    with pytest.raises(StreamError, match="the sum"):
+        ops(Apart(create(), wait=fail).communicator)
 
 
 def test_when_a_product_raises_nothing_is_under_way_any_more(monkeypatch):

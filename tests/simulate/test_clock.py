@@ -7,17 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardrt.device.program import (
-    HOST,
-    Collective,
-    Group,
-    HostRead,
-    HostWait,
-    Record,
-    Step,
-    Wait,
-    Work,
-)
+from shardrt.device.program import HOST, Collective, Group, HostRead, HostWait, Record, Step, Wait, Work
 from shardrt.parallel.schedules import schedule
 from shardrt.simulate.clock import _Clock, lateness, price
 from shardrt.simulate.links import transfer
@@ -219,71 +209,50 @@ def test_copies_between_host_and_device_go_over_their_link(up):
 LINKS = replace(PLAIN, node=Link(1.0, 10.0), network=Link(100.0, 1.0), collectives=Collectives(base=1000.0))
 
 
-@pytest.mark.parametrize(
-    "call, ranks, expected",
-    [
-        ("all_gather", range(2), 1000 + 1 + 40 / 10),  # of a node: one step, half of the 80 bytes
-        ("reduce_scatter", range(2), 1000 + 1 + 40 / 10),
-        ("all_gather", range(4), 1000 + 2 * 1 + 100 + 60 / 2),  # two nodes: two rings, two cards
-        ("all_gather", (0, 2), 1000 + 100 + 40),  # one rank of each node: one card
-        ("all_reduce", range(2), 1000 + 2 * 1 + 80 / 10),
-        ("all_reduce", range(4), 1000 + 2 * (2 + 100) + 120 / 2),  # a tree moves more, and is no shorter yet
-        ("all_to_all", range(4), 1000 + 100 + 40),  # half of it leaves the node
-        ("broadcast", range(2), 1000 + 1 + 80 / 10),
-        ("send", (0, 1), 1000 + 1 + 80 / 10),
-        ("send", (1, 2), 1000 + 100 + 80),
-        ("barrier", range(4), 1000 + 1 + 100),
-        ("all_gather", (3,), 1000),
-    ],
-)
-def test_a_collective_of_80_bytes_takes_what_its_ring_takes(call, ranks, expected):
-    found = transfer(LINKS, call, 80, ranks)
-    if (call, len(ranks)) == ("all_reduce", 4):
-        expected = min(expected, 1000 + 2 * (1 + 100) + 160 / 2)
-    assert found.seconds == near(expected)
-
-
-@pytest.mark.parametrize(
-    "call, ranks, each, expected",
-    [
-        ("all_gather", range(4), 2, 100 + 20),  # a half of the 80 bytes for each host, shared by two ranks
-        ("reduce_scatter", range(4), 2, 100 + 20),
-        ("all_reduce", range(4), 2, 2 * 100 + 40),
-        ("reduce_scatter", range(8), 2, 100 + 30),
-        ("reduce_scatter", (0, 2), 2, 100 + 40),
-        ("reduce_scatter", range(6), 3, 100 + 40),  # hosts are no subtrees: parts go to each rank
-        ("all_gather", range(6), 3, 100 + 40 / 3),
-        ("all_gather", range(2), 2, 1 + 4),
-    ],
-)
-def test_cpus_of_several_hosts_send_once_for_each_host(call, ranks, each, expected):
-    machine = replace(LINKS, ranks_per_node=each, host_streams=("compute",))
-    assert transfer(machine, call, 80, ranks).seconds == near(1000 + expected)
-
-
 SWITCHED = replace(LINKS, switch=Switch(latency=5.0, hop=40.0, efficiency=0.5))
 TREES = replace(LINKS, collectives=Collectives(base=1000.0, parallel_trees=2.0))
+CPUS, THREE = (replace(LINKS, ranks_per_node=each, host_streams=("compute",)) for each in (2, 3))
+OF_80_BYTES = [  # (machine, call, ranks, seconds); and, of some, what is sent inside a node and outside
+    (LINKS, "all_gather", range(2), 1000 + 1 + 40 / 10),  # of a node: one step, half of the 80 bytes
+    (LINKS, "reduce_scatter", range(2), 1000 + 1 + 40 / 10),
+    (LINKS, "all_gather", range(4), 1000 + 2 * 1 + 100 + 60 / 2),  # two nodes: two rings, two cards
+    (LINKS, "all_gather", (0, 2), 1000 + 100 + 40),  # one rank of each node: one card
+    (LINKS, "all_reduce", range(2), 1000 + 2 * 1 + 80 / 10),
+    # A tree moves more, and is no shorter yet.
+    (LINKS, "all_reduce", range(4), min(1000 + 2 * (2 + 100) + 120 / 2, 1000 + 2 * (1 + 100) + 160 / 2)),
+    (LINKS, "all_to_all", range(4), 1000 + 100 + 40),  # half of it leaves the node
+    (LINKS, "broadcast", range(2), 1000 + 1 + 80 / 10),
+    (LINKS, "send", (0, 1), 1000 + 1 + 80 / 10),
+    (LINKS, "send", (1, 2), 1000 + 100 + 80),
+    (LINKS, "barrier", range(4), 1000 + 1 + 100),
+    (LINKS, "all_gather", (3,), 1000),
+    # CPUs of several hosts send once for each host: a half of the 80 bytes, shared by two ranks.
+    (CPUS, "all_gather", range(4), 1000 + 100 + 20),
+    (CPUS, "reduce_scatter", range(4), 1000 + 100 + 20),
+    (CPUS, "all_reduce", range(4), 1000 + 2 * 100 + 40),
+    (CPUS, "reduce_scatter", range(8), 1000 + 100 + 30),
+    (CPUS, "reduce_scatter", (0, 2), 1000 + 100 + 40),
+    (THREE, "reduce_scatter", range(6), 1000 + 100 + 40),  # hosts are no subtrees: parts go to each rank
+    (THREE, "all_gather", range(6), 1000 + 100 + 40 / 3),
+    (CPUS, "all_gather", range(2), 1000 + 1 + 4),
+    # Switches that add, and parallel trees, are taken where they are faster.
+    (SWITCHED, "all_reduce", range(2), 5 + 40 / 5, (80 + 40, 0)),  # all is read, a half is written
+    (SWITCHED, "all_reduce", range(4), 5 + 2 * 40 + 60 / 2, (80 + 40, 60 / 2)),  # two nodes, once
+    (SWITCHED, "all_reduce", range(8), 5 + 2 * 2 * 40 + 2 * 70 / 2, (80 + 40, 70)),
+    (SWITCHED, "all_gather", range(2), 5 + 2 * 80 / 5, (40, 0)),
+    (SWITCHED, "all_gather", range(4), 1000 + 2 * 1 + 100 + 60 / 2, (30, 30)),  # not beyond a node
+    (SWITCHED, "all_reduce", (0, 2), 1000 + 2 * 100 + 80, (0, 80)),  # nor with one rank on each
+    (TREES, "reduce_scatter", (0, 2, 4, 6), 8e-6 + 2 * 100 / 3.5 + 4 * 2 + 80 / 0.75, (0, 60)),
+    (TREES, "reduce_scatter", range(4), 1000 + 2 * 1 + 100 + 60 / 2, (30, 30)),
+]
 
 
-@pytest.mark.parametrize(
-    "machine, call, ranks, expected, sent",
-    [
-        (SWITCHED, "all_reduce", range(2), 5 + 40 / 5, (80 + 40, 0)),  # all is read, a half is written
-        (SWITCHED, "all_reduce", range(4), 5 + 2 * 40 + 60 / 2, (80 + 40, 60 / 2)),  # two nodes, once
-        (SWITCHED, "all_reduce", range(8), 5 + 2 * 2 * 40 + 2 * 70 / 2, (80 + 40, 70)),
-        (SWITCHED, "all_gather", range(2), 5 + 2 * 80 / 5, (40, 0)),
-        (SWITCHED, "all_gather", range(4), 1000 + 2 * 1 + 100 + 60 / 2, (30, 30)),  # not beyond a node
-        (SWITCHED, "all_reduce", (0, 2), 1000 + 2 * 100 + 80, (0, 80)),  # nor with one rank on each
-        (TREES, "reduce_scatter", (0, 2, 4, 6), 8e-6 + 2 * 100 / 3.5 + 4 * 2 + 80 / 0.75, (0, 60)),
-        (TREES, "reduce_scatter", range(4), 1000 + 2 * 1 + 100 + 60 / 2, (30, 30)),
-    ],
-)
-def test_switches_that_add_and_parallel_trees_are_taken_where_they_are_faster(
-    machine, call, ranks, expected, sent
-):
+@pytest.mark.parametrize("row", OF_80_BYTES)
+def test_a_collective_of_80_bytes_takes_what_its_way_takes(row):
+    machine, call, ranks, expected, *sent = row
     found = transfer(machine, call, 80, ranks)
     assert found.seconds == near(expected)
-    assert (found.inside, found.outside) == near(sent)
+    assert not sent or (found.inside, found.outside) == near(sent[0])
 
 
 def test_with_much_to_move_a_ring_gathers_faster_than_a_switch():

@@ -5,9 +5,7 @@ import sys
 
 import pytest
 
-from shardrt import device
 from shardrt.__main__ import main
-from tests.ranks import ROOT
 from tests.simulate.test_script import in_a_process
 
 RACING = """
@@ -70,24 +68,16 @@ def test_where_nothing_runs_nothing_is_proved_and_a_gpu_shares_no_memory(script,
     assert "only CPUs share memory" in capsys.readouterr().err
 
 
-def test_a_rank_of_each_stage_is_recorded_without_being_asked_for(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("to be, or not to be, that is the question. " * 500)
+def test_a_rank_of_each_stage_is_recorded_without_being_asked_for(text, capsys):
     small = "--model.n-layer", "2", "--model.block-size", "32", "--sample.length", "0", "--data", "text.txt"
     words = "--parallel.pp", "2", "--micro-batches", "2", "--batch-size", "8", "--steps", "1", *small
-    before = device.current()
-    try:
-        assert main(["races", "--ranks", "4", "--steps", "1", "--", "models.train", *words]) == 0
-    finally:
-        device.set_current(before)
+    assert main(["races", "--ranks", "4", "--steps", "1", "--", "models.train", *words]) == 0
     message = capsys.readouterr().out
     assert message.startswith("ranks 0, 2 of 4: 1 optimizer step, ") and "no race" in message
 
 
-def test_the_program_of_the_readme_has_no_race_and_unit_and_stream_are_reported(tmp_path):
-    file = tmp_path / "loop.py"
-    file.write_text(re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)[1])
-    message = in_a_process([sys.executable, "-m", "shardrt", "races", "--ranks", "4", str(file)])
+def test_the_program_of_the_readme_has_no_race_and_unit_and_stream_are_reported(readme):
+    message = in_a_process([sys.executable, "-m", "shardrt", "races", "--ranks", "4", readme])
     assert "no race, at any speed of host, streams and links" in message
     assert re.search(r"compute: \w+\.forward\w* forward blocks\.\d reads", message)
     assert "compute: layer_norm.backward backward blocks.3 writes" in message

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from shardrt import device
 from shardrt.__main__ import main as shell
 from tests.simulate.test_script import in_a_process
 
@@ -16,6 +15,7 @@ SMALL = [
     *("--data", "text.txt", "--steps", "2", "--sample.length", "0"),
 ]
 MANY = "--ranks", "16", "--machine", "h100-8"
+pytestmark = pytest.mark.usefixtures("text")
 OWN = """
 import sys
 import numpy as np
@@ -32,16 +32,6 @@ for _ in range(2):
     model(np.zeros((4, width), np.float32)).sum().backward()
     optimizer.step()
 """
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """As `record` leaves it, with the device of before."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("to be, or not to be, that is the question. " * 500)
-    before = device.current()
-    yield
-    device.set_current(before)
 
 
 def planned(capsys, *arguments, code=0):

@@ -10,7 +10,7 @@ import pytest
 import shardrt
 from bench import traffic
 from models.gpt import GPT, GPTConfig
-from shardrt import autograd, device, nn, optim
+from shardrt import autograd, nn, optim
 from shardrt import functional as F
 from shardrt.comm import init_device_mesh
 from shardrt.comm import world as worlds
@@ -130,12 +130,8 @@ def test_what_backward_takes_belongs_to_the_layer_that_is_differentiated():
                 seen.add(_module_now())
             return super()._array(*args, **kwargs)
 
-    before = device.current()
-    try:
-        with worlds.use(world_of(1, Noted(CUDADevice))):
-            stepped("bfloat16", 1)
-    finally:
-        device.set_current(before)
+    with worlds.use(world_of(1, Noted(CUDADevice))):
+        stepped("bfloat16", 1)
     assert {"blocks.1.mlp.up", "blocks.0.mlp.up"} <= seen
 
 
@@ -169,12 +165,9 @@ SETTINGS = {
 
 @contextmanager
 def world(like, ranks):
-    here, before = SimulatedDevice(like), device.current()
-    try:
-        with worlds.use(world_of(ranks, here)):
-            yield here
-    finally:
-        device.set_current(before)
+    here = SimulatedDevice(like)
+    with worlds.use(world_of(ranks, here)):
+        yield here
 
 
 def stepped(name, ranks, again=False):

@@ -7,8 +7,8 @@ import pytest
 
 from models.gpt import GPT, GPTConfig
 from models.plans import plan_of
-from shardrt import device, nn, optim
 from shardrt import functional as F
+from shardrt import nn, optim
 from shardrt.comm import init_device_mesh
 from shardrt.device.program import Take
 from shardrt.fsdp import fully_shard
@@ -19,13 +19,6 @@ from shardrt.simulate.roles import columns, compared, roles_of
 from shardrt.simulate.script import record_of
 
 TOKENS = np.zeros((4, 16), np.int64)
-
-
-@pytest.fixture(autouse=True)
-def same_device():
-    before = device.current()
-    yield
-    device.set_current(before)
 
 
 def update(model, step):

@@ -1,6 +1,5 @@
 """simulate/script.py: scripts and modules run as they stand in a simulated world, for some steps."""
 
-import re
 import subprocess
 import sys
 
@@ -8,7 +7,7 @@ import pytest
 
 from shardrt.device.program import Collective, Step
 from shardrt.simulate.script import NoScript, record, record_of
-from tests.ranks import ROOT, clean_environment
+from tests.ranks import clean_environment
 
 TRAINED = """
 import sys
@@ -62,11 +61,9 @@ print([item.number for item in program.items if type(item).__name__ == "Step"], 
 """
 
 
-def test_the_program_of_the_readme_is_recorded_as_it_stands_for_as_many_steps_as_wanted(tmp_path):
+def test_the_program_of_the_readme_is_recorded_as_it_stands_for_as_many_steps_as_wanted(readme):
     """In a process of its own: it calls models by another name."""
-    file = tmp_path / "train.py"
-    file.write_text(re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)[1])
-    message = in_a_process([sys.executable, "-c", RECORDED, str(file)])
+    message = in_a_process([sys.executable, "-c", RECORDED, readme])
     assert message == "0 4096 {4096}\n[0, 1, 2] []\n"
 
 
@@ -91,13 +88,11 @@ def test_several_ranks_are_recorded_together(script):
 
 
 @pytest.mark.parametrize("command", [["-m", "models.train"], ["models.train"]])
-def test_a_module_is_recorded_and_the_training_command_leaves_nothing(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_text("to be, or not to be, that is the question. " * 200)
+def test_a_module_is_recorded_and_the_training_command_leaves_nothing(command, text):
     small = "--model.n-layer 1 --model.n-head 2 --model.n-embd 16 --model.block-size 16 --batch-size 4"
-    (program,) = record([*command, *small.split(), "--data", "text"], ranks=2)
+    (program,) = record([*command, *small.split(), "--data", "text.txt"], ranks=2)
     assert steps_of(program) == [0, 1]
-    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+    assert [path.name for path in text.iterdir()] == ["text.txt"]
 
 
 def test_what_is_wrong_with_a_script_is_reported(tmp_path):

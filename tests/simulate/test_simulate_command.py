@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from shardrt import device
 from shardrt.__main__ import main as shell
 from shardrt.simulate.machine import FOLDER
 from shardrt.tools import trace
@@ -38,13 +37,10 @@ while True:
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """As `record` leaves it, with the device of before."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "none.py").write_text("")
-    before = device.current()
-    yield ["--", "train.py", "0.1"]
-    device.set_current(before)
+    return ["--", "train.py", "0.1"]
 
 
 def report(capsys, *arguments):
