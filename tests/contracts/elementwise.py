@@ -4,7 +4,7 @@ from math import erf, pi, sqrt
 
 import numpy as np
 
-from tests.contracts import Call, Out, Wide, contract
+from tests.contracts import Call, Double, Out, Wide, contract
 from tests.cuda.numbers import normal
 
 COUNTS = [1, 3, 17, 256, 4099]
@@ -144,10 +144,45 @@ def add():
         yield Call((normal(count), normal(count, seed=1), Out()), np.add)
 
 
+def in_float32(op, *numbers):
+    """Rounded once to float32, from which what has 16 bits is rounded."""
+    with np.errstate(all="ignore"):
+        return op(*(np.asarray(x, np.float32) for x in numbers)).astype(np.float64)
+
+
+def scaled(factor, values, how):
+    """Calls that scale a number's elements, to the bit. how: (what stands for the factor, more of a Call)."""
+    arg, more = how
+    for elements in (("float64",), ("float32", "float16", "bfloat16")):
+
+        def truth(x, *place, wide=elements[0] == "float64"):
+            return x * factor if wide else in_float32(np.multiply, x, factor)
+
+        yield Call((Out(values), arg), truth, exact=True, elements=elements, **more)
+
+
 @contract("elementwise.scale_")
 def scale():
     for count in COUNTS:
-        yield Call((Out(normal(count)), 0.3), lambda x: 0.3 * x)
+        yield from scaled(0.3, normal(count), (0.3, {}))
+
+
+@contract("elementwise.scale_by_")
+def scale_by():
+    for factor in (0.3, np.nan, 1.0):
+        yield from scaled(factor, normal(4099), (Double(np.array(factor)), {}))
+
+
+@contract("elementwise.unscale_")
+def unscale():
+    def was_finite(found, x):
+        return found == np.isfinite(x).all()
+
+    yield from scaled(0.25, np.zeros(0), (0.25, {"gives": was_finite}))
+    for bad in (None, np.nan, np.inf, -np.inf):
+        values = normal(4099)
+        values[4098] = values[4098] if bad is None else bad
+        yield from scaled(0.25, values, (0.25, {"gives": was_finite}))
 
 
 @contract("elementwise.clamp_")
