@@ -46,12 +46,15 @@ def steps_along_cp(model, mesh, starts=None):
     """Each rank has a part of each row. Memory is planned first."""
     set_gradient_divide_factor(model, 1.0)
 
-    def loss_of(rows):
+    def part_of(rows):
         more = {} if starts is None else {"starts": starts}
-        part = shard_sequence(rows[:, :-1], rows[:, 1:], mesh=mesh, **more)._asdict()
-        return model(**part, reduction="sum") * (1 / 16)
+        return shard_sequence(rows[:, :-1], rows[:, 1:], mesh=mesh, **more)._asdict()
 
-    memory_plan(model, step=lambda: loss_of(np.zeros((2, 9), int)).backward())
+    def loss_of(rows):
+        return model(**part_of(rows), reduction="sum") * (1 / 16)
+
+    part = part_of(np.zeros((2, 9), int))
+    memory_plan(model, step=lambda: model(**part).backward())
     return two_steps(model, loss_of)
 
 
