@@ -7,7 +7,9 @@ import numpy as np
 from tests.contracts import Call, Double, Out, Wide, contract
 from tests.cuda.numbers import normal
 
-COUNTS = [1, 3, 17, 256, 4099]
+COUNTS = [0, 1, 3, 17, 256, 4099]
+FAR = [np.array([-6e4, -200.0, -0.0, 1.0, np.nan]), np.array([200.0, 6e4])]  # exponentials overflow
+NARROW = ("float32", "float16")
 
 
 def sigmoid(x):
@@ -16,7 +18,7 @@ def sigmoid(x):
 
 def bell(x):
     """The normal distribution's function."""
-    return 0.5 * (1 + np.vectorize(erf)(x / sqrt(2)))
+    return 0.5 * (1 + np.vectorize(erf, [float])(x / sqrt(2)))
 
 
 def bend(x):
@@ -47,6 +49,8 @@ def activation_forward(kernel):
     value = ACTIVATIONS[kernel.removeprefix("activation.").removesuffix("_forward")][0]
     for count in COUNTS:
         yield Call((with_zero(count), Out()), value)
+    for far in FAR:
+        yield Call((far, Out()), value, elements=NARROW)
 
 
 @contract(*(f"activation.{name}_backward" for name in ACTIVATIONS))
@@ -55,15 +59,17 @@ def activation_backward(kernel):
     for count in COUNTS:
         args = normal(count, seed=1), with_zero(count), Out()
         yield Call(args, lambda dy, x: dy * slope(x), over=0)
+    for far in FAR:
+        yield Call((np.ones(far.size), far, Out()), lambda dy, x: slope(x), elements=NARROW)
 
 
 @contract("activation.erf_forward")
 def erf_forward():
     for count in COUNTS:
-        yield Call((3 * normal(count), Out()), np.vectorize(erf))
+        yield Call((3 * normal(count), Out()), np.vectorize(erf, [float]))
 
 
-SWIGLU = [(1, 1), (3, 17), (2, 64), (2, 4104)]  # rows, width
+SWIGLU = [(0, 4), (1, 1), (3, 17), (2, 64), (2, 4104)]  # rows, width
 
 
 @contract("swiglu.forward")
@@ -74,6 +80,8 @@ def swiglu_forward():
 
     for rows, width in SWIGLU:
         yield Call((3 * normal(rows, 2 * width), Out()), value)
+    for far in FAR:
+        yield Call((np.append(far, np.ones(far.size))[None], Out()), value, elements=NARROW)
 
 
 @contract("swiglu.backward")
@@ -111,7 +119,7 @@ def rotary(kernel):
         yield Call(args, lambda *arrays, heads=heads: turned(*arrays, heads), over=0)
 
 
-SOFTMAX = [(1, 1), (3, 7), (5, 8), (9, 96), (2, 255), (3, 2048), (2, 2056), (3, 2051)]
+SOFTMAX = [(0, 5), (1, 1), (3, 7), (5, 8), (9, 96), (2, 255), (3, 2048), (2, 2056), (3, 2051)]
 
 
 def softmax(x):
