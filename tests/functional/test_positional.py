@@ -16,7 +16,11 @@ from tests.gradcheck import leaf, normal
 # Each text is run with F of PyTorch and F of shardrt; `torch`'s own functions are of F as well.
 X, Y = normal(4, 6), normal(4, 6, seed=1)
 CUBE, IMAGE = normal(2, 4, 6), normal(2, 4, 6, 6)
-ROW, COLUMN, SQUARE = normal(6, seed=2) ** 2 + 0.5, normal(4, seed=3) ** 2 + 0.5, normal(4, 6, seed=4) ** 2 + 0.3
+ROW, COLUMN, SQUARE = (
+    normal(6, seed=2) ** 2 + 0.5,
+    normal(4, seed=3) ** 2 + 0.5,
+    normal(4, 6, seed=4) ** 2 + 0.3,
+)
 SHARE = 1 / (1 + np.exp(-Y))
 LOGS = X - np.log(np.exp(X).sum(-1, keepdims=True))
 TARGETS, LABELS = np.array([3, -100, 0, 5]), np.array([3, 1, 0, 5])
