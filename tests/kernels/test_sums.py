@@ -13,14 +13,6 @@ SIZE = 40_003
 CUTS = [(0, 17), (17, 17), (17, 20_000), (20_000, SIZE)]
 
 
-@pytest.fixture(params=[1, 2])
-def kernel_threads(request):
-    before = K.threads()
-    K.set_threads(request.param)
-    yield request.param
-    K.set_threads(before)
-
-
 def normal(size, dtype, seed=0):
     return np.random.default_rng(seed).standard_normal(size).astype(dtype)
 
