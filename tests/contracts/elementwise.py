@@ -187,10 +187,12 @@ def unscale():
         return found == np.isfinite(x).all()
 
     yield from scaled(0.25, np.zeros(0), (0.25, {"gives": was_finite}))
-    for bad in (None, np.nan, np.inf, -np.inf):
-        values = normal(4099)
-        values[4098] = values[4098] if bad is None else bad
-        yield from scaled(0.25, values, (0.25, {"gives": was_finite}))
+    yield from scaled(0.25, normal(4099), (0.25, {"gives": was_finite}))
+    for bad in (np.nan, np.inf, -np.inf):
+        for place in (7, 4098):  # in a vector, and behind the last
+            values = normal(4099)
+            values[place] = bad
+            yield from scaled(0.25, values, (0.25, {"gives": was_finite}))
 
 
 @contract("elementwise.clamp_")
