@@ -1,4 +1,4 @@
-"""Sums in a fixed order: over buffers with the CPU's bits, over rows, of powers; and the largest element."""
+"""Sums: into one of the parts, launches, and the last bits of pairs. More: tests/contracts/sums.py."""
 
 from math import fsum
 
@@ -9,8 +9,6 @@ from shardrt.kernels.cpu import reduce as cpu
 from shardrt.kernels.cuda import reduce as cuda
 from tests.cuda.numbers import assert_close, dtype_of, guarded, normal
 
-PARTS = [1, 2, 3, 5, 6, 7, 8, 9, 17, 65]
-
 
 def test_sum_into_one_of_the_parts(emulated):
     with guarded("float32") as array:
@@ -19,16 +17,6 @@ def test_sum_into_one_of_the_parts(emulated):
         cpu.sum_into(expected, pieces, 1.0, False)
         cuda.sum_into(pieces[4], pieces, 1.0, False)
         np.testing.assert_array_equal(pieces[4], expected)
-
-
-def test_many_parts_are_summed_in_chunks(emulated, monkeypatch):
-    monkeypatch.setattr(cuda, "_CHUNK", 64)
-    with guarded("float32") as array:
-        pieces = [array(normal(131, seed=seed)) for seed in range(9)]
-        out, expected = array(np.full(131, np.nan)), np.empty(131, np.float32)
-        cuda.sum_into(out, pieces, 1.0, False)
-        cpu.sum_into(expected, pieces, 1.0, False)
-        np.testing.assert_array_equal(out, expected)
 
 
 def test_sum_packed_refuses_other_kinds(emulated):
