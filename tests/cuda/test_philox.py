@@ -1,4 +1,4 @@
-"""Random numbers by counter: the last bits. Whatever piece of a stream is made: tests/contracts/randoms.py."""
+"""Random numbers by counter: the last bits. Pieces of a stream: tests/contracts/randoms.py."""
 
 import numpy as np
 import pytest
