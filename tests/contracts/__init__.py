@@ -5,7 +5,7 @@ them, tests/cuda/test_contracts.py those of CUDA in the emulator, and tests/gpu 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -33,16 +33,19 @@ class Double:
 class Out:
     """An array that the kernel writes: all of it, or beginning with `values`, which the truth gets too.
 
-    wide: in float32 where others have 16 bits.
+    wide: in float32 where others have 16 bits. double: in float64 whatever others have.
     """
 
     values: np.ndarray | None = None
     wide: bool = False
+    double: bool = False
 
 
 @dataclass(frozen=True)
 class Call:
     """Arguments of a kernel, in order, and the truth: it gets all arrays among them, floats as float64.
+
+    A list is one of arrays, which the truth gets one by one.
 
     Views are laid out as they are, in one array if they are views of one; the rest of that must stay.
 
@@ -50,6 +53,7 @@ class Call:
     over: which argument may also be the first that is written. exact: without rounding.
     elements: types that it is for. offsets: how many elements beyond 16 bytes its arrays begin.
     rounds: the truth gets `rounded`, which rounds to the type of the elements.
+    gives: whether what the kernel gives back is right: gets that, and the arrays as the truth does.
     """
 
     args: tuple
@@ -61,6 +65,7 @@ class Call:
     elements: tuple = ("float32", "float64", "float16", "bfloat16")
     offsets: tuple = (0, 1)
     rounds: bool = False
+    gives: Callable | None = None
 
 
 def contract(*kernels: str):
@@ -90,56 +95,83 @@ def check(kernels, kernel: str, element: str, calls=None, launch=lambda function
                 raise
 
 
+@dataclass
+class Laid:
+    """The arrays of a call as a kernel gets them, of one type and alignment.
+
+    args: all arguments by position. given: the arrays among them. written, expected: what the kernel writes,
+    and the truth. gaps: (memory, which of it is between the rows of views).
+    """
+
+    args: list
+    given: list
+    written: list
+    expected: tuple
+    gaps: list
+
+
+def lay(call, array, element, offset=0) -> Laid:
+    """array: what `guarded` gives, or another that makes arrays of values."""
+    wide = dtype_of("float64" if element == "float64" else "float32")
+    bases = {}
+
+    def laid(arg):
+        values = getattr(arg, "values", arg)
+        if isinstance(arg, list):
+            return [laid(each) for each in arg]
+        if not isinstance(values, np.ndarray):
+            return arg
+        if isinstance(arg, Wide) or isinstance(arg, Out) and arg.wide:
+            return array(values, dtype=wide)
+        if isinstance(arg, Double) or getattr(arg, "double", False) or values.dtype == np.int64:
+            return array(values, dtype=values.dtype)
+        kind = None if values.dtype == np.float64 else values.dtype
+        base = values.base
+        if base is None or values.flags.c_contiguous:
+            return array(values, offset, kind)
+        if id(base) not in bases:
+            bases[id(base)] = array(base, offset, kind).reshape(-1), np.ones(base.size, bool)
+        start = (values.ctypes.data - base.ctypes.data) // base.itemsize
+        steps = np.array(values.strides) // base.itemsize
+        view, between = (
+            as_strided(flat[start:], values.shape, steps * flat.itemsize) for flat in bases[id(base)]
+        )
+        between[...] = False
+        return view
+
+    args = [laid(arg) for arg in call.args]
+    given = [
+        x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, np.ndarray)
+    ]
+    more = {"rounded": lambda x: x.astype(dtype_of(element)).astype(np.float64)} if call.rounds else {}
+    with np.errstate(all="ignore"):
+        expected = call.truth(*map(_in_double, given), **more)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    outs = [place for place, arg in enumerate(call.args) if isinstance(arg, Out)]
+    for place, values in zip(outs, expected, strict=True):
+        if call.args[place].values is None:
+            fill = 7 if values.dtype.kind in "iu" else np.nan
+            args[place] = laid(replace(call.args[place], values=np.full_like(values, fill)))
+    return Laid(args, given, [args[place] for place in outs], expected, list(bases.values()))
+
+
 def run(function, call, element, offset=0, in_place=False):
     """Run and compare; returns what is written."""
-    wide = dtype_of("float64" if element == "float64" else "float32")
     with np.errstate(invalid="ignore"), guarded(element) as array:
-        bases = {}
-
-        def laid(arg, values):
-            if isinstance(arg, Wide) or isinstance(arg, Out) and arg.wide:
-                return array(values, dtype=wide)
-            if isinstance(arg, Double) or values.dtype == np.int64:
-                return array(values, dtype=values.dtype)
-            kind = None if values.dtype == np.float64 else values.dtype
-            base = values.base
-            if base is None or values.flags.c_contiguous:
-                return array(values, offset, kind)
-            if id(base) not in bases:
-                bases[id(base)] = array(base, offset, kind).reshape(-1), np.ones(base.size, bool)
-            start = (values.ctypes.data - base.ctypes.data) // base.itemsize
-            steps = np.array(values.strides) // base.itemsize
-            view, between = (
-                as_strided(flat[start:], values.shape, steps * flat.itemsize) for flat in bases[id(base)]
-            )
-            between[...] = False
-            return view
-
-        args = list(call.args)
-        for place, arg in enumerate(args):
-            values = getattr(arg, "values", arg)
-            if isinstance(values, np.ndarray):
-                args[place] = laid(arg, values)
-        arrays = [arg for arg in args if isinstance(arg, np.ndarray)]
-        more = {"rounded": lambda x: x.astype(dtype_of(element)).astype(np.float64)} if call.rounds else {}
-        expected = call.truth(*map(_in_double, arrays), **more)
-        expected = expected if isinstance(expected, tuple) else (expected,)
-        outs = [place for place, arg in enumerate(call.args) if isinstance(arg, Out)]
-        for place, values in zip(outs, expected, strict=True):
-            if call.args[place].values is None:
-                args[place] = laid(
-                    call.args[place], np.full_like(values, 7 if values.dtype.kind in "iu" else np.nan)
-                )
+        laid = lay(call, array, element, offset)
+        args, written = laid.args, laid.written
         if in_place:
-            args[outs[0]] = args[call.over]
-        written = [args[place] for place in outs]
-        before = [(arg, arg.tobytes()) for arg in arrays if not any(arg is out for out in written)]
-        gaps = [(flat, between, flat[between].tobytes()) for flat, between in bases.values()]
-        function(*args, **call.how)
-        factors = call.factor if isinstance(call.factor, tuple) else [call.factor] * len(outs)
-        for found, values, factor in zip(written, expected, factors, strict=True):
+            place = next(place for place, arg in enumerate(args) if arg is written[0])
+            args[place] = written[0] = args[call.over]
+        before = [(arg, arg.tobytes()) for arg in laid.given if not any(arg is out for out in written)]
+        gaps = [(flat, between, flat[between].tobytes()) for flat, between in laid.gaps]
+        exact = [_in_double(arg) + 0 for arg in laid.given]
+        result = function(*args, **call.how)
+        assert call.gives is None or call.gives(result, *exact), f"gives {result}"
+        factors = call.factor if isinstance(call.factor, tuple) else [call.factor] * len(written)
+        for found, values, factor in zip(written, laid.expected, factors, strict=True):
             if call.exact or found.dtype.kind in "iu":
-                np.testing.assert_array_equal(found, values.astype(found.dtype))
+                np.testing.assert_array_equal(_in_double(found), _in_double(values.astype(found.dtype)))
             else:
                 assert_close(found, values, factor)
         for arg, values in before:

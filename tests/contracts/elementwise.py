@@ -4,10 +4,12 @@ from math import erf, pi, sqrt
 
 import numpy as np
 
-from tests.contracts import Call, Out, Wide, contract
+from tests.contracts import Call, Double, Out, Wide, contract
 from tests.cuda.numbers import normal
 
-COUNTS = [1, 3, 17, 256, 4099]
+COUNTS = [0, 1, 3, 17, 256, 4099]
+FAR = [np.array([-6e4, -200.0, -0.0, 1.0, np.nan]), np.array([200.0, 6e4])]  # exponentials overflow
+NARROW = ("float32", "float16")
 
 
 def sigmoid(x):
@@ -16,7 +18,7 @@ def sigmoid(x):
 
 def bell(x):
     """The normal distribution's function."""
-    return 0.5 * (1 + np.vectorize(erf)(x / sqrt(2)))
+    return 0.5 * (1 + np.vectorize(erf, [float])(x / sqrt(2)))
 
 
 def bend(x):
@@ -47,6 +49,8 @@ def activation_forward(kernel):
     value = ACTIVATIONS[kernel.removeprefix("activation.").removesuffix("_forward")][0]
     for count in COUNTS:
         yield Call((with_zero(count), Out()), value)
+    for far in FAR:
+        yield Call((far, Out()), value, elements=NARROW)
 
 
 @contract(*(f"activation.{name}_backward" for name in ACTIVATIONS))
@@ -55,15 +59,17 @@ def activation_backward(kernel):
     for count in COUNTS:
         args = normal(count, seed=1), with_zero(count), Out()
         yield Call(args, lambda dy, x: dy * slope(x), over=0)
+    for far in FAR:
+        yield Call((np.ones(far.size), far, Out()), lambda dy, x: slope(x), elements=NARROW)
 
 
 @contract("activation.erf_forward")
 def erf_forward():
     for count in COUNTS:
-        yield Call((3 * normal(count), Out()), np.vectorize(erf))
+        yield Call((3 * normal(count), Out()), np.vectorize(erf, [float]))
 
 
-SWIGLU = [(1, 1), (3, 17), (2, 64), (2, 4104)]  # rows, width
+SWIGLU = [(0, 4), (1, 1), (3, 17), (2, 64), (2, 4104)]  # rows, width
 
 
 @contract("swiglu.forward")
@@ -74,6 +80,8 @@ def swiglu_forward():
 
     for rows, width in SWIGLU:
         yield Call((3 * normal(rows, 2 * width), Out()), value)
+    for far in FAR:
+        yield Call((np.append(far, np.ones(far.size))[None], Out()), value, elements=NARROW)
 
 
 @contract("swiglu.backward")
@@ -111,7 +119,7 @@ def rotary(kernel):
         yield Call(args, lambda *arrays, heads=heads: turned(*arrays, heads), over=0)
 
 
-SOFTMAX = [(1, 1), (3, 7), (5, 8), (9, 96), (2, 255), (3, 2048), (2, 2056), (3, 2051)]
+SOFTMAX = [(0, 5), (1, 1), (3, 7), (5, 8), (9, 96), (2, 255), (3, 2048), (2, 2056), (3, 2051)]
 
 
 def softmax(x):
@@ -144,10 +152,47 @@ def add():
         yield Call((normal(count), normal(count, seed=1), Out()), np.add)
 
 
+def in_float32(op, *numbers):
+    """Rounded once to float32, from which what has 16 bits is rounded."""
+    with np.errstate(all="ignore"):
+        return op(*(np.asarray(x, np.float32) for x in numbers)).astype(np.float64)
+
+
+def scaled(factor, values, how):
+    """Calls that scale a number's elements, to the bit. how: (what stands for the factor, more of a Call)."""
+    arg, more = how
+    for elements in (("float64",), ("float32", "float16", "bfloat16")):
+
+        def truth(x, *place, wide=elements[0] == "float64"):
+            return x * factor if wide else in_float32(np.multiply, x, factor)
+
+        yield Call((Out(values), arg), truth, exact=True, elements=elements, **more)
+
+
 @contract("elementwise.scale_")
 def scale():
     for count in COUNTS:
-        yield Call((Out(normal(count)), 0.3), lambda x: 0.3 * x)
+        yield from scaled(0.3, normal(count), (0.3, {}))
+
+
+@contract("elementwise.scale_by_")
+def scale_by():
+    for factor in (0.3, np.nan, 1.0):
+        yield from scaled(factor, normal(4099), (Double(np.array(factor)), {}))
+
+
+@contract("elementwise.unscale_")
+def unscale():
+    def was_finite(found, x):
+        return found == np.isfinite(x).all()
+
+    yield from scaled(0.25, np.zeros(0), (0.25, {"gives": was_finite}))
+    yield from scaled(0.25, normal(4099), (0.25, {"gives": was_finite}))
+    for bad in (np.nan, np.inf, -np.inf):
+        for place in (7, 4098):  # in a vector, and behind the last
+            values = normal(4099)
+            values[place] = bad
+            yield from scaled(0.25, values, (0.25, {"gives": was_finite}))
 
 
 @contract("elementwise.clamp_")

@@ -97,6 +97,14 @@ def forward_in_place():
             yield Call(args, all_three, offsets=(0,))
 
 
+@contract("cross_entropy.backward_in_place")
+def backward_in_place():
+    """It has been done."""
+    for factor in (None, Double(np.array(0.3)), Double(np.array([0.5, 0.0, 3.0]))):
+        args = normal(3, 50), targets_of((3, 50)), Wide(normal(3)), factor, IGNORE
+        yield Call(args, lambda *arrays: ())
+
+
 @contract("cross_entropy.forward_part")
 def forward_part():
     for first in (0, 3, 50):

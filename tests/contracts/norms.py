@@ -6,7 +6,7 @@ from tests.contracts import Call, Out, Wide, contract
 from tests.cuda.numbers import normal
 
 EPS = 1e-5
-SHAPES = [(1, 1), (3, 7), (9, 8), (5, 96), (11, 255), (3, 2056), (2, 2051)]
+SHAPES = [(1, 1), (0, 8), (3, 7), (9, 8), (5, 96), (11, 255), (3, 2056), (2, 2051)]
 TALL = [(1, 8), (17, 40), (67, 24), (67, 5)]  # several blocks of rows, the last not full
 
 
@@ -83,7 +83,7 @@ def backward(kernel):
     count = norm.parameters
     for shape in SHAPES[1:] + TALL:
         yield norm.backward(*shape, over=0)
-    for shape in ((67, 40), (67, 7), (19, 4096)):  # added up in float32
+    for shape in ((0, 8), (67, 40), (67, 7), (19, 4096)):  # added up in float32
         sums = tuple(Out(normal(shape[1], seed=4 + n), wide=True) for n in range(count))
 
         def added(*arrays):

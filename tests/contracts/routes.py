@@ -31,6 +31,8 @@ def top_k():
         for count, k in ((1, 1), (4, 2), (8, 8), (33, 5), (70, 33)):
             args = scores_of(kind, 11, count), Out()
             yield Call(args, lambda scores, k=k: chosen(scores, k), elements=EXACT)
+    no_tokens = np.zeros((0, 4)), Out(np.zeros((0, 2), np.int64))
+    yield Call(no_tokens, lambda scores, experts: experts, elements=EXACT)
 
 
 @contract("route.take")
@@ -49,6 +51,43 @@ def put():
 
     args = normal(9, 3), chosen(normal(9, 40), 3), Out()
     yield Call(args, gradient, exact=True, elements=EXACT)
+
+
+def order_of(experts, priority, capacity, count):
+    """places, copies, counts: an expert keeps the copies of highest priority, of equal ones the first."""
+    chosen = experts.reshape(-1)
+    places, copies = np.full(chosen.size, -1), []
+    counts = np.zeros((2, count), np.int64)
+    for expert in range(count):
+        mine = np.flatnonzero(chosen == expert)
+        counts[0, expert] = mine.size
+        if priority is not None:
+            by = np.where(np.isnan(priority), np.inf, priority).reshape(-1)[mine]
+            mine = np.sort(mine[np.argsort(-by, kind="stable")[:capacity]])
+        counts[1, expert] = mine.size
+        places[mine] = len(copies) + np.arange(mine.size)
+        copies += list(mine)
+    rows = chosen.size if priority is None else min(chosen.size, count * capacity)
+    copies = np.pad(np.array(copies, np.int64), (0, rows - len(copies)), constant_values=-1)
+    return places.reshape(experts.shape), copies, counts
+
+
+@contract("route.order")
+def order():
+    """Of experts at random, of some that most choose, and of those that all choose."""
+    for tokens, count, k in ((0, 4, 2), (1, 4, 2), (50, 4, 2), (33, 64, 8), (300, 7, 7), (9, 300, 3)):
+        for skew in (0.0, 1.0, 1e9):
+            experts = chosen(normal(tokens, count) + skew * np.arange(count), k)
+            priority = np.round(np.abs(normal(tokens, k)), 1)
+            if tokens > 20:
+                priority[::7, 0] = np.nan
+            for by, capacity in ((None, 0), (priority, 0), (priority, 3), (priority, 10_000)):
+
+                def truth(experts, priority=None, capacity=capacity, count=count):
+                    return order_of(experts, priority, capacity, count)
+
+                args = experts, by, capacity, Out(), Out(), Out()
+                yield Call(args, truth, elements=EXACT, offsets=(0,))
 
 
 def places_of(capacity):
@@ -85,6 +124,7 @@ def spread():
 
     for _, copies, width, weights in ways():
         yield Call((normal(23, width), *(weights or (None,)), copies, 3, Out()), rows)
+    yield Call((np.zeros((0, 3)), None, np.zeros(0, np.int64), 2, Out()), lambda x, copies: x)
 
 
 @contract("route.collect")
@@ -96,6 +136,7 @@ def collect():
 
     for places, copies, width, weights in ways():
         yield Call((normal(copies.size, width), *(weights or (None,)), places, Out()), sums)
+    yield Call((np.zeros((0, 3)), None, np.zeros((0, 2), np.int64), Out()), lambda x, places: x)
 
 
 @contract("route.weights_backward")

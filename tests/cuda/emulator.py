@@ -45,7 +45,7 @@ class Emulator:
     def launch(self, file, defines, function, grid, threads, args, shared):
         assert threads % 32 == 0 and 32 <= threads <= 1024, threads
         assert shared <= 227 << 10, shared
-        assert grid[0] < 2**31 and max(grid[1:]) < 65536, grid
+        assert min(grid) > 0 and grid[0] < 2**31 and max(grid[1:]) < 65536, grid
         library = self._library(file, defines)
         parameters = library.parameters(function)
         assert len(args) == len(parameters), f"{function} takes {parameters}, got {len(args)} arguments"

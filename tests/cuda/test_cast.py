@@ -21,15 +21,6 @@ def test_nan_stays_nan(emulated, kind):
         assert np.isnan(x).all()
 
 
-def test_every_half_survives_the_way_there_and_back(emulated):
-    with guarded("float32") as array:
-        bits = array(np.arange(0x7C01), dtype=np.uint16)
-        numbers, back = array(np.full(bits.size, np.nan)), array(np.zeros(bits.size), dtype=np.uint16)
-        cuda.unpack(bits, numbers, "float16")
-        cuda.pack(numbers, back, "float16")
-        np.testing.assert_array_equal(back, bits)
-
-
 @pytest.mark.parametrize("function", [cuda.round_to, cuda.pack, cuda.unpack])
 def test_other_kinds_are_refused(emulated, function):
     with pytest.raises(ValueError, match="'bfloat16' or 'float16', got 'float32'"):

@@ -19,3 +19,8 @@ def test_convolution_of_one_image_at_a_time(emulated, monkeypatch, kernel):
     monkeypatch.setattr(cuda.conv2d, "_PATCHES", 1)
     for element in ELEMENTS:
         check(cuda, kernel, element)
+
+
+def test_sums_of_many_parts_go_in_chunks(emulated, monkeypatch):
+    monkeypatch.setattr(cuda.reduce, "_CHUNK", 64)
+    check(cuda, "reduce.sum_into", "float32")

@@ -27,15 +27,6 @@ def test_rows_of_one_index_stay_in_order(emulated):
         assert dweight[3, 0] == 1
 
 
-def test_no_rows(emulated):
-    with guarded("float32") as array:
-        dweight = array(np.ones((3, 4)))
-        cuda.backward(np.zeros(0, np.int64), np.zeros((0, 4), np.float32), dweight)
-        cuda.forward(np.zeros(0, np.int64), dweight, np.zeros((0, 4), np.float32))
-        np.testing.assert_array_equal(dweight, 1)
-        assert emulated.launches == []
-
-
 @pytest.mark.parametrize("vocab", [40, 256])
 @pytest.mark.parametrize("width", [4, 33])
 def test_an_index_outside_gives_nan_and_has_no_gradient(emulated, vocab, width):

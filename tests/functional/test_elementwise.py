@@ -16,11 +16,9 @@ UNARY = {
     "inverse": lambda x: F.pow(x, -1),
     "root": lambda x: F.pow(x, 0.5),
     "constant": lambda x: F.pow(x, 0),
-    "clamp": lambda x: F.clamp(x, 0.7, 1.2),
     "clamp below": lambda x: F.clamp(x, low=0.7),
     "clamp above": lambda x: F.clamp(x, high=1.2),
     "where": lambda x: F.where(np.arange(x.size).reshape(x.shape) % 2 == 0, x, 3.0),
-    "masked_fill": lambda x: F.masked_fill(x, np.arange(x.size).reshape(x.shape) % 2 == 0, 3.0),
 }
 
 

@@ -13,7 +13,9 @@ from shardrt.fsdp import MixedPrecisionPolicy, full_parameters, fully_shard
 from shardrt.functional._again import Again
 from shardrt.kernels import cpu as K
 from shardrt.kernels import determinism, onednn
+from shardrt.kernels.cpu.matmul import widened
 from shardrt.parallel import parallelize_module, set_tensor_invariant
+from tests.kernels.bits import bits
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not onednn.computes_bf16(), reason="no products of bfloat16 here")
@@ -158,9 +160,9 @@ def test_products_of_experts_read_bits_and_those_of_their_router_float32(read):
     exact = step(None)
     read.clear()
     low = step(MixedPrecisionPolicy("bfloat16", "float32", "float32", cast_forward_inputs=False))
-    bits = [pair for pair in read if pair == (np.uint16, np.uint16)]
-    assert len(read) - len(bits) == 3  # of the router
-    assert len(bits) >= 3 * 2 * 3
+    of_bits = [pair for pair in read if pair == (np.uint16, np.uint16)]
+    assert len(read) - len(of_bits) == 3  # of the router
+    assert len(of_bits) >= 3 * 2 * 3
     for name, true in exact.items():
         far = np.linalg.norm(low[name] - true) / np.linalg.norm(true)
         assert 0 < far < 0.02, f"{name}: {far:.1e}"
@@ -212,7 +214,7 @@ def test_backward_finds_two_bytes_of_each_number_it_needs():
     assert {qkv.dtype, y.dtype, up.saved[3].dtype} == {np.dtype(np.uint16)}
     assert up.saved[0].array() is y and isinstance(down.saved[0], Again)
     expected = F.gelu(unpacked(up.saved[3]), "tanh").data
-    np.testing.assert_array_equal(down.saved[0].array(), packed(expected))
+    np.testing.assert_array_equal(down.saved[0].array(), bits(expected))
 
 
 def test_a_gelu_reads_the_bits_that_are_kept():
@@ -239,16 +241,8 @@ def test_a_gelu_reads_the_bits_that_are_kept():
     np.testing.assert_allclose(dbias, sums, rtol=1e-5, atol=1e-5)
 
 
-def packed(x):
-    bits = np.empty(x.shape, np.uint16)
-    K.cast.pack(x.reshape(-1), bits.reshape(-1), "bfloat16")
-    return bits
-
-
-def unpacked(bits):
-    x = np.empty(bits.shape, np.float32)
-    K.cast.unpack(bits.reshape(-1), x.reshape(-1), "bfloat16")
-    return Tensor(x)
+def unpacked(x):
+    return Tensor(widened(x))
 
 
 class Head(nn.Module):

@@ -1,16 +1,15 @@
 """Products by cublasLt: the twelve of GPT-2's layers, and layouts, against float64 on the host."""
 
-from math import pi, sqrt
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from bench.gpu.products import layers
-from shardrt.kernels.cpu import grouped as cpu
 from shardrt.kernels.cuda import _launch
 from tests.contracts.elementwise import gelu_slope
-from tests.contracts.products import LINEAR
+from tests.contracts.products import LINEAR, grouped_calls
 from tests.gpu.sizes import ROWS, WIDTH
 
 pytestmark = pytest.mark.gpu
@@ -52,18 +51,13 @@ def test_layouts_odd_sizes_and_a_batch(on_gpu, kind):
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_gelu_in_the_epilogue(gpu, kind):
+def test_gelu_in_the_epilogue(gpu, on_gpu, kind):
     """Also says, for 16 bits, that cublasLt has the product at all: else it is two kernels."""
-    dtype, limit = TYPES[kind]
-    x, exact_x = there(gpu, random(72, 40), dtype)
-    weight, exact_weight = there(gpu, random(24, 40, seed=1), dtype)
-    bias, exact_bias = there(gpu, random(24, seed=2), dtype)
-    inner, y = (poisoned(gpu, (72, 24), dtype) for _ in range(2))
-    gpu.kernels.linear.forward_gelu(x, weight, bias, inner, y)
-    exact = exact_x @ exact_weight.T + exact_bias
-    assert off(gpu, inner, exact) < limit
-    assert off(gpu, y, exact / (1 + np.exp(-2 * sqrt(2 / pi) * (exact + 0.044715 * exact**3)))) < 2 * limit
+    calls = LINEAR["linear.forward_gelu"](72, 40, 24)
+    on_gpu("linear.forward_gelu", kind, [replace(call, factor=(4, 8)) for call in calls])
     if kind == "bfloat16":
+        shapes = (72, 40), (24, 40), (24,), (72, 24), (72, 24)
+        x, weight, bias, inner, y = (there(gpu, random(*shape), TYPES[kind][0])[0] for shape in shapes)
         assert _launch.backend().gemm_gelu(x, weight.T, bias, inner, y, lambda y: None)
 
 
@@ -82,28 +76,12 @@ def test_the_gradient_goes_on_through_gelu_in_the_epilogue(gpu, kind):
     assert off(gpu, apart, exact) < 2 * limit
 
 
-@pytest.mark.parametrize("gradient", ["bfloat16", "float32"])
-@pytest.mark.parametrize("accumulate", [False, True], ids=["written", "added"])
-def test_experts_in_one_call(gpu, gradient, accumulate):
+def test_experts_in_one_call(gpu, on_gpu):
     """Also says that cuBLAS has the products at all: else other kernels compute them."""
-    dtype, limit = TYPES["bfloat16"]
-    counts, inputs, outputs = (1, 0, 77, 3, 0, ROWS), WIDTH, 40
-    rows = sum(counts) + 2
-    x, exact_x = there(gpu, random(rows, inputs), dtype)
-    dy, exact_dy = there(gpu, random(rows, outputs, seed=1), dtype)
-    weight, exact_weight = there(gpu, random(len(counts), outputs, inputs, seed=2), dtype)
-    dweight, exact = there(gpu, random(*weight.shape, seed=3), TYPES[gradient][0])
-    y, dx = (poisoned(gpu, like.shape, dtype) for like in (dy, x))
-    gpu.kernels.grouped.forward(x, weight, counts, y)
-    gpu.kernels.grouped.backward_input(dy, weight, counts, dx)
-    gpu.kernels.grouped.backward_weight(x, dy, counts, dweight, accumulate)
-    expected_y, expected_dx = np.empty(exact_dy.shape), np.empty(exact_x.shape)
-    cpu.forward(exact_x, exact_weight, counts, expected_y)
-    cpu.backward_input(exact_dy, exact_weight, counts, expected_dx)
-    cpu.backward_weight(exact_x, exact_dy, counts, exact, accumulate)
-    assert off(gpu, y, expected_y) < limit
-    assert off(gpu, dx, expected_dx) < limit
-    assert off(gpu, dweight, exact) < TYPES[gradient][1]
+    for kernel, calls in grouped_calls.items():
+        for call in calls((1, 0, 77, 3, 0, ROWS), WIDTH, 40):
+            wide = any(getattr(arg, "wide", False) for arg in call.args)
+            on_gpu(f"grouped.{kernel}", "bfloat16", [replace(call, factor=4 if wide else 2)])
     cublas = _launch.backend()._cublas_grouped
     assert cublas._handle is not None and not cublas._refused
 

@@ -8,6 +8,7 @@ from shardrt.kernels import cpu as K
 from shardrt.kernels import onednn
 from shardrt.kernels.cpu import _attention_pairs, _attention_rows, _vectors
 from tests.gradcheck import normal
+from tests.kernels.bits import bits
 
 PAIRS = _vectors.PAIRS and onednn.computes_bf16()
 KINDS = [
@@ -20,12 +21,8 @@ KINDS = [
 
 def heads(low, *shape, seed):
     """(batch, heads, time, width) of normal numbers as a linear layer leaves them, in float32 or as bits."""
-    numbers = normal(*shape, seed=seed).astype(np.float32)
-    if not low:
-        return numbers.transpose(0, 2, 1, 3)
-    bits = np.empty(shape, np.uint16)
-    K.cast.pack(numbers.reshape(-1), bits.reshape(-1), "bfloat16")
-    return bits.transpose(0, 2, 1, 3)
+    values = normal(*shape, seed=seed).astype(np.float32)
+    return (bits(values) if low else values).transpose(0, 2, 1, 3)
 
 
 def run(dy, q, k, v, **how):

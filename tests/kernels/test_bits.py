@@ -9,21 +9,12 @@ from shardrt.kernels import cpu as K
 from shardrt.kernels import onednn
 from shardrt.kernels.cpu import _choice, _conv2d_bits
 from shardrt.kernels.cpu.matmul import widened
+from tests.kernels.bits import bits, numbers
 
 needs_bf16 = pytest.mark.skipif(
     not onednn.computes_bf16(), reason="no instructions for bfloat16, or no oneDNN"
 )
 HALF = 2.0**-8  # the largest relative error of rounding to bfloat16
-
-
-def numbers(*shape, seed=0):
-    return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
-
-
-def bits(x):
-    out = np.empty(x.shape, np.uint16)
-    K.cast.pack(np.ascontiguousarray(x).reshape(-1), out.reshape(-1), "bfloat16")
-    return out
 
 
 def in_heads(packed, heads):

@@ -1,12 +1,13 @@
 """What kernels declare is what they do: which arrays they read and write; and what a GPU's host launches.
 
-tests/kernels/calls.py has at least one call of every kernel.
+Calls are those of tests/contracts.
 """
 
 import inspect
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache, partial
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,7 +20,10 @@ from shardrt.kernels.cost import Answer, New
 from shardrt.kernels.costs import ON_CPU, ON_GPU
 from shardrt.kernels.cuda import _launch
 from tests.combinations import noting
-from tests.kernels.calls import CASES, Arrays
+from tests.contracts import Call, Out, Wide, attention, lay, products
+from tests.contracts.all import CONTRACTS
+from tests.contracts.optimizers import COUNT, adamw
+from tests.cuda.numbers import dtype_of, normal
 
 NO_KERNELS = {
     *("cast.check_kind", "cast.narrow", "reduce.power_rows"),
@@ -32,6 +36,69 @@ def of(package, name):
     return getattr(getattr(package, module), function)
 
 
+# -- calls
+
+
+def in_16_bits():
+    """AdamW with a first moment of 16 bits, and with weights that it rounds."""
+    call, *_ = adamw()
+    param, grad, m, v, ranges = call.args
+    bits = Out(np.random.default_rng(3).integers(0, 1 << 14, COUNT, np.uint16))
+    yield Call((param, grad, bits, v, ranges), lambda param, grad, m, v, ranges: (param, m, v))
+    args = param, grad, m, v, ranges, Out(np.ones(COUNT), wide=True), "bfloat16"
+    yield Call(args, lambda param, grad, m, v, ranges, rounded: (param, m, v, rounded))
+
+
+def through_gelu():
+    """The product that goes on through GELU, which only a GPU has, and none of an odd width."""
+    for inputs, outputs in ((24, 32), (25, 33)):
+        args = normal(70, outputs), normal(outputs, inputs), normal(70, inputs), Out()
+        yield Call(args, lambda dy, weight, inner: 0 * inner)
+
+
+MORE = {"adamw.step": in_16_bits, "linear.backward_input_gelu": through_gelu}
+NAMES = [*CONTRACTS, *(name for name in MORE if name not in CONTRACTS)]
+
+
+def kind_of(call):
+    """What calls differ in but for their sizes and numbers: which arguments are there, and how."""
+
+    def kind(arg):
+        if isinstance(arg, Wide | Out | np.ndarray | list):
+            values = getattr(arg, "values", arg)
+            return type(arg), min(len(arg), 4) if isinstance(arg, list) else values is None
+        return (type(arg), arg > (0 if isinstance(arg, bool) else 1)) if isinstance(arg, int) else type(arg)
+
+    return tuple(map(kind, call.args)), tuple((name, kind(value)) for name, value in call.how.items())
+
+
+@cache
+def calls(name, most=100_000):
+    """Of each kind the largest of at most so many elements, or else the smallest; and MORE."""
+
+    def rank(call):
+        values = [getattr(arg, "values", arg) for arg in call.args]
+        size = sum(x.size for x in values if isinstance(x, np.ndarray))
+        return (1, size) if size <= most else (0, -size)
+
+    found = {}
+    for call in CONTRACTS[name]() if name in CONTRACTS else ():
+        found.setdefault(kind_of(call), []).append(call)
+    return [*(max(same, key=rank) for same in found.values()), *(MORE[name]() if name in MORE else ())]
+
+
+def made(values, offset=0, dtype=None, element="float32"):
+    return np.asarray(values).astype(dtype_of(element) if dtype is None else dtype, order="C")
+
+
+def arguments_of(name, call, element="float32"):
+    """By name. Views are views, of an array that no other has."""
+    args = lay(call, partial(made, element=element), element).args
+    bound = inspect.signature(of(cpu, name)).bind(*args, **call.how)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
 def test_there_is_a_call_of_every_kernel():
     functions = set()
     for name in cpu.__all__:
@@ -39,7 +106,7 @@ def test_there_is_a_call_of_every_kernel():
             own = inspect.isfunction(found) and found.__module__ == f"shardrt.kernels.cpu.{name}"
             if own and not function.startswith("_"):
                 functions.add(f"{name}.{function}")
-    assert functions - NO_KERNELS == set(CASES)
+    assert functions - NO_KERNELS == set(NAMES)
 
 
 # -- what the kernels of the CPU read and write
@@ -129,13 +196,20 @@ def assert_what_is_read_changes_a_result(arguments, cost, function):
     given, after = called(function, arguments)
     written = places(arguments, cost.writes)
     for x in cost.reads:
-        if x is arguments.get("weight") and arguments.get("dx", x) is None:
-            continue  # of a norm: its input's gradient is not wanted
+        if is_idle(x, arguments):
+            continue
         before = memory(arguments)
         change(x, arguments)
         others, found = called(function, arguments)
         put(arguments, before)
         assert (found != after)[written].any() or not same(given, others)
+
+
+def is_idle(x, arguments):
+    """Whether x, though it is read, is for what is not wanted, of a norm, or for whom there is no room."""
+    if arguments.get("dx", x) is None:
+        return x is arguments["weight"] or arguments["dweight"] is None
+    return arguments.get("priority") is not None and arguments["capacity"] == 0
 
 
 def change(x, arguments):
@@ -171,27 +245,31 @@ CHECKS = (
 )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_reads_and_writes_what_it_declares(name):
-    for number, case in enumerate(CASES[name]):
+    for number, call in enumerate(calls(name)):
         for check in CHECKS:
             with noting(name, number, check.__name__):
-                arguments = case(Arrays())
+                arguments = arguments_of(name, call)
                 check(arguments, of(ON_CPU, name)(**arguments), of(cpu, name))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float64], ids=["f32", "bf16", "f64"])
+def without_elements(here, value):
+    if isinstance(value, list):
+        return [without_elements(here, each) for each in value]
+    return here.empty(value.shape, value.dtype) if isinstance(value, np.ndarray) else value
+
+
+@pytest.mark.parametrize("element", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("like", [CPUDevice, CUDADevice])
-def test_of_arrays_without_elements_a_call_is_one_item_of_work(like, dtype):
+def test_of_arrays_without_elements_a_call_is_one_item_of_work(like, element):
     """And no element is looked at, which would end the process."""
     here = SimulatedDevice(like)
-    arrays = Arrays(dtype)
-    arrays.lay = lambda values: here.empty(values.shape, values.dtype)
-    for name, cases in CASES.items():
-        for case in cases:
-            arguments = case(arrays)
+    for name in NAMES:
+        for call in calls(name):
+            arguments = arguments_of(name, call, element)
             begin = len(here.program.items)
-            of(here.kernels, name)(**arguments)
+            of(here.kernels, name)(**{key: without_elements(here, x) for key, x in arguments.items()})
             new = here.program.items[begin:]
             works = [item.name for item in new if isinstance(item, Work)]
             assert works in ([], [name]), name
@@ -215,31 +293,43 @@ def test_heads_that_a_gpu_can_not_have_are_refused_there_alone():
         ON_GPU.attention.forward(q, q, q, q, lse, **how)
 
 
-LAUNCHES = [  # kernel, number of its call, type, launches, bytes of scratch memory
-    ("linear.forward_gelu", 0, "f32", 1, 0),
-    ("linear.forward_gelu", 3, "f32", 2, 0),  # an odd width is not for an epilogue
-    ("linear.forward_gelu", 0, "f64", 2, 0),
-    ("linear.backward_input_gelu", 2, "f32", 0, 0),
-    ("linear.backward_parameters", 3, "bf16", 2, 256),
-    ("matmul.matmul", 2, "f32", 2, 864),  # a copy first
-    ("attention.forward", 0, "bf16", 1, 0),
-    ("attention.backward", 0, "f32", 3, 1536),
-    ("attention.backward", 7, "bf16", 6, 1752),  # documents
-    ("conv2d.forward", 0, "f32", 2, 0),  # cuDNN, and the bias
-    ("conv2d.backward_weight", 2, "bf16", 2, 1152),
-    ("embedding.backward", 4, "f32", 8, 156160),
-    ("grouped.forward", 0, "bf16", 3, 0),  # an upload, a call, and zeros
-    ("layer_norm.backward", 0, "bf16", 2, 3456),
-    ("reduce.sum_into", 7, "f32", 12, 88000),
-    ("elementwise.unscale_", 0, "f32", 2, 0),
-    ("cross_entropy.backward_in_place", 0, "f32", 0, 0),
+def layer(kernel, *sizes, number=0):
+    return list(products.LINEAR[f"linear.{kernel}"](*sizes))[number]
+
+
+HOW = {"causal": True, "scale": 0.3}
+STARTS = HOW | {"starts": attention.starts_of((10, 14), slice(None))}
+DOCUMENTS = attention.backward((2, 2, 2, 24, 24, 16), STARTS)
+DOCUMENTS = replace(
+    DOCUMENTS, args=(*DOCUMENTS.args[:2], *map(attention.packed, DOCUMENTS.args[2:4]), *DOCUMENTS.args[4:])
+)
+MANY = Call((Out(), [normal(1000, seed=n) for n in range(70)], 0.5, False), lambda *parts: sum(parts))
+EVERY_SECOND = Call((normal(9, 24)[:, ::2], normal(12, 7), Out()), np.matmul)
+LAUNCHES = [  # kernel, its call or the number of that, type, launches, bytes of scratch memory
+    ("linear.forward_gelu", layer("forward_gelu", 70, 24, 32), "float32", 1, 0),
+    ("linear.forward_gelu", layer("forward_gelu", 70, 25, 33), "float32", 2, 0),  # not for an epilogue
+    ("linear.forward_gelu", layer("forward_gelu", 70, 24, 32), "float64", 2, 0),
+    ("linear.backward_input_gelu", 1, "float32", 0, 0),
+    ("linear.backward_parameters", layer("backward_parameters", 70, 24, 32, number=1), "bfloat16", 2, 256),
+    ("matmul.matmul", EVERY_SECOND, "float32", 2, 864),  # a copy first
+    ("attention.forward", attention.forward((2, 4, 2, 24, 24, 16), HOW), "bfloat16", 1, 0),
+    ("attention.backward", attention.backward((2, 4, 2, 24, 24, 16), HOW), "float32", 3, 1536),
+    ("attention.backward", DOCUMENTS, "bfloat16", 6, 1752),
+    ("conv2d.forward", 0, "float32", 2, 0),  # cuDNN, and the bias
+    ("conv2d.backward_weight", 1, "bfloat16", 2, 1080),
+    ("embedding.backward", 0, "float32", 8, 127_408),
+    ("grouped.forward", 0, "bfloat16", 3, 0),  # an upload, a call, and zeros
+    ("layer_norm.backward", 0, "bfloat16", 2, 32_896),
+    ("reduce.sum_into", MANY, "float32", 12, 88_000),
+    ("elementwise.unscale_", 0, "float32", 2, 0),
+    ("cross_entropy.backward_in_place", 0, "float32", 0, 0),
 ]
-TYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f64": np.float64}
 
 
-@pytest.mark.parametrize("name, number, kind, launches, scratch", LAUNCHES)
-def test_launches_and_scratch_memory_are_counted(name, number, kind, launches, scratch):
-    found = of(ON_GPU, name)(**CASES[name][number](Arrays(TYPES[kind])))
+@pytest.mark.parametrize("name, call, element, launches, scratch", LAUNCHES)
+def test_launches_and_scratch_memory_are_counted(name, call, element, launches, scratch):
+    call = calls(name)[call] if isinstance(call, int) else call
+    found = of(ON_GPU, name)(**arguments_of(name, call, element))
     assert (found.launches, found.scratch) == (launches, scratch)
 
 

@@ -15,14 +15,6 @@ DTYPES = [np.float32, np.float64]
 TOLERANCE = {np.float32: 2e-6, np.float64: 1e-12}
 
 
-@pytest.fixture(params=[1, 2])
-def kernel_threads(request):
-    before = K.threads()
-    K.set_threads(request.param)
-    yield request.param
-    K.set_threads(before)
-
-
 def normal(shape, dtype, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 

@@ -16,6 +16,7 @@ from shardrt.kernels import cpu as K
 from shardrt.kernels import determinism, onednn
 from shardrt.kernels.cpu import _choice
 from shardrt.kernels.cpu.matmul import _by_blas, _by_onednn, matmul
+from tests.kernels.bits import bits, numbers
 
 pytestmark = pytest.mark.skipif(onednn.library() is None, reason="oneDNN is not installed")
 
@@ -25,16 +26,6 @@ kinds = pytest.mark.parametrize(
 )
 SIZES = [(1, 1, 1), (1, 5, 3), (7, 1, 3), (3, 64, 1), (33, 47, 65), (128, 64, 256), (200, 300, 100)]
 STEP = 2.0**-23  # of float32
-
-
-def numbers(*shape, seed=0):
-    return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
-
-
-def bits(x):
-    out = np.empty(x.shape, np.uint16)
-    K.cast.pack(np.ascontiguousarray(x).reshape(-1), out.reshape(-1), "bfloat16")
-    return out
 
 
 def widened(x):

@@ -8,5 +8,5 @@ the simulator            scheduler, streams with graph, memory, kernels; cuda pu
 libraries below CuPy     compiler (NVRTC), nccl with ring and rooms, products (cuBLAS), sorting
 to put it there          plug, start (a process), fixtures (single tests), plugin (tests/gpu), run (programs)
 tools                    mutations with programs, pairs, idle (a GPU that does nothing but count)
-jobs of tests            collectives, processes
+jobs of tests            processes
 """

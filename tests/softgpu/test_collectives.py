@@ -1,94 +1,398 @@
 """Sums over ranks on the GPU in software, NCCL's own and by the tree: in numbers, calls, waits, memory."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+import threading
+from collections import Counter, defaultdict
+from dataclasses import replace
+from itertools import product
+from threading import get_ident
 
+import ml_dtypes
+import numpy as np
 import pytest
 
-from tests.softgpu.available import missing
+import shardrt
+from models.gpt import GPT, GPTConfig
+from shardrt import device, nn, optim
+from shardrt import functional as F
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import init_device_mesh, ipc, thread
+from shardrt.device.cuda import CUDADevice
+from shardrt.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    memory_plan,
+    set_world_invariant,
+)
+from tests.mpi.contract import packed, unpacked, values
+from tests.softgpu.nccl import NcclCommunicator
 
-ROOT = Path(__file__).parent.parent.parent
+pytest.importorskip("cupy")
+MODES = ("late", "side first", "compute first")
+COUNTS = (0, 1, 7, 1000)  # elements per rank
+OPS = {"sum": np.sum, "prod": np.prod, "max": np.max, "min": np.min}
+SMALL = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=29)
 FLOAT = 2e-7  # what sums of a few float32 may be off, relative to their largest
+RANKS = pytest.mark.parametrize("ranks", [2, 3])
+REDUCTION = pytest.mark.parametrize("reduction", ["nccl", "tree"])
 
 
-@pytest.fixture(scope="module")
-def found():
-    """What a process with the software GPU has found."""
-    if missing():
-        pytest.skip(missing())
-    job = [sys.executable, "-m", "tests.softgpu.collectives"]
-    done = subprocess.run(job, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+# -- sums against float64
 
 
-@pytest.mark.parametrize("reduction", ["nccl", "tree"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_sums_are_those_of_float64_and_no_nan_is_lost(found, reduction, ranks):
+def on_ranks(size, reduction, body):
+    """What `body(communicator, device, stream)` gives on rank 0, where all ranks run it."""
+
+    def rank():
+        mesh = init_device_mesh("cuda", communicator="nccl", reduction=reduction)
+        return body(mesh.communicator("reduce"), mesh.device, mesh.stream("reduce"))
+
+    return thread.run(size, rank)[0]
+
+
+def uploaded(here, numbers):
+    array = here.asarray(numbers)
+    here.wait_here()
+    return array
+
+
+def read(here, stream, array):
+    stream.synchronize()
+    return here.to_numpy(array)
+
+
+def scattered(comm, here, stream):
+    """The worst error of reduce_scatter, relative to what the exact sum may be."""
+    worst = 0.0
+    cases = product(COUNTS, ("float32", "float64"), (1.0, 0.25, 1 / 3), (False, True), (False, True))
+    for count, dtype, scale, accumulate, in_place in cases:
+        own = slice(comm.rank * count, (comm.rank + 1) * count)
+        given = [values(rank, comm.size * count, dtype) for rank in range(comm.size)]
+        buffer = uploaded(here, given[comm.rank])
+        output = buffer[own] if in_place else uploaded(here, np.full(count, 3, dtype))
+        before = here.to_numpy(output).copy() if accumulate else 0.0
+        comm.reduce_scatter(output, buffer, stream=stream, scale=scale, accumulate=accumulate)
+        expected = before + scale * np.sum([part[own].astype(np.float64) for part in given], 0)
+        found = read(here, stream, output)
+        assert found.dtype == dtype
+        worst = max(worst, np.abs(found - expected).max(initial=0) / 4)
+        rest = np.delete(here.to_numpy(buffer), np.r_[own])
+        np.testing.assert_array_equal(rest, np.delete(given[comm.rank], np.r_[own]))
+    return float(worst)
+
+
+def in_16_bits(comm, here, stream):
+    """Kind -> the largest error of sums of 16-bit numbers, and that of a sum that is rounded at each rank."""
+    message = {}
+    for kind, accumulate, count in product(("bfloat16", "float16"), (False, True), COUNTS):
+        own = slice(comm.rank * count, (comm.rank + 1) * count)
+        bits = [packed(values(rank, comm.size * count, "float32"), kind) for rank in range(comm.size)]
+        buffer, output = uploaded(here, bits[comm.rank]), uploaded(here, np.full(count, 3, np.float32))
+        comm.reduce_scatter(output, buffer, stream=stream, scale=1.0, accumulate=accumulate, kind=kind)
+        parts = [unpacked(part, kind)[own] for part in bits]
+        expected = np.sum(parts, 0, np.float64) + 3 * accumulate
+        found = read(here, stream, output)
+        rounded, narrow = parts[0], ml_dtypes.bfloat16 if kind == "bfloat16" else np.float16
+        for part in parts[1:]:
+            rounded = (rounded + part).astype(narrow).astype(np.float32)
+        errors = message.setdefault(kind, [0.0, 0.0])
+        errors[0] = max(errors[0], float(np.abs(found - expected).max(initial=0)))
+        errors[1] = max(errors[1], float(np.abs(rounded - (expected - 3 * accumulate)).max(initial=0)))
+    return message
+
+
+def reduced(comm, here, stream):
+    """The worst error of all_reduce, as of `scattered`; integers must be exact, and nan must not be lost."""
+    worst = 0.0
+    for (op, exact), dtype, count in product(
+        OPS.items(), ("float32", "float64", "int32", "int64", "uint8"), (0, 1, 7, 30_000)
+    ):
+        given = [values(rank, count, dtype) for rank in range(comm.size)]
+        buffer = uploaded(here, given[comm.rank])
+        comm.all_reduce(buffer, op=op, stream=stream)
+        wide = np.float64 if "float" in dtype else np.int64
+        expected, found = exact(np.array(given, wide), 0).astype(dtype), read(here, stream, buffer)
+        if "int" in dtype or op in ("max", "min"):
+            np.testing.assert_array_equal(found, expected, err_msg=f"{op} {dtype}")
+        else:
+            worst = max(worst, float(np.abs(found - expected).max(initial=0)) / 4)
+    for op in ("max", "min", "sum"):
+        buffer = uploaded(here, np.array([np.nan if comm.rank == comm.size - 1 else 1.0, 2.0], np.float32))
+        comm.all_reduce(buffer, op=op, stream=stream)
+        assert np.isnan(read(here, stream, buffer)).tolist() == [True, False], op
+    comm.barrier(stream=stream)
+    part = comm.split(comm.rank % 2, comm.rank)
+    assert part.reduction == comm.reduction
+    part.close()
+    return worst
+
+
+@REDUCTION
+@RANKS
+def test_sums_are_those_of_float64_and_no_nan_is_lost(software, reduction, ranks):
     """With scales, added to what is there, in place; all types and ops."""
-    for what in ("scattered", "reduced"):
-        error = found["sums"][f"{what}, {reduction}, {ranks}"]
-        assert isinstance(error, float) and error <= FLOAT, (what, error)
+    assert on_ranks(ranks, reduction, scattered) <= FLOAT
+    assert on_ranks(ranks, reduction, reduced) <= FLOAT
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_nccl_adds_16_bits_as_a_sum_that_is_rounded_at_each_rank_and_the_tree_does_not(found, ranks):
-    for kind, (error, rounded) in found["sums"][f"in_16_bits, nccl, {ranks}"].items():
+@RANKS
+def test_nccl_adds_16_bits_as_a_sum_that_is_rounded_at_each_rank_and_the_tree_does_not(software, ranks):
+    for kind, (error, rounded) in on_ranks(ranks, "nccl", in_16_bits).items():
         assert 0 < error <= 2 * rounded, kind
-    for kind, (error, rounded) in found["sums"][f"in_16_bits, tree, {ranks}"].items():
+    for kind, (error, rounded) in on_ranks(ranks, "tree", in_16_bits).items():
         assert error <= FLOAT < rounded, kind
 
 
-def test_training_with_either_reduction_is_near_the_cpus_and_has_the_same_bits_however_late_streams_are(
-    found,
+# -- training
+
+
+def model_on(mesh, outermost=None, **settings):
+    """A GPT in units, of which the outermost has other settings as well."""
+    shardrt.manual_seed(0)
+    model = GPT(SMALL)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **settings)
+    if "mp_policy" in settings:
+        settings["mp_policy"] = replace(settings["mp_policy"], output_dtype="float32")  # the logits
+    return fully_shard(model, mesh=mesh, **settings | (outermost or {}))
+
+
+def texts(mesh, step):
+    """This rank's two rows."""
+    return np.random.default_rng([step, mesh.rank]).integers(0, SMALL.vocab_size, (2, SMALL.block_size + 1))
+
+
+def train(name, *, communicator="auto", reduction="nccl", shape=None, parts=1, **settings):
+    """Norms and weights of two steps in which the host reads nothing but the norm."""
+    mesh = init_device_mesh(name, shape, communicator=communicator, reduction=reduction)
+    model = model_on(mesh, **settings)
+    optimizer, norms = optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(2):
+        for _ in range(parts):
+            text = texts(mesh, step)
+            F.cross_entropy(model(text[:, :-1]), text[:, 1:]).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, full_state_dict(model)
+
+
+ON_HOST = CPUOffloadPolicy(parameters=False, optimizer_state=False)
+TRAINED = {  # by NCCL, with each reduction: ranks, in how many modes, how
+    "FULL_SHARD": (4, 3, {}),
+    "NO_SHARD": (4, 1, {"strategy": "NO_SHARD"}),
+    "HYBRID_SHARD": (4, 1, {"strategy": "HYBRID_SHARD", "shape": (2, 2)}),
+    "gradients on the host": (2, 1, {"offload_policy": ON_HOST, "parts": 2}),
+    "bfloat16": (4, 1, {"mp_policy": MixedPrecisionPolicy("bfloat16", "bfloat16")}),
+}
+
+
+def same(found, expected):
+    """To the bit."""
+    np.testing.assert_array_equal(found[0], expected[0])
+    for name, array in expected[1].items():
+        np.testing.assert_array_equal(found[1][name], array, err_msg=name)
+
+
+def near(found, expected):
+    """The largest difference of a norm or weight."""
+    differences = [np.abs(np.subtract(found[0], expected[0])).max()]
+    differences += [np.abs(found[1][name] - array).max() for name, array in expected[1].items()]
+    return float(max(differences))
+
+
+@REDUCTION
+def test_training_is_near_the_cpus_and_has_the_same_bits_however_late_streams_are(software, reduction):
+    """Also where gradients are on the host, and the first to wait for anything is who takes their norm.
+
+    By the tree all strategies train to the same bits; by NCCL not, or nothing here would tell them apart.
+    """
+    first = {}
+    for variant, (ranks, modes, settings) in TRAINED.items():
+        if (variant, reduction) == ("gradients on the host", "tree"):
+            continue  # nothing else
+        for mode in MODES[:modes]:
+            software.choose(mode, seed=1)
+            how = {"communicator": "nccl", "reduction": reduction, **settings}
+            found = thread.run(ranks, train, "cuda", **how)[0]
+            same(found, first.setdefault(variant, found))
+        expected = thread.run(ranks, train, "cpu", **settings)[0]
+        assert near(first[variant], expected) < (6e-2 if variant == "bfloat16" else 1e-5), variant
+    apart = [near(first[variant], first["FULL_SHARD"]) for variant in ("NO_SHARD", "HYBRID_SHARD")]
+    assert apart == [0, 0] if reduction == "tree" else apart[1] > 0
+
+
+def train_invariant(reduction):
+    mesh = init_device_mesh("cuda", communicator="nccl", reduction=reduction)
+    model = model_on(mesh)
+    set_world_invariant(model, 2)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(mesh.rank, 2, mesh.size):
+        text = np.random.default_rng(number).integers(0, SMALL.vocab_size, (2, SMALL.block_size + 1))
+        (F.cross_entropy(model(text[:, :-1]), text[:, 1:]) * 0.5).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return [norm], full_state_dict(model)
+
+
+def test_one_rank_and_two_train_to_the_same_bits_by_the_tree_and_nccls_sums_are_refused(software):
+    one, two = (thread.run(ranks, train_invariant, "tree")[0] for ranks in (1, 2))
+    same(two, one)
+    with pytest.raises(ValueError, match="reduction='tree'"):
+        thread.run(2, train_invariant, "nccl")
+
+
+# -- calls and waits
+
+
+@pytest.fixture
+def counting(software, monkeypatch):
+    """By thread: calls of NCCL from Python, launches, and waits of the host."""
+    found, inside = defaultdict(Counter), threading.local()
+
+    def count(owner, what, *names):
+        for name in names:
+            monkeypatch.setattr(owner, name, counted(getattr(owner, name), what))
+
+    def counted(function, what):
+        def call(*args):
+            outermost = not getattr(inside, "call", False)
+            found[get_ident()][what] += outermost
+            inside.call = True
+            try:
+                return function(*args)
+            finally:
+                inside.call = not outermost
+
+        return call
+
+    count(NcclCommunicator, "nccl", "allGather", "allReduce", "reduceScatter", "broadcast", "send", "recv")
+    count(software, "waits", "streamSynchronize", "eventSynchronize", "deviceSynchronize")
+    count(software, "launches", "launchKernel")
+    # A copy to memory that is not pinned waits inside, and CuPy then waits for the same.
+    count(software, "copies", "memcpyAsync")
+    return found
+
+
+def counted_step(reduction, norm_type, outermost, counting):
+    """Waits for the norm of a second step, and counts of all of that step."""
+    mesh = init_device_mesh("cuda", communicator="nccl", reduction=reduction)
+    model = model_on(mesh, {"strategy": outermost})
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    here = device.current()
+    seen = []
+    for step in range(2):
+        text = texts(mesh, step)
+        inputs, targets = (here.asarray(np.ascontiguousarray(part)) for part in (text[:, :-1], text[:, 1:]))
+        here.wait_here()
+        counting[get_ident()].clear()
+        F.cross_entropy(model(inputs), targets).backward()
+        before = Counter(counting[get_ident()])
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type)
+        seen = [counting[get_ident()]["waits"] - before["waits"]]
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(dict(counting[get_ident()]))
+    return seen
+
+
+STEPS = {  # reduction, kind of norm, strategy of the outermost unit: ranks, calls of NCCL
+    ("nccl", 2.0, "FULL_SHARD"): {2: 2 + 1 + 2, 4: 2 + 1 + 2},  # gathered, one of both again; reduced
+    ("tree", 2.0, "FULL_SHARD"): {2: 2 + 1 + 2 * 2 * 2, 4: 2 + 1 + 2 * 2 * 4},
+    ("nccl", 2.0, "NO_SHARD"): {2: None},
+    ("nccl", float("inf"), "NO_SHARD"): {2: None},
+}
+
+
+@pytest.mark.parametrize("how", STEPS, ids=str)
+def test_the_host_waits_once_in_a_step_for_the_norm_and_calls_are_those_of_the_reduction(
+    software, counting, how
 ):
-    """Also where gradients are on the host, and the first to wait for anything is who takes their norm."""
-    assert len(found["trained"]) == 9
-    for job, (modes, from_cpu, _) in found["trained"].items():
-        assert set(modes) == {None}, (job, modes)
-        assert from_cpu < (6e-2 if "bfloat16" in job else 1e-5), (job, from_cpu)
+    """A step takes as many calls of NCCL on 4 ranks as on 2, and by the tree more."""
+    software.choose("late", seed=1)
+    launches = []
+    for ranks, calls in STEPS[how].items():
+        in_norm, in_step = thread.run(ranks, counted_step, *how, counting)[0]
+        assert in_norm == in_step["waits"] == 1
+        assert calls in (None, in_step["nccl"])
+        launches.append(in_step["launches"])
+    assert how[0] == "tree" or launches[-1] <= launches[0]
 
 
-def test_by_the_tree_all_strategies_train_to_the_same_bits(found):
-    distances = {job: distance for job, (_, _, distance) in found["trained"].items()}
-    assert distances["NO_SHARD, tree"] == distances["HYBRID_SHARD, tree"] == 0
-    assert distances["HYBRID_SHARD, nccl"] > 0, "then the tests of both need not be told apart"
+# -- memory
 
 
-def test_one_rank_and_two_train_to_the_same_bits_by_the_tree_and_nccls_sums_are_refused(found):
-    assert found["invariant"]["tree"] is None
-    assert "reduction='tree'" in found["invariant"]["nccl"]
+@pytest.fixture
+def allocated(software, monkeypatch):
+    """By thread and kind: bytes asked for of the device, outside of CuPy's pool, and pinned on the host."""
+    found = defaultdict(Counter)
+
+    def count(name):
+        original = getattr(CUDADevice, name)
+
+        def counted(this, *args):
+            array = original(this, *args)
+            found[get_ident()][name] += array.nbytes
+            return array
+
+        monkeypatch.setattr(CUDADevice, name, counted)
+
+    count("buffer")
+    count("pinned")
+    return found
 
 
-def test_a_step_takes_as_many_calls_of_nccl_on_4_ranks_as_on_2_and_by_the_tree_more(found):
-    (_, two), (_, four) = found["counts"]["nccl, 2.0, FULL_SHARD"]
-    # Two units: gathered in forward, one of them again in backward; reduced.
-    assert two["nccl"] == four["nccl"] == 2 + 1 + 2
-    assert four["launches"] <= two["launches"]
-    (_, two), (_, four) = found["counts"]["tree, 2.0, FULL_SHARD"]
-    assert two["nccl"] == 2 + 1 + 2 * 2 * 2 and four["nccl"] == 2 + 1 + 2 * 2 * 4
+def planned(communicator, reduction, strategy, precision, allocated):
+    """[[planned on the device, on the host], [allocated there]]."""
+    shape = (2, 2) if "HYBRID" in strategy else None
+    mesh = init_device_mesh("cuda", shape, communicator=communicator, reduction=reduction)
+    model = model_on(mesh, strategy=strategy, mp_policy=MixedPrecisionPolicy(precision))
+    text = texts(mesh, 0)
+
+    def backward():
+        F.cross_entropy(model(text[:, :-1]), text[:, 1:]).backward()
+
+    plan = memory_plan(model, step=backward)
+    allocated[get_ident()].clear()
+    CUDADevice._uploads.fget(mesh.device)._pinned = lambda size: np.empty(size, np.uint8)  # not planned
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    backward()
+    optimizer.step()
+    mesh.device.wait_here()
+    expected = {name: count for name, count in plan.device.items() if name != "activations"}
+    return [
+        [sum(expected.values()), plan.host_bytes],
+        [allocated[get_ident()][name] for name in ("buffer", "pinned")],
+        dict(plan.device),
+        dict(plan.host),
+    ]
 
 
-def test_the_host_waits_once_in_a_step_for_the_norm_whatever_is_sharded_how(found):
-    for job, counts in found["counts"].items():
-        for in_norm, in_step in counts:
-            assert in_norm == in_step["waits"] == 1, job
+PLANS = [  # communicator, reduction, ranks, strategy, precision
+    ("nccl", "nccl", 4, "HYBRID_SHARD", "bfloat16"),
+    ("nccl", "tree", 4, "HYBRID_SHARD", "bfloat16"),
+    ("nccl", "tree", 2, "FULL_SHARD", "float32"),
+    ("staged", "tree", 4, "HYBRID_SHARD", "float32"),
+    ("staged", "tree", 2, "NO_SHARD", "bfloat16"),
+    ("ipc", "tree", 4, "HYBRID_SHARD", "bfloat16"),
+    ("ipc", "tree", 2, "NO_SHARD", "float32"),
+]
+SCRATCH = {  # of communicators, on the device and on the host
+    PLANS[0]: lambda there, here: there == here == 0,
+    PLANS[2]: lambda there, here: there > 0,
+    PLANS[3]: lambda there, here: here > 0,
+}
 
 
-def test_what_communicators_take_is_planned_to_the_byte(found):
+@pytest.mark.parametrize("how", PLANS, ids=str)
+def test_what_communicators_take_is_planned_to_the_byte(allocated, monkeypatch, how):
     """In float32 and bfloat16, on the GPU and pinned on the host."""
-    assert len(found["plans"]) == 7
-    for job, ranks in found["plans"].items():
-        assert not isinstance(ranks, str), (job, ranks)
-        for plan, allocated, *categories in ranks:
-            assert plan == allocated, (job, categories)
-    scratch = {
-        job: [categories.get("scratch of communicators", 0) for categories in ranks[0][2:]]
-        for job, ranks in found["plans"].items()
-    }
-    assert scratch["nccl, nccl, HYBRID_SHARD, bfloat16"] == [0, 0]
-    assert (
-        scratch["nccl, tree, FULL_SHARD, float32"][0] > 0 < scratch["staged, tree, HYBRID_SHARD, float32"][1]
-    )
+    monkeypatch.setattr(ipc, "_process", lambda: get_ident().to_bytes(16, "big"))  # threads pass for them
+    monkeypatch.setattr(CUDADevice, "export_memory", lambda self, array: array.data.ptr.to_bytes(64, "big"))
+    monkeypatch.setattr(CUDADevice, "open_memory", lambda self, handle: int.from_bytes(handle, "big"))
+    monkeypatch.setattr(CUDADevice, "close_memory", lambda self, address: None)
+    kind, reduction, ranks, *settings = how
+    for plan, taken, *categories in thread.run(ranks, planned, kind, reduction, *settings, allocated):
+        assert plan == taken, categories
+        scratch = [place.get("scratch of communicators", 0) for place in categories]
+        assert how not in SCRATCH or SCRATCH[how](*scratch)
