@@ -57,7 +57,7 @@ def measure(
     for title, job in jobs.items():
         one: dict[str, Any] = {}
         for count in [counts[0], *reversed(counts[1:])]:
-            name = f"{title}, FULL_SHARD, {count} GPU{'s' * (count > 1)}"
+            name = f"{title}, FULL_SHARD, {count} GPU{'s' if count > 1 else ''}"
             with run.guarded(name):
                 first = job is next(iter(jobs.values()))
                 given = {"job": job.settings(), "nbytes": nbytes if first and count > 1 else 0}

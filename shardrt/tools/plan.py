@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from shardrt.simulate.machine import Machine
-from shardrt.simulate.plan import COMMUNICATION, COMPUTING, HOST, MEMORY, Found, Plan, Refused, search
+from shardrt.simulate.plan import COMMUNICATION, COMPUTING, HOST, MEMORY, Found, Plan, search
 from shardrt.simulate.space import Candidate, candidates, combinations, words_for, words_of
 from shardrt.simulate.step import Simulated, simulated
 from shardrt.tools.scripts import FAILED, USAGE, add_script, of_script, positive
@@ -288,9 +288,13 @@ def _counts(found: Found, space: _Space) -> str:
         f"refused; dropped {too_large:,} that need no less than one that takes more, {slower:,} that can't "
         "be among the best"
     )
-    told += f", {skipped:,} like refused ones" * (skipped > 0)
-    minutes = f" when {space.options.minutes:g} minutes were over (--minutes)" * found.late
-    return told + f"; {found.left:,} left{minutes}" * (found.left > 0)
+    if skipped:
+        told += f", {skipped:,} like refused ones"
+    if found.left:
+        told += f"; {found.left:,} left"
+        if found.late:
+            told += f" when {space.options.minutes:g} minutes were over (--minutes)"
+    return told
 
 
 def _figures(each: Plan) -> str:
@@ -316,14 +320,10 @@ def _failures(found: Found, space: _Space) -> list[str]:
             if parts:
                 lines.append(f"   {place}, GB: {', '.join(shown)}")
         lines.append(f"   {space.simulate(each.candidate)}")
-    most = sorted(found.refused.values(), key=_times, reverse=True)
+    most = sorted(found.refused.values(), key=lambda each: each.times + each.skipped, reverse=True)
     for refused in most[:_TOLD]:
         lines.append(f"refused {refused.times}, not tried {refused.skipped}: {refused.line}")
         lines.append(f"   {space.simulate(refused.first)}")
     if len(most) > _TOLD:
         lines.append(f"and {len(most) - _TOLD} other refusals")
     return lines
-
-
-def _times(refused: Refused) -> int:
-    return refused.times + refused.skipped
