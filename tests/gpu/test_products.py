@@ -64,7 +64,7 @@ def test_gelu_in_the_epilogue(gpu, kind):
     assert off(gpu, inner, exact) < limit
     assert off(gpu, y, exact / (1 + np.exp(-2 * sqrt(2 / pi) * (exact + 0.044715 * exact**3)))) < 2 * limit
     if kind == "bfloat16":
-        assert _launch.backend().gemm_gelu(x, weight.T, bias, inner, y, lambda y: None)
+        assert _launch.backend().matmuls.gemm_gelu(x, weight.T, bias, inner, y, lambda y: None)
 
 
 @pytest.mark.parametrize("kind", TYPES)
