@@ -78,10 +78,13 @@ def plan(options: argparse.Namespace) -> int:
         say(f"error: {told(error)}", file=sys.stderr)
         return USAGE
 
+    def simulate(candidate: Candidate) -> Simulated:  # as the command that is printed for it
+        return simulated(space.script(candidate), options.ranks, machine, steps=options.steps)
+
     def found_of(words: Sequence[str]) -> Found:
         return search(
             space.candidates,
-            lambda candidate: _simulated(space, candidate, machine),
+            simulate,
             {"device": options.memory * 1e9, "host": options.host_memory * 1e9},
             best=_BEST,
             tries=options.tries,
@@ -147,11 +150,6 @@ def _space(
         offload=machine.host_link is not None,
     )
     return _Space(options, command, found, words_of(recipe))
-
-
-def _simulated(space: _Space, candidate: Candidate, machine: Machine) -> Simulated:
-    """As the command that is printed for it."""
-    return simulated(space.script(candidate), space.options.ranks, machine, steps=space.options.steps)
 
 
 def _module(name: str) -> ModuleType:
