@@ -1,11 +1,12 @@
 """Waits for a machine that others don't use, and says how much they used it meanwhile."""
 
-import os
 import resource
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+import psutil
 
 DISTURBED = 0.1  # cores that other processes used; beyond it a run's times are doubtful
 
@@ -57,11 +58,8 @@ def load_of_others(action: Callable[[], Any]) -> tuple[float, Any]:
 
 def busy_seconds() -> float:
     """Processor time that all processes of this machine have used, over all cores, and what its host kept."""
-    with open("/proc/stat", encoding="ascii") as file:
-        user, nice, system, _idle, _wait, irq, softirq, steal, *_ = (
-            int(word) for word in file.readline().split()[1:]
-        )
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system + times.irq + times.softirq + times.steal
 
 
 def children_seconds() -> float:

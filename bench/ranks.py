@@ -11,15 +11,19 @@ from pathlib import Path
 from bench.peers.launch import one_thread
 
 
+def launcher() -> str:
+    """The mpirun beside this Python, or else of the system; "" where there is none."""
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun") or ""
+
+
 def mpirun(
     words: Sequence[str], ranks: int, environment: Mapping[str, str] | None = None, timeout: float = 1800
 ) -> str:
     """What `mpirun -n ranks python *words` prints. Raises RuntimeError if it fails or hangs."""
-    beside = Path(sys.executable).with_name("mpirun")
-    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
-    if launcher is None:
+    if not (found := launcher()):
         raise RuntimeError("mpirun was not found beside python or on PATH: pip install mpich")
-    command = [launcher, "-n", str(ranks), sys.executable, *words]
+    command = [found, "-n", str(ranks), sys.executable, *words]
     environment = environment or one_thread()
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)

@@ -258,9 +258,11 @@ class ImageClassification:
         skipped = sorted(
             {file for files in all_gather_object(self._mesh.communicator("control"), own) for file in files}
         )
-        named = ", ".join(map(repr, skipped[:5])) + ", ..." * (len(skipped) > 5)
-        message = f"; {len(skipped)} images could not be read: {named}" * (len(skipped) > 0)
-        run.say(f"held-out images: {100 * self._last['held_out_accuracy']:.2f} % right{message}")
+        message = f"held-out images: {100 * self._last['held_out_accuracy']:.2f} % right"
+        if skipped:
+            named = ", ".join(map(repr, skipped[:5])) + (", ..." if len(skipped) > 5 else "")
+            message += f"; {len(skipped)} images could not be read: {named}"
+        run.say(message)
         labels = dict(enumerate(self.train.classes))
         names = {"id2label": labels, "label2id": {name: i for i, name in labels.items()}}
         self.recipe.leave(model, run, {PREPROCESSOR: self.preprocessor()} if run.directory else {}, **names)

@@ -179,7 +179,7 @@ class Language:
     def introduction(self) -> list[str]:
         """As Task."""
         config = self.shape
-        corpus, begun = self.corpus, f" from {self.recipe.init_from}" * self.recipe.pretrained
+        corpus, begun = self.corpus, f" from {self.recipe.init_from}" if self.recipe.pretrained else ""
         shape = f"{config.n_layer} x {config.n_embd}, T {self.per_sample}"
         if experts := getattr(config, "experts", 0):
             shape += f", {config.experts_per_token} of {experts} experts"

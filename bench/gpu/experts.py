@@ -131,11 +131,9 @@ def few(limit: int) -> Iterator[None]:
         grouped.FEW = before
 
 
-def with_host(
-    clock: Clock, works: list[Callable[[], Any]], calls: int = 20, rounds: int = 5
-) -> tuple[float, ...]:
+def with_host(clock: Clock, works: list[Callable[[], Any]]) -> tuple[float, ...]:
     """Seconds of a call of each where nothing is queued before: the least of rounds by turns."""
     for work in works:
         work()
-    times = [[clock.on_host(work, calls) for work in works] for _ in range(rounds)]
+    times = [[clock.on_host(work, calls=20) for work in works] for _ in range(5)]
     return tuple(map(min, zip(*times, strict=True)))

@@ -6,11 +6,9 @@ Imports no shardrt, which would set the threads of the ranks' BLAS in their envi
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from bench.gpu import needs
@@ -19,6 +17,7 @@ from bench.gpu.job import SIZES, Job
 from bench.gpu.report import of_peak
 from bench.gpu.state import Run
 from bench.gpu.training import CLOSE
+from bench.ranks import launcher
 
 COUNTS = (1, 2, 4, 8)
 NBYTES = 1 << 30  # of the array that all ranks have in the end, or have at first
@@ -50,14 +49,14 @@ def measure(
         run.add("FULL_SHARD on several GPUs", check=f"not run: this process sees {needs.gpus()} GPU")
         return
     mpirun = launcher()
-    if not mpirun:
+    if not mpirun or not needs.there("mpi4py"):
         missing = "mpirun" if needs.there("mpi4py") else "mpi4py"
         run.add("FULL_SHARD on several GPUs", error=f"not run: {missing} missing (pip install mpi4py mpich)")
         return
     for title, job in jobs.items():
         one: dict[str, Any] = {}
         for count in [counts[0], *reversed(counts[1:])]:
-            name = f"{title}, FULL_SHARD, {count} GPU{'s' * (count > 1)}"
+            name = f"{title}, FULL_SHARD, {count} GPU{'s' if count > 1 else ''}"
             with run.guarded(name):
                 first = job is next(iter(jobs.values()))
                 given = {"job": job.settings(), "nbytes": nbytes if first and count > 1 else 0}
@@ -66,13 +65,6 @@ def measure(
                 found = started([mpirun, "-n", str(count), *program])
                 one = one or (found if count == 1 else {})
                 add(run, name, job, count, found, one)
-
-
-def launcher() -> str:
-    """The mpirun beside this Python, or else of the system; "" where it or mpi4py is missing."""
-    beside = Path(sys.executable).parent / "mpirun"
-    found = str(beside) if beside.exists() else shutil.which("mpirun") or ""
-    return found if needs.there("mpi4py") else ""
 
 
 def started(command: list[str]) -> dict:

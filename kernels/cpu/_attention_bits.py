@@ -16,6 +16,29 @@ Array = Any
 TILE = 128  # queries: with 256 keys, their scores and gradients are 256 KiB in float32
 
 
+Span = tuple[slice, slice, int]  # of queries, of the keys for them, and the last of these that the first sees
+
+
+class Call(NamedTuple):
+    """One call of attention's forward or backward, as those of all its heads need it.
+
+    arrays: those of attention.forward or backward. spans: of each sequence. group: how many heads of queries
+    share one of keys and values. chunks: whether keys may be seen by both chunks of queries, or by none.
+    """
+
+    arrays: tuple[Array, ...]
+    spans: list[list[Span]]
+    group: int
+    chunks: bool
+    causal: bool
+    scale: Any
+
+    @property
+    def heads(self) -> int:
+        """Of queries, in a sequence."""
+        return self.arrays[0].shape[1]
+
+
 class _Heads(NamedTuple):
     """Where the rows of (batch, heads, time, head_dim) lie: an address, and the bytes between neighbours."""
 
@@ -33,14 +56,14 @@ class _Heads(NamedTuple):
         return onednn.described(count, self.width, self.row // self.item, 1, self.item)
 
 
-def forward(start: int, stop: int, *given: Any) -> None:
+def forward(start: int, stop: int, call: Call) -> None:
     """As attention._forward."""
-    onednn.library().with_threads(1, _forward, start, stop, *given)
+    onednn.library().with_threads(1, _forward, start, stop, call)
 
 
-def backward(start: int, stop: int, *given: Any) -> None:
+def backward(start: int, stop: int, call: Call) -> None:
     """As attention._backward."""
-    onednn.library().with_threads(1, _backward, start, stop, *given)
+    onednn.library().with_threads(1, _backward, start, stop, call)
 
 
 def tiles(time: int, keys: int, first: int, causal: bool) -> list[tuple[int, int, int]]:
@@ -49,23 +72,14 @@ def tiles(time: int, keys: int, first: int, causal: bool) -> list[tuple[int, int
     return [(low, high, first + high if causal else keys) for low, high in found]
 
 
-def _forward(
-    start: int,
-    stop: int,
-    kv_heads: int,
-    group: int,
-    arrays: tuple,
-    spans: list,
-    chunks: bool,
-    causal: bool,
-    scale: Any,
-) -> None:
+def _forward(start: int, stop: int, call: Call) -> None:
+    (arrays, spans, group, _, causal, scale), heads = call, call.heads
     q, k, v, y = map(heads_of, arrays[:4])
     lse = arrays[4]
     (memory,), (bits,) = _scratch(arrays[0], arrays[1], 1)
     ready: dict[tuple[int, int], tuple] = {}
     for number in range(start * group, stop * group):
-        sequence, head = divmod(number, kv_heads * group)
+        sequence, head = divmod(number, heads)
         for own, others, first in spans[sequence]:
             here = (sequence, head // group, others.start)
             for low, high, seen in tiles(own.stop - own.start, others.stop - others.start, first, causal):
@@ -88,17 +102,8 @@ def _products_forward(q: _Heads, k: _Heads, v: _Heads, y: _Heads, rows: int, see
     )
 
 
-def _backward(
-    start: int,
-    stop: int,
-    kv_heads: int,
-    group: int,
-    arrays: tuple,
-    spans: list,
-    chunks: bool,
-    causal: bool,
-    scale: Any,
-) -> None:
+def _backward(start: int, stop: int, call: Call) -> None:
+    (arrays, spans, group, chunks, causal, scale), heads = call, call.heads
     dy, q, k, v, y, lse, dq, dk, dv = arrays
     at = [heads_of(x) for x in (q, k, v, dq, dk, dv)]
     (memory, dmemory), (bits, dbits) = _scratch(q, k, 2)
@@ -106,7 +111,7 @@ def _backward(
     addresses = [x.ctypes.data for x in (memory, dmemory, bits, dbits, upper)]
     ready: dict[tuple[int, int, bool], tuple] = {}
     for number in range(start * group, stop * group):
-        sequence, head = divmod(number, kv_heads * group)
+        sequence, head = divmod(number, heads)
         if chunks and head % group == 0:  # keys may be seen by both chunks, or by none
             dk[sequence, head // group] = 0
             dv[sequence, head // group] = 0

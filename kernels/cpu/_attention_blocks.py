@@ -12,7 +12,7 @@ import numpy as np
 from numba import carray, types
 from numba.extending import intrinsic
 
-from shardrt.kernels.cpu._attention_bits import heads_of
+from shardrt.kernels.cpu._attention_bits import Call, heads_of
 from shardrt.kernels.cpu._jit import exp, larger, reordered_part
 from shardrt.kernels.cpu._vectors import VECTORS, WIDE, lanes, tile_sum, transpose_tile
 
@@ -28,55 +28,35 @@ def whole_blocks(keys: int) -> int:
     return -(-(-(-keys // ROWS) * ROWS) // WIDTH) * WIDTH
 
 
-def of_heads(
-    kernel: Callable,
-    scratch: tuple,
-    numbers: range,
-    group: int,
-    arrays: tuple,
-    spans: list,
-    chunks: bool,
-    causal: bool,
-    scale: Any,
-) -> None:
-    """Call `kernel` for each of these heads of queries and its spans, as attention._forward does."""
-    q, k, v, y = map(heads_of, arrays[:4])
-    lse, steps, heads = arrays[4], (q.row, k.row, v.row, y.row), arrays[0].shape[1]
-    for number in numbers:
-        sequence, head = divmod(number, heads)
-        for own, others, first in spans[sequence]:
-            here, there = (sequence, head, own.start), (sequence, head // group, others.start)
+def of_heads(kernel: Callable, scratch: tuple, start: int, stop: int, call: Call) -> None:
+    """Call `kernel` for each head of queries of these heads of keys, and each span, as attention._forward."""
+    q, k, v, y = map(heads_of, call.arrays[:4])
+    lse, steps = call.arrays[4], (q.row, k.row, v.row, y.row)
+    for number in range(start * call.group, stop * call.group):
+        sequence, head = divmod(number, call.heads)
+        for own, others, first in call.spans[sequence]:
+            here, there = (sequence, head, own.start), (sequence, head // call.group, others.start)
             places = q.at(*here), k.at(*there), v.at(*there), y.at(*here)
             sizes = own.stop - own.start, others.stop - others.start, first
-            kernel(places, steps, sizes, scale, lse[sequence, head, own], *scratch)
+            kernel(places, steps, sizes, call.scale, lse[sequence, head, own], *scratch)
 
 
-def of_heads_backward(
-    kernel: Callable,
-    scratch: tuple,
-    numbers: range,
-    group: int,
-    arrays: tuple,
-    spans: list,
-    chunks: bool,
-    causal: bool,
-    scale: Any,
-) -> None:
+def of_heads_backward(kernel: Callable, scratch: tuple, start: int, stop: int, call: Call) -> None:
     """As of_heads, for attention._backward."""
-    dy, q, k, v, y, lse, dq, dk, dv = arrays
+    dy, q, k, v, y, lse, dq, dk, dv = call.arrays
     of_queries, of_keys = [heads_of(x) for x in (dy, q, y, dq)], [heads_of(x) for x in (k, v, dk, dv)]
     steps = tuple(x.row for x in (*of_queries, *of_keys))
-    for number in numbers:
-        sequence, head = divmod(number, q.shape[1])
-        if chunks and head % group == 0:  # keys may be seen by both chunks, or by none
-            dk[sequence, head // group] = 0
-            dv[sequence, head // group] = 0
-        for own, others, first in spans[sequence]:
-            here, there = (sequence, head, own.start), (sequence, head // group, others.start)
+    for number in range(start * call.group, stop * call.group):
+        sequence, head = divmod(number, call.heads)
+        if call.chunks and head % call.group == 0:
+            dk[sequence, head // call.group] = 0
+            dv[sequence, head // call.group] = 0
+        for own, others, first in call.spans[sequence]:
+            here, there = (sequence, head, own.start), (sequence, head // call.group, others.start)
             places = (*(x.at(*here) for x in of_queries), *(x.at(*there) for x in of_keys))
             sizes = own.stop - own.start, others.stop - others.start, first
-            add = chunks or head % group > 0
-            kernel(places, steps, sizes, scale, lse[sequence, head, own], add, *scratch)
+            add = call.chunks or head % call.group > 0
+            kernel(places, steps, sizes, call.scale, lse[sequence, head, own], add, *scratch)
 
 
 @intrinsic

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.kernels.cpu import _vectors
+from shardrt.kernels.cpu._attention_bits import Call
 from shardrt.kernels.cpu._attention_blocks import (
     ROWS,
     WIDTH,
@@ -40,17 +41,15 @@ def suits(head_dim: int) -> bool:
     return _vectors.PAIRS and head_dim % WIDTH == 0
 
 
-def forward(start: int, stop: int, kv_heads: int, group: int, arrays: tuple, *how: Any) -> None:
+def forward(start: int, stop: int, call: Call) -> None:
     """As attention._forward."""
-    scratch = _operands(arrays[1].shape[2], arrays[0].shape[3])
-    of_heads(_forward, scratch, range(start * group, stop * group), group, arrays, *how)
+    of_heads(_forward, _operands(*call.arrays[1].shape[2:]), start, stop, call)
 
 
-def backward(start: int, stop: int, kv_heads: int, group: int, arrays: tuple, *how: Any) -> None:
+def backward(start: int, stop: int, call: Call) -> None:
     """As attention._backward."""
-    sizes = arrays[2].shape[2:]
-    scratch = (_operands(*sizes), *_operands_backward(*sizes))
-    of_heads_backward(_backward, scratch, range(start * group, stop * group), group, arrays, *how)
+    sizes = call.arrays[2].shape[2:]
+    of_heads_backward(_backward, (_operands(*sizes), *_operands_backward(*sizes)), start, stop, call)
 
 
 def _operands(keys: int, width: int) -> tuple[Array, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 from shardrt.kernels import onednn
 from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu import _attention_bits, _attention_pairs, _attention_rows
-from shardrt.kernels.cpu._attention_bits import TILE, tiles
+from shardrt.kernels.cpu._attention_bits import TILE, Call, Span, tiles
 from shardrt.kernels.cpu._blas import set_blas_threads
 from shardrt.kernels.cpu._jit import exp, larger, reordered
 from shardrt.kernels.cpu._threads import run_rows, threads
@@ -123,13 +123,10 @@ def _over_heads(
     rows = [None] * batch if starts is None else starts
     spans = [_spans(row, time, k.shape[2], causal, offsets) for row in rows]
     chunks = causal and (offsets != (0,) or k.shape[2] > time)
-    how = (spans, chunks, causal, scale)
-    run_rows(kernel, batch * kv_heads, work, kv_heads, heads // kv_heads, arrays, *how)
+    call = Call(arrays, spans, heads // kv_heads, chunks, causal, scale)
+    run_rows(kernel, batch * kv_heads, work, call)
     if split:
         set_blas_threads(threads())
-
-
-Span = tuple[slice, slice, int]  # of queries, of the keys for them, and the last of these that the first sees
 
 
 def _spans(starts: Array | None, time: int, keys: int, causal: bool, offsets: tuple[int, ...]) -> list[Span]:
@@ -147,20 +144,11 @@ def _spans(starts: Array | None, time: int, keys: int, causal: bool, offsets: tu
     return found
 
 
-def _forward(
-    start: int,
-    stop: int,
-    kv_heads: int,
-    group: int,
-    arrays: tuple,
-    spans: list[list[Span]],
-    chunks: bool,
-    causal: bool,
-    scale: Any,
-) -> None:
+def _forward(start: int, stop: int, call: Call) -> None:
+    (arrays, spans, group, _, causal, scale), heads = call, call.heads
     memory = np.empty(min(TILE, arrays[0].shape[2]) * arrays[1].shape[2], arrays[0].dtype)
     for number in range(start * group, stop * group):
-        sequence, head = divmod(number, kv_heads * group)
+        sequence, head = divmod(number, heads)
         for own, others, first in spans[sequence]:
             q, y, lse = (arrays[i][sequence, head, own] for i in (0, 3, 4))
             k, v = (arrays[i][sequence, head // group, others] for i in (1, 2))
@@ -171,20 +159,11 @@ def _forward(
                 np.matmul(scores, v[:seen], out=y[low:high])
 
 
-def _backward(
-    start: int,
-    stop: int,
-    kv_heads: int,
-    group: int,
-    arrays: tuple,
-    spans: list[list[Span]],
-    chunks: bool,
-    causal: bool,
-    scale: Any,
-) -> None:
+def _backward(start: int, stop: int, call: Call) -> None:
+    (arrays, spans, group, chunks, causal, scale), heads = call, call.heads
     memory, dmemory = np.empty((2, min(TILE, arrays[1].shape[2]) * arrays[2].shape[2]), arrays[1].dtype)
     for number in range(start * group, stop * group):
-        sequence, head = divmod(number, kv_heads * group)
+        sequence, head = divmod(number, heads)
         if chunks and head % group == 0:  # keys may be seen by both chunks, or by none
             arrays[7][sequence, head // group] = 0
             arrays[8][sequence, head // group] = 0

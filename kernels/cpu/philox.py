@@ -32,7 +32,7 @@ def normal(out: Array, seed: int, stream: int, offset: int, mean: float, std: fl
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-_LOW, _HALF_WORD, _TWO, _FOUR = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(2), np.uint64(4)
+_LOW, _HALF_WORD, _FOUR = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(4)
 
 
 @exact_part

@@ -20,7 +20,7 @@ from shardrt.kernels.cuda._cublaslt_plan import WORKSPACE
 from shardrt.kernels.cuda._cudnn import CuDNN
 from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
 from shardrt.kernels.cuda._cudnn_conv2d import CuDNNConv2d
-from shardrt.kernels.cuda._launch import STATIC_SHARED, Apart, Array, Group
+from shardrt.kernels.cuda._launch import STATIC_SHARED, Array, Group
 
 _PLENTY = (48 << 10) - STATIC_SHARED  # bytes of dynamic shared memory above which a kernel must be allowed it
 
@@ -77,53 +77,9 @@ class CuPyBackend:
         """Through pinned memory that CuPy keeps until the copy is made."""
         return cupy.asarray(values)
 
-    def gemm(
-        self,
-        a: Array,
-        b: Array,
-        out: Array,
-        *,
-        accumulate: bool,
-        bias: Array | None = None,
-        varied: bool = False,
-    ) -> None:
-        """By cublasLt."""
-        self._cublas_lt.gemm(a, b, out, accumulate=accumulate, bias=bias, varied=varied)
-
-    def gemm_gelu(
-        self, a: Array, b: Array, bias: Array | None, inner: Array, out: Array, apart: Apart
-    ) -> bool:
-        """By cublasLt, if it can and is faster."""
-        return self._cublas_lt.gemm_gelu(a, b, bias, inner, out, apart)
-
-    def gemm_gelu_backward(self, a: Array, b: Array, inner: Array, out: Array, apart: Apart) -> bool:
-        """By cublasLt, if it can and is faster."""
-        return self._cublas_lt.gemm_gelu_backward(a, b, inner, out, apart)
-
-    def gemm_sums(
-        self, a: Array, b: Array, out: Array, sums: Array, *, accumulate: bool, apart: Apart
-    ) -> bool:
-        """By cublasLt, if it can and is faster."""
-        return self._cublas_lt.gemm_sums(a, b, out, sums, accumulate=accumulate, apart=apart)
-
-    def gemm_float8(
-        self,
-        a: Array,
-        b: Array,
-        out: Array,
-        kinds: tuple[str, str],
-        scales: tuple[Array, Array],
-        *,
-        accumulate: bool,
-        bias: Array | None,
-        fast: bool,
-    ) -> None:
-        """By cublasLt."""
-        how = {"accumulate": accumulate, "bias": bias, "fast": fast}
-        self._cublas_lt.gemm_float8(a, b, out, kinds, scales, **how)
-
     @cached_property
-    def _cublas_lt(self) -> CublasLt:
+    def matmuls(self) -> CublasLt:
+        """cublasLt."""
         return CublasLt(_library(), self)
 
     def gemm_grouped(

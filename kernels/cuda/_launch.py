@@ -27,29 +27,8 @@ class NotOnGPU(ValueError):
     """Kernels of the GPU can't compute what those of the CPU can."""
 
 
-class Backend(Protocol):
-    """What runs a kernel."""
-
-    multiprocessors: int
-    shared: int  # bytes of shared memory, static and dynamic, that a block may have
-
-    def launch(
-        self,
-        file: str,
-        defines: tuple[tuple[str, str], ...],
-        function: str,
-        grid: tuple[int, int, int],
-        threads: int,
-        args: tuple,
-        shared: int,
-    ) -> None:
-        """Run `function` of FILE.cu, compiled with `defines`, in the current stream. args: as launch's."""
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Scratch memory that lives until the kernels launched so far have used it."""
-
-    def upload(self, values: np.ndarray) -> Array:
-        """A copy of a small array of the host, made when the current stream comes to it; nobody waits."""
+class Matmuls(Protocol):
+    """What computes matmuls of two factors."""
 
     def gemm(
         self,
@@ -96,6 +75,32 @@ class Backend(Protocol):
         fast: bool,
     ) -> None:
         """out = a b (+ bias along the last axis) (+ out), of bits of float8, times two scales."""
+
+
+class Backend(Protocol):
+    """What runs a kernel."""
+
+    multiprocessors: int
+    shared: int  # bytes of shared memory, static and dynamic, that a block may have
+    matmuls: Matmuls
+
+    def launch(
+        self,
+        file: str,
+        defines: tuple[tuple[str, str], ...],
+        function: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        args: tuple,
+        shared: int,
+    ) -> None:
+        """Run `function` of FILE.cu, compiled with `defines`, in the current stream. args: as launch's."""
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Scratch memory that lives until the kernels launched so far have used it."""
+
+    def upload(self, values: np.ndarray) -> Array:
+        """A copy of a small array of the host, made when the current stream comes to it; nobody waits."""
 
     def gemm_grouped(
         self, a: Array, b: Array, out: Array, groups: Sequence[Group], *, accumulate: bool
@@ -231,9 +236,9 @@ def vectors(*arrays: Array | None) -> bool:
     return not any([array is not None and address(array) % 16 for array in arrays])
 
 
-def blocks_for(count: int, per_thread: int, threads: int = THREADS) -> int:
+def blocks_for(count: int, per_thread: int) -> int:
     """Enough blocks for `count` elements, `per_thread` a turn, and not more than keep the GPU busy."""
-    return min(-(-count // (per_thread * threads)), 8 * backend().multiprocessors)
+    return min(-(-count // (per_thread * THREADS)), 8 * backend().multiprocessors)
 
 
 def tiles_for(count: int, ranges: int) -> int:

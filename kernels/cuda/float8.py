@@ -74,4 +74,4 @@ def matmul(
 
     Raises RuntimeError (NoSuchProduct) where cublasLt can't.
     """
-    backend().gemm_float8(a, b.T, out, kinds, scales, accumulate=accumulate, bias=bias, fast=fast)
+    backend().matmuls.gemm_float8(a, b.T, out, kinds, scales, accumulate=accumulate, bias=bias, fast=fast)

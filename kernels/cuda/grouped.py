@@ -85,7 +85,7 @@ def _in_one_call(a: Array, b: Array, out: Array, groups: list[Group], accumulate
 
 
 def _product(a: Array, b: Array, out: Array, accumulate: bool) -> None:
-    _launch.backend().gemm(a, b, out, accumulate=accumulate, varied=True)
+    _launch.backend().matmuls.gemm(a, b, out, accumulate=accumulate, varied=True)
 
 
 def _in_tiles(function: str, groups: list[Group], rows: Array, weight: Array, out: Array) -> None:

@@ -27,7 +27,7 @@ def forward(x: Array, weight: Array, bias: Array | None, y: Array) -> None:
     elif bias is None:
         matmul(x, weight.T, y)
     else:
-        _launch.backend().gemm(x, weight.T, y, accumulate=False, bias=bias)
+        _launch.backend().matmuls.gemm(x, weight.T, y, accumulate=False, bias=bias)
 
 
 def forward_gelu(x: Array, weight: Array, bias: Array | None, inner: Array, y: Array) -> None:
@@ -37,7 +37,7 @@ def forward_gelu(x: Array, weight: Array, bias: Array | None, inner: Array, y: A
         forward(x, weight, bias, inner)
         gelu_tanh_forward(inner.reshape(-1), y.reshape(-1))
 
-    if not (x.size and _launch.backend().gemm_gelu(x, weight.T, bias, inner, y, apart)):
+    if not (x.size and _launch.backend().matmuls.gemm_gelu(x, weight.T, bias, inner, y, apart)):
         apart(y)
 
 
@@ -77,7 +77,7 @@ def backward_input_gelu(dy: Array, weight: Array, inner: Array, dinner: Array) -
         backward_input(dy, weight, dinner)
         backward_gelu(dinner, inner, dinner, None, False)
 
-    return bool(dy.size) and _launch.backend().gemm_gelu_backward(dy, weight, inner, dinner, apart)
+    return bool(dy.size) and _launch.backend().matmuls.gemm_gelu_backward(dy, weight, inner, dinner, apart)
 
 
 def backward_weight(x: Array, dy: Array, dweight: Array, accumulate: bool, first: int = 0) -> None:
@@ -107,7 +107,7 @@ def backward_parameters(
     if x.size and dweight.dtype == kind:  # sums come in the type of dweight
         direct = not accumulate_bias and dbias.dtype == kind and _launch.vectors(dbias)
         sums = dbias if direct else _launch.empty(dbias.shape, kind)
-        if _launch.backend().gemm_sums(dy.T, x, dweight, sums, accumulate=accumulate, apart=apart):
+        if _launch.backend().matmuls.gemm_sums(dy.T, x, dweight, sums, accumulate=accumulate, apart=apart):
             if not direct:
                 combine_blocks(sums.reshape(1, -1), dbias, accumulate_bias)
             return

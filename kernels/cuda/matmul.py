@@ -16,7 +16,7 @@ def matmul(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> None:
         if not accumulate:
             out.fill(0)
         return
-    _launch.backend().gemm(readable(a), readable(b), out, accumulate=accumulate)
+    _launch.backend().matmuls.gemm(readable(a), readable(b), out, accumulate=accumulate)
 
 
 def readable(x: Array) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.checkpoint import rankfile
-from shardrt.checkpoint.disk import Disk
+from shardrt.checkpoint.disk import Disk, write_file
 from shardrt.checkpoint.manifest import BLOCK, Damaged, Manifest, SavedFile
 from shardrt.checkpoint.store import MANIFEST, Store, is_here, read_manifest
 from shardrt.comm import objects
@@ -137,23 +137,19 @@ def _move(
                 for place in places:
                     control.send(block.copy(), peer=place, stream=stream, tag=file.name, direct=True)
     elif control.rank in places:
-        taken = iter(range(count))
+        left = iter(lengths)
 
-        def block(number: int) -> bytes:
-            data = np.empty(lengths[next(taken)], np.uint8)
+        def next_block(number: int) -> bytes:
+            data = np.empty(next(left), np.uint8)
             control.recv(data, peer=owner, stream=stream, tag=file.name, direct=True)
             return data.tobytes()
 
         try:
-            _receive(disk, path, file, block)
+            _receive(disk, path, file, next_block)
         finally:
-            for number in taken:  # so that its sender can go on
+            for length in left:  # so that its sender can go on
                 control.recv(
-                    np.empty(lengths[number], np.uint8),
-                    peer=owner,
-                    stream=stream,
-                    tag=file.name,
-                    direct=True,
+                    np.empty(length, np.uint8), peer=owner, stream=stream, tag=file.name, direct=True
                 )
 
 
@@ -183,10 +179,5 @@ def _write(disk: Disk, path: Path, data: bytes) -> None:
     if not data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    out = disk.create(path)
-    try:
-        disk.write(out, memoryview(data))
-        disk.sync(out)
-    finally:
-        disk.close(out)
+    write_file(disk, path, data)
     disk.sync_directory(path.parent)

@@ -87,7 +87,7 @@ def ls(options: argparse.Namespace) -> int:
         try:
             manifest = read_manifest(path, part=True)
             size = sum(file.bytes for file in manifest.files) / 1e6
-            ranks = f"{len(manifest.files)} rank{'s' * (len(manifest.files) != 1)}"
+            ranks = f"{len(manifest.files)} rank{'s' if len(manifest.files) != 1 else ''}"
             part = _part(path, manifest)
             say(f"{path}  step {manifest.step}  {size:.1f} MB  {ranks}{'  ' if part else ''}{part}")
         except (Damaged, OSError) as error:

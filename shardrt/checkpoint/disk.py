@@ -11,11 +11,8 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-_NO_DIRECTORIES = (
-    errno.EINVAL,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-)  # what a file system says that syncs files only
+# What a file system says that syncs files only.
+_NO_DIRECTORIES = errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS
 
 
 class Disk:
@@ -80,6 +77,16 @@ class Disk:
         while path.exists():
             with suppress(FileNotFoundError):
                 shutil.rmtree(path)
+
+
+def write_file(disk: Disk, path: Path, data: bytes) -> None:
+    """Make a file with these bytes, and wait until they are on the disk. Raises FileExistsError, OSError."""
+    file = disk.create(path)
+    try:
+        disk.write(file, memoryview(data))
+        disk.sync(file)
+    finally:
+        disk.close(file)
 
 
 def _set_direct(file: int, wanted: bool) -> bool:

@@ -81,10 +81,8 @@ def check_kinds(wanted: list[Piece], optimizer: Optimizer, manifest: Manifest, f
     """
     there = {(piece.kind, piece.parameter) for piece in manifest.pieces}
     kept = {(p.kind, p.parameter) for p in wanted if p.kind != PARAMETER and not begins(p, manifest)}
-    names, unknown = (
-        optimizer.state_names,
-        sorted({kind for kind, _ in there} - {PARAMETER, *optimizer.state_names}),
-    )
+    names = optimizer.state_names
+    unknown = sorted({kind for kind, _ in there} - {PARAMETER, *names})
     missing = sorted(kept - there)
     if missing or unknown:
         has = f"has no {missing[0][0]!r} of {missing[0][1]!r}" if missing else f"has {unknown[0]!r}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
-from shardrt.checkpoint.disk import Disk
+from shardrt.checkpoint.disk import Disk, write_file
 from shardrt.checkpoint.manifest import LARGEST, SMALL, Damaged, Manifest, SavedFile
 from shardrt.checkpoint.rankfile import Reader
 
@@ -52,7 +52,7 @@ class Store:
         """
         target = self.root / self.name(manifest.step)
         replaced = self.root / f"{_REPLACED}{target.name}"
-        self._write_manifest(temporary, manifest)
+        write_file(self.disk, temporary / MANIFEST, manifest.dump())
         if read_manifest(temporary, part) != manifest:
             raise Damaged(f"{temporary / MANIFEST}: it reads back as something else than what was written")
         self.disk.sync_directory(temporary)
@@ -78,15 +78,6 @@ class Store:
     def give_up(self, folder: Path) -> None:
         """Remove what was begun and will not be published. Raises OSError."""
         self.disk.remove(folder)
-
-    def _write_manifest(self, folder: Path, manifest: Manifest) -> None:
-        data = manifest.dump()
-        file = self.disk.create(folder / MANIFEST)
-        try:
-            self.disk.write(file, memoryview(data))
-            self.disk.sync(file)
-        finally:
-            self.disk.close(file)
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """(step, directory) of all that were published, the newest first."""

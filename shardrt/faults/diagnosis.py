@@ -63,7 +63,7 @@ def blame(
     verb = "is" if len(found) == 1 else "are"
     waiters = ranks([flight.rank for flight in waiting])
     who = ranks(found, hosts)
-    return f"{who} {verb} behind: {waiters} wait{'s' * (len(waiting) == 1)} in {', '.join(calls)}"
+    return f"{who} {verb} behind: {waiters} wait{'s' if len(waiting) == 1 else ''} in {', '.join(calls)}"
 
 
 def unseen(flights: Sequence[Flight], hosts: Sequence[str]) -> list[int]:
@@ -127,7 +127,7 @@ def ranks(group: Sequence[int], hosts: Sequence[str] = ()) -> str:
     """rank 1; ranks 0,2,3; where there are several hosts, ranks 2,3 on node1"""
     there = list(dict.fromkeys(hosts[rank] for rank in group)) if len(set(hosts)) > 1 else []
     where = f" on {', '.join(there)}" if there else ""
-    return f"rank{'s' * (len(group) > 1)} {','.join(map(str, group))}{where}"
+    return f"rank{'s' if len(group) > 1 else ''} {','.join(map(str, group))}{where}"
 
 
 def _silence(flight: Flight, now: float) -> float:

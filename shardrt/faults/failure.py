@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardrt.comm import supervision
@@ -34,9 +35,18 @@ _FORWARDING = 0.1  # seconds: MPICH's launcher loses what it has not passed on w
 _SILENCE = 0.1  # seconds until a rank that has left tells those that go on
 _LEFT = 1  # tag of that message
 
-_job: "_Job | None" = None
-_witnesses: list[Callable[[str], None]] = []
-_memory: list[Callable[[], str]] = []
+
+@dataclass
+class _Process:
+    """What this module keeps for the process, whose sys.exit and excepthooks it replaces: there is one."""
+
+    job: "_Job | None" = None  # with install_hooks
+    witnesses: list[Callable[[str], None]] = field(default_factory=list)
+    memory: Callable[[], str] | None = None  # what a rank that is out of memory prints as well
+    exit_status: Any = None  # of the sys.exit that ended the program
+
+
+_process = _Process()
 
 
 def install_hooks(mpi: Any, node: Any) -> None:
@@ -48,63 +58,64 @@ def install_hooks(mpi: Any, node: Any) -> None:
     of them to fail prints its traceback, the others a line each. Of several hosts that of rank 0 goes first:
     often ranks of all fail alike, and one message will do. Collective over both.
     """
-    global _job
-    if _job is not None:
+    if _process.job is not None:
         return
-    _job = _Job(mpi, mpi.allgather(socket.gethostname()) if node.size < mpi.size else [])
-    sys.excepthook = _job.on_exception  # before anything that one rank alone may fail at
-    threading.excepthook = _job.on_thread_exception
+    job = _process.job = _Job(mpi, mpi.allgather(socket.gethostname()) if node.size < mpi.size else [])
+    sys.excepthook = job.on_exception  # before anything that one rank alone may fail at
+    threading.excepthook = job.on_thread_exception
     sys.exit = _exit
-    atexit.register(_job.on_program_end)
-    _job.share_lock(node)
+    atexit.register(job.on_program_end)
+    job.share_lock(node)
     if node.rank == 0:  # every rank of the node has mapped the segment: all have met in share_lock
         _secure_segments()
 
 
 def tell(witness: Callable[[str], None]) -> None:
     """Have `witness(how)` called when this rank is about to end the job."""
-    _witnesses.append(witness)
+    _process.witnesses.append(witness)
 
 
 def forget(witness: Callable[[str], None]) -> None:
     """Undo `tell`."""
-    _witnesses.remove(witness)
+    _process.witnesses.remove(witness)
 
 
 def describe_memory(function: Callable[[], str]) -> None:
     """A rank that runs out of memory will also print `function()`, such as the memory plan."""
-    _memory[:] = [function]
+    _process.memory = function
 
 
 def end_job(report: str, code: int) -> None:
     """Print `report` and end all ranks at once, from any thread."""
-    if _job is not None:
-        _job.end(report, code)
-    for witness in list(_witnesses):
-        witness(report)
+    if _process.job is not None:
+        _process.job.end(report, code)
+    _call_witnesses(report)
     _say(report)
     os._exit(code)
 
 
 def ending() -> bool:
     """Whether this rank has come to its end, and only waits for the others, or ends the job."""
-    return _job is not None and _job.at_end
+    return _process.job is not None and _process.job.at_end
 
 
 def exit_code() -> int:
     """The code with which this program ends, by what it gave to sys.exit."""
-    return _Exit.status if isinstance(_Exit.status, int) else int(_Exit.status is not None)
+    status = _process.exit_status
+    return status if isinstance(status, int) else int(status is not None)
 
 
 def departed() -> set[int]:
     """The ranks whose programs have ended while this one runs, as far as they have said so."""
-    return _job.departed() if _job is not None else set()
+    return _process.job.departed() if _process.job is not None else set()
 
 
 def at(ranks: Sequence[int]) -> str:
     """ " on node1" for ranks that are all on one of several hosts; else ""."""
-    hosts = {_job.hosts[rank] for rank in ranks} if _job is not None and _job.hosts else ()
-    return f" on {next(iter(hosts))}" if len(hosts) == 1 else ""
+    if _process.job is None or not _process.job.hosts:
+        return ""
+    hosts = {_process.job.hosts[rank] for rank in ranks}
+    return f" on {hosts.pop()}" if len(hosts) == 1 else ""
 
 
 def code_of(error: BaseException) -> int:
@@ -134,8 +145,8 @@ def out_of_memory(error: BaseException) -> str:
     root = _root(error, MemoryError)
     lines = [f"out of memory: {root}" if str(root) else "out of memory"]
     lines.append(f"{resident_bytes() / 1e6:.1f} MB are resident{_limit()}")
-    for function in _memory:
-        lines.append(function())
+    if _process.memory is not None:
+        lines.append(_process.memory())
     return "\n".join(lines) + "\n"
 
 
@@ -185,7 +196,7 @@ class _Job:
         self.at_end, code = True, exit_code()
         programs = self._leaving.Ibarrier()
         if code and not _done(programs, _PATIENCE):
-            self.end(f"{self._name} called sys.exit({_Exit.status!r})\n", code)
+            self.end(f"{self._name} called sys.exit({_process.exit_status!r})\n", code)
         finish_streams()  # a rank of which a stream takes part in a collective has not left
         everyone = self._leaving.Ibarrier()
         for function in supervision.last_words:
@@ -255,8 +266,7 @@ class _Job:
         turn: seconds before, in which another rank may do so.
         """
         self.at_end = True
-        for witness in list(_witnesses):
-            witness(how or report)
+        _call_witnesses(how or report)
         end = threading.Timer(turn + _PATIENCE, os._exit, (code,))
         end.daemon = True
         try:
@@ -264,10 +274,8 @@ class _Job:
         except (RuntimeError, MemoryError):  # no memory for a thread: Abort alone has to do
             end = None
         self._wait_turn(turn)
-        with (
-            self._lock,
-            _locked(self._file) as first,
-        ):  # whoever comes later aborts only after this is written
+        # A rank that comes later aborts only after this is written.
+        with self._lock, _locked(self._file) as first:
             with suppress(OSError):
                 sys.stdout.flush()
             _say(first_report if first and first_report else report)
@@ -309,19 +317,22 @@ def _limit() -> str:
 class _Exit(SystemExit):
     """What sys.exit raises. Python calls no hook for an uncaught SystemExit, but it reads its `code`."""
 
-    status: Any = None  # of the one that ended the program
-
     @property
     def code(self) -> Any:
         status = self.args[0] if self.args else None
         if sys._getframe().f_back is None:  # read by the interpreter itself, so nothing has caught it
-            _Exit.status = status
+            _process.exit_status = status
         return status
 
 
 def _exit(status: Any = None) -> None:
     """In place of sys.exit."""
     raise _Exit(status)
+
+
+def _call_witnesses(how: str) -> None:
+    for witness in list(_process.witnesses):
+        witness(how)
 
 
 def _say(report: str) -> None:

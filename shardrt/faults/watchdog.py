@@ -208,7 +208,8 @@ class Watch:
 
     def _run(self) -> None:
         seen, idle, before = -1, 0.0, time.monotonic()
-        tick = min([_BEAT, *(limit / 8 for limit in self._all_limits() if limit)])
+        limits = self.limits.step, self.limits.set_up, self.limits.save, self.limits.evaluation
+        tick = min([_BEAT, *(limit / 8 for limit in limits if limit)])
         while not self._stop.wait(tick):
             threads.enter()
             now = time.monotonic()
@@ -229,9 +230,6 @@ class Watch:
         known = reach.addresses(dict.fromkeys(host for host in self._hosts if host != own))
         heard = reach.answering(known, reports.LISTENING)
         self._addresses = {host: known[host] for host in known if host in heard}
-
-    def _all_limits(self) -> list[float]:
-        return [self.limits.step, self.limits.set_up, self.limits.save, self.limits.evaluation]
 
     def _limit(self) -> float:
         steps = list(self._durations)

@@ -123,7 +123,10 @@ class _Merge:
                 moved |= done > 0
             # Ranks may call different communicators in different orders, in several streams.
             if not moved and not any([self._overtake(number) for number in range(len(self.left))]):
-                raise ValueError(f"the programs wait for each other: {'; '.join(self._stuck())}")
+                stuck = [
+                    _reported(self.order.programs[n], left[0][0]) for n, left in enumerate(self.left) if left
+                ]
+                raise ValueError(f"the programs wait for each other: {'; '.join(stuck)}")
         return self.order
 
     def _steps(self, number: int) -> list[tuple[int, str]]:
@@ -240,9 +243,6 @@ class _Merge:
             if thread == HOST:
                 break
         return False
-
-    def _stuck(self) -> list[str]:
-        return [_reported(self.order.programs[n], left[0][0]) for n, left in enumerate(self.left) if left]
 
 
 def _reported(program: Program, index: int) -> str:

@@ -32,7 +32,7 @@ class Proof:
         for verdict in (NEEDED, COVERED, NEVER):
             lines = [str(site) for site in self.waits if site.verdict == verdict]
             if lines:
-                parts.append("\n".join([f"waits {verdict}{' others' * (verdict == COVERED)}", *lines]))
+                parts.append("\n".join([f"waits {verdict}{' others' if verdict == COVERED else ''}", *lines]))
         return "\n\n".join(parts)
 
 

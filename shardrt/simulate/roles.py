@@ -27,13 +27,13 @@ class Apart(BaseException):
         self.digits = digits
 
 
-def roles_of(digits: MeshLayout, ranks: int, column: int = 0) -> Roles:
-    """Ranks of one place along `digits` have one role. column: which of each is recorded; the first."""
+def roles_of(digits: MeshLayout, ranks: int) -> Roles:
+    """Ranks of one place along `digits` have one role, whose first rank is recorded."""
     if not digits:
-        return {column: range(ranks)}
+        return {0: range(ranks)}
     places = mesh_layout.index_in(digits, np.arange(ranks))
     members = [np.flatnonzero(places == place).tolist() for place in range(mesh_layout.size_of(digits))]
-    return {some[column]: some for some in members}
+    return {some[0]: some for some in members}
 
 
 def recorded(

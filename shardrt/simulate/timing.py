@@ -82,13 +82,13 @@ class Timing:
                 )
         return dict(found)
 
-    def exposed(self, number: int, step: int = -1) -> dict[str, float]:
-        """Seconds of a step's collectives and messages, by label, in which no kernel of the rank ran.
+    def exposed(self, number: int) -> dict[str, float]:
+        """Seconds of the last step's collectives and messages, by label, in which no kernel of the rank ran.
 
         "" is that of all together. Where several run at a time each has its part of it: labels add up to all.
         """
         working, moving = [], defaultdict(list)
-        for index, item in self.items_of(number, step):
+        for index, item in self.items_of(number):
             span = self.began[number][index], self.ended[number][index]
             if isinstance(item, Work):
                 working.append(span)

@@ -1,11 +1,12 @@
 """What became of a run: from the flight files of its ranks and its metrics, whoever is still alive."""
 
-import os
 import socket
 import time
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from shardrt.faults import diagnosis
 from shardrt.faults.flight import DONE, Flight, read_all
@@ -16,6 +17,7 @@ from shardrt.untrusted import Refused, read_regular, strict_json
 DATA = 65  # nothing here can be read
 _LARGEST = 1 << 30  # bytes of a text
 _ALIVE = 5.0  # seconds since the last beat
+_SAME = 300.0  # seconds between the begins of a rank and of a process that may be it
 _EAR = 0.2  # seconds from look to look of one that listens
 _ASKED = "exit code 75"  # how a rank ended that was asked to stop, and has saved
 
@@ -160,10 +162,11 @@ def _all_done(flights: list[Flight]) -> bool:
 def _alive(flight: Flight) -> bool:
     if flight.ended:
         return False
-    fields = _process(flight.pid)
-    if _is_here(flight) and (not fields or fields[0] in "ZX"):
+    status, began = _process(flight.pid)
+    if _is_here(flight) and status in ("", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return False  # or nobody has asked yet how it ended
-    return time.time() - flight.life < _ALIVE or _stopped(flight, fields)
+    stopped = status == psutil.STATUS_STOPPED and abs(began - flight.began) < _SAME
+    return stopped or time.time() - flight.life < _ALIVE
 
 
 def _is_here(flight: Flight) -> bool:
@@ -182,21 +185,13 @@ def _heard(folder: Path, flights: list[Flight], seconds: float) -> set[int]:
     return living
 
 
-def _process(pid: int) -> list[str]:
-    """What /proc says of a process of this machine, from its state on; [] where there is none."""
+def _process(pid: int) -> tuple[str, float]:
+    """The status of a process of this machine, "" where there is none, and when it began."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _stopped(flight: Flight, fields: list[str]) -> bool:
-    """Whether that very process is there, and stopped."""
-    if not fields or fields[0] != "T":
-        return False
-    began = time.time() - time.monotonic() + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return abs(began - flight.began) < 300
+        process = psutil.Process(pid)
+        return process.status(), process.create_time()
+    except psutil.Error:
+        return "", 0.0
 
 
 def _metrics(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from shardrt._kernel_cache import wanted
 from shardrt.device import cuda
+from shardrt.tools.hosts import launcher
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -136,11 +137,10 @@ def kernel_cache(sources: Path) -> dict[str, Any]:
 
 def _self_test() -> str:
     """ "well", or what went wrong when two ranks added up some numbers."""
-    beside = Path(sys.executable).parent / "mpirun"
-    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
-    if launcher is None:
+    mpirun = launcher()
+    if not mpirun:
         return "no mpirun: pip install mpich"
-    message = _asked([launcher, "-n", "2", sys.executable, "-c", _SELF_TEST])
+    message = _asked([*mpirun, "-n", "2", sys.executable, "-c", _SELF_TEST])
     return message if isinstance(message, str) and message else "well"
 
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from shardrt.simulate.machine import Machine
-from shardrt.simulate.plan import COMMUNICATION, COMPUTING, HOST, MEMORY, Found, Plan, Refused, search
+from shardrt.simulate.plan import COMMUNICATION, COMPUTING, HOST, MEMORY, Found, Plan, search
 from shardrt.simulate.space import Candidate, candidates, combinations, words_for, words_of
 from shardrt.simulate.step import Simulated, simulated
 from shardrt.tools.scripts import FAILED, USAGE, add_script, of_script, positive
@@ -78,10 +78,13 @@ def plan(options: argparse.Namespace) -> int:
         say(f"error: {describe_error(error)}", file=sys.stderr)
         return USAGE
 
+    def simulate(candidate: Candidate) -> Simulated:  # as the command that is printed for it
+        return simulated(space.script(candidate), options.ranks, machine, steps=options.steps)
+
     def found_of(words: Sequence[str]) -> Found:
         return search(
             space.candidates,
-            lambda candidate: _simulated(space, candidate, machine),
+            simulate,
             {"device": options.memory * 1e9, "host": options.host_memory * 1e9},
             best=_BEST,
             tries=options.tries,
@@ -147,11 +150,6 @@ def _space(
         offload=machine.host_link is not None,
     )
     return _Space(options, command, found, words_of(recipe))
-
-
-def _simulated(space: _Space, candidate: Candidate, machine: Machine) -> Simulated:
-    """As the command that is printed for it."""
-    return simulated(space.script(candidate), space.options.ranks, machine, steps=space.options.steps)
 
 
 def _module(name: str) -> ModuleType:
@@ -288,9 +286,13 @@ def _counts(found: Found, space: _Space) -> str:
         f"refused; dropped {too_large:,} that need no less than one that takes more, {slower:,} that can't "
         "be among the best"
     )
-    text += f", {skipped:,} like refused ones" * (skipped > 0)
-    minutes = f" when {space.options.minutes:g} minutes were over (--minutes)" * found.late
-    return text + f"; {found.left:,} left{minutes}" * (found.left > 0)
+    if skipped:
+        text += f", {skipped:,} like refused ones"
+    if found.left:
+        text += f"; {found.left:,} left"
+        if found.late:
+            text += f" when {space.options.minutes:g} minutes were over (--minutes)"
+    return text
 
 
 def _figures(each: Plan) -> str:
@@ -316,14 +318,10 @@ def _failures(found: Found, space: _Space) -> list[str]:
             if parts:
                 lines.append(f"   {place}, GB: {', '.join(shown)}")
         lines.append(f"   {space.simulate(each.candidate)}")
-    most = sorted(found.refused.values(), key=_times, reverse=True)
+    most = sorted(found.refused.values(), key=lambda each: each.times + each.skipped, reverse=True)
     for refused in most[:_SHOWN]:
         lines.append(f"refused {refused.times}, not tried {refused.skipped}: {refused.line}")
         lines.append(f"   {space.simulate(refused.first)}")
     if len(most) > _SHOWN:
         lines.append(f"and {len(most) - _SHOWN} other refusals")
     return lines
-
-
-def _times(refused: Refused) -> int:
-    return refused.times + refused.skipped

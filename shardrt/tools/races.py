@@ -69,5 +69,5 @@ def _reported(programs: Sequence[Program]) -> str:
     which = ", ".join(str(program.rank) for program in programs)
     steps = min(sum(isinstance(item, Step) for item in program.items) for program in programs)
     items = sum(len(program.items) for program in programs)
-    ranks = f"rank{'s' * (len(programs) > 1)} {which} of {programs[0].world_size}"
-    return f"{ranks}: {steps} optimizer step{'s' * (steps != 1)}, {items} items"
+    ranks = f"rank{'s' if len(programs) > 1 else ''} {which} of {programs[0].world_size}"
+    return f"{ranks}: {steps} optimizer step{'s' if steps != 1 else ''}, {items} items"

@@ -102,8 +102,8 @@ def _summary(run: Run) -> Iterable[tuple[str, str]]:
     )
     yield "data", str(about.get("data", ""))
     axes = about.get("axes", {})
-    named = f" ({', '.join(f'{name} {size}' for name, size in axes.items())})" * (len(axes) > 1)
-    yield "ranks", f"{about.get('ranks', '')}{named}"
+    sizes = ", ".join(f"{name} {size}" for name, size in axes.items())
+    yield "ranks", f"{about.get('ranks', '')} ({sizes})" if len(axes) > 1 else str(about.get("ranks", ""))
     if piped := about.get("pipeline"):
         yield "pipeline", pipeline_described(piped)
     yield "state", f"{'done' if run.end else run.doctor['verdict']}"

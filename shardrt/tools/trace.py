@@ -44,6 +44,7 @@ ACTION_COLOURS = {
     "W": ("#54a24b", "#88d27a"),
 }
 _ROUNDED = 2e-3  # microseconds by which the end of a span may seem to lie behind what follows at once
+_FIRST = ("gather", "compute", "reduce")  # streams from above, then the others
 _PIXELS = 850  # of a step's picture
 _ACTION_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 
@@ -161,7 +162,7 @@ def rows_of(events: list[Event], rank: int, step: int) -> tuple[dict[str, list[c
     """What `picture` draws of a step: the bars of each stream, in ms, and what their colours mean."""
     spans = spans_in(events, rank, step)
     begin = spans["compute"][0]["ts"]
-    order = sorted(spans, key=lambda s: (["gather", "compute", "reduce"].index(s) if s in _FIRST else 3, s))
+    order = [s for s in _FIRST if s in spans] + sorted(spans.keys() - {*_FIRST})
     rows, legend = {}, {}
     for stream in order:
         bars = []
@@ -180,9 +181,6 @@ def rows_of(events: list[Event], rank: int, step: int) -> tuple[dict[str, list[c
         rows[f"{stream} stream"] = bars
     order_of = [*(NAMES.get(phase, phase) for phase in COLOURS), "copies, updates"]
     return rows, {name: legend[name] for name in dict.fromkeys(order_of) if name in legend}
-
-
-_FIRST = ("gather", "compute", "reduce")
 
 
 def has_actions(events: list[Event]) -> bool:

@@ -138,7 +138,7 @@ class Teller:
         if kind == "run":
             self._steps, self._unit = record["steps"], record["unit"]
             size = f"{record['parameters'] / 1e6:.2f} M parameters"
-            ranks = f"{record['ranks']} rank{'s' * (record['ranks'] != 1)}"
+            ranks = f"{record['ranks']} rank{'s' if record['ranks'] != 1 else ''}"
             piped = f"\n{pipeline_described(record['pipeline'])}" if "pipeline" in record else ""
             return f"{record['architecture']}, {size}, {ranks}, {self._steps} steps{piped}"
         if kind == "step":

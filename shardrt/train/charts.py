@@ -78,10 +78,8 @@ def look() -> Iterator[None]:
 
 
 @look()
-def lines(
-    title: str, series: Sequence[Series], *, y: str, x: str = "step", from_zero: bool = False
-) -> "Axes":
-    """A line chart with a legend. Says so where there is nothing to draw.
+def lines(title: str, series: Sequence[Series], *, y: str, from_zero: bool = False) -> "Axes":
+    """A line chart over the steps, with a legend. Says so where there is nothing to draw.
 
     from_zero: the axis begins there, so that what hardly changes does not look like a jump.
     """
@@ -97,7 +95,7 @@ def lines(
         axes.text(0.5, 0.5, "no values yet", transform=axes.transAxes, ha="center")
     elif any(one.label for one in series):
         axes.legend()
-    axes.set(xlabel=x, ylabel=y)
+    axes.set(xlabel="step", ylabel=y)
     axes.set_ylim(bottom=0 if from_zero else None)
     axes.xaxis.get_major_locator().set_params(integer=True)
     return axes

@@ -386,8 +386,8 @@ class SampleConfig:
             raise ValueError("sample.prompt must hold at least one byte")
 
 
-def load(kind: type[Settings], path: Path | None, *, section: str = "", size: str | None = None) -> Settings:
-    """Settings of dataclass `kind` from a TOML file, or a section of it; what is left out keeps its default.
+def load(kind: type[Settings], path: Path | None, *, size: str | None = None) -> Settings:
+    """Settings of dataclass `kind` from a TOML file; what is left out keeps its default.
 
     path: None for an empty file.
 
@@ -397,11 +397,10 @@ def load(kind: type[Settings], path: Path | None, *, section: str = "", size: st
     """
     table = {} if path is None else read_toml(path)
     try:
-        table = table.get(section, {}) if section else table
         named = getattr(kind, "SIZES", {}).get(size or table.get("size"))
         if named is not None:
             table["model"] = plain(named) | table.get("model", {})
-        return built(kind, table, section and section + ".")
+        return built(kind, table)
     except (ValueError, TypeError) as error:
         raise ValueError(str(error) if path is None else f"{path}: {error}") from None
 

@@ -165,10 +165,12 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
     """
     data, tp, together = data_of(mesh), recipe.parallel.tp, recipe.parallel.together
     if recipe.batch_size % recipe.parts(data.size):
-        parts = f" and {recipe.micro_batches} micro-batches" * (recipe.micro_batches > 1)
-        groups = f"{data.size} group{'s' * (data.size > 1)} of {together} ranks"
-        groups = groups if together > 1 else f"{data.size} ranks"
-        raise ValueError(f"batch_size {recipe.batch_size} cannot be shared equally by {groups}{parts}")
+        by = f"{data.size} ranks"
+        if together > 1:
+            by = f"{data.size} group{'s' if data.size > 1 else ''} of {together} ranks"
+        if recipe.micro_batches > 1:
+            by += f" and {recipe.micro_batches} micro-batches"
+        raise ValueError(f"batch_size {recipe.batch_size} cannot be shared equally by {by}")
     random.manual_seed(recipe.seed)
     model = task.model(data)
     recipe.lora.prepare(model)
@@ -423,11 +425,18 @@ def over_axes(recipe: Recipe, ranks: int) -> str:
     """How the model lies over the ranks: FULL_SHARD over 4 ranks x tp 2."""
     pp, tp, cp = recipe.parallel.pp, recipe.parallel.tp, recipe.parallel.cp
     shards = ranks // (pp * tp)
-    message = f"{recipe.fsdp.strategy.name} over {shards} rank{'s' * (shards > 1)}"
-    message += f", sequences over cp {cp}" * (cp > 1)
-    message += f" x tp {tp}" * (tp > 1) + " with sequence parallelism" * recipe.parallel.sequence
-    message += f" x pp {pp}" * (pp > 1)
-    return message + f", experts over {recipe.parallel.ep} ranks" * (recipe.parallel.ep > 1)
+    message = f"{recipe.fsdp.strategy.name} over {shards} rank{'s' if shards > 1 else ''}"
+    if cp > 1:
+        message += f", sequences over cp {cp}"
+    if tp > 1:
+        message += f" x tp {tp}"
+    if recipe.parallel.sequence:
+        message += " with sequence parallelism"
+    if pp > 1:
+        message += f" x pp {pp}"
+    if recipe.parallel.ep > 1:
+        message += f", experts over {recipe.parallel.ep} ranks"
+    return message
 
 
 def _precision(recipe: Recipe, mesh: DeviceMesh) -> tuple[str, ...]:
@@ -444,7 +453,7 @@ def introduce(job: Job, plan: MemoryPlan) -> None:
     parameters = sum(map(whole_size, model.parameters()))
     trained = sum(whole_size(parameter) for parameter in model.parameters() if parameter.requires_grad)
     first, *more = task.introduction()
-    adapters = f" ({trained / 1e6:.2f} M of them trained)" * (trained < parameters)
+    adapters = f" ({trained / 1e6:.2f} M of them trained)" if trained < parameters else ""
     run.screen.explain(
         f"shardrt {own_version()}: {first}, {parameters / 1e6:.2f} M parameters{adapters}, "
         f"{over_axes(recipe, mesh.size)}"

@@ -147,7 +147,7 @@ def described(recipe: Recipe, mesh: DeviceMesh, pipeline: Pipeline, plan: Memory
     ]
     most = max(plans.values(), key=_bytes)
     shown = plans if len(plans) <= _COLUMNS else {r: plan for r, plan in plans.items() if plan is most}
-    heads = [f"stage{'s' * (len(s) > 1)} {','.join(map(str, s))}" for s in map(table.stages_of, shown)]
+    heads = [f"stage{'s' if len(s) > 1 else ''} {','.join(map(str, s))}" for s in map(table.stages_of, shown)]
     return Described(facts, lines, most, _memory(heads, list(shown.values())))
 
 

@@ -15,12 +15,9 @@ from shardrt.comm.objects import all_gather_object
 from shardrt.tensor import Tensor
 
 MEGABYTE = 1e6
-_SIDE, _LONGEST, _ENOUGH, _TRIES = (
-    512,
-    8192,
-    2e-3,
-    20,
-)  # of a product: rows, at first and at most; seconds; how often
+# Of the matmul that product_flops times: its rows at first and at most, the least seconds, how often.
+_SIDE, _LONGEST = 512, 8192
+_ENOUGH, _TRIES = 2e-3, 20
 _SHORT = {"token": "tok", "image": "img"}
 
 
@@ -121,9 +118,8 @@ def product_flops() -> float:
             side *= 2
             a = Tensor(np.ones((side, side), np.float32))
             seconds = min(_seconds_of(a) for _ in range(4))
-        seconds = min(
-            seconds, *(_seconds_of(a) for _ in range(_TRIES))
-        )  # something else may run now and then
+        tries = [_seconds_of(a) for _ in range(_TRIES)]  # something else may run now and then
+        seconds = min(seconds, *tries)
     return 2.0 * side**3 / seconds
 
 

@@ -139,17 +139,17 @@ class Recipe:
         sizes = {"parallel.pp": chosen.pp, "parallel.cp": chosen.cp, "parallel.tp": chosen.tp}
         if ranks % together:
             named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-            raise ValueError(f"{named} cannot share {ranks} rank{'s' * (ranks > 1)} equally")
+            raise ValueError(f"{named} cannot share {ranks} rank{'s' if ranks > 1 else ''} equally")
         data = ranks // together
         if data % copies:
             groups = f"{data} groups of {together}" if together > 1 else f"{ranks}"
             raise ValueError(f"fsdp.copies {copies} cannot share {groups} ranks equally")
         if ranks // chosen.pp % chosen.ep:
             each = ranks // chosen.pp
-            of_stage = " of each stage" * (chosen.pp > 1)
-            raise ValueError(
-                f"parallel.ep {chosen.ep} cannot share the {each} rank{'s' * (each > 1)}{of_stage} equally"
-            )
+            shared = f"{each} rank{'s' if each > 1 else ''}"
+            if chosen.pp > 1:
+                shared += " of each stage"
+            raise ValueError(f"parallel.ep {chosen.ep} cannot share the {shared} equally")
         found = {"pp": chosen.pp, "dp_replicate": copies, "dp_shard": data // copies}
         found |= {"cp": chosen.cp, "tp": chosen.tp}
         return {name: size for name, size in found.items() if size > 1 or name == "dp_shard"}

@@ -969,7 +969,7 @@ def test_with_one_gpu_ranks_are_not_run_and_that_is_no_failure(tmp_path, monkeyp
 def test_ranks_that_nothing_can_start_are_a_row(tmp_path, monkeypatch, missing):
     monkeypatch.setattr(needs, "gpus", lambda: 2)
     monkeypatch.setattr(needs, "there", lambda name: name != missing)
-    monkeypatch.setattr(ranks.shutil, "which", lambda name: None)
+    monkeypatch.setattr("bench.ranks.shutil.which", lambda name: None)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     run = state.Run("ranks", tmp_path / "rows")
     ranks.measure(run)

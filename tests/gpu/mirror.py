@@ -28,7 +28,7 @@ class Mirror(Emulator):
         there = _There()
         arrays = there(a), there(b), there(out)
         beside = None if bias is None else there(bias)
-        self._real.gemm(*arrays, accumulate=accumulate, bias=beside, varied=varied)
+        self._real.matmuls.gemm(*arrays, accumulate=accumulate, bias=beside, varied=varied)
         there.bring_back()
 
     def prepare(self, wanted):

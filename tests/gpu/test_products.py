@@ -58,7 +58,7 @@ def test_gelu_in_the_epilogue(gpu, on_gpu, kind):
     if kind == "bfloat16":
         shapes = (72, 40), (24, 40), (24,), (72, 24), (72, 24)
         x, weight, bias, inner, y = (there(gpu, random(*shape), TYPES[kind][0])[0] for shape in shapes)
-        assert _launch.backend().gemm_gelu(x, weight.T, bias, inner, y, lambda y: None)
+        assert _launch.backend().matmuls.gemm_gelu(x, weight.T, bias, inner, y, lambda y: None)
 
 
 @pytest.mark.parametrize("kind", TYPES)

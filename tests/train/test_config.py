@@ -81,11 +81,6 @@ def test_what_is_dumped_loads_as_it_was(file):
     assert settings.load(Config, file) == config
 
 
-def test_a_section_of_a_file_loads_alone(file):
-    settings.dump(Config(model=GPTConfig(n_layer=3)), file)
-    assert settings.load(GPTConfig, file, section="model") == GPTConfig(n_layer=3)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
