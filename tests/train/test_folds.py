@@ -15,9 +15,9 @@ from shardrt.fsdp import explain
 from shardrt.train import config as settings
 from shardrt.train import job as jobs
 from shardrt.train import loop, pipelines
+from tests.lab import jobs as runs
+from tests.lab.jobs import check_alike, curves
 from tests.ranks import ROOT
-from tests.train import runs
-from tests.train.runs import check_alike, curves
 from tests.train.test_command import TINY, arguments, furnish, records
 
 SHAPE = LlamaConfig(2, 2, 1, 8, 8, 8, 256, tied=False, experts=4, balance_loss=0.1, expert_bias=True)

@@ -18,9 +18,9 @@ from shardrt.train import config as settings
 from shardrt.train import job as jobs
 from shardrt.train import loop
 from shardrt.train.errors import COPIES
+from tests.lab import jobs as runs
+from tests.lab.jobs import check_alike, curves, weights
 from tests.ranks import run_ranks
-from tests.train import runs
-from tests.train.runs import check_alike, curves, weights
 from tests.train.test_command import arguments, furnish, records, start
 
 pytestmark = pytest.mark.usefixtures("here")

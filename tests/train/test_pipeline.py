@@ -20,9 +20,9 @@ from shardrt.tools.runs import read_run
 from shardrt.train import config as settings
 from shardrt.train import job as jobs
 from shardrt.train import loop, pipelines
+from tests.lab import jobs as runs
+from tests.lab.jobs import check_alike, curves, weights
 from tests.ranks import run_ranks
-from tests.train import runs
-from tests.train.runs import check_alike, curves, weights
 from tests.train.test_command import TINY, arguments, furnish, records, start
 
 pytestmark = pytest.mark.usefixtures("here")
