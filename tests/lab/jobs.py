@@ -63,10 +63,10 @@ def furnish(folder: Path) -> Path:
     return folder
 
 
-def folder_of(fill: Callable[[], Any], **files: Any) -> Callable:
-    """A fixture of a module: a furnished folder with these settings as files, filled by `fill` inside it.
+def folder_of(runs: dict[str, tuple], common: tuple[str, ...] = (), **files: Any) -> Callable:
+    """A fixture of a module: a furnished folder with these runs, name -> (ranks, options).
 
-    A test has it as its present folder by the fixture `here`.
+    files: settings that stand in it as NAME.toml. A test has the folder as its present one by `here`.
     """
 
     @pytest.fixture(scope="module")
@@ -76,7 +76,8 @@ def folder_of(fill: Callable[[], Any], **files: Any) -> Callable:
             settings.dump(recipe, folder / f"{name}.toml")
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
-            fill()
+            for name, (ranks, options) in runs.items():
+                run(ranks, name, *options, common=common)
         return folder
 
     return folder
@@ -105,10 +106,10 @@ def start(module: str, *args: str, ranks: int | None = None, cwd: Path, **variab
     )
 
 
-def run(ranks: int, name: str, *options: str) -> None:
+def run(ranks: int, name: str, *options: str, common: tuple[str, ...] = ()) -> None:
     """A run of the tiny model with options, on threads, in the present folder."""
     with one_line(USAGE):  # as train.main has it; the parser's library is not for several threads
-        config = train.parse(arguments("--name", name, *options))
+        config = train.parse(arguments("--name", name, *common, *options))
     thread.run(ranks, job.launch, config)
 
 
@@ -197,7 +198,7 @@ def set_up(recipe: Any) -> None:
 
 
 def set_up_refusals(*table: tuple, common: tuple[str, ...] = ()) -> Callable:
-    """A test of rows (what is told, ranks, options...): `set_up` of so many ranks refuses them in these words.
+    """A test of rows (what is told, ranks, options...): `set_up` of so many ranks refuses the options so.
 
     The test has the fixture `folder`, which is the present folder.
     """
