@@ -23,10 +23,11 @@ from safetensors.numpy import load_file
 from models import train
 from models.gpt import GPTConfig
 from models.language import GPTRecipe, LlamaRecipe
+from shardrt.__main__ import main
 from shardrt.comm import init_device_mesh, thread
 from shardrt.train import config as settings
 from shardrt.train import job, loop, pipelines
-from shardrt.train.errors import USAGE, one_line
+from shardrt.train.errors import DATA, USAGE, one_line
 from tests.lab.comparing import assert_close
 from tests.ranks import BACKSTOP, clean_environment, mpirun_path
 
@@ -173,6 +174,25 @@ def refused(capfd: Any, code: int | tuple[int, ...], call: Callable, *args: Any)
     return line
 
 
+def tool_refuses(capsys: Any, *words: object) -> str:
+    """The one line with which `python -m shardrt *words` ends, by the code of data that will not do."""
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == DATA
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: ") and err.count("\n") == 1, (out, err)
+    return err.rstrip("\n")
+
+
+def save_tokenizer(path: Path, vocabulary: dict[str, int], **added: Any) -> None:
+    """A tokenizer.json of words between spaces, ids as they are given. added: its methods -> arguments."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    for change, settled in added.items():
+        getattr(tokenizer, change)(**settled)
+    tokenizer.save(str(path))
+
+
 def one_line_tests(*table: tuple, common: tuple[str, ...] = (), code: int = USAGE) -> Callable:
     """A test of rows (what is told, options...): models.train exits by this code and writes nothing.
 
@@ -224,7 +244,8 @@ CONFIG = replace(
 
 def launch(ranks: int, name: str, **changes: Any) -> None:
     """A run of CONFIG with changes, on threads, in the present folder."""
-    thread.run(ranks, job.launch, replace(CONFIG, name=name, data=(Path("text.txt"),), **changes))
+    settled = {"name": name, "data": (Path("text.txt"),), **changes}
+    thread.run(ranks, job.launch, replace(CONFIG, **settled))
 
 
 def remove_after(run: Path, step: int) -> None:
