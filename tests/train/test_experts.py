@@ -88,14 +88,6 @@ def test_a_bias_balances_and_is_kept_when_a_run_goes_on(folder):
     assert {name: staged[name] for name in biases} == biases
 
 
-def test_world_invariant_runs_have_the_same_bits(folder):
-    options = ("--deterministic", "world-invariant", "--micro-batches", "4")
-    for ranks in (1, 2, 4):
-        run(ranks, f"invariant {ranks}".replace(" ", "-"), *options)
-    first, *others = (curves(folder, f"invariant-{ranks}") for ranks in (1, 2, 4))
-    assert others == [first, first]
-
-
 def test_what_a_run_exports_is_tuned_with_adapters_and_its_own_balance(folder):
     exported = folder / "runs" / "two" / "pretrained"
     assert load_pretrained(exported).config == replace(SHAPE, balance_loss=0.0)
