@@ -19,26 +19,11 @@ BESIDE = "not timed and not serial and not hosts"
 QUICK = "not slow and not rest and not torch and not timed and not serial and not mpi"
 # Left out by --quick: emulated GPUs, benchmarks, PyTorch beside us, jobs that are killed, all pairs.
 LONG = (
-    *(
-        "cuda",
-        "gpu",
-        "softgpu",
-        "bench",
-        "parity",
-        "failures",
-        "mpi",
-        "models",
-        "train/test_world_invariant.py",
-    ),
+    *("cuda", "gpu", "softgpu", "bench", "parity", "failures", "mpi", "models"),
+    *("train/test_world_invariant.py", "train/test_tasks.py", "train/test_tokenizer.py"),
     *("fsdp/test_pairs.py", "fsdp/test_strategies.py", "train/test_resume.py"),
     *("functional/test_beside_pytorch.py", "functional/test_conv2d.py", "checkpoint/test_damage.py"),
-    *(
-        "test_docs.py",
-        "test_doctor.py",
-        "test_untrusted.py",
-        "train/test_tasks.py",
-        "train/test_tokenizer.py",
-    ),
+    *("test_docs.py", "test_doctor.py", "test_untrusted.py"),
 )
 
 

@@ -71,6 +71,18 @@ def clean_environment(**variables: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])} | variables
 
 
+def python(*args: object, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python *args` with its output as text; `variables` are added to the environment."""
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=BACKSTOP,
+        cwd=cwd,
+        env=clean_environment(**variables),
+    )
+
+
 def mpirun(
     size: int, args: list[str], timeout: float = BACKSTOP, **variables: str
 ) -> subprocess.CompletedProcess[str]:

@@ -5,61 +5,24 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import shardrt
-from shardrt import Tensor, autograd, device, nn, no_grad, pytree
+from shardrt import Tensor, autograd, device, nn, no_grad
 from shardrt import functional as F
-from shardrt.activation_offload import ALIGNMENT, HostPool, Marker, Offloaded, _streams, offload_activations
+from shardrt.activation_offload import ALIGNMENT, HostPool, Marker, _streams, offload_activations
 from shardrt.autograd import Function
 from shardrt.comm import init_device_mesh
 from shardrt.device import StreamError, timeline
 from shardrt.device.cpu import CPUDevice, InlineStream, finish_streams
 from shardrt.device.program import Work
-from shardrt.recompute import checkpoint
 from shardrt.simulate.races import races
 from shardrt.simulate.script import record_of
 from tests import lab
 from tests.gradcheck import leaf, normal, sliced
-from tests.test_recompute import (
-    TOKENS,
-    Layer,
-    Pair,
-    gpt,
-    gradients,
-    hidden,
-    peak_of_step,
-    step,
-)
-
-
-def offload_blocks(model, policy=None):
-    for block in model.blocks:
-        offload_activations(block if policy is None else checkpoint(block, policy))
-
-
-# -- the same gradients
-
-
-@pytest.mark.parametrize("policy", [None, "full", "matmul"])
-def test_gradients_of_a_gpt_with_dropout_are_the_same_to_the_bit(policy):
-    plain, offloaded = gpt(), gpt()
-    offload_blocks(offloaded, policy)
-    for _ in range(3):
-        lab.assert_equal(step(offloaded), step(plain))
-
-
-def test_modules_may_be_offloaded_inside_one_another_and_inside_one_that_is_recomputed():
-    expected = step(gpt())
-    model = gpt()
-    offload_blocks(model)
-    for block in model.blocks:
-        offload_activations(block.mlp)
-    offload_activations(checkpoint(model))
-    lab.assert_equal(step(model), expected)
+from tests.test_recompute import TOKENS, Layer, gpt, gradients, offload_blocks, peak_of_step, step
 
 
 def test_two_graphs_may_be_alive_at_once():
@@ -512,46 +475,6 @@ def test_a_tensor_that_escapes_from_the_module_has_its_gradient():
     np.testing.assert_array_equal(results[0][1], results[1][1])
 
 
-def test_tensors_that_ops_saved_keep_their_place_in_the_graph():
-    """A product's factors are saved as tensors, and one may be the result of another op."""
-    results = []
-    for wrap in (lambda layer: layer, offload_activations):
-        shardrt.manual_seed(5)
-        layer = wrap(Layer(lambda x, weight: F.linear(x, F.exp(weight), None) @ F.tanh(x)))
-        x = leaf(normal(4, 4))
-        y = layer(x)
-        wrap(Layer(lambda x, weight: x * x))(x)
-        y.sum().backward()
-        results.append((x.grad, layer.weight.grad))
-    for expected, found in zip(*results, strict=True):
-        np.testing.assert_array_equal(expected, found)
-
-
-def test_attention_of_views_finds_them_again():
-    results = []
-    for wrap in (lambda layer: layer, offload_activations):
-        shardrt.manual_seed(5)
-        layer = wrap(Layer(lambda x, weight: F.scaled_dot_product_attention(*x, is_causal=True) @ weight))
-        following = wrap(Layer(lambda x, weight: x * x))
-        x = leaf(normal(2, 5, 3, 2, 4))
-        heads = F.permute(x * 1.0, (2, 0, 3, 1, 4))  # q, k, v: (batch, heads, time, head_dim)
-        following(layer([heads[0], heads[1], heads[2]])).sum().backward()
-        results.append((x.grad, layer.weight.grad))
-    for expected, found in zip(*results, strict=True):
-        np.testing.assert_array_equal(expected, found)
-
-
-def test_a_graph_that_is_retained_can_be_gone_through_again():
-    model = gpt()
-    offload_blocks(model)
-    loss = F.cross_entropy(model(TOKENS), TOKENS)
-    loss.backward(retain_graph=True)
-    once = gradients(model)
-    loss.backward()
-    for name, gradient in gradients(model).items():
-        np.testing.assert_allclose(gradient, 2 * once[name], rtol=1e-5, atol=1e-7)
-
-
 def test_without_a_tape_nothing_travels():
     finish_streams()  # a stream lets go of what it copied last a moment after it said so
     gc.collect()
@@ -562,34 +485,3 @@ def test_without_a_tape_nothing_travels():
     x = Tensor(np.ones(3))
     assert offload_activations(Layer(lambda x, weight: x))(x) is x
     assert _streams().pool.lent_bytes == 0
-
-
-def test_a_second_backward_is_an_error():
-    block = offload_activations(gpt().blocks[0])
-    y = block(hidden(1, 4, 16))
-    assert any(isinstance(node.saved, Offloaded) for node in autograd.reachable([y.node]))
-    y.sum().backward()
-    with pytest.raises(RuntimeError, match="were freed by an earlier backward"):
-        y.sum().backward()
-
-
-def test_tensors_in_dataclasses_are_found_and_what_holds_none_is_refused():
-    layer = offload_activations(Layer(lambda x, weight: SimpleNamespace(y=x @ weight)))
-    with pytest.raises(
-        TypeError, match="forward of Layer returned SimpleNamespace, in which no tensor is found"
-    ):
-        layer(leaf(normal(4, 4)))
-    with no_grad():
-        assert layer(leaf(normal(4, 4))).y.shape == (4, 4)
-    layer.function = lambda x, weight: Pair(F.exp(x @ weight))
-    (y,) = pytree.tensors(layer(leaf(normal(4, 4))))
-    assert isinstance(y.node, Marker)
-
-
-def test_what_cannot_be_offloaded_is_refused():
-    with pytest.raises(TypeError, match="module must be a shardrt.nn.Module, got list"):
-        offload_activations([])
-    model = gpt()
-    offload_blocks(model)
-    with pytest.raises(ValueError, match="blocks.0 is offloaded already"):
-        offload_activations(model.blocks[0])

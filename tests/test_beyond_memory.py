@@ -3,15 +3,13 @@
 import errno
 import re
 import resource
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from shardrt import device
 from shardrt.device import host
-from tests.ranks import ROOT, clean_environment, mpirun
+from tests.ranks import mpirun, python
 
 
 def run(ranks, *arguments):
@@ -75,9 +73,7 @@ def test_arrays_of_ops_count_against_the_limit_and_too_many_are_a_memory_error()
         except MemoryError as error:
             print(len(held), error)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=clean_environment()
-    )
+    done = python("-c", program)
     assert done.stdout.startswith("3 no memory for an array of 16777216 bytes"), done.stdout + done.stderr
 
 

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -26,8 +25,9 @@ from shardrt.comm import (
 from shardrt.comm.objects import all_gather_object, broadcast_object, differing_ranks, failures
 from shardrt.comm.single import SingleCommunicator
 from shardrt.device import cuda
+from tests import lab
 from tests.mpi.contract import Contract, digest
-from tests.ranks import ROOT, clean_environment, mpirun, run_ranks
+from tests.ranks import mpirun, python, run_ranks
 
 INLINE = device.get("cpu").current_stream
 
@@ -148,93 +148,69 @@ def test_results_come_by_rank_and_the_world_ends_with_the_run():
 # Arguments
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "call"),
-    [
-        (TypeError, "stream must be", lambda c: c.all_gather(np.zeros(4), stream=None)),
-        (TypeError, "buffer must be an array, got list", lambda c: c.all_gather([1.0], stream=INLINE)),
-        (ValueError, r"1-D.*\(2, 2\)", lambda c: c.all_gather(np.zeros((2, 2)), stream=INLINE)),
-        (ValueError, "contiguous", lambda c: c.all_gather(np.zeros(8)[::2], stream=INLINE)),
-        (
-            TypeError,
-            "dtype float16; known are",
-            lambda c: c.broadcast(np.zeros(2, "f2"), root=0, stream=INLINE),
-        ),
-        (ValueError, "root is 3.*0 to 0", lambda c: c.broadcast(np.zeros(2), root=3, stream=INLINE)),
-        (ValueError, "op is 'mean'", lambda c: c.all_reduce(np.zeros(2), op="mean", stream=INLINE)),
-        (TypeError, "uint16 holds bits", lambda c: c.all_reduce(np.zeros(2, np.uint16), stream=INLINE)),
-        (ValueError, "peer is 0, this rank itself", lambda c: c.send(np.zeros(2), peer=0, stream=INLINE)),
-        (
-            TypeError,
-            "output is float32, buffer is float64",
-            lambda c: c.reduce_scatter(np.zeros(4, np.float32), np.zeros(4), stream=INLINE),
-        ),
-        (
-            ValueError,
-            "output has 3 elements, so buffer needs 3; it has 4",
-            lambda c: c.reduce_scatter(np.zeros(3), np.zeros(4), stream=INLINE),
-        ),
-        (
-            TypeError,
-            "can only be summed with scale 1",
-            lambda c: c.reduce_scatter(np.zeros(2, int), np.zeros(2, int), scale=0.5, stream=INLINE),
-        ),
-        (
-            TypeError,
-            "uint16 holds bits.*kind='bfloat16'",
-            lambda c: c.reduce_scatter(np.zeros(2, np.uint16), np.zeros(2, np.uint16), stream=INLINE),
-        ),
-        (ValueError, "kind is 'float8'; known are bfloat16, float16", lambda c: of_kind(c, "float8")),
-        (
-            TypeError,
-            "buffer is float32; with kind='float16' it must be uint16",
-            lambda c: of_kind(c, "float16", buffer=np.zeros(2, np.float32)),
-        ),
-        (
-            TypeError,
-            "output is uint16; with kind='bfloat16' it must be float32",
-            lambda c: of_kind(c, "bfloat16", output=np.zeros(2, np.uint16)),
-        ),
-        (
-            ValueError,
-            "output has 3 elements, so buffer needs 3; it has 2",
-            lambda c: of_kind(c, "bfloat16", output=np.zeros(3, np.float32)),
-        ),
-        (ValueError, "received and sent are given both, or none", lambda c: by_counts(c, None, [2])),
-        (
-            ValueError,
-            r"sent is \(1,\): .*each of the 1 ranks.* the 2 elements of buffer",
-            lambda c: by_counts(c, [2], [1]),
-        ),
-        (
-            ValueError,
-            r"received is \(3,\): .*add up to the 2 elements of output",
-            lambda c: by_counts(c, [3], [2]),
-        ),
-        (
-            ValueError,
-            r"sent is \(1, 1\): it must be a count for each of the 1",
-            lambda c: by_counts(c, [2], [1, 1]),
-        ),
-        (ValueError, r"sent is \(-1, 3\)", lambda c: by_counts(c, [2], [-1, 3])),
-        (TypeError, "'float' object cannot be interpreted as an integer", lambda c: by_counts(c, [2], [2.0])),
-        (TypeError, "tag must be a name, got 3", lambda c: c.barrier(stream=INLINE, tag=3)),
-    ],
-)
-def test_a_wrong_argument_is_refused_in_the_caller(error, message, call):
-    with pytest.raises(error, match=message):
-        call(SingleCommunicator())
-
-
-def of_kind(comm, kind, *, output=None, buffer=None):
+def of_kind(kind, *, output=None, buffer=None):
     output = np.zeros(2, np.float32) if output is None else output
-    comm.reduce_scatter(
-        output, np.zeros(2, np.uint16) if buffer is None else buffer, kind=kind, stream=INLINE
-    )
+    buffer = np.zeros(2, np.uint16) if buffer is None else buffer
+    ALONE.reduce_scatter(output, buffer, kind=kind, stream=INLINE)
 
 
-def by_counts(comm, received, sent):
-    comm.all_to_all(np.zeros(2), np.zeros(2), received=received, sent=sent, stream=INLINE)
+def by_counts(received, sent):
+    ALONE.all_to_all(np.zeros(2), np.zeros(2), received=received, sent=sent, stream=INLINE)
+
+
+def scattered(output, buffer, **how):
+    ALONE.reduce_scatter(output, buffer, stream=INLINE, **how)
+
+
+ALONE = SingleCommunicator()
+BITS = np.zeros(2, np.uint16)
+test_a_wrong_argument_is_refused_in_the_caller = lab.refusals(
+    (lambda: ALONE.all_gather(np.zeros(4), stream=None), TypeError, "stream must be"),
+    (lambda: ALONE.all_gather([1.0], stream=INLINE), TypeError, "buffer must be an array, got list"),
+    (lambda: ALONE.all_gather(np.zeros((2, 2)), stream=INLINE), ValueError, r"1-D.*\(2, 2\)"),
+    (lambda: ALONE.all_gather(np.zeros(8)[::2], stream=INLINE), ValueError, "contiguous"),
+    (lambda: ALONE.broadcast(np.zeros(2, "f2"), root=0, stream=INLINE), TypeError, "float16; known are"),
+    (lambda: ALONE.broadcast(np.zeros(2), root=3, stream=INLINE), ValueError, "root is 3.*0 to 0"),
+    (lambda: ALONE.all_reduce(np.zeros(2), op="mean", stream=INLINE), ValueError, "op is 'mean'"),
+    (lambda: ALONE.all_reduce(BITS, stream=INLINE), TypeError, "uint16 holds bits"),
+    (lambda: ALONE.send(np.zeros(2), peer=0, stream=INLINE), ValueError, "peer is 0, this rank itself"),
+    (
+        lambda: scattered(np.zeros(4, np.float32), np.zeros(4)),
+        *(TypeError, "output is float32, buffer is float64"),
+    ),
+    (
+        lambda: scattered(np.zeros(3), np.zeros(4)),
+        *(ValueError, "output has 3 elements, so buffer needs 3; it has 4"),
+    ),
+    (
+        lambda: scattered(np.zeros(2, int), np.zeros(2, int), scale=0.5),
+        *(TypeError, "can only be summed with scale 1"),
+    ),
+    (lambda: scattered(BITS.copy(), BITS), TypeError, "uint16 holds bits.*kind='bfloat16'"),
+    (lambda: of_kind("float8"), ValueError, "kind is 'float8'; known are bfloat16, float16"),
+    (
+        lambda: of_kind("float16", buffer=np.zeros(2, np.float32)),
+        *(TypeError, "buffer is float32; with kind='float16' it must be uint16"),
+    ),
+    (
+        lambda: of_kind("bfloat16", output=np.zeros(2, np.uint16)),
+        *(TypeError, "output is uint16; with kind='bfloat16' it must be float32"),
+    ),
+    (
+        lambda: of_kind("bfloat16", output=np.zeros(3, np.float32)),
+        *(ValueError, "output has 3 elements, so buffer needs 3; it has 2"),
+    ),
+    (lambda: by_counts(None, [2]), ValueError, "received and sent are given both, or none"),
+    (
+        lambda: by_counts([2], [1]),
+        *(ValueError, r"sent is \(1,\): .*each of the 1 ranks.* the 2 elements of buffer"),
+    ),
+    (lambda: by_counts([3], [2]), ValueError, r"received is \(3,\): .*add up to the 2 elements of output"),
+    (lambda: by_counts([2], [1, 1]), ValueError, r"sent is \(1, 1\): it must be a count for each of the 1"),
+    (lambda: by_counts([2], [-1, 3]), ValueError, r"sent is \(-1, 3\)"),
+    (lambda: by_counts([2], [2.0]), TypeError, "'float' object cannot be interpreted as an integer"),
+    (lambda: ALONE.barrier(stream=INLINE, tag=3), TypeError, "tag must be a name, got 3"),
+)
 
 
 def test_a_buffer_that_does_not_divide_is_refused_by_all():
@@ -413,32 +389,21 @@ def test_a_mesh_has_each_communicator_it_makes_intercepted():
     assert len(counted) == 2 and not counted[1].calls
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "args"),
-    [
-        (ValueError, r"shape \(2, 2\) needs 4 ranks, but 1 rank is running.*mpirun -n 4", ("cpu", (2, 2))),
-        (ValueError, "one name for each axis", ("cpu", (1,), ("a", "b"))),
-        (ValueError, "one name for each axis", ("cpu", (1, 1), ("a", "a"))),
-        (ValueError, "'abacus'", ("abacus",)),
-    ],
+SHAPED = r"shape \(2, 2\) needs 4 ranks, but 1 rank is running.*mpirun -n 4"
+test_what_cannot_be_says_why = lab.refusals(
+    (lambda: init_device_mesh("cpu", (2, 2)), ValueError, SHAPED),
+    (lambda: init_device_mesh("cpu", (1,), ("a", "b")), ValueError, "one name for each axis"),
+    (lambda: init_device_mesh("cpu", (1, 1), ("a", "a")), ValueError, "one name for each axis"),
+    (lambda: init_device_mesh("abacus"), ValueError, "'abacus'"),
+    (lambda: init_device_mesh("cpu").communicator("gather", "p"), ValueError, "'p' is not an axis"),
+    (
+        lambda: init_device_mesh("cpu", reduction="ring"),
+        ValueError,
+        "'ring' is unknown; known are nccl, tree",
+    ),
+    (lambda: create("telepathy"), ValueError, "'telepathy' is unknown; known are auto"),
+    (lambda: create("thread"), ValueError, "'thread' does not fit"),
 )
-def test_a_mesh_that_cannot_be_says_why(error, message, args):
-    with pytest.raises(error, match=message):
-        init_device_mesh(*args)
-
-
-def test_an_axis_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match="'pipeline' is not an axis"):
-        init_device_mesh("cpu").communicator("gather", "pipeline")
-
-
-def test_a_communicator_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="'telepathy' is unknown; known are auto"):
-        create("telepathy")
-    with pytest.raises(ValueError, match="'thread' does not fit"):
-        create("thread")
-    with pytest.raises(ValueError, match="reduction: 'ring' is unknown; known are nccl, tree"):
-        init_device_mesh("cpu", reduction="ring")
 
 
 def test_cuda_without_cupy_is_one_clear_error(monkeypatch):
@@ -452,7 +417,7 @@ def test_cuda_without_a_gpu_is_one_clear_error():
     if importlib.util.find_spec("cupy") is None or cuda.count():
         pytest.skip("no CuPy, or a GPU")
     program = "from shardrt.comm import init_device_mesh; init_device_mesh('cuda')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = python("-c", program)
     said = r"RuntimeError: device 'cuda' needs a GPU, and finds none .*; use 'cpu'"
     assert done.returncode == 1 and re.match(said, done.stderr.splitlines()[-1])
 
@@ -469,52 +434,32 @@ def test_what_is_for_gpus_is_refused_on_the_cpu(kind):
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, None),
-        ({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, (1, 4, 1, 2)),
+        ("", None),
+        ("PMI_RANK=1 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", (1, 4, 1, 2)),
+        ("PMI_RANK=1 PMI_SIZE=4", (1, 4, 0, 4)),
         (
-            {
-                "OMPI_COMM_WORLD_RANK": "3",
-                "OMPI_COMM_WORLD_SIZE": "4",
-                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-            },
+            "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 "
+            "OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2",
             (3, 4, 1, 2),
         ),
         (
-            {
-                "SLURM_PROCID": "5",
-                "SLURM_STEP_NUM_TASKS": "8",
-                "SLURM_LOCALID": "1",
-                "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-            },
+            "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=8 SLURM_LOCALID=1 SLURM_STEP_TASKS_PER_NODE=4(x2)",
             (5, 8, 1, 4),
         ),
         (  # hosts with unequal numbers of ranks
-            {
-                "SLURM_PROCID": "9",
-                "SLURM_STEP_NUM_TASKS": "11",
-                "SLURM_LOCALID": "1",
-                "SLURM_NODEID": "2",
-                "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
-            },
+            "SLURM_PROCID=9 SLURM_STEP_NUM_TASKS=11 SLURM_LOCALID=1 SLURM_NODEID=2 "
+            "SLURM_STEP_TASKS_PER_NODE=4(x2),3",
             (9, 11, 1, 3),
         ),
         (  # srun --mpi=pmi2
-            {
-                "PMI_RANK": "5",
-                "PMI_SIZE": "8",
-                "SLURM_LOCALID": "1",
-                "SLURM_NODEID": "1",
-                "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-            },
+            "PMI_RANK=5 PMI_SIZE=8 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=4(x2)",
             (5, 8, 1, 4),
         ),
-        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, (1, 4, 0, 4)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script, not a task of srun
+        ("SLURM_PROCID=0 SLURM_NTASKS=8", None),  # a batch script, not a task of srun
     ],
 )
 def test_a_launcher_is_known_by_its_environment(environment, expected):
-    launch = mpi_world.launch(environment)
+    launch = mpi_world.launch(dict(word.split("=") for word in environment.split()))
     found = launch and (launch.rank, launch.size, launch.local_rank, launch.local_size)
     assert found == expected
 
@@ -558,20 +503,9 @@ def test_tasks_of_srun_share_the_cores_of_a_launcher_that_is_not_theirs_to_look_
     assert _environment.threads_per_rank() == 32
 
 
-def python(code, **variables):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        env=clean_environment(**variables),
-    )
-
-
 def test_a_plain_script_needs_no_mpi():
     code = "import sys; from shardrt.comm import init_device_mesh as m; m(); print('mpi4py' in sys.modules)"
-    assert python(code).stdout.split() == ["False"]
+    assert python("-c", code).stdout.split() == ["False"]
 
 
 @pytest.mark.parametrize(
@@ -586,6 +520,6 @@ def test_a_plain_script_needs_no_mpi():
 )
 def test_told_of_ranks_that_are_not_there_is_one_clear_error(variables, message):
     pytest.importorskip("mpi4py")
-    done = python("from shardrt.comm import init_device_mesh; init_device_mesh()", **variables)
+    done = python("-c", "from shardrt.comm import init_device_mesh; init_device_mesh()", **variables)
     assert done.returncode == 1
     assert re.search(message, done.stderr.splitlines()[-1])

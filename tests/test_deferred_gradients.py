@@ -4,6 +4,7 @@ import gc
 import importlib
 import pkgutil
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,10 +31,6 @@ BATCHES = [normal(3, 4, 6, seed=seed).astype(np.float32) for seed in range(3)]
 WORDS = [np.random.default_rng(seed).integers(0, 11, (3, 4)) for seed in range(3)]
 
 
-def parameter(*shape):
-    return nn.Parameter(shape, nn.init.Normal(0.0, 0.5))
-
-
 class Uses(nn.Module):
     """`forward(self, batch, words)` gives a tensor; the loss is a fixed function of it."""
 
@@ -45,6 +42,16 @@ class Uses(nn.Module):
 
     def forward(self, batch, words):
         return self._compute(self, batch, words)
+
+
+def uses(forward, **shapes):
+    """Makes such a module, with parameters of these names and shapes."""
+
+    def make():
+        made = {name: nn.Parameter(shape, nn.init.Normal(0.0, 0.5)) for name, shape in shapes.items()}
+        return Uses(forward, **made)
+
+    return make
 
 
 PART = VocabularyPart(single.SingleCommunicator(), 11)
@@ -61,83 +68,60 @@ def mixed(m, x, words):
     return F.linear(x, m.weight, m.bias)
 
 
+def experts(m, x, words):
+    return F.grouped_linear(F.grouped_linear(F.reshape(x, (-1, 6)), m.w, (5, 0, 6)), m.w, (1, 10, 1))
+
+
+def head(m, x, words, **how):
+    return F.linear_cross_entropy(F.embedding(words, m.w) + x, m.w, words, **how)
+
+
+def head_of_a_part(m, x, words, chunk):
+    x = vocabulary.embedding(words, m.w, PART) + x
+    return vocabulary.linear_cross_entropy(x, m.w, words, PART, chunk=chunk)
+
+
+def batch_norm(m, x, words):
+    return F.batch_norm(image(x), *np.ones((2, 2), np.float32), m.w, m.b, True)
+
+
+def layer_norm(m, x, words):
+    return F.add_layer_norm(F.layer_norm(x, (6,), m.w, m.b), x, m.w, m.b)[1]
+
+
+def frozen(m, x, words):
+    m.w.requires_grad = False
+    return F.linear(x, m.w, m.b)
+
+
 CASES = {
-    "linear": lambda: Uses(
-        lambda m, x, words: F.linear(F.linear(x, m.w, m.b), m.w), w=parameter(6, 6), b=parameter(6)
+    "linear": uses(lambda m, x, _: F.linear(F.linear(x, m.w, m.b), m.w), w=(6, 6), b=(6,)),
+    "linear, bias alone": uses(frozen, w=(6, 6), b=(6,)),
+    "linear_gelu": uses(
+        lambda m, x, _: F.linear(F.linear_gelu(x, m.w, m.b), m.v), w=(7, 6), b=(7,), v=(6, 7)
     ),
-    "linear, bias alone": lambda: Uses(
-        lambda m, x, words: frozen(m, F.linear, x), w=parameter(6, 6), b=parameter(6)
+    "a weight that an op has made": uses(lambda m, x, _: F.linear(x, m.w * 2.0, m.b), w=(6, 6), b=(6,)),
+    "embedding and head, tied": uses(lambda m, x, w: F.linear(F.embedding(w, m.w) + x, m.w), w=(11, 6)),
+    "conv2d": uses(
+        lambda m, x, _: F.conv2d(F.conv2d(image(x), m.w, m.b, padding=1), m.w, m.b), w=(2, 2, 2, 2), b=(2,)
     ),
-    "linear_gelu": lambda: Uses(
-        lambda m, x, words: F.linear(F.linear_gelu(x, m.w, m.b), m.v),
-        w=parameter(7, 6),
-        b=parameter(7),
-        v=parameter(6, 7),
+    "matmul": uses(lambda m, x, _: (x @ m.w) @ m.w * m.b, w=(6, 6), b=(6,)),
+    "experts": uses(experts, w=(3, 6, 6)),
+    "linear_cross_entropy": uses(partial(head, chunk=0), w=(11, 6)),
+    "linear_cross_entropy in chunks": uses(partial(head, chunk=5), w=(11, 6)),
+    "linear_cross_entropy, each": uses(
+        lambda m, x, words: F.linear_cross_entropy(x, m.w, words, chunk=0, reduction="none"), w=(11, 6)
     ),
-    "a weight that an op has made": lambda: Uses(
-        lambda m, x, words: F.linear(x, m.w * 2.0, m.b), w=parameter(6, 6), b=parameter(6)
-    ),
-    "embedding and head, tied": lambda: Uses(
-        lambda m, x, words: F.linear(F.embedding(words, m.w) + x, m.w), w=parameter(11, 6)
-    ),
-    "conv2d": lambda: Uses(
-        lambda m, x, words: F.conv2d(F.conv2d(image(x), m.w, m.b, padding=1), m.w, m.b),
-        w=parameter(2, 2, 2, 2),
-        b=parameter(2),
-    ),
-    "matmul": lambda: Uses(lambda m, x, words: (x @ m.w) @ m.w * m.b, w=parameter(6, 6), b=parameter(6)),
-    "experts": lambda: Uses(
-        lambda m, x, words: F.grouped_linear(
-            F.grouped_linear(F.reshape(x, (-1, 6)), m.w, (5, 0, 6)), m.w, (1, 10, 1)
-        ),
-        w=parameter(3, 6, 6),
-    ),
-    "linear_cross_entropy": lambda: Uses(
-        lambda m, x, words: F.linear_cross_entropy(F.embedding(words, m.w) + x, m.w, words, chunk=0),
-        w=parameter(11, 6),
-    ),
-    "linear_cross_entropy in chunks": lambda: Uses(
-        lambda m, x, words: F.linear_cross_entropy(F.embedding(words, m.w) + x, m.w, words, chunk=5),
-        w=parameter(11, 6),
-    ),
-    "linear_cross_entropy, each": lambda: Uses(
-        lambda m, x, words: F.linear_cross_entropy(x, m.w, words, chunk=0, reduction="none"),
-        w=parameter(11, 6),
-    ),
-    "words of a part": lambda: Uses(
-        lambda m, x, words: vocabulary.linear_cross_entropy(
-            vocabulary.embedding(words, m.w, PART) + x, m.w, words, PART, chunk=0
-        ),
-        w=parameter(11, 6),
-    ),
-    "words of a part, in chunks": lambda: Uses(
-        lambda m, x, words: vocabulary.linear_cross_entropy(
-            vocabulary.embedding(words, m.w, PART) + x, m.w, words, PART, chunk=5
-        ),
-        w=parameter(11, 6),
-    ),
-    "layer_norm": lambda: Uses(
-        lambda m, x, words: F.add_layer_norm(F.layer_norm(x, (6,), m.w, m.b), x, m.w, m.b)[1],
-        w=parameter(6),
-        b=parameter(6),
-    ),
-    "rms_norm": lambda: Uses(
-        lambda m, x, words: F.add_rms_norm(F.rms_norm(x, (6,), m.w), x, m.w)[1], w=parameter(6)
-    ),
-    "batch_norm": lambda: Uses(
-        lambda m, x, words: F.batch_norm(image(x), *np.ones((2, 2), np.float32), m.w, m.b, True),
-        w=parameter(2),
-        b=parameter(2),
-    ),
-    "transposed": lambda: Uses(
-        lambda m, x, words: F.conv_transpose2d(image(x), m.w, m.b), w=parameter(2, 3, 1, 1), b=parameter(3)
-    ),
-    "late and at once": lambda: Uses(mixed, weight=parameter(6, 6), bias=parameter(6), scale=parameter(6)),
-    "late and by an array": lambda: Uses(
-        lambda m, x, words: F.linear(F.linear(x, m.w) * m.w[0] @ m.w, m.w), w=parameter(6, 6)
-    ),
-    "late, and decay in the loss": lambda: Uses(
-        lambda m, x, words: F.linear(x, m.w).mean() + (m.w * m.w).sum(), w=parameter(6, 6)
+    "words of a part": uses(partial(head_of_a_part, chunk=0), w=(11, 6)),
+    "words of a part, in chunks": uses(partial(head_of_a_part, chunk=5), w=(11, 6)),
+    "layer_norm": uses(layer_norm, w=(6,), b=(6,)),
+    "rms_norm": uses(lambda m, x, _: F.add_rms_norm(F.rms_norm(x, (6,), m.w), x, m.w)[1], w=(6,)),
+    "batch_norm": uses(batch_norm, w=(2,), b=(2,)),
+    "transposed": uses(lambda m, x, _: F.conv_transpose2d(image(x), m.w, m.b), w=(2, 3, 1, 1), b=(3,)),
+    "late and at once": uses(mixed, weight=(6, 6), bias=(6,), scale=(6,)),
+    "late and by an array": uses(lambda m, x, _: F.linear(F.linear(x, m.w) * m.w[0] @ m.w, m.w), w=(6, 6)),
+    "late, and decay in the loss": uses(
+        lambda m, x, _: F.linear(x, m.w).mean() + (m.w * m.w).sum(), w=(6, 6)
     ),
     "in parts": lambda: in_parts(
         nn.Sequential(nn.Linear(6, 8, gelu=True), nn.Linear(8, 6)),
@@ -156,11 +140,6 @@ CASES = {
 def in_parts(model, plan):
     set_tensor_invariant(model, 2, plan=plan)
     return model
-
-
-def frozen(m, op, x):
-    m.w.requires_grad = False
-    return op(x, m.w, m.b)
 
 
 def loss_of(model, number):

@@ -27,8 +27,8 @@ from models.hub import save_pretrained
 from models.llama import Llama, LlamaConfig
 from models.vit import ViT, ViTConfig
 from shardrt.__main__ import main as shell
-from tests.ranks import BACKSTOP, ROOT, clean_environment, mpirun
-from tests.train.test_command import start
+from tests.lab.jobs import save_tokenizer, start
+from tests.ranks import BACKSTOP, ROOT, clean_environment, mpirun, python
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
@@ -96,27 +96,25 @@ def test_the_examples_of_all_pages_run_on_two_ranks(tmp_path):
     assert len(list(tmp_path.glob("*/ran.*"))) == 2 * len(files)
 
 
+def shown_in(name: str) -> str:
+    """The output that a page shows."""
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    return re.search(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
+
+
 def test_the_tutorial_shows_the_schedule_that_its_program_prints(alone):
-    page = ROOT / "docs" / "tutorial.md"
-    shown = re.search(r"^```text\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)[1].splitlines()
+    shown = shown_in("tutorial").splitlines()
     message = (alone / "tutorial" / "error").read_text().splitlines()
     for rank in (0, 1):
         printed = [line for line in message if line.startswith(f"[rank {rank}]")]
         assert printed == [line.replace("[rank 0]", f"[rank {rank}]") for line in shown]
 
 
-def test_the_page_of_races_shows_the_report_that_its_program_prints(alone):
-    page = ROOT / "docs" / "races.md"
-    shown = re.search(r"^```text\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)[1]
-    message = (alone / "races" / "out").read_text()
-    message, shown = (re.sub("0x[0-9a-f]+", "an address", text) for text in (message, shown))
-    assert message == shown
-
-
-def test_the_page_about_simulating_shows_what_its_program_prints(alone):
-    page = (ROOT / "docs" / "simulate.md").read_text()
-    shown = re.search(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
-    assert (alone / "simulate" / "out").read_text() == shown
+@pytest.mark.parametrize("name", ["races", "simulate"])
+def test_a_page_shows_what_its_program_prints(alone, name):
+    printed = (alone / name / "out").read_text()
+    printed, shown = (re.sub("0x[0-9a-f]+", "an address", text) for text in (printed, shown_in(name)))
+    assert printed == shown
 
 
 def test_the_loop_of_pytorch_beside_ours_runs_as_it_stands(tmp_path):
@@ -128,10 +126,7 @@ def test_the_loop_of_pytorch_beside_ours_runs_as_it_stands(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     rendezvous = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command, environment = [sys.executable, str(file)], clean_environment(**rendezvous)
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=BACKSTOP, cwd=tmp_path, env=environment
-    )
+    done = python(file, cwd=tmp_path, **rendezvous)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3
 
@@ -149,25 +144,9 @@ def test_the_commands_of_the_documents_say_how_they_are_used(name, wrong, capsys
 
 
 FEATURES = (
-    "strategies",
-    "pipeline",
-    "tensor_parallel",
-    "experts",
-    "context_parallel",
-    "wrapping",
-    "mixed_precision",
-    "accumulation",
-    "clipping",
-    "offload",
-    "activation_offload",
-    "recomputation",
-    "lora",
-    "memory",
-    "simulate",
-    "plan",
-    "determinism",
-    "optimizers",
-    "races",
+    *("strategies", "pipeline", "tensor_parallel", "experts", "context_parallel", "wrapping"),
+    *("mixed_precision", "accumulation", "clipping", "offload", "activation_offload", "recomputation"),
+    *("lora", "memory", "simulate", "plan", "determinism", "optimizers", "races"),
 )
 
 
@@ -259,16 +238,14 @@ def read_only(module: str, arguments: list[str], monkeypatch) -> argparse.Argume
 @pytest.fixture(scope="module")
 def furnished(tmp_path_factory):
     """A folder with everything that the commands of the documents name."""
-    tokenizers, image = pytest.importorskip("tokenizers"), pytest.importorskip("PIL.Image")
+    image = pytest.importorskip("PIL.Image")
     folder = tmp_path_factory.mktemp("documents")
     for name in ("my.txt", "one.txt"):
         (folder / name).write_text("all the world's a stage\n" * 2000)
     for name in ("corpus.jsonl", "texts.jsonl"):
         (folder / name).write_text('{"text": "all the world is a stage"}\n' * 1500)
     words = {word: i for i, word in enumerate(["[UNK]", "<|endoftext|>", "all", "the", "world", "is"])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    save_tokenizer(folder / "tokenizer.json", words)
     shape = {"n_layer": 1, "n_head": 2, "n_embd": 16}
     llama = Llama(LlamaConfig(**shape, n_kv_head=2, n_hidden=16, block_size=256, vocab_size=6))
     files = {"tokenizer.json": (folder / "tokenizer.json").read_bytes()}
@@ -380,8 +357,7 @@ def test_every_option_in_a_sentence_is_one(monkeypatch):
 
 def test_the_example_says_when_a_file_is_too_short(tmp_path):
     (tmp_path / "text").write_text("to be")
-    program = [sys.executable, ROOT / "docs" / "examples" / "train_text.py", "text"]
-    done = subprocess.run(program, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
+    done = python(ROOT / "docs" / "examples" / "train_text.py", "text", cwd=tmp_path)
     assert done.returncode == 2 and "has 5 bytes, and a sample 65" in done.stderr
 
 
@@ -398,11 +374,8 @@ def test_the_batch_script_of_slurm_ends_as_its_run_and_is_queued_again_if_that_w
         (tmp_path / name).chmod(0o755)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "activate").touch()
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_CPUS_PER_TASK": "4",
-        "SLURM_JOB_ID": "7",
-    }
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {"PATH": path, "SLURM_CPUS_PER_TASK": "4", "SLURM_JOB_ID": "7"}
     assert subprocess.run(["bash", "job"], cwd=tmp_path, env=environment).returncode == code
     srun, *more = (tmp_path / "said").read_text().splitlines()
     assert srun.startswith("srun 4 --kill-on-bad-exit=1 --mpi=pmi2 python -m models.train ")

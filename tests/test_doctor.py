@@ -9,20 +9,17 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from shardrt.__main__ import main
-from shardrt.comm import thread
 from shardrt.faults.flight import ENTERED, Recorder
 from shardrt.tools import machine
-from shardrt.train import job as jobs
 from shardrt.train import loop
+from tests.lab.jobs import STEPS, furnish, launch
 from tests.train.conftest import plain_runs  # noqa: F401, a fixture that all tests here use
-from tests.train.test_command import furnish
-from tests.train.test_resume import CONFIG, STEPS, launch
 
 
 @pytest.fixture
@@ -77,8 +74,12 @@ def test_of_a_run_that_was_asked_to_stop_it_says_how_to_go_on(folder, capsys):
     assert "runs/asked: asked to stop, and saved: go on with --resume auto" in out
 
 
+@contextmanager
 def processes(folder, states):
-    """Flight files of processes that live no more, or are stopped, or still run; gives those that live."""
+    """Flight files of processes that live no more, or are stopped, or still run; gives those that live.
+
+    They are killed at the end of the with block.
+    """
     alive = []
     for rank, state in enumerate(states):
         process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -93,34 +94,29 @@ def processes(folder, states):
             process.wait()
         else:
             alive.append(process)
-    return alive
-
-
-def test_of_a_run_of_which_a_rank_was_killed_it_says_which(tmp_path, capsys):
-    alive = processes(tmp_path / "flight", ["waits", "killed", "waits"])
     try:
-        code, out = message(capsys, str(tmp_path))
-        assert code == 1
-        assert "rank 1 ended first (killed, it said nothing); rank 1 is behind: ranks 0,2 wait in" in out
-        assert out.count(": alive") == 2
+        yield alive
     finally:
         for process in alive:
             process.kill()
             process.wait()
+
+
+def test_of_a_run_of_which_a_rank_was_killed_it_says_which(tmp_path, capsys):
+    with processes(tmp_path / "flight", ["waits", "killed", "waits"]):
+        code, out = message(capsys, str(tmp_path))
+        assert code == 1
+        assert "rank 1 ended first (killed, it said nothing); rank 1 is behind: ranks 0,2 wait in" in out
+        assert out.count(": alive") == 2
     code, out = message(capsys, str(tmp_path))
     assert out.count(": killed, it said nothing") == 3 and "rank 1 ended first" in out
 
 
 def test_a_killed_rank_that_its_launcher_has_not_asked_after_yet_is_not_alive(tmp_path, capsys):
-    killed, _ = alive = processes(tmp_path / "flight", ["killed later", "waits"])
-    try:
+    with processes(tmp_path / "flight", ["killed later", "waits"]) as (killed, _):
         killed.kill()
         os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
         assert message(capsys, str(tmp_path))[1].count(": alive") == 1
-    finally:
-        for process in alive:
-            process.kill()
-            process.wait()
 
 
 def test_ranks_of_other_hosts_live_if_they_go_on_while_it_listens(tmp_path, capsys, monkeypatch):
@@ -145,8 +141,7 @@ def test_ranks_of_other_hosts_live_if_they_go_on_while_it_listens(tmp_path, caps
 
 
 def test_a_stopped_rank_is_alive_however_long_ago_it_gave_a_sign(tmp_path, capsys, monkeypatch):
-    (process,) = processes(tmp_path / "flight", ["waits"])
-    try:
+    with processes(tmp_path / "flight", ["waits"]) as (process,):
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(0.1)
         now = time.time()
@@ -155,9 +150,6 @@ def test_a_stopped_rank_is_alive_however_long_ago_it_gave_a_sign(tmp_path, capsy
         os.kill(process.pid, signal.SIGCONT)
         time.sleep(0.1)
         assert message(capsys, str(tmp_path))[1].count(": alive") == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_what_cannot_be_read_is_told_in_a_line(tmp_path, capsys):
@@ -209,9 +201,5 @@ def test_nothing_is_left_in_temporary_folders(folder, monkeypatch, tmp_path):
     (tmp_path / "temporary").mkdir()
     launch(2, "whole")
     with pytest.raises(SystemExit):
-        thread.run(1, launch_bad)
+        launch(1, "bad", data=(Path("none.txt"),))
     assert list((tmp_path / "temporary").iterdir()) == []
-
-
-def launch_bad():
-    jobs.launch(replace(CONFIG, data=(Path("none.txt"),)))

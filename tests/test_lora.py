@@ -9,7 +9,7 @@ from models.llama import Llama, LlamaConfig
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import CollectiveCounter, init_device_mesh, thread
+from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import full_parameters, fully_shard, memory_plan
 from shardrt.nn.lora import adapted_layers
 from tests import lab
@@ -35,12 +35,8 @@ def loss_of(model, tokens=TOKENS):
 
 def train(model, mesh=None, steps=4):
     optimizer = optim.AdamW(nn.lora_parameters(model), lr=1e-2)
-    rows = slice(None)
-    if mesh is not None:
-        count = len(TOKENS) // mesh.size
-        rows = slice(mesh.rank * count, (mesh.rank + 1) * count)
     for _ in range(steps):
-        loss_of(model, TOKENS[rows]).backward()
+        loss_of(model, *lab.rows(mesh, TOKENS)).backward()
         lab.update(optimizer)
 
 
@@ -112,19 +108,14 @@ def test_merging_changes_no_output_and_leaves_the_model_as_it_was_made():
 
 
 def sharded(strategy=None):
-    made = []
-
-    def counted(communicator):
-        made.append(CollectiveCounter(communicator))
-        return made[-1]
-
-    model, mesh = gpt(), init_device_mesh("auto", wrap=counted)
+    counts = lab.Counts()
+    model, mesh = gpt(), init_device_mesh("auto", wrap=counts)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, strategy=strategy)
     fully_shard(model, mesh=mesh, strategy=strategy)
     plan = memory_plan(model)
     train(model, mesh)
-    reduced = sum(c.bytes["reduce_scatter"] for c in made)
+    (reduced,) = counts.bytes("reduce_scatter")
     state = full_state_dict(model)
     with full_parameters(model, writeback=True):
         nn.merge_lora(model)

@@ -13,7 +13,7 @@ from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.deferred_gradients import DeferredGradients
-from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, set_world_invariant, units
+from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, set_world_invariant
 from shardrt.nn.module import Layer
 from shardrt.recompute import checkpoint
 from tests import lab
@@ -205,42 +205,6 @@ def test_recomputed_and_offloaded_it_is_the_same_bits_and_counts_once(router, sa
     lab.assert_equal(nn.expert_load(again), nn.expert_load(plain))
 
 
-def trained(strategy, precision=None, apart=False):
-    """Losses, expert biases and types of three steps on this rank's tokens. apart: experts are units."""
-    shardrt.manual_seed(5)
-    model, mesh = Stack("deepseek"), init_device_mesh("auto")
-    inner = [block.experts for block in model.blocks] if apart else []
-    for module in (*inner, *model.blocks, model):
-        fully_shard(module, mesh=mesh, strategy=strategy, mp_policy=precision)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(3):
-        y, _ = model(batch(10 * step + mesh.rank))
-        loss = (y * y).sum()
-        loss.backward()
-        optimizer.step()
-        nn.update_expert_bias(model, rate=0.01)
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    kinds = {p.name: g.key.param for u in units(model) for g in u.groups for p in g.parameters}
-    return losses, [router.expert_bias for router in routers(model)], kinds
-
-
-def routers(model):
-    return [module for module in model.modules() if isinstance(module, nn.Router)]
-
-
-def test_strategies_give_the_same_bits_and_ranks_the_same_bias():
-    full, copied = (thread.run(2, trained, strategy) for strategy in ("FULL_SHARD", "NO_SHARD"))
-    apart = thread.run(2, trained, "FULL_SHARD", apart=True)
-    for (losses, biases, _), (others, theirs, _), (again, _, _) in zip(full, copied, apart, strict=True):
-        assert losses == others == again
-        for one, other, first in zip(biases, theirs, full[0][1], strict=True):
-            np.testing.assert_array_equal(one, other)
-            np.testing.assert_array_equal(one, first)
-    assert np.abs(full[0][1]).max() > 0.01
-
-
 def trained_in_micro_batches(router):
     """Weights and biases after two steps of four micro-batches, shared among the ranks."""
     shardrt.manual_seed(5)
@@ -268,12 +232,19 @@ def test_a_run_has_the_same_bits_on_one_rank_and_on_two(router):
 
 
 def test_mixed_precision_leaves_the_router_in_float32():
-    losses, _, kinds = thread.run(2, trained, "FULL_SHARD", MixedPrecisionPolicy("bfloat16"))[0]
-    assert {name for name, kind in kinds.items() if kind == "float32"} == {
-        "blocks.0.router.weight",
-        "blocks.1.router.weight",
-    }
-    assert all(np.isfinite(losses))
+    model = Stack("deepseek")
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy("bfloat16"))
+    loss = loss_of(model)
+    loss.backward()
+    assert np.isfinite(loss.item())
+    whole = [group for group in lab.groups_of(model) if group.key.param == "float32"]
+    names = {parameter.name for group in whole for parameter in group.parameters}
+    assert names == {"blocks.0.router.weight", "blocks.1.router.weight"}
+
+
+def routers(model):
+    return [module for module in model.modules() if isinstance(module, nn.Router)]
 
 
 class OnAnotherRank:
@@ -387,20 +358,16 @@ def test_the_plan_is_what_a_step_takes_however_skewed_it_is(router):
 # -- errors
 
 
-def test_what_does_not_fit_is_an_error():
-    for wrong, message in (
-        (lambda: nn.TopKRouter(6, 4, 5), "TopKRouter: per_token must be at most 4, got 5"),
-        (lambda: nn.TopKRouter(6, 4, 0), "TopKRouter: per_token must be at least 1, got 0"),
-        (lambda: nn.TopKRouter(6, 0, 1), "TopKRouter: n_experts must be at least 1, got 0"),
-        (lambda: nn.TopKRouter(6, 4, 1, score="max"), "TopKRouter: score must be one of .* got 'max'"),
-        (lambda: nn.TopKRouter(6, 4, 1, capacity_factor=0), "capacity_factor must be positive, got 0"),
-        (lambda: nn.Top2Gate(6, 1), "Top2Gate: n_experts must be at least 2, got 1"),
-        (lambda: nn.Experts(4, 6, 5, activation="tanh"), "Experts: activation must be one of .* got 'tanh'"),
-        (lambda: nn.Experts(4, 6, 0), "Experts: hidden must be at least 1, got 0"),
-        (lambda: nn.MoE(nn.TopKRouter(6, 3, 1), nn.Experts(4, 6, 5)), "MoE: the router has 3 experts, .* 4"),
-        (lambda: moe()(Tensor(normal(3, 7))), r"linear: x must be \(\.\.\., 6\) for weight \(4, 6\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            wrong()
-    with pytest.raises(TypeError, match="all must be float32 or all float64, got x float64, weight float32"):
-        moe()(Tensor(normal(3, 6)))
+test_what_does_not_fit_is_an_error = lab.refusals(
+    (lambda: nn.TopKRouter(6, 4, 5), ValueError, "TopKRouter: per_token must be at most 4, got 5"),
+    (lambda: nn.TopKRouter(6, 4, 0), ValueError, "TopKRouter: per_token must be at least 1, got 0"),
+    (lambda: nn.TopKRouter(6, 0, 1), ValueError, "TopKRouter: n_experts must be at least 1, got 0"),
+    (lambda: nn.TopKRouter(6, 4, 1, score="max"), ValueError, "TopKRouter: score must .* got 'max'"),
+    (lambda: nn.TopKRouter(6, 4, 1, capacity_factor=0), ValueError, "_factor must be positive, got 0"),
+    (lambda: nn.Top2Gate(6, 1), ValueError, "Top2Gate: n_experts must be at least 2, got 1"),
+    (lambda: nn.Experts(4, 6, 5, activation="tanh"), ValueError, "Experts: activation must .* got 'tanh'"),
+    (lambda: nn.Experts(4, 6, 0), ValueError, "Experts: hidden must be at least 1, got 0"),
+    (lambda: nn.MoE(nn.TopKRouter(6, 3, 1), nn.Experts(4, 6, 5)), ValueError, "router has 3 experts, .* 4"),
+    (lambda: moe()(Tensor(normal(3, 7))), ValueError, r"linear: x must be \(\.\.\., 6\) for weight \(4, 6\)"),
+    (lambda: moe()(Tensor(normal(3, 6))), TypeError, "all float64, got x float64, weight float32"),
+)

@@ -1,7 +1,11 @@
-"""recompute.py: gradients are the same to the bit, and only what was asked for is kept."""
+"""recompute.py: gradients are the same to the bit, and only what was asked for is kept.
+
+What holds of activations on the host, too, is tested with both; the rest of them in test_activation_offload.
+"""
 
 import gc
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ from models.gpt import GPT, Block, GPTConfig
 from shardrt import Tensor, autograd, device, nn, no_grad, pytree, tape
 from shardrt import functional as F
 from shardrt import random as shardrt_random
+from shardrt.activation_offload import offload_activations
 from shardrt.autograd import Function
 from shardrt.functional.attention import SelfAttention
 from shardrt.functional.linear import Linear, LinearGELU
@@ -59,13 +64,49 @@ class Layer(nn.Module):
         return self.function(*args, **kwargs, weight=self.weight)
 
 
-def assert_recomputed_alike(function, use):
-    """`use` gives the same arrays with the layer of `function` as it is and recomputed, by both policies."""
+def offload_blocks(model, policy=None):
+    for block in model.blocks:
+        offload_activations(block if policy is None else checkpoint(block, policy))
+
+
+PREPARED = {
+    "full": lambda model: checkpoint_blocks(model.blocks),
+    "full, every second": lambda model: checkpoint_blocks(model.blocks, 2),
+    "matmul": lambda model: checkpoint_blocks(model.blocks, policy="matmul"),
+    "matmul, every second": lambda model: checkpoint_blocks(model.blocks, 2, "matmul"),
+    "on the host": offload_blocks,
+    "full, on the host": partial(offload_blocks, policy="full"),
+    "matmul, on the host": partial(offload_blocks, policy="matmul"),
+}
+prepared = pytest.mark.parametrize("prepare", PREPARED.values(), ids=PREPARED)
+WRAPS = {"full": checkpoint, "matmul": partial(checkpoint, policy="matmul"), "host": offload_activations}
+wrapped = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+
+
+class Followed:
+    """A layer whose activations are on the host alone after each call: another module departs behind it."""
+
+    def __init__(self, layer):
+        self.__dict__["layer"] = offload_activations(layer)
+
+    def __call__(self, *args, **kwargs):
+        y = self.layer(*args, **kwargs)
+        offload_activations(Layer(lambda x, weight: x * x))(leaf(normal(3)))
+        return y
+
+    def __getattr__(self, name):
+        return getattr(self.layer, name)
+
+    def __setattr__(self, name, value):
+        setattr(self.layer, name, value)
+
+
+def assert_alike(function, use):
+    """`use` gives the same arrays with the layer of `function` as it is, recomputed, and on the host."""
     results = []
-    for policy in (None, "full", "matmul"):
+    for wrap in (lambda layer: layer, *WRAPS.values(), Followed, lambda layer: Followed(checkpoint(layer))):
         shardrt.manual_seed(5)
-        layer = Layer(function)
-        results.append(use(layer if policy is None else checkpoint(layer, policy)))
+        results.append(use(wrap(Layer(function))))
     for found in results[1:]:
         lab.assert_equal(found, results[0])
 
@@ -73,23 +114,22 @@ def assert_recomputed_alike(function, use):
 # -- the same gradients
 
 
-@pytest.mark.parametrize("policy", ["full", "matmul"])
-@pytest.mark.parametrize("every", [1, 2])
-def test_gradients_of_a_gpt_with_dropout_are_the_same_to_the_bit(policy, every):
-    plain, recomputed = gpt(), gpt()
-    checkpoint_blocks(recomputed.blocks, every, policy)
-    for _ in range(2):
-        lab.assert_equal(step(recomputed), step(plain))
+@prepared
+def test_gradients_of_a_gpt_with_dropout_are_the_same_to_the_bit(prepare):
+    plain, other = gpt(), gpt()
+    prepare(other)
+    for _ in range(3):
+        lab.assert_equal(step(other), step(plain))
 
 
-def test_a_whole_model_may_be_recomputed_and_its_parts_again_inside():
-    expected = step(gpt())
-    for inner in ("full", "matmul"):
-        for outer in ("full", "matmul"):
-            model = gpt()
-            checkpoint_blocks(model.blocks, policy=inner)
-            checkpoint(model.blocks[1].mlp, inner)
-            lab.assert_equal(step(checkpoint(model, outer)), expected)
+@pytest.mark.parametrize("inner", WRAPS)
+@pytest.mark.parametrize("outer", WRAPS)
+def test_a_whole_model_may_be_wrapped_and_its_parts_again_inside(inner, outer):
+    model = gpt()
+    for block in model.blocks:
+        WRAPS[inner](block)
+        WRAPS[inner](block.mlp)
+    lab.assert_equal(step(WRAPS[outer](model)), step(gpt()))
 
 
 def test_gradients_add_up_in_the_same_order_where_an_input_is_used_inside_and_outside():
@@ -100,7 +140,7 @@ def test_gradients_add_up_in_the_same_order_where_an_input_is_used_inside_and_ou
         (z * normal(4, 4, seed=1)).sum().backward()
         return x.grad, layer.weight.grad
 
-    assert_recomputed_alike(lambda x, weight: x @ weight + F.tanh(x), use)
+    assert_alike(lambda x, weight: x @ weight + F.tanh(x), use)
 
 
 def test_a_module_called_twice_is_recomputed_for_each_call():
@@ -109,7 +149,7 @@ def test_a_module_called_twice_is_recomputed_for_each_call():
         layer(F.tanh(layer(x))).sum().backward()
         return x.grad, layer.weight.grad
 
-    assert_recomputed_alike(lambda x, weight: x @ weight, use)
+    assert_alike(lambda x, weight: x @ weight, use)
 
 
 def test_tensors_may_be_anywhere_in_arguments_and_results():
@@ -125,7 +165,7 @@ def test_tensors_may_be_anywhere_in_arguments_and_results():
         (out["sum"].sum() + (out["more"][0] * normal(4, 4, seed=3)).sum()).backward()
         return x.grad, y.grad, factor.grad, layer.weight.grad
 
-    assert_recomputed_alike(function, use)
+    assert_alike(function, use)
 
 
 @dataclass(frozen=True)
@@ -142,7 +182,7 @@ def test_tensors_may_be_in_dataclasses(box):
         (tensor * x).sum().backward()
         return x.grad, layer.weight.grad
 
-    assert_recomputed_alike(lambda pair, weight: box(F.gelu(pair.first @ weight)), use)
+    assert_alike(lambda pair, weight: box(F.gelu(pair.first @ weight)), use)
 
 
 def test_products_and_attention_of_views_are_taken_up_from_what_was_kept():
@@ -157,7 +197,26 @@ def test_products_and_attention_of_views_are_taken_up_from_what_was_kept():
         (layer(x * 1.0) * normal(2, 5, 4, seed=1)).sum().backward()
         return x.grad, layer.weight.grad
 
-    assert_recomputed_alike(function, use)
+    assert_alike(function, use)
+
+
+def test_attention_of_views_of_one_array_finds_them_again():
+    def use(layer):
+        x = leaf(normal(2, 5, 3, 2, 4))
+        heads = F.permute(x * 1.0, (2, 0, 3, 1, 4))  # q, k, v: (batch, heads, time, head_dim)
+        layer([heads[0], heads[1], heads[2]]).sum().backward()
+        return x.grad, layer.weight.grad
+
+    assert_alike(lambda x, weight: F.scaled_dot_product_attention(*x, is_causal=True) @ weight, use)
+
+
+def test_factors_of_a_matmul_that_are_results_keep_their_place_in_the_graph():
+    def use(layer):
+        x = leaf(normal(4, 4))
+        layer(x).sum().backward()
+        return x.grad, layer.weight.grad
+
+    assert_alike(lambda x, weight: F.linear(x, F.exp(weight), None) @ F.tanh(x), use)
 
 
 def test_a_result_that_nothing_used_gets_no_gradient():
@@ -166,7 +225,7 @@ def test_a_result_that_nothing_used_gets_no_gradient():
         layer(x)[1].sum().backward()
         return x.grad, layer.weight.grad
 
-    assert_recomputed_alike(lambda x, weight: (F.exp(x), x @ weight), use)
+    assert_alike(lambda x, weight: (F.exp(x), x @ weight), use)
 
 
 def test_a_module_may_return_what_it_got():
@@ -177,7 +236,7 @@ def test_a_module_may_return_what_it_got():
         (same * normal(4, 4) + other).sum().backward()
         return x.grad, layer.weight.grad
 
-    assert_recomputed_alike(lambda x, weight: (x, x @ weight), use)
+    assert_alike(lambda x, weight: (x, x @ weight), use)
 
 
 def test_an_argument_that_is_not_used_gets_no_gradient():
@@ -378,10 +437,10 @@ def test_without_a_tape_forward_is_forward():
     assert model(TOKENS).node is None
 
 
-@pytest.mark.parametrize("policy", ["full", "matmul"])
-def test_a_graph_that_is_retained_can_be_gone_through_again(policy):
+@prepared
+def test_a_graph_that_is_retained_can_be_gone_through_again(prepare):
     model = gpt()
-    checkpoint_blocks(model.blocks, policy=policy)
+    prepare(model)
     loss = F.cross_entropy(model(TOKENS), TOKENS)
     loss.backward(retain_graph=True)
     once = gradients(model)
@@ -390,11 +449,10 @@ def test_a_graph_that_is_retained_can_be_gone_through_again(policy):
         np.testing.assert_allclose(gradient, 2 * once[name], rtol=1e-5, atol=1e-7)
 
 
-def test_a_second_backward_is_an_error_that_names_the_module():
-    model = gpt()
-    checkpoint_blocks(model.blocks)
-    y = model.blocks[0](hidden(1, 4, 16))
-    y.sum().backward(retain_graph=False)
+@wrapped
+def test_a_second_backward_is_an_error_that_names_the_module(wrap):
+    y = wrap(gpt().blocks[0])(hidden(1, 4, 16))
+    y.sum().backward()
     with pytest.raises(RuntimeError, match="were freed by an earlier backward"):
         y.sum().backward()
 
@@ -561,26 +619,29 @@ def test_an_error_in_forward_or_backward_leaves_nothing_behind():
 # -- errors
 
 
-def twice():
+def twice(wrap):
     model = gpt()
-    checkpoint_blocks(model.blocks)
-    checkpoint(model.blocks[0])
+    for module in (*model.blocks, model.blocks[0]):
+        wrap(module)
 
 
-test_what_cannot_be_recomputed_is_refused = lab.refusals(
+test_what_cannot_be_recomputed_or_offloaded_is_refused = lab.refusals(
     (lambda: checkpoint([]), TypeError, "module must be a shardrt.nn.Module, got list"),
+    (lambda: offload_activations([]), TypeError, "module must be a shardrt.nn.Module, got list"),
     (lambda: checkpoint(gpt(), "half"), ValueError, "policy must be 'full' or 'matmul', got 'half'"),
-    (twice, ValueError, "blocks.0 is recomputed already"),
+    (lambda: twice(checkpoint), ValueError, "blocks.0 is recomputed already"),
+    (lambda: twice(offload_activations), ValueError, "blocks.0 is offloaded already"),
     (lambda: checkpoint_blocks(gpt().blocks, every=0), ValueError, "every must be at least 1, got 0"),
 )
 
 
-def test_a_result_whose_gradients_would_be_lost_is_an_error():
+@wrapped
+def test_a_result_whose_gradients_would_be_lost_is_an_error(wrap):
     class Opaque:
         def __init__(self, y):
             self.y = y
 
-    layer = checkpoint(Layer(lambda x, weight: Opaque(x @ weight)))
+    layer = wrap(Layer(lambda x, weight: Opaque(x @ weight)))
     with pytest.raises(TypeError, match="forward of Layer returned Opaque, in which no tensor is found"):
         layer(leaf(normal(4, 4)))
     with no_grad():

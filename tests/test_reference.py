@@ -30,6 +30,11 @@ PACKAGES = [
 ]
 
 
+def imported(package):
+    """The models have one name in a process, and all other tests import them as `models`."""
+    return importlib.import_module(package.replace("shardrt.models", "models"))
+
+
 def public(module):
     """The names in __all__, or what the module itself defines; packages left out."""
     own = [
@@ -41,8 +46,7 @@ def public(module):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_has_a_docstring(package):
-    # The models have one name in a process, and all other tests import them as `models`.
-    module = importlib.import_module(package.replace("shardrt.models", "models"))
+    module = imported(package)
     values = {name: getattr(module, name) for name in public(module)}
     assert values
     assert not [name for name, value in values.items() if callable(value) and not inspect.getdoc(value)]

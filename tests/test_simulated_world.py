@@ -12,7 +12,7 @@ import shardrt
 from models.gpt import GPT, GPTConfig
 from shardrt import device, nn, optim
 from shardrt import functional as F
-from shardrt.comm import CollectiveCounter, init_device_mesh
+from shardrt.comm import init_device_mesh
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import create
 from shardrt.comm.protocol import Communicator
@@ -24,6 +24,7 @@ from shardrt.device.program import HOST, Collective
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan, units
 from shardrt.simulate.races import races
+from tests import lab
 from tests.parallel import piped
 from tests.ranks import run_ranks
 
@@ -53,28 +54,22 @@ def simulated(like, size, rank=0):
 def trained(name, steps=2, **options):
     """Train a small GPT; the calls and the bytes of the last step, by role and call."""
     how, settings = SETTINGS[name]
-    made = []
-
-    def counted(communicator):
-        made.append(CollectiveCounter(communicator))
-        return made[-1]
-
+    counts = lab.Counts()
     shardrt.manual_seed(1)
-    mesh = init_device_mesh("auto", **{**how, **options}, wrap=counted)
+    mesh = init_device_mesh("auto", **{**how, **options}, wrap=counts)
     model = GPT(GPTConfig(2, 2, 64, 64, 64))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **settings)
     fully_shard(model, mesh=mesh, **settings)
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(steps):
-        for each in made:
-            each.reset()
+        counts.reset()
         F.cross_entropy(model(TOKENS), TOKENS).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
         optimizer.zero_grad()
     calls, nbytes = Counter(), Counter()
-    for each in made:
+    for each in counts.communicators:
         calls.update({(each.communicator.role, call): n for call, n in each.calls.items() if n})
         nbytes.update({(each.communicator.role, call): n for call, n in each.bytes.items() if n})
     return calls, nbytes

@@ -1,17 +1,13 @@
 """Types: the public names have them all, and programs that use them pass a strict type checker."""
 
-import importlib
-import importlib.util
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import BACKSTOP
-from tests.test_reference import PACKAGES, public
+from tests.ranks import python
+from tests.test_reference import PACKAGES, imported, public
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,8 +24,7 @@ HOW = [
 def _callables():
     """(name, function) for every public function and method."""
     for package in PACKAGES:
-        # The models have one name in a process, and all other tests import them as `models`.
-        module = importlib.import_module(package.replace("shardrt.models", "models"))
+        module = imported(package)
         for name in public(module):
             value = getattr(module, name)
             if inspect.isfunction(value):
@@ -61,6 +56,5 @@ def test_programs_that_use_the_library_pass_a_strict_type_checker(tmp_path):
             (tmp_path / f"page_{page.stem}.py").write_text("\n".join(blocks))
     for example in (ROOT / "docs" / "examples").glob("*.py"):
         (tmp_path / example.name).write_text(example.read_text())
-    command = [sys.executable, "-m", "mypy", *HOW, "--cache-dir", str(tmp_path / "cache"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=BACKSTOP)
+    done = python("-m", "mypy", *HOW, "--cache-dir", tmp_path / "cache", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

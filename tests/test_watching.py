@@ -11,6 +11,7 @@ from shardrt.__main__ import main
 from shardrt.tools import watch
 from shardrt.tools.runs import BadRun
 from shardrt.train import charts
+from tests.lab.jobs import tool_refuses
 from tests.test_doctor import processes
 from tests.train.test_trace import traced_run
 
@@ -133,9 +134,8 @@ def test_the_report_of_a_run_that_was_cut_off_says_what_is_there(run, capsys):
 
 
 def test_what_cannot_be_reported_is_one_line(run, capsys):
-    def fails(message, *command):
-        assert main([*(command or ("report",)), str(run)]) == 65
-        assert capsys.readouterr() == ("", f"error: {message}\n")
+    def fails(message, command="report"):
+        assert tool_refuses(capsys, command, run) == f"error: {message}"
 
     metrics = run / "metrics.jsonl"
     for text in ("[]", '{"traceEvents": [{"name": "x", "pid": 0, "ph": "X", "cat": "s", "ts": 0}]}'):
@@ -223,18 +223,9 @@ def test_what_a_person_reads_counts_and_fits(run, capsys):
 
 
 def test_watching_ends_with_a_run_that_was_killed(run, capsys, monkeypatch):
-    alive = processes(run / "flight", ["waits", "killed"])
-
-    def sleep(seconds):
-        for process in alive:
-            process.kill()
-            process.wait()
-
-    monkeypatch.setattr(watch.time, "sleep", sleep)
-    try:
+    with processes(run / "flight", ["waits", "killed"]) as (alive,):
+        monkeypatch.setattr(watch.time, "sleep", lambda seconds: (alive.kill(), alive.wait()))
         assert main(["watch", str(run)]) == 1
-    finally:
-        sleep(0)
     assert (
         capsys.readouterr().out.splitlines()[-1].startswith("the run has ended: rank 1 ended first (killed")
     )
@@ -252,7 +243,7 @@ def test_watching_once_says_how_it_stands(finished, run, capsys):
 
 def test_a_record_that_lacks_something_is_reported(run, capsys):
     (run / "metrics.jsonl").write_text(written(ABOUT, {"kind": "step", "step": 1}))
-    assert main(["watch", str(run)]) == 65
+    assert main(["watch", str(run)]) == 65  # after the record before it
     assert "a record of kind 'step' is not as expected (KeyError(" in capsys.readouterr().err
     (run / "metrics.jsonl").write_text("{]\n")
     with pytest.raises(BadRun, match="a line is damaged"):

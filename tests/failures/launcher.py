@@ -23,8 +23,9 @@ from shardrt.faults.launcher import Launcher
 from shardrt.train import config as settings
 from shardrt.train.metrics import read_metrics
 from tests.failures.matrix import survivors
+from tests.lab import jobs
+from tests.lab.jobs import TINY, furnish
 from tests.ranks import BACKSTOP, clean_environment, mpirun_path
-from tests.train.test_command import TINY, furnish
 
 LIMIT = 5.0  # seconds from a kill until no rank is left
 STEPS = 60
@@ -32,20 +33,13 @@ RECIPES = {
     "plain": [],
     "foreground": ["--checkpoint.in-background", "False", "--optimizer.clip-norm", "inf"],
     "accumulation": ["--micro-batches", "2"],
-    "offload": [
-        "--memory.offload-parameters",
-        "True",
-        "--memory.offload-gradients",
-        "True",
-        "--memory.offload-optimizer",
-        "True",
-    ],
+    "offload": jobs.ON_HOST,
     "in_backward": ["--optimizer.in-backward", "True", "--optimizer.clip-norm", "inf"],
     "bf16": ["--precision.param", "bfloat16", "--precision.reduce", "bfloat16"],
-    "hybrid": ["--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "2"],
+    "hybrid": jobs.HYBRID,
     "tensor": ["--parallel.tp", "2", "--parallel.sequence", "True"],
     "pipeline": ["--parallel.pp", "2", "--parallel.schedule", "ZB-H1", "--micro-batches", "4"],
-    "world_invariant": ["--deterministic", "world-invariant", "--micro-batches", "4"],
+    "world_invariant": jobs.INVARIANT,
 }
 KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 # Whom to send what, one after the other. The helper is the parent of the ranks.

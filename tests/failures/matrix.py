@@ -17,8 +17,8 @@ from shardrt.tools import autopsy
 from shardrt.train import config as settings
 from shardrt.train.errors import DIFFERS
 from tests.failures.victim import DIFFERENCES, EXCHANGES, FAILURES, MISMATCHES, PHASES
+from tests.lab.jobs import OPEN_MPI, TINY, furnish
 from tests.ranks import BACKSTOP, clean_environment, mpirun_path
-from tests.train.test_command import OPEN_MPI, TINY, furnish
 
 EXPERTS = LlamaConfig(2, 2, 1, 16, 12, 16, 256, tied=False, experts=4)
 LIMIT = 2.0  # seconds of the watchdog in the phase in which something hangs, or what a slow machine needs

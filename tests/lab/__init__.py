@@ -14,7 +14,8 @@ A test builds a model, runs it on some ranks, and compares what comes out:
 
 nets.py has the small models; training.py builds and trains them; world.py runs functions on ranks;
 counting.py counts collectives, slots and bytes; states.py saves and restores; comparing.py compares values
-in any nesting; refusing.py makes a test of a table of refusals.
+in any nesting; refusing.py makes a test of a table of refusals. jobs.py, which is imported by itself, runs
+models.train.
 """
 
 # ruff: noqa: F401  the names that tests use

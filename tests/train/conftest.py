@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.lab.jobs import furnish
 from tests.train.plain import leave_out
 
 
@@ -11,6 +12,13 @@ def plain_runs():
     with pytest.MonkeyPatch.context() as patch:
         leave_out(patch.setattr)
         yield
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A furnished folder of its own, which is the present one of the test."""
+    monkeypatch.chdir(furnish(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture

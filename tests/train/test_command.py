@@ -2,13 +2,9 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from models import generate, train
 from models.gpt import GPT, GPTConfig
@@ -20,102 +16,38 @@ from shardrt.train import config as settings
 from shardrt.train.errors import DATA, USAGE
 from shardrt.train.job import optimizer_of, sharded_model
 from shardrt.untrusted import printable
-from tests.ranks import BACKSTOP, clean_environment, mpirun_path
+from tests.lab import jobs
+from tests.lab.jobs import OPEN_MPI, TINY, arguments, contents, furnish, records, start  # noqa: F401
 
-TINY = Config(
-    steps=3,
-    batch_size=4,
-    model=GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256),
-    report=settings.ReportConfig(log_interval=1, eval_interval=2, eval_samples=8),
-    sample=settings.SampleConfig(length=20),
-)
-# Open MPI refuses root, and more ranks than cores, unless it is told; MPICH knows none of these.
-OPEN_MPI = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
-}
 STEP_LINE = re.compile(
     r"step \d/3  loss +\d+\.\d{4}  norm +\d+\.\d{3}  +\d+\.\dk? tok/s  mfu +(\d+%|--)  left +(\d+:\d\d|--)"
 )
 
-# What is wrong, on two ranks: the arguments, the exit code, what the one line says.
+# What is told on two ranks, the exit code, the arguments.
 BAD_INPUT = {
-    "a missing data file": (["--data", "none.txt"], DATA, "data: none.txt does not exist"),
-    "an empty data file": (["--data", "empty.txt"], DATA, "data: empty.txt is empty"),
-    "a data file that is too short": (["--data", "short.txt"], DATA, "short.txt has 6 bytes, too short"),
-    "a width that the heads do not divide": (
-        ["--model.n-head", "3"],
-        USAGE,
-        "n_embd must be a multiple of n_head, got 16 and 3",
+    "data: none.txt does not exist": (DATA, "--data", "none.txt"),
+    "data: empty.txt is empty": (DATA, "--data", "empty.txt"),
+    "short.txt has 6 bytes, too short": (DATA, "--data", "short.txt"),
+    "n_embd must be a multiple of n_head, got 16 and 3": (USAGE, "--model.n-head", "3"),
+    "runs/taken exists already": (USAGE, "--name", "taken"),
+    "batch_size 3 cannot be shared equally by 2 ranks": (USAGE, "--batch-size", "3"),
+    "batch_size 4 cannot be shared equally by 2 ranks and 3 micro-batches": (USAGE, "--micro-batches", "3"),
+    "fsdp.copies 3 cannot share 2 ranks": (USAGE, "--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "3"),
+    "parallel.tp 4 cannot share 2 ranks": (USAGE, "--parallel.tp", "4"),
+    "parallel.pp 4 cannot share 2 ranks": (USAGE, "--parallel.pp", "4"),
+    "parallel.cp: 2 ranks need samples of a multiple of 4 tokens, not 10": (
+        *(USAGE, "--parallel.cp", "2", "--text.window", "10"),
     ),
-    "a run directory that exists": (["--name", "taken"], USAGE, "runs/taken exists already"),
-    "a batch that the ranks cannot share": (
-        ["--batch-size", "3"],
-        USAGE,
-        "batch_size 3 cannot be shared equally by 2 ranks",
+    "batch_size 4 cannot be shared equally by 1 group of 2 ranks and 3 micro-batches": (
+        *(USAGE, "--parallel.pp", "2", "--micro-batches", "3"),
     ),
-    "micro-batches that the ranks cannot share": (
-        ["--micro-batches", "3"],
-        USAGE,
-        "batch_size 4 cannot be shared equally by 2 ranks and 3 micro-batches",
-    ),
-    "copies that the ranks cannot share": (
-        ["--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "3"],
-        USAGE,
-        "fsdp.copies 3 cannot share 2 ranks equally",
-    ),
-    "an axis that the ranks cannot share": (
-        ["--parallel.tp", "4"],
-        USAGE,
-        "parallel.tp 4 cannot share 2 ranks",
-    ),
-    "stages that the ranks cannot share": (
-        ["--parallel.pp", "4"],
-        USAGE,
-        "parallel.pp 4 cannot share 2 ranks",
-    ),
-    "sequences that the ranks cannot share": (
-        ["--parallel.cp", "2", "--text.window", "10"],
-        USAGE,
-        "parallel.cp: 2 ranks need samples of a multiple of 4 tokens, not 10",
-    ),
-    "a schedule that the micro-batches do not fit": (
-        ["--parallel.pp", "2", "--micro-batches", "3"],
-        USAGE,
-        "batch_size 4 cannot be shared equally by 1 group of 2 ranks and 3 micro-batches",
-    ),
-    "an unknown schedule": (["--parallel.schedule", "2F2B"], USAGE, "parallel.schedule must be one of GPipe"),
-    "an unknown strategy": (["--fsdp.strategy", "HALF"], USAGE, "FULL_SHARD"),
-    "an unknown option": (["--stepps", "3"], USAGE, "--stepps"),
-    "a missing configuration": (["--config", "none.toml"], USAGE, "none.toml: No such file"),
-    "an option spelt wrong": (["--optimiser.lr", "1"], USAGE, "--optimiser.lr"),
-    "an unknown key": (["--config", "unknown.toml"], USAGE, "unknown.toml: unknown key 'stepps'"),
+    "parallel.schedule must be one of GPipe": (USAGE, "--parallel.schedule", "2F2B"),
+    "FULL_SHARD": (USAGE, "--fsdp.strategy", "HALF"),
+    "--stepps": (USAGE, "--stepps", "3"),
+    "none.toml: No such file": (USAGE, "--config", "none.toml"),
+    "--optimiser.lr": (USAGE, "--optimiser.lr", "1"),
+    "unknown.toml: unknown key 'stepps'": (USAGE, "--config", "unknown.toml"),
 }
-ALONE = {what: case for what, case in BAD_INPUT.items() if "2 ranks" not in case[2]}
-
-
-def furnish(folder):
-    """A folder with settings, text, and things that may not be overwritten."""
-    settings.dump(TINY, folder / "tiny.toml")
-    (folder / "unknown.toml").write_text("stepps = 3\n")
-    (folder / "text.txt").write_text(
-        "All the world's a stage, and all the men and women merely players.\n" * 40
-    )
-    (folder / "empty.txt").touch()
-    (folder / "short.txt").write_text("short\n")
-    (folder / "runs" / "taken").mkdir(parents=True)
-    (folder / "runs" / "taken" / "metrics.jsonl").write_text("kept")
-    (folder / "runs" / "untrained").mkdir()
-    settings.dump(TINY, folder / "runs" / "untrained" / "config.toml")
-    return folder
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """The current directory of a test in this process."""
-    monkeypatch.chdir(furnish(tmp_path))
-    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -130,38 +62,6 @@ def runs(tmp_path_factory):
     for name, done in outputs.items():
         assert done.returncode == 0, f"{name}: {done.stderr}"
     return folder, outputs
-
-
-def arguments(*more):
-    """Those of a run of the tiny model; what comes later goes over what came before."""
-    return ["--config", "tiny.toml", "--data", "text.txt", *more]
-
-
-def start(module, *args, ranks=None, cwd, **variables):
-    """`python -m module args` in `cwd`, under mpirun if `ranks` is given."""
-    launcher = [] if ranks is None else [mpirun_path(), "-n", str(ranks)]
-    return subprocess.run(
-        [*launcher, sys.executable, "-m", module, *args],
-        capture_output=True,
-        text=True,
-        timeout=BACKSTOP,
-        cwd=cwd,
-        env=clean_environment(**OPEN_MPI, **variables),
-    )
-
-
-def contents(folder):
-    """Every path below a folder, with what a file holds and when it was written."""
-    return {
-        p: (p.is_file() and p.read_bytes(), p.stat().st_mtime_ns)
-        for p in folder.rglob("*")
-        if "__pycache__" not in p.parts
-    }
-
-
-def records(folder, name, kind):
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 @pytest.mark.mpi
@@ -183,26 +83,14 @@ def test_a_run_leaves_its_settings_metrics_picture_and_weights(runs, name):
     assert config == replace(TINY, name=name, data=config.data)
     assert [record["step"] for record in records(runs[0], name, "step")] == [1, 2, 3]
     assert [record["step"] for record in records(runs[0], name, "evaluation")] == [2, 3]
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(("name", "ranks"), [("one", 1), ("two", 2), ("alone", 1)])
-def test_a_run_is_on_the_ranks_that_were_started(runs, name, ranks):
-    (record,) = records(runs[0], name, "run")
-    assert record["ranks"] == ranks
+    assert records(runs[0], name, "run")[0]["ranks"] == (2 if name == "two" else 1)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", ["two", "alone"])
 def test_losses_norms_and_weights_are_those_of_one_rank(runs, name):
-    for kind, key in (("step", "loss"), ("step", "norm"), ("evaluation", "held_out_loss")):
-        curves = [[record[key] for record in records(runs[0], each, kind)] for each in ("one", name)]
-        np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5, err_msg=key)
-    files = [runs[0] / "runs" / each / "checkpoint" / "model.safetensors" for each in ("one", name)]
-    weights = [load_file(file) for file in files]
-    assert weights[0].keys() == weights[1].keys() and "wte.weight" in weights[0]
-    for key in weights[0]:
-        np.testing.assert_allclose(weights[1][key], weights[0][key], atol=2e-5, err_msg=key)
+    assert "wte.weight" in jobs.weights(runs[0], "one")
+    jobs.assert_alike(runs[0], name, "one", 1e-5, atol=2e-5)
 
 
 @pytest.mark.mpi
@@ -230,9 +118,8 @@ def test_generate_writes_the_sample_again_from_the_checkpoint(runs, monkeypatch,
 
 @pytest.mark.parametrize("instructions", [True, False])
 def test_a_run_says_where_its_matmuls_are_not_of_the_type_that_was_asked_for(
-    tmp_path, monkeypatch, capfd, instructions
+    folder, monkeypatch, capfd, instructions
 ):
-    monkeypatch.chdir(furnish(tmp_path))
     monkeypatch.setattr(onednn, "computes_bf16", lambda: instructions)
     train.main([*arguments("--steps", "1"), "--precision.param", "bfloat16"])
     said = "bfloat16: no matmuls of it on this device" in " ".join(capfd.readouterr().out.split())
@@ -259,7 +146,7 @@ for what, (program, args) in json.loads(sys.argv[1]).items():
 @pytest.fixture(scope="module")
 def reported_by_two(tmp_path_factory):
     """what -> (exit code, output and errors of two ranks together), of bad input and of --help."""
-    cases = {what: ("train", arguments(*args)) for what, (args, _, _) in BAD_INPUT.items()}
+    cases = {what: ("train", arguments(*args)) for what, (_, *args) in BAD_INPUT.items()}
     cases |= {f"help of {program}": (program, ["--help"]) for program in ("train", "generate")}
     folder = furnish(tmp_path_factory.mktemp("refused"))
     (folder / "many.py").write_text(MANY_TIMES)
@@ -296,40 +183,31 @@ def test_help_needs_no_mpirun(capfd):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("what", BAD_INPUT)
-def test_bad_input_gets_one_line_from_two_ranks(reported_by_two, what):
-    _, code, message = BAD_INPUT[what]
-    codes, out, err = reported_by_two[what]
+@pytest.mark.parametrize("message", BAD_INPUT)
+def test_bad_input_gets_one_line_from_two_ranks(reported_by_two, message):
+    codes, out, err = reported_by_two[message]
     (line,) = err.splitlines()
     assert line.startswith("error: ") and message in line
-    assert (codes, out) == ({code}, "")
+    assert (codes, out) == ({BAD_INPUT[message][0]}, "")
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("what", ["an unknown option", "a batch that the ranks cannot share"])
-def test_bad_input_ends_a_job_with_one_line_and_the_code(tmp_path, what):
+@pytest.mark.parametrize("message", ["--stepps", "batch_size 3 cannot be shared equally by 2 ranks"])
+def test_bad_input_ends_a_job_with_one_line_and_the_code(tmp_path, message):
     """Before MPI has started, and after."""
-    args, code, message = BAD_INPUT[what]
+    code, *args = BAD_INPUT[message]
     before = contents(furnish(tmp_path))
     done = start("models.train", *arguments(*args), ranks=2, cwd=tmp_path)
-    assert done.returncode == code
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and message in line
-    assert done.stdout == ""
-    assert contents(tmp_path) == before
+    assert (done.returncode, done.stdout, contents(tmp_path)) == (code, "", before)
 
 
-@pytest.mark.parametrize("what", ALONE)
-def test_bad_input_gets_one_line_from_one_rank(folder, what, capfd):
-    args, code, message = ALONE[what]
+@pytest.mark.parametrize("message", [message for message in BAD_INPUT if "2 ranks" not in message])
+def test_bad_input_gets_one_line_from_one_rank(folder, message, capfd):
+    code, *args = BAD_INPUT[message]
     before = contents(folder)
-    with pytest.raises(SystemExit) as stop:
-        train.main(arguments(*args))
-    assert stop.value.code == code
-    out, err = capfd.readouterr()
-    (line,) = err.splitlines()
-    assert line.startswith("error: ") and message in line
-    assert out == ""
+    assert message in jobs.refused(capfd, code, train.main, arguments(*args))
     assert contents(folder) == before
 
 
@@ -372,11 +250,7 @@ def test_generate_tells_what_is_wrong_with_a_run(folder, capfd, width, message):
     settings_file.write_text(settings_file.read_text().replace("n_embd = 16", f"n_embd = {width}"))
     if width == 24:
         save(directory / "checkpoint", GPT(TINY.model))
-    with pytest.raises(SystemExit) as stop:
-        generate.main(["runs/untrained"])
-    assert stop.value.code == USAGE
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: ") and message in line
+    assert message in jobs.refused(capfd, USAGE, generate.main, ["runs/untrained"])
 
 
 @pytest.mark.parametrize(
@@ -390,8 +264,4 @@ def test_generate_tells_what_is_wrong_with_a_run(folder, capfd, width, message):
     ],
 )
 def test_generate_tells_what_is_wrong_with_its_options(folder, capfd, args, message):
-    with pytest.raises(SystemExit) as stop:
-        generate.main(args)
-    assert stop.value.code == USAGE
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: ") and message in line
+    assert message in jobs.refused(capfd, USAGE, generate.main, args)

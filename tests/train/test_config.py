@@ -13,7 +13,7 @@ from models.language import GPTRecipe as Config
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.train import config as settings
 from shardrt.train.tokens import write as write_tokens
-from tests.ranks import ROOT, clean_environment
+from tests.ranks import ROOT, clean_environment, python
 
 CONFIGS = sorted((Path(train.__file__).parent / "configs").glob("*.toml"))
 
@@ -126,6 +126,10 @@ def test_what_is_wrong_in_a_file_is_told_with_the_file_and_the_key(file, text, m
         (["--optimizer.betas", "0.9", "1"], "optimizer.betas must be in [0, 1)"),
         (["--report.log-interval", "0"], "report.log_interval must be at least 1, got 0"),
         (["--sample.prompt", ""], "sample.prompt must hold at least one byte"),
+        (
+            ["--architecture", "vit", "--images.smoothing", "1"],
+            "images.smoothing must be in [0, 1), got 1",
+        ),
     ],
 )
 def test_what_is_wrong_on_the_command_line_is_told_with_the_option(arguments, message, capfd):
@@ -276,9 +280,8 @@ def test_nothing_is_said_to_one_who_reads_only_the_beginning_of_the_help():
 
 
 def test_errors_are_told_in_every_encoding_and_at_every_width():
-    how = clean_environment(PYTHONIOENCODING="ascii", COLUMNS="20")
-    command = [sys.executable, "-m", "models.train", "--optimizer.lr", "-1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=how)
+    how = {"PYTHONIOENCODING": "ascii", "COLUMNS": "20"}
+    done = python("-m", "models.train", "--optimizer.lr", -1, **how)
     assert (done.returncode, done.stderr) == (2, "error: optimizer.lr must be at least 0, got -1.0\n")
 
 

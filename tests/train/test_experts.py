@@ -1,46 +1,33 @@
 """Runs of a Llama with experts: their load is told, evaluation leaves balance out, any ranks have one run."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from models import generate, train
 from models.hub import load_pretrained
-from models.language import LlamaRecipe
 from models.llama import Llama, LlamaConfig
-from shardrt.comm import thread
 from shardrt.tools import report
 from shardrt.tools.runs import read_run
-from shardrt.train import config as settings
-from shardrt.train import job as jobs
-from shardrt.train.errors import USAGE, one_line
-from tests.train.test_command import TINY, arguments, furnish, records
-from tests.train.test_resume import curves, remove_after
+from tests.lab import jobs
+from tests.lab.jobs import arguments, curves, records, remove_after
+
+pytestmark = pytest.mark.usefixtures("here")
 
 SHAPE = LlamaConfig(2, 2, 1, 16, 12, 16, 256, tied=False, experts=4, balance_loss=0.1)
 HALVES = ("--micro-batches", "2")
 COMMON = ("--config", "experts.toml", "--steps", "3", "--sample.length", "4")
 
 
-def run(ranks, name, *options):
-    with one_line(USAGE):
-        recipe = train.parse(arguments("--name", name, *COMMON, *options))
-    thread.run(ranks, jobs.launch, recipe)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with runs of the same micro-batches: on one rank, on two, in stages, with experts on two."""
-    folder = furnish(tmp_path_factory.mktemp("experts"))
-    recipe = LlamaRecipe("llama", model=SHAPE, batch_size=4, report=TINY.report, sample=TINY.sample)
-    settings.dump(recipe, folder / "experts.toml")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        run(1, "one", *HALVES)
-        run(2, "two", *HALVES, "--export")
-        run(2, "stages", *HALVES, "--parallel.pp", "2", "--memory.recompute", "full")
-        run(2, "spread", *HALVES, "--parallel.ep", "2")
-        yield folder
+RUNS = {  # of the same micro-batches: name -> ranks, options
+    "one": (1, HALVES),
+    "two": (2, (*HALVES, "--export")),
+    "stages": (2, (*HALVES, "--parallel.pp", "2", "--memory.recompute", "full")),
+    "spread": (2, (*HALVES, "--parallel.ep", "2")),
+}
+run = partial(jobs.run, common=COMMON)
+folder = jobs.folder_of(RUNS, COMMON, experts=jobs.with_experts(SHAPE))
 
 
 def test_losses_and_load_are_those_of_one_rank(folder):
@@ -99,14 +86,6 @@ def test_a_bias_balances_and_is_kept_when_a_run_goes_on(folder):
     run(2, "staged-bias", *options, "--steps", "5", "--parallel.pp", "2", "--micro-batches", "2")
     staged = curves(folder, "staged-bias")[2]
     assert {name: staged[name] for name in biases} == biases
-
-
-def test_world_invariant_runs_have_the_same_bits(folder):
-    options = ("--deterministic", "world-invariant", "--micro-batches", "4")
-    for ranks in (1, 2, 4):
-        run(ranks, f"invariant {ranks}".replace(" ", "-"), *options)
-    first, *others = (curves(folder, f"invariant-{ranks}") for ranks in (1, 2, 4))
-    assert others == [first, first]
 
 
 def test_what_a_run_exports_is_tuned_with_adapters_and_its_own_balance(folder):

@@ -1,28 +1,26 @@
 """Runs with `--parallel.ep` are the runs without: same samples, losses and load of experts, on any axes."""
 
-import re
 from functools import partial
 
 import numpy as np
 import pytest
 
 from models import train
-from models.language import LlamaRecipe
 from models.llama import LlamaConfig
 from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import explain
-from shardrt.train import config as settings
-from shardrt.train import job as jobs
-from shardrt.train import loop, pipelines
+from shardrt.train import job, pipelines
+from tests import lab
+from tests.lab import jobs
+from tests.lab.jobs import arguments, curves, records
 from tests.ranks import ROOT
-from tests.train import runs
-from tests.train.runs import check_alike, curves
-from tests.train.test_command import TINY, arguments, furnish, records
+
+pytestmark = pytest.mark.usefixtures("here")
 
 SHAPE = LlamaConfig(2, 2, 1, 8, 8, 8, 256, tied=False, experts=4, balance_loss=0.1, expert_bias=True)
 COMMON = ("--config", "experts.toml", "--steps", "10", "--sample.length", "4", "--micro-batches", "2")
-run = partial(runs.run, COMMON)
+run = partial(jobs.run, common=COMMON)
 ALL = ("--parallel.pp", "2", "--parallel.cp", "2", "--parallel.tp", "2", "--parallel.sequence")
 RUNS = {  # name: ranks, options
     "one": (1, ()),
@@ -33,43 +31,23 @@ RUNS = {  # name: ranks, options
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = furnish(tmp_path_factory.mktemp("folds"))
-    recipe = LlamaRecipe("llama", model=SHAPE, batch_size=4, report=TINY.report, sample=TINY.sample)
-    settings.dump(recipe, folder / "experts.toml")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for name, (ranks, options) in RUNS.items():
-            run(ranks, name, *options)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def here(folder, monkeypatch):
-    monkeypatch.chdir(folder)
+folder = jobs.folder_of(RUNS, COMMON, experts=jobs.with_experts(SHAPE))
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "one"])
 def test_ten_steps_are_those_of_one_rank(folder, name):
     assert len(curves(folder, name)[0]) == 10
-    check_alike(folder, name, "one", 1e-5)
+    jobs.assert_alike(folder, name, "one", 1e-5, atol=2e-5)
     for found, expected in zip(records(folder, name, "step"), records(folder, "one", "step"), strict=True):
         for figure in ("expert_load", "empty_experts"):
             assert found[figure] == expected[figure]
-    whole = runs.weights(folder, "one")
-    for key, values in runs.weights(folder, name).items():
-        np.testing.assert_allclose(values, whole[key], rtol=0, atol=2e-5, err_msg=key)
 
 
 def test_in_the_mode_for_it_all_numbers_of_ranks_have_the_same_bits_with_experts_spread_or_not(folder):
-    how = ("--deterministic", "world-invariant", "--micro-batches", "4", "--steps", "3")
-    for name, ranks, options in (("tree 1", 1, ()), ("tree 2", 2, ("--parallel.ep", "2"))):
-        run(ranks, name, *how, *options)
-    run(4, "tree 4", *how, "--parallel.ep", "2")
-    for name in ("tree 2", "tree 4"):
-        for found, expected in zip(curves(folder, name), curves(folder, "tree 1"), strict=True):
-            assert found.tolist() == expected.tolist()
+    how = (*jobs.INVARIANT, "--steps", "3")
+    for ranks in (1, 2, 4):
+        run(ranks, f"tree {ranks}", *how, *(("--parallel.ep", "2") if ranks > 1 else ()))
+    assert curves(folder, "tree 1") == curves(folder, "tree 2") == curves(folder, "tree 4")
 
 
 def test_the_record_names_the_axes_and_the_most_rows(folder):
@@ -90,8 +68,7 @@ def test_a_run_on_all_axes_goes_on_on_one_rank_and_back(folder):
     kept = ("--checkpoint.every", "1", "--resume", "auto")
     for until, ranks, options in ((4, 16, axes), (6, 1, ()), (10, 16, axes)):
         run(ranks, "to and fro", *kept[: 2 if until == 4 else 4], *options, "--steps", str(until))
-    found, expected = (curves(folder, name)[0] for name in ("to and fro", "one"))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    lab.assert_close(curves(folder, "to and fro")[0], curves(folder, "one")[0], rtol=1e-5)
 
 
 def held(folder, source, options, to=""):
@@ -99,9 +76,9 @@ def held(folder, source, options, to=""):
     recipe = train.parse(arguments(*COMMON, *options))
     mesh = init_device_mesh()
     recipe = pipelines.resolved(recipe, mesh.size)
-    mesh = jobs.with_axes(recipe, mesh)
-    model = jobs.sharded_model(recipe, mesh, recipe.task())
-    optimizer = jobs.optimizer_of(recipe, model)
+    mesh = job.with_axes(recipe, mesh)
+    model = job.sharded_model(recipe, mesh, recipe.task())
+    optimizer = job.optimizer_of(recipe, model)
     step, _ = CheckpointManager(folder / source, model, optimizer, mesh).restore()
     if to:
         CheckpointManager(folder / to, model, optimizer, mesh).save(step)
@@ -113,12 +90,8 @@ def test_checkpoints_go_from_all_axes_to_one_rank_and_back_to_the_bit(folder):
     thread.run(16, held, folder, "on one", (*ALL, "--parallel.ep", "4"), "back")
     ((found, theirs),) = thread.run(1, held, folder, "back", ())
     assert any(np.any(values) for name, values in weights.items() if name.endswith("expert_bias"))
-    for name, values in weights.items():
-        np.testing.assert_array_equal(found[name], values, err_msg=name)
-    for name, entry in state["state"].items():
-        assert np.any(entry["exp_avg_sq"]), name
-        for key, values in entry.items():
-            np.testing.assert_array_equal(theirs["state"][name][key], values, err_msg=f"{name} {key}")
+    assert all(np.any(entry["exp_avg_sq"]) for entry in state["state"].values())
+    lab.assert_equal((found, theirs["state"]), (weights, state["state"]))
 
 
 def test_the_recipe_with_experts_can_be_spread(folder):
@@ -126,7 +99,7 @@ def test_the_recipe_with_experts_can_be_spread(folder):
     recipe = train.parse(["--config", config, "--data", "text.txt", "--parallel.ep", "2"])
 
     def lines():
-        model = jobs.sharded_model(recipe, init_device_mesh(), recipe.task())
+        model = job.sharded_model(recipe, init_device_mesh(), recipe.task())
         return [line for line in explain(model).splitlines() if ".experts " in line.split("FULL_SHARD")[0]]
 
     for message in thread.run(2, lines):
@@ -135,58 +108,28 @@ def test_the_recipe_with_experts_can_be_spread(folder):
 
 
 LOW = ("--precision.param", "bfloat16", "--precision.reduce", "bfloat16")
-BAD = {
-    "ranks that it does not divide": (
-        (4, ("--parallel.ep", "3")),
-        "parallel.ep 3 cannot share the 4 ranks equally",
-    ),
-    "of a stage": (
-        (2, ("--parallel.ep", "2", "--parallel.pp", "2")),
-        "parallel.ep 2 cannot share the 1 rank of each stage equally",
-    ),
-    "across an axis": (
-        (6, ("--parallel.ep", "3", "--parallel.tp", "2", "--batch-size", "6")),
+TREE = ("--deterministic", "world-invariant")
+EP, TP = ("--parallel.ep", "2"), ("--parallel.tp", "2")
+test_what_can_not_be_is_told_in_the_words_of_the_command = jobs.set_up_refusals(
+    ("parallel.ep 3 cannot share the 4 ranks equally", 4, "--parallel.ep", "3"),
+    ("parallel.ep 2 cannot share the 1 rank of each stage equally", 2, *EP, "--parallel.pp", "2"),
+    (
         "parallel.ep: fold: 3 ranks along 'ep' cut across",
+        *(6, "--parallel.ep", "3", *TP, "--batch-size", "6"),
     ),
-    "experts that it does not divide": (
-        (3, ("--parallel.ep", "3", "--batch-size", "6")),
+    (
         "parallel.ep: ExpertParallel: 3 ranks do not divide the 4 experts of 'blocks.0.mlp.experts'",
+        *(3, "--parallel.ep", "3", "--batch-size", "6"),
     ),
-    "a model without": (
-        (2, ("--parallel.ep", "2", "--model.experts", "0")),
-        "parallel.ep: expert_plan: a Llama has no nn.Experts",
-    ),
-    "copies": (
-        (4, ("--parallel.ep", "2", "--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "2")),
-        "parallel.ep: experts on several ranks have no copies: leave fsdp.copies at 1",
-    ),
-    "the tree": (
-        (2, ("--parallel.ep", "2", "--deterministic", "world-invariant", *LOW)),
-        "are added before they are rounded to 16 bits",
-    ),
-    "the tree and tp": (
-        (2, ("--parallel.tp", "2", "--deterministic", "world-invariant")),
-        "leave adapters and TokenParallel out",
-    ),
-    "parts": (
-        (2, ("--parallel.tp", "2", "--parallel.tensor-invariant", "2", "--model.n-kv-head", "2")),
+    ("parallel.ep: expert_plan: a Llama has no nn.Experts", 2, *EP, "--model.experts", "0"),
+    ("parallel.ep: experts on several ranks have no copies: leave fsdp.copies at 1", 4, *EP, *jobs.HYBRID),
+    ("are added before they are rounded to 16 bits", 2, *EP, *TREE, *LOW),
+    ("leave adapters and TokenParallel out", 2, *TP, *TREE),
+    (
         "TokenParallel, which 'blocks.0.mlp' has, knows no sums in parts",
+        *(2, *TP, "--parallel.tensor-invariant", "2", "--model.n-kv-head", "2"),
     ),
-    "none": ((2, ("--parallel.ep", "0")), "parallel.ep must be at least 1, got 0"),
-    "few rows": ((2, ("--parallel.expert-rows", "0.5")), "parallel.expert_rows must be at least 1, got 0.5"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_what_can_not_be_is_told_in_the_words_of_the_command(folder, what):
-    (ranks, options), message = BAD[what]
-
-    def set_up(recipe):
-        mesh = init_device_mesh()
-        recipe = pipelines.resolved(recipe, mesh.size)
-        mesh, task = jobs.with_axes(recipe, mesh), recipe.task()
-        model = jobs.sharded_model(recipe, mesh, task)
-        jobs.planned_memory(recipe, mesh, task, model, loop.batches_of(recipe, mesh, task, 0))
-
-    with pytest.raises(ValueError, match=re.escape(message)):
-        thread.run(ranks, set_up, train.parse(arguments(*COMMON, *options)))
+    ("parallel.ep must be at least 1, got 0", 2, "--parallel.ep", "0"),
+    ("parallel.expert_rows must be at least 1, got 0.5", 2, "--parallel.expert-rows", "0.5"),
+    common=COMMON,
+)

@@ -9,10 +9,10 @@ import pytest
 from models import generate, train
 from models.hub import load_pretrained
 from shardrt.comm import init_device_mesh, thread
-from shardrt.train import job as jobs
+from shardrt.train import job
 from shardrt.train.metrics import RunLog
-from tests.train.test_command import records
-from tests.train.test_resume import curves, remove_after
+from tests.lab import jobs
+from tests.lab.jobs import curves, records, remove_after
 from tests.train.test_world_invariant import state
 
 VIT = ["--architecture", "vit", "--model.n-layer", "1", "--model.n-head", "2", "--model.n-embd", "16"]
@@ -40,17 +40,13 @@ def folder(tmp_path, monkeypatch):
 
 def run(ranks, name, options, *more):
     recipe = train.parse([*options, "--data", "pictures", "--batch-size", "16", "--name", name, *more])
-    thread.run(ranks, jobs.launch, recipe)
+    thread.run(ranks, job.launch, recipe)
 
 
 def refused(options, capfd, *more):
     """The one line that a run ends with before it has written anything."""
-    with pytest.raises(SystemExit) as stop:
-        train.main([*options, "--data", "pictures", "--batch-size", "16", "--name", "refused", *more])
-    assert stop.value.code in (2, 65)
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    return line
+    words = [*options, "--data", "pictures", "--batch-size", "16", "--name", "refused", *more]
+    return jobs.refused(capfd, (2, 65), train.main, words)
 
 
 def test_a_regnet_learns_to_tell_the_classes_of_a_folder(folder, capfd):
@@ -116,11 +112,11 @@ def test_batch_norm_is_refused_where_no_bit_may_depend_on_the_ranks(folder, capf
 def test_a_vit_begins_with_the_weights_of_files_and_a_new_head_for_other_classes(folder, capfd):
     pytest.importorskip("sklearn")
     digits = train.parse([*VIT, "--batch-size", "16", "--name", "base", "--steps", "3", "--export", "True"])
-    thread.run(2, jobs.launch, replace(digits, optimizer=replace(digits.optimizer, lr=0.01)))
+    thread.run(2, job.launch, replace(digits, optimizer=replace(digits.optimizer, lr=0.01)))
     assert "afresh" not in capfd.readouterr().out
     base = folder / "runs" / "base" / "pretrained"
     same = replace(digits, name="same", init_from=base, steps=1)
-    thread.run(2, jobs.launch, same)
+    thread.run(2, job.launch, same)
     assert "afresh" not in capfd.readouterr().out
 
     how = ("--init-from", str(base), "--steps", "2", "--optimizer.lr", "1e-6", "--seed", "7")

@@ -9,9 +9,8 @@ import pytest
 from shardrt.faults import lock as locks
 from shardrt.faults.lock import Locked, lock
 from shardrt.train.metrics import RunLog
+from tests.lab.jobs import STEPS, launch, records, refused
 from tests.ranks import clean_environment
-from tests.train.test_command import furnish, records
-from tests.train.test_resume import STEPS, launch
 
 HOLDER = """
 import sys, time
@@ -56,20 +55,18 @@ def test_a_job_that_was_killed_is_waited_for_and_holds_nothing(tmp_path, holder)
     reaper.wait()
 
 
-def test_a_run_that_another_job_has_is_left_as_it_is(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(furnish(tmp_path))
+def test_a_run_that_another_job_has_is_left_as_it_is(folder, monkeypatch, capfd):
     monkeypatch.setattr(locks, "_PATIENCE", 0.1)
     launch(1, "mine")
-    before = (tmp_path / "runs" / "mine" / "metrics.jsonl").read_bytes()
-    held = RunLog(tmp_path / "runs" / "mine", resumed=True)
-    with pytest.raises(SystemExit) as stop:
-        launch(1, "mine", resume="auto")
-    assert stop.value.code == 69
-    assert "error: runs/mine: another job (process " in capfd.readouterr().err
+    metrics = folder / "runs" / "mine" / "metrics.jsonl"
+    before = metrics.read_bytes()
+    held = RunLog(metrics.parent, resumed=True)
+    message = refused(capfd, 69, lambda: launch(1, "mine", resume="auto"))
+    assert message.startswith("error: runs/mine: another job (process ")
     held.close()
-    assert (tmp_path / "runs" / "mine" / "metrics.jsonl").read_bytes() == before
+    assert metrics.read_bytes() == before
     launch(1, "mine", resume="auto")
-    assert len(records(tmp_path, "mine", "step")) == STEPS
+    assert len(records(folder, "mine", "step")) == STEPS
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):

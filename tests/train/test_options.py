@@ -1,37 +1,33 @@
 """What `models.train` can be told of sharding, precision and memory, and what of it changes the result."""
 
+from functools import partial
+
 import pytest
-from safetensors.numpy import load_file
 
-from models import train
 from models.language import GPTRecipe as Config
-from shardrt.comm import thread
 from shardrt.train import config as settings
-from shardrt.train import job as jobs
-from shardrt.train.errors import USAGE, one_line
+from tests.lab import jobs
+from tests.lab.jobs import curves, records
 from tests.ranks import ROOT
-from tests.train.test_command import arguments, furnish, records
 
-RANKS = 4
-ALL_ON_HOST = [
-    *("--memory.offload-parameters", "True"),
-    *("--memory.offload-gradients", "True"),
-    *("--memory.offload-optimizer", "True"),
-]
+pytestmark = pytest.mark.usefixtures("here")
+
+COMMON = ("--batch-size", "8")
+run = partial(jobs.run, 4, common=COMMON)
 # These save memory or traffic and change no bit.
 SAME = {
     "NO_SHARD": ["--fsdp.strategy", "NO_SHARD"],
     "SHARD_OPT": ["--fsdp.strategy", "SHARD_OPT"],
     "SHARD_GRAD_OP": ["--fsdp.strategy", "SHARD_GRAD_OP", "--fsdp.prefetch", "2"],
     "larger units": ["--fsdp.blocks", "2", "--memory.recompute", "full"],
-    "HYBRID_SHARD": ["--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "2"],
+    "HYBRID_SHARD": jobs.HYBRID,
     "recomputation": ["--memory.recompute", "full", "--memory.recompute-every", "2"],
     "recomputation but for products": ["--memory.recompute", "matmul"],
     "activations on the host": ["--memory.offload-activations", "True"],
     "optimizer's state on the host": ["--memory.offload-optimizer", "True"],
-    "all on the host": ALL_ON_HOST,
-    "updates on the host": [*ALL_ON_HOST, "--memory.update-on", "host"],
-    "all in files": [*ALL_ON_HOST, "--memory.directory", "spill"],
+    "all on the host": jobs.ON_HOST,
+    "updates on the host": [*jobs.ON_HOST, "--memory.update-on", "host"],
+    "all in files": [*jobs.ON_HOST, "--memory.directory", "spill"],
 }
 # These add up in another order.
 CLOSE = {
@@ -40,61 +36,38 @@ CLOSE = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with the plain run in it, which the others are compared with."""
-    folder = furnish(tmp_path_factory.mktemp("options"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        run("plain")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def here(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-
-
-def run(name, *options):
-    """Train the tiny model on RANKS ranks."""
-    with one_line(USAGE):  # as train.main has it; the parser's library is not for several threads
-        args = arguments("--batch-size", "8", "--name", name, *options)
-        config = train.parse(args)
-    thread.run(RANKS, jobs.launch, config)
-
-
-def curve(folder, name):
-    """(losses, norms) of a run."""
-    steps = records(folder, name, "step")
-    assert len(steps) == 3
-    return [step["loss"] for step in steps], [step["norm"] for step in steps]
+folder = jobs.folder_of({"plain": (4, ())}, COMMON)
 
 
 def weights(folder, name):
-    arrays = load_file(folder / "runs" / name / "checkpoint" / "model.safetensors")
-    return {key: values.tobytes() for key, values in arrays.items()}
+    return curves(folder, name)[2]
+
+
+def losses_and_norms(folder, name):
+    """Those of all steps."""
+    steps = records(folder, name, "step")
+    assert len(steps) == 3
+    return [step["loss"] for step in steps], [step["norm"] for step in steps]
 
 
 @pytest.mark.parametrize("what", SAME)
 def test_what_saves_memory_changes_no_bit(folder, what):
     (folder / "spill").mkdir(exist_ok=True)
     run(what, *SAME[what])
-    assert curve(folder, what) == curve(folder, "plain")
-    assert weights(folder, what) == weights(folder, "plain")
+    assert curves(folder, what) == curves(folder, "plain")
 
 
 @pytest.mark.parametrize("what", CLOSE)
 def test_a_batch_in_parts_is_the_same_batch(folder, what):
     run(what, *CLOSE[what])
-    for ours, plain in zip(curve(folder, what), curve(folder, "plain"), strict=True):
-        assert ours == pytest.approx(plain, rel=1e-5)
+    jobs.assert_alike(folder, what, "plain", 1e-5)
 
 
 def test_updates_in_backward_are_those_after_it(folder):
     unclipped = ["--optimizer.clip-norm", "inf"]
     run("unclipped", *unclipped)
     run("in backward", *unclipped, "--optimizer.in-backward", "True")
-    assert curve(folder, "in backward")[0] == curve(folder, "unclipped")[0]
+    assert losses_and_norms(folder, "in backward")[0] == losses_and_norms(folder, "unclipped")[0]
     assert weights(folder, "in backward") == weights(folder, "unclipped") != weights(folder, "plain")
 
 
@@ -109,41 +82,30 @@ def test_another_optimizer_keeps_its_own_state_under_its_own_schedule(folder):
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 def test_sixteen_bits_come_close(folder, kind):
     run(kind, "--precision.param", kind, "--precision.reduce", kind)
-    losses, plain = curve(folder, kind)[0], curve(folder, "plain")[0]
+    losses, plain = losses_and_norms(folder, kind)[0], losses_and_norms(folder, "plain")[0]
     assert losses == pytest.approx(plain, rel=1e-3) and losses != plain
     assert weights(folder, kind) != weights(folder, "plain")
 
 
 def test_the_norm_is_the_one_that_was_asked_for(folder):
     run("largest", "--optimizer.clip-type", "inf")
-    assert 0 < curve(folder, "largest")[1][0] < curve(folder, "plain")[1][0]
+    assert 0 < losses_and_norms(folder, "largest")[1][0] < losses_and_norms(folder, "plain")[1][0]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--micro-batches", "0"], "micro_batches must be at least 1, got 0"),
-        (["--fsdp.copies", "2"], "fsdp.copies must be 1 without a hybrid strategy, got 2 with FULL_SHARD"),
-        (["--fsdp.strategy", "HYBRID_SHARD"], "fsdp.copies must be above 1 with a hybrid strategy, got 1"),
-        (["--memory.update-on", "host"], "memory.update_on = 'host' needs offload_parameters"),
-        (["--memory.recompute", "half"], "'half' for argument '--memory.recompute'"),
-        (["--memory.recompute-every", "0"], "memory.recompute_every must be at least 1"),
-        (["--memory.directory", "spill"], "memory.directory needs offload_parameters, offload_gradients or"),
-        (["--optimizer.in-backward", "True"], "set optimizer.clip_norm to inf"),
-        (["--optimizer.decay-steps", "5"], "optimizer.decay_steps needs optimizer.schedule = 'wsd'"),
-        (["--optimizer.clip-type", "0"], "optimizer.clip_type must be positive, got 0"),
-        (["--precision.param", "float64"], "'float64' for argument '--precision.param'"),
-        (["--reduce-each", "True"], "reduce_each needs micro_batches above 1"),
-    ],
+test_what_does_not_go_together_is_told_before_anything_is_written = jobs.one_line_tests(
+    ("micro_batches must be at least 1, got 0", "--micro-batches", "0"),
+    ("fsdp.copies must be 1 without a hybrid strategy, got 2 with FULL_SHARD", "--fsdp.copies", "2"),
+    ("fsdp.copies must be above 1 with a hybrid strategy, got 1", "--fsdp.strategy", "HYBRID_SHARD"),
+    ("memory.update_on = 'host' needs offload_parameters", "--memory.update-on", "host"),
+    ("'half' for argument '--memory.recompute'", "--memory.recompute", "half"),
+    ("memory.recompute_every must be at least 1", "--memory.recompute-every", "0"),
+    ("memory.directory needs offload_parameters, offload_gradients or", "--memory.directory", "spill"),
+    ("set optimizer.clip_norm to inf", "--optimizer.in-backward", "True"),
+    ("optimizer.decay_steps needs optimizer.schedule = 'wsd'", "--optimizer.decay-steps", "5"),
+    ("optimizer.clip_type must be positive, got 0", "--optimizer.clip-type", "0"),
+    ("'float64' for argument '--precision.param'", "--precision.param", "float64"),
+    ("reduce_each needs micro_batches above 1", "--reduce-each", "True"),
 )
-def test_what_does_not_go_together_is_told_before_anything_is_written(folder, options, message, capfd):
-    before = sorted(folder.rglob("*"))
-    with pytest.raises(SystemExit) as stop:
-        run("refused", *options)
-    assert stop.value.code == USAGE
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: ") and message in line
-    assert sorted(folder.rglob("*")) == before
 
 
 def test_every_option_is_described_in_the_documents():

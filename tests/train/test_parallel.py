@@ -1,6 +1,5 @@
 """Runs with `--parallel.tp` and `--parallel.sequence` are the runs without: same samples, losses and text."""
 
-import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -11,23 +10,21 @@ import pytest
 
 from models import train
 from models.generate import of_folder
-from shardrt.comm import init_device_mesh, thread
+from shardrt.comm import thread
 from shardrt.faults import flight
 from shardrt.nn.parameter_placement import REPLICATE
 from shardrt.train import config as settings
-from shardrt.train import job as jobs
-from shardrt.train import loop
+from shardrt.train import job, loop
 from shardrt.train.errors import COPIES
-from tests.ranks import run_ranks
-from tests.train import runs
-from tests.train.runs import check_alike, curves, weights
-from tests.train.test_command import arguments, furnish, records, start
+from tests import lab
+from tests.lab import jobs
+from tests.lab.jobs import arguments, assert_alike, curves, records, start, weights
 
 pytestmark = pytest.mark.usefixtures("here")
 
 STEPS = 4
 COMMON = ("--steps", str(STEPS), "--model.dropout", "0.1", "--sample.temperature", "0")
-run = partial(runs.run, COMMON)
+run = partial(jobs.run, common=COMMON)
 TP = ("--parallel.tp", "2")
 SEQUENCE = (*TP, "--parallel.sequence", "True")
 RUNS = {  # name: ranks, options
@@ -36,14 +33,12 @@ RUNS = {  # name: ranks, options
     "both": (4, TP),
     "sequence": (4, SEQUENCE),
 }
-ALL_ON_HOST = ("--memory.offload-parameters", "True", "--memory.offload-gradients", "True")
-ALL_ON_HOST += ("--memory.offload-optimizer", "True", "--memory.update-on", "host")
 # What changes no bit without them changes none with them.
 ALIKE = {
-    "all on the host": ALL_ON_HOST,
+    "all on the host": (*jobs.ON_HOST, "--memory.update-on", "host"),
     "recomputation, activations on the host": ("--memory.recompute", "full", "--memory.offload-activations"),
     "NO_SHARD": ("--fsdp.strategy", "NO_SHARD"),
-    "copies": ("--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "2", "--fsdp.check-copies", "1"),
+    "copies": (*jobs.HYBRID, "--fsdp.check-copies", "1"),
 }
 UNCLIPPED = ("--optimizer.clip-norm", "inf")
 # What changes numbers changes them as without.
@@ -56,26 +51,13 @@ LIKEWISE = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with the runs in it that several tests look at."""
-    folder = furnish(tmp_path_factory.mktemp("parallel"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for name, (ranks, options) in RUNS.items():
-            run(ranks, name, *options)
-    return folder
+folder = jobs.folder_of(RUNS, COMMON)
 
 
 @pytest.mark.parametrize("name", ["tensor", "both", "sequence"])
 def test_a_run_over_more_axes_is_the_run_over_data_alone(folder, name):
     assert len(curves(folder, "data")[0]) == STEPS
-    check_alike(folder, name, "data", 2e-6)
-    (ours,), (theirs,) = (records(folder, run, "end") for run in (name, "data"))
-    assert ours["sample"] == theirs["sample"]
-    expected = weights(folder, "data")
-    for key, values in weights(folder, name).items():
-        np.testing.assert_allclose(values, expected[key], rtol=0, atol=2e-5, err_msg=key)
+    assert_alike(folder, name, "data", 2e-6, atol=2e-5)
 
 
 def test_the_record_says_how_ranks_are_used_and_counts_the_whole_model_once(folder):
@@ -94,8 +76,7 @@ def test_the_record_says_how_ranks_are_used_and_counts_the_whole_model_once(fold
 def test_what_saves_memory_changes_no_bit(folder, what):
     ranks, compared = (4, "both") if what == "copies" else (2, "tensor")
     run(ranks, what, *TP, *ALIKE[what])
-    for ours, theirs in zip(curves(folder, what), curves(folder, compared), strict=True):
-        assert ours.tolist() == theirs.tolist()
+    assert curves(folder, what) == curves(folder, compared)
 
 
 @pytest.mark.parametrize("what", LIKEWISE)
@@ -104,20 +85,18 @@ def test_what_changes_numbers_does_so_likewise(folder, what):
     alone = f"{what}, alone"
     run(1, alone, *options)
     run(2, what, *SEQUENCE, *options)
-    assert curves(folder, what)[0].tolist() != curves(folder, "tensor")[0].tolist()
-    np.testing.assert_allclose(curves(folder, what)[0][:, 0], curves(folder, alone)[0][:, 0], rtol=rtol)
-    np.testing.assert_allclose(curves(folder, what)[1], curves(folder, alone)[1], rtol=rtol)
+    assert curves(folder, what)[0] != curves(folder, "tensor")[0]
+    assert_alike(folder, what, alone, rtol, norms=False)
     if what == "adapters":  # they are merged into what is exported
-        expected = weights(folder, alone, "pretrained")
-        for key, values in weights(folder, what, "pretrained").items():
-            np.testing.assert_allclose(values, expected[key], atol=1e-6, err_msg=key)
+        exported = (weights(folder, name, "pretrained") for name in (what, alone))
+        lab.assert_close(*exported, atol=1e-6)
 
 
 def test_micro_batches_draw_the_masks_of_one_rank_with_as_many(folder):
     for name, ranks in (("two masks", 1), ("two masks, shared", 2)):
         run(ranks, name, "--micro-batches", "2")
-    assert curves(folder, "two masks")[0].tolist() != curves(folder, "data")[0].tolist()
-    check_alike(folder, "two masks, shared", "two masks", 2e-6)
+    assert curves(folder, "two masks")[0] != curves(folder, "data")[0]
+    assert_alike(folder, "two masks, shared", "two masks", 2e-6)
 
 
 def test_a_run_moves_from_mesh_to_mesh(folder):
@@ -130,7 +109,7 @@ def test_a_run_moves_from_mesh_to_mesh(folder):
         {"dp_shard": 2, "tp": 2},
     ]
     # The learning rate of each start is that of a run of so many steps, which warm-up does not depend on.
-    np.testing.assert_allclose(curves(folder, "moved")[0], curves(folder, "data")[0], rtol=2e-6)
+    lab.assert_close(curves(folder, "moved")[0], curves(folder, "data")[0], rtol=2e-6)
 
 
 def test_a_run_begins_with_files_and_leaves_them(folder):
@@ -139,39 +118,30 @@ def test_a_run_begins_with_files_and_leaves_them(folder):
     begun = ("--init-from", "runs/left/pretrained", "--steps", "2")
     run(4, "begun", *SEQUENCE, *begun)
     run(1, "begun alone", *begun)
-    check_alike(folder, "begun", "begun alone", 2e-6)
+    assert_alike(folder, "begun", "begun alone", 2e-6)
 
 
 def test_bits_do_not_depend_on_the_parts_of_the_data(folder):
-    how = (*TP, "--deterministic", "world-invariant", "--micro-batches", "4")
+    how = (*TP, *jobs.INVARIANT)
     run(2, "one part", *how)
     run(4, "two parts", *how)
-    assert all(map(np.array_equal, curves(folder, "one part"), curves(folder, "two parts")))
-    one, two = weights(folder, "one part"), weights(folder, "two parts")
-    assert all(np.array_equal(one[key], two[key]) for key in one)
+    assert curves(folder, "one part") == curves(folder, "two parts")
 
 
 def test_bits_do_not_depend_on_any_ranks(folder):
-    how = ("--parallel.tensor-invariant", "2", "--deterministic", "world-invariant", "--micro-batches", "4")
+    how = ("--parallel.tensor-invariant", "2", *jobs.INVARIANT)
     run(1, "anywhere", *how)
-    expected = weights(folder, "anywhere")
     for ranks, axes in ((2, TP), (4, TP), (4, ())):
         run(ranks, f"anywhere, {ranks}{axes}", *how, *axes)
-        found = weights(folder, f"anywhere, {ranks}{axes}")
-        assert all(np.array_equal(found[key], expected[key]) for key in expected)
-        for ours, theirs in zip(
-            curves(folder, f"anywhere, {ranks}{axes}"), curves(folder, "anywhere"), strict=True
-        ):
-            assert ours.tolist() == theirs.tolist()
-    assert curves(folder, "one part")[0].tolist() != curves(folder, "anywhere")[0].tolist()
+        assert curves(folder, f"anywhere, {ranks}{axes}") == curves(folder, "anywhere")
+    assert curves(folder, "one part")[0] != curves(folder, "anywhere")[0]
 
 
 def test_nor_with_the_time_cut(folder):
     how = ("--parallel.tensor-invariant", "2", "--parallel.sequence", "True")
     run(1, "time, anywhere", *how)
     run(2, "time, cut", *how, *TP)
-    for ours, theirs in zip(curves(folder, "time, cut"), curves(folder, "time, anywhere"), strict=True):
-        assert ours.tolist() == theirs.tolist()
+    assert curves(folder, "time, cut") == curves(folder, "time, anywhere")
 
 
 def test_what_all_ranks_of_the_axis_hold_is_compared(folder, monkeypatch):
@@ -197,7 +167,7 @@ def test_processes_do_the_same_and_traces_and_flight_files_name_what_they_exchan
     done = start("tests.train.plain", *how, ranks=2, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "FULL_SHARD over 1 rank x tp 2 with sequence parallelism" in " ".join(done.stdout.split())
-    check_alike(folder, "processes", "data", 2e-6)
+    assert_alike(folder, "processes", "data", 2e-6)
     run_folder = folder / "runs" / "processes"
     events = loads((run_folder / "trace.json").read_text())["traceEvents"]
     for rank in (0, 1):
@@ -216,40 +186,21 @@ def test_processes_do_the_same_and_traces_and_flight_files_name_what_they_exchan
     assert ("tensor~2", "reduce_from blocks.0.mlp.down") in found
 
 
-BAD = {
-    "ranks that it does not divide": (3, TP, "parallel.tp 2 cannot share 3 ranks equally"),
-    "fewer ranks": (1, TP, "parallel.tp 2 cannot share 1 rank equally"),
-    "copies beside it": (
-        4,
-        (*TP, "--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "4"),
-        "fsdp.copies 4 cannot share 2 groups of 2 ranks equally",
-    ),
-    "a batch": (
-        4,
-        (*TP, "--batch-size", "3"),
-        "3 cannot be shared equally by 2 groups of 2 ranks",
-    ),
-    "heads": (4, ("--parallel.tp", "4"), "4 ranks do not divide the 2 heads of 'blocks.0.attention.qkv'"),
-    "parts": (2, (*TP, "--parallel.tensor-invariant", "4"), "4 parts do not divide the 2 heads of"),
-    "few parts": (2, (*TP, "--parallel.tensor-invariant", "1"), "parts 1 are too few for 2 ranks"),
-    "odd parts": (1, ("--parallel.tensor-invariant", "3"), "parts must be a power of two, got 3"),
-    "windows": (2, (*SEQUENCE, "--text.window", "15"), "15 positions can't be cut into 2 equal parts"),
-    "the tree": (
-        2,
-        (*SEQUENCE, "--deterministic", "world-invariant", "--micro-batches", "2"),
-        "leave parallel.sequence off",
-    ),
-    "dropout of adapters": (2, (*TP, "--lora.rank", "2", "--lora.dropout", "0.1"), "has dropout"),
-    "the sequence alone": (2, ("--parallel.sequence", "True"), "parallel.sequence needs parallel.tp above 1"),
-    "none": (2, ("--parallel.tp", "0"), "parallel.tp must be at least 1, got 0"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_what_cannot_be_cut_is_told_in_the_words_of_the_command(what):
-    ranks, options, message = BAD[what]
-    with pytest.raises(ValueError, match=re.escape(message)):
-        run_ranks(ranks, set_up, train.parse(arguments(*options)))
+test_what_cannot_be_cut_is_told_in_the_words_of_the_command = jobs.set_up_refusals(
+    ("parallel.tp 2 cannot share 3 ranks equally", 3, *TP),
+    ("parallel.tp 2 cannot share 1 rank equally", 1, *TP),
+    ("fsdp.copies 4 cannot share 2 groups of 2 ranks equally", 4, *TP, *jobs.HYBRID[:3], "4"),
+    ("3 cannot be shared equally by 2 groups of 2 ranks", 4, *TP, "--batch-size", "3"),
+    ("4 ranks do not divide the 2 heads of 'blocks.0.attention.qkv'", 4, "--parallel.tp", "4"),
+    ("4 parts do not divide the 2 heads of", 2, *TP, "--parallel.tensor-invariant", "4"),
+    ("parts 1 are too few for 2 ranks", 2, *TP, "--parallel.tensor-invariant", "1"),
+    ("parts must be a power of two, got 3", 1, "--parallel.tensor-invariant", "3"),
+    ("15 positions can't be cut into 2 equal parts", 2, *SEQUENCE, "--text.window", "15"),
+    ("leave parallel.sequence off", 2, *SEQUENCE, *jobs.INVARIANT[:3], "2"),
+    ("has dropout", 2, *TP, "--lora.rank", "2", "--lora.dropout", "0.1"),
+    ("parallel.sequence needs parallel.tp above 1", 2, "--parallel.sequence", "True"),
+    ("parallel.tp must be at least 1, got 0", 2, "--parallel.tp", "0"),
+)
 
 
 @pytest.mark.parametrize(
@@ -262,14 +213,7 @@ def test_what_cannot_be_cut_is_told_in_the_words_of_the_command(what):
 def test_models_without_a_plan_are_reported(architecture, options, message):
     pytest.importorskip("sklearn")
     with pytest.raises(ValueError, match=message):
-        run_ranks(2, set_up, train.parse(["--architecture", architecture, *options]))
-
-
-def set_up(recipe):
-    """What a run does before it writes anything; the command makes a line of an error (test_command.py)."""
-    mesh, task = jobs.with_axes(recipe, init_device_mesh()), recipe.task()
-    model = jobs.sharded_model(recipe, mesh, task)
-    jobs.planned_memory(recipe, mesh, task, model, loop.batches_of(recipe, mesh, task, 0))
+        thread.run(2, jobs.set_up, train.parse(["--architecture", architecture, *options]))
 
 
 def test_images_are_classified_alike(folder):
@@ -278,7 +222,7 @@ def test_images_are_classified_alike(folder):
     quick = settings.ReportConfig(log_interval=1, eval_interval=2, eval_samples=16, final_samples=16)
     for name, tp in (("images", 1), ("images, cut", 2)):
         parallel = settings.ParallelConfig(tp=tp)
-        thread.run(2, jobs.launch, replace(recipe, name=name, report=quick, parallel=parallel))
-    check_alike(folder, "images, cut", "images", 1e-5)
+        thread.run(2, job.launch, replace(recipe, name=name, report=quick, parallel=parallel))
+    assert_alike(folder, "images, cut", "images", 1e-5)
     (ours,), (theirs,) = (records(folder, name, "run") for name in ("images, cut", "images"))
     assert ours["parameters"] == theirs["parameters"]

@@ -5,39 +5,34 @@ from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 
 from models import train
 from models.language import LlamaRecipe
 from models.llama import LlamaConfig
-from shardrt.comm import init_device_mesh, thread
+from shardrt.comm import thread
 from shardrt.parallel.schedules import schedule
 from shardrt.parallel.table import Table
 from shardrt.tools import report, watch
 from shardrt.tools import trace as drawing
 from shardrt.tools.runs import read_run
 from shardrt.train import config as settings
-from shardrt.train import job as jobs
-from shardrt.train import loop, pipelines
-from tests.ranks import run_ranks
-from tests.train import runs
-from tests.train.runs import check_alike, curves, weights
-from tests.train.test_command import TINY, arguments, furnish, records, start
+from shardrt.train import job, pipelines
+from tests import lab
+from tests.lab import jobs
+from tests.lab.jobs import TINY, arguments, assert_alike, curves, records, start, weights
 
 pytestmark = pytest.mark.usefixtures("here")
 
 STEPS = 3
 COMMON = ("--steps", str(STEPS), "--batch-size", "8", "--sample.temperature", "0")
-run = partial(runs.run, COMMON)
+run = partial(jobs.run, common=COMMON)
 DROPOUT = ("--model.dropout", "0.1")
 PARTS = ("--micro-batches", "4")
 PP = ("--parallel.pp", "2", *PARTS)
+IN_BACKWARD = ("--optimizer.clip-norm", "inf", "--optimizer.in-backward")
 LLAMA = ("--config", "llama.toml")
-ON_HOST = (
-    *("--memory.offload-parameters", "--memory.offload-gradients", "--memory.offload-optimizer"),
-    *("--memory.recompute", "full", "--memory.offload-activations"),
-)
+SAVING = (*jobs.ON_HOST, "--memory.recompute", "full", "--memory.offload-activations")
 RUNS = {  # name: ranks, options
     "data": (1, (*PARTS, *DROPOUT)),
     "pipeline": (2, (*PP, *DROPOUT)),
@@ -49,62 +44,40 @@ SAME = {
     "both ends on one rank": (2, ("--parallel.schedule", "ZBVZeroBubble")),
     "a table from a file": (2, ("--parallel.schedule", "own.csv", "--micro-batches", "1")),
     "four ranks": (4, ("--parallel.pp", "4", "--parallel.schedule", "GPipe")),
-    "less memory": (2, ("--parallel.schedule", "ScheduleZB-H1", *ON_HOST)),
+    "less memory": (2, ("--parallel.schedule", "ScheduleZB-H1", *SAVING)),
 }
 # What does as much as without a pipeline: ranks along the data, options, how close losses are.
 LIKEWISE = {
     "data beside it": (2, DROPOUT, 2e-6),
-    "copies": (
-        2,
-        ("--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "2", "--fsdp.check-copies", "1"),
-        2e-6,
-    ),
+    "copies": (2, (*jobs.HYBRID, "--fsdp.check-copies", "1"), 2e-6),
     "adapters": (1, ("--lora.rank", "2", "--export"), 2e-6),
     "float16": (1, ("--precision.param", "float16"), 2e-5),
-    "updates in backward": (
-        1,
-        (
-            *LLAMA,
-            "--optimizer.clip-norm",
-            "inf",
-            "--optimizer.in-backward",
-            "--parallel.schedule",
-            "DualPipeV",
-        ),
-        2e-6,
-    ),
+    "updates in backward": (1, (*LLAMA, *IN_BACKWARD, "--parallel.schedule", "DualPipeV"), 2e-6),
+}
+
+
+SHAPE = LlamaConfig(2, 2, 1, 16, 32, 16, 256, tied=False)
+OWN = LlamaRecipe("llama", model=SHAPE, steps=STEPS, report=TINY.report, sample=TINY.sample)
+trained = jobs.folder_of(RUNS, COMMON, llama=OWN)
+TABLES = {
+    "waits": "0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1\n",
+    "circle": "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+    "poem": "Shall I, compare thee\n",
 }
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with the runs in it that several tests look at."""
-    folder = furnish(tmp_path_factory.mktemp("pipeline"))
-    shape = LlamaConfig(2, 2, 1, 16, 32, 16, 256, tied=False)
-    common = {"steps": STEPS, "report": TINY.report, "sample": TINY.sample}
-    settings.dump(LlamaRecipe("llama", model=shape, **common), folder / "llama.toml")
-    schedule("ZB-H1", 2, 4).save(folder / "own.csv")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for name, (ranks, options) in RUNS.items():
-            run(ranks, name, *options)
-    return folder
-
-
-def same_bits(folder, name, other):
-    assert all(map(np.array_equal, curves(folder, name), curves(folder, other)))
-    ours, theirs = weights(folder, name), weights(folder, other)
-    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[key], theirs[key]) for key in ours)
+def folder(trained):
+    """A folder with runs in it that several tests look at, and with tables of schedules."""
+    schedule("ZB-H1", 2, 4).save(trained / "own.csv")
+    for name, text in TABLES.items():
+        (trained / f"{name}.csv").write_text(text)
+    return trained
 
 
 def test_a_run_in_stages_is_the_run_in_one(folder):
     assert len(curves(folder, "data")[0]) == STEPS
-    check_alike(folder, "pipeline", "data", 2e-6)
-    (ours,), (theirs,) = (records(folder, run, "end") for run in ("pipeline", "data"))
-    assert ours["sample"] == theirs["sample"]
-    ours, theirs = weights(folder, "pipeline"), weights(folder, "data")
-    for key, values in theirs.items():
-        np.testing.assert_allclose(ours[key], values, atol=2e-5, err_msg=key)
+    assert_alike(folder, "pipeline", "data", 2e-6, atol=2e-5)
 
 
 def test_the_record_describes_the_pipeline_and_the_rank_that_takes_most(folder, capsys):
@@ -127,7 +100,7 @@ def test_the_record_describes_the_pipeline_and_the_rank_that_takes_most(folder, 
 def test_what_changes_no_bit(folder, what):
     ranks, options = SAME[what]
     run(ranks, what, *RUNS["pipeline"][1], *options)
-    same_bits(folder, what, "pipeline")
+    assert curves(folder, what) == curves(folder, "pipeline")
 
 
 @pytest.mark.parametrize("what", LIKEWISE)
@@ -136,43 +109,36 @@ def test_what_does_as_without_a_pipeline(folder, what):
     alone = [word for word in options if word not in ("--parallel.schedule", "DualPipeV")]
     run(ranks, f"{what}, alone", *PARTS, *alone)
     run(2 * ranks, what, *PP, *options)
-    ours, theirs = curves(folder, what), curves(folder, f"{what}, alone")
-    np.testing.assert_allclose(ours[0][:, 0], theirs[0][:, 0], rtol=rtol)
-    np.testing.assert_allclose(ours[1], theirs[1], rtol=rtol)
+    assert_alike(folder, what, f"{what}, alone", rtol, norms=False)
     if what == "adapters":  # they are merged into what is exported
-        ours, theirs = (weights(folder, name, "pretrained") for name in (what, f"{what}, alone"))
-        for key, values in theirs.items():
-            np.testing.assert_allclose(ours[key], values, atol=1e-6, err_msg=key)
+        exported = (weights(folder, name, "pretrained") for name in (what, f"{what}, alone"))
+        lab.assert_close(*exported, atol=1e-6)
 
 
 def test_three_axes(folder):
     run(2, "data of two", *PARTS)
     run(8, "three axes", *PP, "--parallel.tp", "2", "--parallel.sequence")
-    check_alike(folder, "three axes", "data of two", 2e-6)
+    assert_alike(folder, "three axes", "data of two", 2e-6)
     llama = train.load(folder / "llama.toml")
     settings.dump(replace(llama, model=replace(llama.model, n_kv_head=2)), folder / "wide.toml")
     run(2, "Llama of two", *PARTS, "--config", "wide.toml")
     run(8, "Llama on three axes", *PP, "--config", "wide.toml", "--parallel.tp", "2")
-    check_alike(folder, "Llama on three axes", "Llama of two", 2e-6)
+    assert_alike(folder, "Llama on three axes", "Llama of two", 2e-6)
 
 
 def test_bits_depend_neither_on_stages_nor_on_parts_of_the_data(folder):
-    how = (*LLAMA, "--deterministic", "world-invariant", "--micro-batches", "4")
+    how = (*LLAMA, *jobs.INVARIANT)
     run(1, "invariant", *how)
     run(4, "invariant, in stages", *how, "--parallel.pp", "2")
-    same_bits(folder, "invariant, in stages", "invariant")
+    assert curves(folder, "invariant, in stages") == curves(folder, "invariant")
 
 
 def test_a_run_that_is_resumed_ends_with_the_same_bits(folder):
     how = (*RUNS["pipeline"][1], "--checkpoint.every", "1")
     run(2, "resumed", *how, "--steps", "1")
     run(2, "resumed", *how, "--resume", "auto", "--parallel.schedule", "ZB-H1")
-    ours, theirs = curves(folder, "resumed"), curves(folder, "pipeline")
-    assert np.array_equal(ours[0], theirs[0]) and np.array_equal(
-        ours[1][1:], theirs[1]
-    )  # one at its first end
-    ours, theirs = weights(folder, "resumed"), weights(folder, "pipeline")
-    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[key], theirs[key]) for key in ours)
+    steps, evaluations, found = curves(folder, "resumed")
+    assert (steps, evaluations[1:], found) == curves(folder, "pipeline")  # one at its first end
 
 
 def test_a_run_moves_from_pipeline_to_pipeline(folder):
@@ -181,7 +147,7 @@ def test_a_run_moves_from_pipeline_to_pipeline(folder):
     for step, (ranks, options) in enumerate(moves, start=1):
         run(ranks, "moved", *every[2:] if step > 1 else DROPOUT, *every[:2], *options, "--steps", str(step))
     assert [record["axes"].get("pp") for record in records(folder, "moved", "run")] == [2, None, 4]
-    np.testing.assert_allclose(curves(folder, "moved")[0], curves(folder, "data")[0], rtol=2e-6)
+    lab.assert_close(curves(folder, "moved")[0], curves(folder, "data")[0], rtol=2e-6)
 
 
 def test_images_are_classified_alike(folder):
@@ -192,8 +158,8 @@ def test_images_are_classified_alike(folder):
         recipe = replace(recipe, report=quick, micro_batches=2, batch_size=16)
         for name, pp in ((kind, 1), (f"{kind} in stages", 2)):
             parallel = settings.ParallelConfig(pp=pp)
-            thread.run(pp, jobs.launch, replace(recipe, name=name, parallel=parallel))
-        check_alike(folder, f"{kind} in stages", kind, 1e-5)
+            thread.run(pp, job.launch, replace(recipe, name=name, parallel=parallel))
+        assert_alike(folder, f"{kind} in stages", kind, 1e-5)
 
 
 @pytest.mark.mpi
@@ -204,7 +170,7 @@ def test_traces_show_actions_links_and_how_long_ranks_are_idle(folder, capsys):
     said = " ".join(done.stdout.split())
     assert "FULL_SHARD over 1 rank x pp 2" in said
     assert "place what, in MB stage 0 stage 1 device sharded parameters" in said
-    same_bits(folder, "processes", "pipeline")
+    assert curves(folder, "processes") == curves(folder, "pipeline")
     path = folder / "runs" / "processes"
     kept = read_run(path)
     for rank, row in enumerate(kept.table.ranks):
@@ -262,14 +228,8 @@ def test_a_picture_of_a_pipeline_says_what_its_bars_are():
 
 
 def span(rank, name, begin, stop):
-    return {
-        "name": name,
-        "cat": "compute",
-        "ph": "X",
-        "pid": rank,
-        "ts": 1e3 * begin,
-        "dur": 1e3 * (stop - begin),
-    }
+    times = {"ts": 1e3 * begin, "dur": 1e3 * (stop - begin)}
+    return {"name": name, "cat": "compute", "ph": "X", "pid": rank, **times}
 
 
 def resolved(ranks, *options):
@@ -289,130 +249,79 @@ def test_a_pipeline_has_the_micro_batches_of_either_name_or_two_for_each_rank(fo
     assert resolved(1).micro_batches == 1
 
 
-WAITS = "0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1\n"
-CIRCLE = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
-BAD = {
-    "ranks that it does not divide": (3, PP, "parallel.pp 2 cannot share 3 ranks equally"),
-    "two axes": (
-        6,
-        (*PP, "--parallel.tp", "2"),
-        "parallel.pp 2 x parallel.tp 2 cannot share 6 ranks equally",
-    ),
-    "copies beside it": (
-        4,
-        (*PP, "--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "4"),
-        "fsdp.copies 4 cannot share 2 groups of 2 ranks equally",
-    ),
-    "more stages than pieces": (
-        2,
-        (*PP, "--parallel.schedule", "Interleaved1F1B", "--parallel.stages-per-rank", "3"),
+COUNTS = ("--parallel.pp", "2", "--micro-batches")
+SCHEDULE = (*PP, "--parallel.schedule")
+OF_FILE = ("--parallel.pp", "2", "--parallel.schedule")
+test_what_can_be_no_pipeline_is_told_in_the_words_of_the_command = jobs.set_up_refusals(
+    ("parallel.pp 2 cannot share 3 ranks equally", 3, *PP),
+    ("parallel.pp 2 x parallel.tp 2 cannot share 6 ranks equally", 6, *PP, "--parallel.tp", "2"),
+    ("fsdp.copies 4 cannot share 2 groups of 2 ranks equally", 4, *PP, *jobs.HYBRID[:3], "4"),
+    (
         "6 stages can't be made of the 4 pieces of a GPT",
+        *(2, *SCHEDULE, "Interleaved1F1B", "--parallel.stages-per-rank", "3"),
     ),
-    "a batch": (2, ("--parallel.pp", "2", "--micro-batches", "3"), "batch_size 4 cannot be shared equally"),
-    "too few micro-batches": (
-        2,
-        (*LLAMA, "--parallel.pp", "2", "--micro-batches", "2", "--parallel.schedule", "DualPipeV"),
+    ("batch_size 4 cannot be shared equally", 2, *COUNTS, "3"),
+    (
         "parallel.schedule: DualPipeV: 2 micro-batches are too few for 4 stages",
+        *(2, *LLAMA, *COUNTS, "2", "--parallel.schedule", "DualPipeV"),
     ),
-    "stages per rank": (
-        2,
-        (*PP, "--parallel.stages-per-rank", "2"),
-        "parallel.schedule: 1F1B: 2 stages per rank",
-    ),
-    "an unknown schedule": (
-        2,
-        (*PP, "--parallel.schedule", "2F2B"),
-        "parallel.schedule must be one of GPipe, 1F1B",
-    ),
-    "no file": (2, (*PP, "--parallel.schedule", "none.csv"), "none.csv"),
-    "no table": (
-        2,
-        (*PP, "--parallel.schedule", "poem.csv"),
-        "poem.csv, line 1, cell 1: 'Shall I' is no action",
-    ),
-    "an order that is none": (
-        2,
-        ("--parallel.pp", "2", "--parallel.schedule", "waits.csv"),
+    ("parallel.schedule: 1F1B: 2 stages per rank", 2, *PP, "--parallel.stages-per-rank", "2"),
+    ("parallel.schedule must be one of GPipe, 1F1B", 2, *SCHEDULE, "2F2B"),
+    ("none.csv", 2, *SCHEDULE, "none.csv"),
+    ("poem.csv, line 1, cell 1: 'Shall I' is no action", 2, *SCHEDULE, "poem.csv"),
+    (
         "parallel.schedule waits.csv: rank 0, action 2, 0B1: I of stage 0 is next for micro-batch 0",
+        *(2, *OF_FILE, "waits.csv"),
     ),
-    "a deadlock": (
-        2,
-        ("--parallel.pp", "2", "--parallel.schedule", "circle.csv"),
+    (
         "parallel.schedule circle.csv: the table does not end: rank 0, action 1, 0B0, waits for rank 1",
+        *(2, *OF_FILE, "circle.csv"),
     ),
-    "a table for others": (
-        4,
-        ("--parallel.pp", "4", "--parallel.schedule", "own.csv"),
+    (
         "parallel.schedule own.csv is a table of 2 ranks, parallel.pp is 4",
+        *(4, "--parallel.pp", "4", "--parallel.schedule", "own.csv"),
     ),
-    "a table of other micro-batches": (
-        2,
-        ("--parallel.pp", "2", "--parallel.schedule", "own.csv", "--micro-batches", "2"),
+    (
         "parallel.schedule own.csv is a table of 4 micro-batches, a rank has 2",
+        *(2, *COUNTS, "2", "--parallel.schedule", "own.csv"),
     ),
-    "a table of other stages": (
-        2,
-        (*PP, "--parallel.schedule", "own.csv", "--parallel.stages-per-rank", "2"),
+    (
         "own.csv is a table of 2 stages, not of 2 for each of 2 ranks",
+        *(2, *SCHEDULE, "own.csv", "--parallel.stages-per-rank", "2"),
     ),
-    "two numbers": (
-        2,
-        (*PP, "--parallel.micro-batches", "2"),
+    (
         "micro_batches is 4 and parallel.micro_batches 2: they are one number",
+        *(2, *PP, "--parallel.micro-batches", "2"),
     ),
-    "updates before a sum": (
-        2,
-        (*PP, "--optimizer.clip-norm", "inf", "--optimizer.in-backward"),
+    (
         "optimizer.in_backward would update 'wte.weight' before its gradients of two stages are added",
+        *(2, *PP, *IN_BACKWARD),
     ),
-    "the tree of a tied embedding": (
-        2,
-        (*PP, "--deterministic", "world-invariant"),
-        "'wte.weight' is on two stages",
-    ),
-    "late gradients in a tree": (
-        2,
-        (*LLAMA, *PP, "--parallel.schedule", "ZB-H1", "--deterministic", "world-invariant"),
+    ("'wte.weight' is on two stages", 2, *PP, "--deterministic", "world-invariant"),
+    (
         "take GPipe, 1F1B or Interleaved1F1B",
+        *(2, *LLAMA, *SCHEDULE, "ZB-H1", "--deterministic", "world-invariant"),
     ),
-    "many reductions": (2, (*PP, "--reduce-each"), "reduce_each: a pipeline reduces once per step"),
-    "none": (2, ("--parallel.pp", "0"), "parallel.pp must be at least 1, got 0"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_what_can_be_no_pipeline_is_told_in_the_words_of_the_command(folder, what):
-    for name, text in (("waits", WAITS), ("circle", CIRCLE), ("poem", "Shall I, compare thee\n")):
-        (folder / f"{name}.csv").write_text(text)
-    ranks, options, message = BAD[what]
-    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
-        run_ranks(ranks, set_up, train.parse(arguments(*options)))
-
-
-def set_up(recipe):
-    """What a run does before it writes anything; the command makes a line of an error (test_command.py)."""
-    mesh = init_device_mesh()
-    recipe = pipelines.resolved(recipe, mesh.size)
-    mesh, task = jobs.with_axes(recipe, mesh), recipe.task()
-    model = jobs.sharded_model(recipe, mesh, task)
-    jobs.planned_memory(recipe, mesh, task, model, loop.batches_of(recipe, mesh, task, 0))
+    ("reduce_each: a pipeline reduces once per step", 2, *PP, "--reduce-each"),
+    ("parallel.pp must be at least 1, got 0", 2, "--parallel.pp", "0"),
+)
 
 
 def test_a_model_without_pieces_is_reported(folder, monkeypatch):
     recipe = train.parse(arguments(*PP))
     monkeypatch.delattr("models.gpt.GPT.pieces")
     with pytest.raises(ValueError, match="parallel.pp: a GPT has no pieces"):
-        run_ranks(2, set_up, recipe)
+        thread.run(2, jobs.set_up, recipe)
 
 
 def test_a_stage_that_refuses_its_input_is_told_on_all_ranks(folder, monkeypatch):
     """While memory is planned, in the first stage alone."""
     monkeypatch.setattr("models.gpt.extended", lambda *how: (_ for _ in ()).throw(ValueError("too long")))
-    message = run_ranks(2, message_of, train.parse(arguments(*PP)))
+    message = thread.run(2, message_of, train.parse(arguments(*PP)))
     assert message == ["too long", "too long"]
 
 
 def message_of(recipe):
     with pytest.raises(ValueError) as caught:
-        set_up(recipe)
+        jobs.set_up(recipe)
     return str(caught.value)

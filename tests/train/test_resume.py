@@ -1,7 +1,6 @@
 """A run that was interrupted, however it was, goes on as if it had not been."""
 
 import contextlib
-import json
 import random
 import shutil
 import subprocess
@@ -10,46 +9,30 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from models import train
 from shardrt.comm import thread
 from shardrt.train import config as settings
-from shardrt.train import job as jobs
-from shardrt.train import loop
+from shardrt.train import job, loop
 from shardrt.train.errors import DATA, USAGE
+from tests import lab
 from tests.checkpoint.test_damage import body, write
-from tests.ranks import BACKSTOP, clean_environment, mpirun_path
-from tests.train.test_command import OPEN_MPI, TINY, arguments, furnish, records
-
-STEPS = 12
-CONFIG = replace(
+from tests.lab import jobs
+from tests.lab.jobs import (
+    CONFIG,
+    OPEN_MPI,
+    STEPS,
     TINY,
-    steps=STEPS,
-    report=replace(TINY.report, eval_interval=5),
-    checkpoint=settings.CheckpointConfig(every=3),
-    model=replace(TINY.model, dropout=0.1),
+    arguments,
+    curves,
+    furnish,
+    launch,
+    lines_of,
+    records,
+    remove_after,
 )
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(furnish(tmp_path))
-    return tmp_path
-
-
-def launch(ranks, name, **changes):
-    thread.run(ranks, jobs.launch, replace(CONFIG, name=name, data=(Path("text.txt"),), **changes))
-
-
-def curves(folder, name):
-    """(step, loss, norm) and (step, held-out loss) of a run, and its weights."""
-    steps = [(r["step"], r["loss"], r["norm"]) for r in records(folder, name, "step")]
-    evaluations = [(r["step"], r["held_out_loss"]) for r in records(folder, name, "evaluation")]
-    weights = load_file(folder / "runs" / name / "checkpoint" / "model.safetensors")
-    return steps, evaluations, {key: values.tobytes() for key, values in weights.items()}
+from tests.ranks import BACKSTOP, clean_environment, mpirun_path
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
@@ -63,22 +46,12 @@ def test_a_resumed_run_leaves_what_the_uninterrupted_one_does(folder, precision)
     assert [record["step"] for record in records(folder, "cut", "step")] == list(range(1, STEPS + 1))
 
 
-def remove_after(run, step):
-    """As if the run had been killed after that checkpoint, in the middle of a line."""
-    for path in (run / "checkpoints").iterdir():
-        if int(path.name.removeprefix("step-")) > step:
-            path.rename(run / "checkpoints" / f".tmp-{path.name}-00000000")
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"kind": "st')
-
-
 def test_at_another_number_of_ranks_the_losses_are_the_same_to_rounding(folder):
     launch(1, "whole", model=TINY.model)
     launch(4, "moved", model=TINY.model, steps=6)
     launch(2, "moved", model=TINY.model, resume="auto")
     (steps, evaluations, _), (moved, moved_evaluations, _) = curves(folder, "whole"), curves(folder, "moved")
-    np.testing.assert_allclose(moved, steps, rtol=2e-6)
-    np.testing.assert_allclose(dict(moved_evaluations)[STEPS], dict(evaluations)[STEPS], rtol=2e-6)
+    lab.assert_close((moved, moved_evaluations[-1]), (steps, evaluations[-1]), rtol=2e-6)
 
 
 def test_a_checkpoint_can_be_continued_in_another_run(folder):
@@ -126,10 +99,9 @@ SPARSE = {
 
 @pytest.fixture(scope="module")
 def left_alone(tmp_path_factory):
-    """A folder with a run, `whole`, that nobody has cut."""
+    """A folder with a run, `whole`, that no test has cut."""
     folder = furnish(tmp_path_factory.mktemp("alone"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with contextlib.chdir(folder):
         launch(1, "whole", **SPARSE)
     return folder
 
@@ -192,12 +164,7 @@ def damaged(folder):
 )
 def test_what_cannot_be_resumed_is_reported(folder, capfd, options, code, message):
     damaged(folder)
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        train.main(arguments(*options))
-    assert stop.value.code == code
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: ") and message in line
+    assert message in jobs.refused(capfd, code, train.main, arguments(*options))
 
 
 def test_a_loss_scale_that_no_run_has_is_told_in_one_line(folder, capfd):
@@ -208,14 +175,9 @@ def test_a_loss_scale_that_no_run_has_is_told_in_one_line(folder, capfd):
         content = body(path.parent)
         content["extra"]["scaler"]["scale"] = 0.0
         write(path, content)
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        train.main(arguments("--resume", "auto", "--name", "whole", "--precision.param", "float16"))
-    assert stop.value.code == DATA
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(
-        "error: the loss scale of the checkpoint cannot be used: GradScaler: scale must be"
-    )
+    words = arguments("--resume", "auto", "--name", "whole", "--precision.param", "float16")
+    message = "error: the loss scale of the checkpoint cannot be used: GradScaler: scale must be"
+    assert jobs.refused(capfd, DATA, train.main, words).startswith(message)
 
 
 def test_a_disk_that_is_full_ends_no_run(folder, capfd, monkeypatch):
@@ -266,7 +228,7 @@ def killed_and_resumed(folder, runs, kills):
     recipe = replace(CONFIG, steps=80, data=(Path("text.txt"),))
     settings.dump(recipe, folder / "tiny.toml")
     with contextlib.chdir(folder):
-        thread.run(2, jobs.launch, replace(recipe, name="whole"))
+        thread.run(2, job.launch, replace(recipe, name="whole"))
     chooser, done = random.Random(0), 0
     for run in range(runs):
         name = f"killed-{run}"
@@ -300,11 +262,6 @@ def started(folder, name):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-
-
-def lines_of(folder, name):
-    path = folder / "runs" / name / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def ranks_of(process):

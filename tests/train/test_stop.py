@@ -22,15 +22,9 @@ from shardrt.train import job as jobs
 from shardrt.train import loop
 from shardrt.train.errors import COPIES, DIFFERS, NONFINITE
 from shardrt.train.stop import STOPPED
+from tests.lab.jobs import CONFIG, STEPS, curves, furnish, launch, records
 from tests.ranks import BACKSTOP
-from tests.train.test_command import furnish, records
-from tests.train.test_resume import CONFIG, STEPS, curves, launch, ranks_of, started
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(furnish(tmp_path))
-    return tmp_path
+from tests.train.test_resume import ranks_of, started
 
 
 def stops(name, **changes):
@@ -176,16 +170,23 @@ def spoil(job):
     weight.storage.shard[weight.storage.range_of(weight)[0] + 3] = np.nan
 
 
-@pytest.mark.parametrize("every", [3, 0])
-def test_weights_that_are_no_numbers_stop_a_run_that_skips(folder, monkeypatch, capfd, every):
-    at_step(monkeypatch, 4, spoil)
+@pytest.mark.parametrize(
+    ("step", "every", "kept"), [(4, 3, [3]), (4, 0, []), (STEPS, 1, [11]), (STEPS, 0, [])]
+)
+def test_weights_that_are_no_numbers_stop_a_run_that_skips_and_are_not_saved(
+    folder, monkeypatch, capfd, step, every, kept
+):
+    """At the end, too, when no forward meets them any more."""
+    at_step(monkeypatch, step, spoil)
+    if step == STEPS:
+        monkeypatch.setattr(loop, "evaluate", lambda *args: None)
     checkpoint = settings.CheckpointConfig(every=every, keep_last=1)
     assert stops("bad", optimizer=SKIP, checkpoint=checkpoint) == NONFINITE
     (line,) = capfd.readouterr().err.splitlines()
     what = "weights are nan or infinite: 'blocks.1.mlp.up.weight' first, in the part of rank 0"
-    assert line == f"error: step 5: {what}"  # whose forward meets it
-    found = sorted(path.name for path in (folder / "runs" / "bad").glob("checkpoints/*"))
-    assert found == (["step-00000003"] if every else [])
+    assert line == f"error: step {min(step + 1, STEPS)}: {what}"  # whose forward meets it
+    found = [int(path.name[5:]) for path in (folder / "runs" / "bad").glob("checkpoints/*")]
+    assert found == kept
     assert not (folder / "runs" / "bad" / "checkpoint").exists()
 
 
@@ -211,18 +212,6 @@ def test_an_evaluation_that_is_no_number_is_written_as_none(folder, monkeypatch,
     monkeypatch.setattr(Language, "close", lambda *args: {})
     launch(1, "odd")
     assert [record["held_out_loss"] for record in records(folder, "odd", "evaluation")] == [None] * 3
-
-
-@pytest.mark.parametrize("every", [1, 0])
-def test_weights_that_are_no_numbers_at_the_end_are_not_saved(folder, monkeypatch, capfd, every):
-    """Nobody computes with them any more."""
-    at_step(monkeypatch, STEPS, spoil)
-    monkeypatch.setattr(loop, "evaluate", lambda *args: None)
-    checkpoint = settings.CheckpointConfig(every=every, keep_last=1)
-    assert stops("bad", optimizer=SKIP, checkpoint=checkpoint) == NONFINITE
-    assert "'blocks.1.mlp.up.weight'" in capfd.readouterr().err
-    found = [path.name for path in (folder / "runs" / "bad").glob("checkpoints/*")]
-    assert found == (["step-00000011"] if every else [])
 
 
 @pytest.mark.parametrize("step", [5, STEPS])

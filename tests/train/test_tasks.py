@@ -14,8 +14,9 @@ from models.images import ViTRecipe
 from shardrt.comm import init_device_mesh, thread
 from shardrt.train.job import launch
 from shardrt.untrusted import printable
+from tests.lab import jobs
+from tests.lab.jobs import arguments, records, refused
 from tests.ranks import ROOT
-from tests.train.test_command import arguments, furnish, records
 
 CONFIGS = ROOT / "models" / "configs"
 TURN = threading.Lock()
@@ -25,12 +26,6 @@ def digits(**images):
     recipe = train.load(CONFIGS / "digits-vit.toml")
     model = replace(recipe.model, dropout=0.0)  # its masks are another's in each call
     return replace(recipe, model=model, images=replace(recipe.images, **images), batch_size=12)
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(furnish(tmp_path))
-    return tmp_path
 
 
 def test_the_loss_of_a_step_does_not_depend_on_how_its_batch_is_cut():
@@ -88,11 +83,8 @@ def test_the_recipes_for_digits_learn_on_two_ranks(name, folder, capfd):
 
 
 def test_a_folder_of_images_that_is_not_there_is_one_line(folder, capfd):
-    with pytest.raises(SystemExit) as stop:
-        train.main(["--architecture", "vit", "--data", "none", "--batch-size", "4", "--steps", "1"])
-    assert stop.value.code == 65
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line == "error: images: none does not exist"
+    words = ["--architecture", "vit", "--data", "none", "--batch-size", "4", "--steps", "1"]
+    assert refused(capfd, 65, train.main, words) == "error: images: none does not exist"
 
 
 def test_an_image_that_cannot_be_read_ends_training_with_one_line(folder, capfd):
@@ -115,29 +107,15 @@ def in_turn(*args, parse=generate.options.command_line, **kwargs):
 
 
 def test_a_llama_learns_from_a_token_file_with_documents_apart(folder, capsys, monkeypatch):
-    tokenizers = pytest.importorskip("tokenizers")
-    vocabulary = {
-        "[UNK]": 0,
-        "<end>": 1,
-        **{word: i for i, word in enumerate("all the world's a stage".split(), 2)},
-    }
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.save("tokenizer.json")
+    words = {word: i for i, word in enumerate("[UNK] <end> all the world's a stage".split())}
+    jobs.save_tokenizer("tokenizer.json", words)
     (folder / "lines.jsonl").write_text('{"text": "all the world\'s a stage"}\n' * 300)
     from shardrt.__main__ import main
 
     made = ["data", "make", "play.tokens", "lines.jsonl", "--tokenizer", "tokenizer.json", "--end", "<end>"]
     assert main(made) == 0
-    shape = {
-        "n-layer": 1,
-        "n-head": 2,
-        "n-kv-head": 1,
-        "n-embd": 16,
-        "n-hidden": 32,
-        "block-size": 16,
-        "vocab-size": 7,
-    }
+    shape = {"n-layer": 1, "n-head": 2, "n-kv-head": 1, "n-embd": 16, "n-hidden": 32}
+    shape |= {"block-size": 16, "vocab-size": 7}
     options = ["--architecture", "llama", "--data", "play.tokens", "--steps", "60", "--batch-size", "8"]
     options += [word for name, value in shape.items() for word in (f"--model.{name}", str(value))]
     options += ["--text.separate-documents", "True", "--text.tokenizer", "tokenizer.json", "--name", "play"]
@@ -169,16 +147,8 @@ def test_a_llama_learns_from_a_token_file_with_documents_apart(folder, capsys, m
 
 def test_fine_tuning_begins_with_the_weights_of_files_and_exports_them_merged(folder, capsys):
     train.main(arguments("--name", "base", "--export", "True"))
-    options = [
-        "--init-from",
-        "runs/base/pretrained",
-        "--name",
-        "tuned",
-        "--text.window",
-        "8",
-        "--export",
-        "True",
-    ]
+    options = ["--init-from", "runs/base/pretrained", "--name", "tuned"]
+    options += ["--text.window", "8", "--export", "True"]
     train.main(arguments(*options, "--lora.rank", "2", "--steps", "2", "--resume", ""))
     (run,) = records(folder, "tuned", "run")
     assert 0 < run["trained_parameters"] < run["parameters"] / 5
@@ -194,28 +164,17 @@ def test_fine_tuning_begins_with_the_weights_of_files_and_exports_them_merged(fo
     assert capsys.readouterr().out == sample + "\n"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--architecture", "bert"], "architecture must be one of gpt, llama, vit, regnet, got 'bert'"),
-        (["--size", "gpt3"], "size must be one of gpt2, gpt2-medium, gpt2-large, gpt2-xl, got 'gpt3'"),
-        (["--text.window", "17"], "text.window 17 is more than the model's 16"),
-        (["--text.separate-documents", "True"], "text.separate_documents needs a token file"),
-        (["--init-from", "nowhere"], "nowhere/config.json"),
-        (["--init-from", "some-org/model"], "hf download some-org/model --local-dir FOLDER"),
-        (["--init-from", "here", "--size", "gpt2"], "size is 'gpt2', but init_from brings the shape"),
-        (["--lora.rank", "99"], "rank 99 is more than"),
-        (["--architecture", "vit", "--images.smoothing", "1"], "images.smoothing must be in [0, 1), got 1"),
-    ],
+test_what_makes_no_sense_is_one_line = jobs.one_line_tests(
+    ("architecture must be one of gpt, llama, vit, regnet, got 'bert'", "--architecture", "bert"),
+    ("size must be one of gpt2, gpt2-medium, gpt2-large, gpt2-xl, got 'gpt3'", "--size", "gpt3"),
+    ("text.window 17 is more than the model's 16", "--text.window", "17"),
+    ("text.separate_documents needs a token file", "--text.separate-documents", "True"),
+    ("nowhere/config.json", "--init-from", "nowhere"),
+    ("hf download some-org/model --local-dir FOLDER", "--init-from", "some-org/model"),
+    ("size is 'gpt2', but init_from brings the shape", "--init-from", "here", "--size", "gpt2"),
+    ("rank 99 is more than", "--lora.rank", "99"),
+    code=(2, 65),
 )
-def test_what_makes_no_sense_is_one_line(folder, capfd, options, message):
-    given = options if "vit" in options else arguments(*options)
-    with pytest.raises(SystemExit) as stop:
-        train.main(given)
-    assert stop.value.code in (2, 65)
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: ") and message in line
-    assert not any(path.name not in ("taken", "untrained") for path in (folder / "runs").iterdir())
 
 
 def test_a_size_by_name_goes_under_the_files_settings():
@@ -243,12 +202,9 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(folder, capfd):
     train.main(arguments("--name", "a", "--checkpoint.every", "2"))
     settings_file = folder / "runs" / "a" / "config.toml"
     before = settings_file.read_text()
-    capfd.readouterr()
     for name, where in (("a", "auto"), ("b", "runs/a/checkpoints/step-00000002")):
-        with pytest.raises(SystemExit) as stop:
-            train.main(arguments("--name", name, "--resume", where, "--model.n-embd", "32"))
-        assert stop.value.code == 65
-        (line,) = capfd.readouterr().err.splitlines()
+        wider = arguments("--name", name, "--resume", where, "--model.n-embd", "32")
+        line = refused(capfd, 65, train.main, wider)
         assert "does not fit this model" in line or "is (" in line, line
     assert settings_file.read_text() == before
     assert not (folder / "runs" / "b").exists()
@@ -269,15 +225,11 @@ def test_a_resume_says_what_is_not_as_it_was(folder, capfd):
 
 def test_a_finished_run_without_checkpoints_is_not_begun_again(folder, capfd):
     train.main(arguments("--name", "a"))
-    with pytest.raises(SystemExit) as stop:
-        train.main(arguments("--name", "a", "--resume", "auto"))
-    assert stop.value.code == 2
-    assert "runs/a is finished, and has no checkpoint to go on from" in capfd.readouterr().err
+    message = refused(capfd, 2, train.main, arguments("--name", "a", "--resume", "auto"))
+    assert "runs/a is finished, and has no checkpoint to go on from" in message
 
 
-def test_a_tokenizer_that_bytes_do_not_need_is_told_before_training(folder, capfd):
-    for path, message in (("none.json", "the data are bytes"), ("tiny.toml", "the data are bytes")):
-        with pytest.raises(SystemExit) as stop:
-            train.main(arguments("--text.tokenizer", path))
-        assert stop.value.code in (2, 65)
-        assert message in capfd.readouterr().err
+@pytest.mark.parametrize("path", ["none.json", "tiny.toml"])
+def test_a_tokenizer_that_bytes_do_not_need_is_told_before_training(folder, capfd, path):
+    message = refused(capfd, (2, 65), train.main, arguments("--text.tokenizer", path))
+    assert "the data are bytes" in message

@@ -15,15 +15,15 @@ from shardrt.__main__ import main
 from shardrt.train import tokenizer_process
 from shardrt.train.tokenizer import Tokenizer
 from shardrt.train.tokens import BadTokens, open_tokens
+from tests.lab.jobs import save_tokenizer, tool_refuses
 
 tokenizers = pytest.importorskip("tokenizers")
 
 
 def write(path, **parts):
     """A tokenizer.json of words, other `parts` of it as they are given."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 300}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    path.write_text(json.dumps(json.loads(tokenizer.to_str()) | parts))
+    save_tokenizer(path, {"a": 0, "b": 300})
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
     return path
 
 
@@ -67,11 +67,9 @@ def test_it_is_the_library(path):
 def test_panics_of_the_library_are_one_line(path, tmp_path, capfd, case):
     write(path, **PANICS[case])
     (tmp_path / "a.txt").write_text("a" * 40 + "c\n")
-    command = ["data", "make", str(tmp_path / "a.tokens"), str(tmp_path / "a.txt"), "--tokenizer", str(path)]
-    assert main(command) == 65
-    out, error = capfd.readouterr()
-    assert out == "" and error.startswith(f"error: {path}: the library tokenizers ")
-    assert error.count("\n") == 1 and not list(tmp_path.glob("*.tokens*")), error
+    command = ("data", "make", tmp_path / "a.tokens", tmp_path / "a.txt", "--tokenizer", path)
+    assert tool_refuses(capfd, *command).startswith(f"error: {path}: the library tokenizers ")
+    assert not list(tmp_path.glob("*.tokens*"))
     with pytest.raises(BadTokens, match="the library tokenizers"):
         TokenisedText(path).encode("a" * 40 + "c")
 
@@ -129,22 +127,14 @@ def test_a_tokenizer_that_is_no_file_or_too_long_is_one_line(tmp_path, capsys, m
     (tmp_path / "raw.json").write_bytes(b"\xff\xfe")
     (tmp_path / "deep.json").write_text("[" * 200_000)
     for name in ("pipe", "zero", "raw", "deep"):
-        arguments = ["--tokenizer", str(tmp_path / f"{name}.json")]
-        assert main(["data", "make", str(tmp_path / "a.tokens"), str(tmp_path / "a.txt"), *arguments]) == 65
-        error = capsys.readouterr().err
-        assert f"{name}.json" in error and error.count("\n") == 1
+        made = ("data", "make", tmp_path / "a.tokens", tmp_path / "a.txt")
+        line = tool_refuses(capsys, *made, "--tokenizer", tmp_path / f"{name}.json")
+        assert f"{name}.json" in line
 
 
 def test_many_documents_go_through_one_process(path, tmp_path):
     write(path)
     (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n' * 3000)
-    command = [
-        "data",
-        "make",
-        str(tmp_path / "a.tokens"),
-        str(tmp_path / "a.jsonl"),
-        "--tokenizer",
-        str(path),
-    ]
-    assert main(command) == 0
+    made = [str(tmp_path / name) for name in ("a.tokens", "a.jsonl")]
+    assert main(["data", "make", *made, "--tokenizer", str(path)]) == 0
     assert open_tokens(tmp_path / "a.tokens").tokens.tolist() == [0, 300] * 3000

@@ -15,7 +15,7 @@ from shardrt.device.timeline import Passed, Span
 from shardrt.tools import trace as tool
 from shardrt.train import config as settings
 from shardrt.train.trace import arrows, events_of, nested
-from tests.train.test_command import TINY, arguments, furnish, start
+from tests.lab.jobs import TINY, arguments, furnish, start, tool_refuses
 
 STEPS, RANKS, UNITS = (2, 3), (0, 1), ("blocks.0", "blocks.1", "(root)")
 EXACT = 1e-3  # microseconds: to what times are written
@@ -192,16 +192,15 @@ def test_a_step_is_drawn(run, tmp_path, capsys):
     drawn = file.read_text()
     for message in ("gather stream", "compute stream", "reduce stream", "forward blocks.0: ", "rank 1 of 2"):
         assert message in drawn
-    assert main(["trace", str(run), "--step", "1"]) == 65
-    assert capsys.readouterr().err == f"error: {run}: step 1 is not in the trace, but 2, 3\n"
-    assert main(["trace", str(tmp_path)]) == 65
-    assert capsys.readouterr().err == f"error: {tmp_path}/trace.json: No such file or directory\n"
+    message = tool_refuses(capsys, "trace", run, "--step", 1)
+    assert message == f"error: {run}: step 1 is not in the trace, but 2, 3"
+    message = tool_refuses(capsys, "trace", tmp_path)
+    assert message == f"error: {tmp_path}/trace.json: No such file or directory"
     (tmp_path / "metrics.jsonl").touch()
-    assert main(["trace", str(tmp_path)]) == 65
-    assert "no step was traced; train with --report.trace FIRST:LAST" in capsys.readouterr().err
+    message = tool_refuses(capsys, "trace", tmp_path)
+    assert "no step was traced; train with --report.trace FIRST:LAST" in message
     (tmp_path / "trace.json").write_text('{"traceEvents": [{')
-    assert main(["trace", str(tmp_path)]) == 65
-    assert capsys.readouterr().err == f"error: {tmp_path}/trace.json: not a whole trace\n"
+    assert tool_refuses(capsys, "trace", tmp_path) == f"error: {tmp_path}/trace.json: not a whole trace"
 
 
 def test_arrows_are_what_streams_waited_for():

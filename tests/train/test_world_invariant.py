@@ -1,42 +1,34 @@
 """deterministic = 'world-invariant': a run leaves the same bits on 1, 2, 4 and 8 ranks, and if it moves."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import shardrt
-from models import train
 from shardrt.checkpoint import read_manifest
-from shardrt.comm import thread
 from shardrt.kernels import cpu as kernels
-from shardrt.train import job as jobs
-from shardrt.train.errors import USAGE, one_line
-from tests.train.test_command import arguments, furnish, records, start
-from tests.train.test_resume import curves
+from tests import lab
+from tests.lab import jobs
+from tests.lab.jobs import arguments, curves, records, start
 
 INVARIANT = ("--deterministic", "world-invariant", "--micro-batches", "8", "--batch-size", "16")
 INVARIANT += ("--model.dropout", "0.1", "--checkpoint.every", "2")
 
 
+run = partial(jobs.run, common=INVARIANT)
+alone = jobs.folder_of({"alone": (1, ("--steps", "6"))}, INVARIANT)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(alone):
     """A folder with the run of one rank in it, which the others are compared with."""
-    folder, before = furnish(tmp_path_factory.mktemp("invariant")), kernels.threads()
+    before = kernels.threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        run(1, "alone", "--steps", "6")
-        yield folder
+        patch.chdir(alone)
+        yield alone
     shardrt.set_threads(before)
-
-
-def configured(name, *options):
-    with one_line(USAGE):
-        args = arguments("--name", name, *INVARIANT, *options)
-        return train.parse(args)
-
-
-def run(ranks, name, *options):
-    thread.run(ranks, jobs.launch, configured(name, *options))
 
 
 def left(folder, name):
@@ -75,8 +67,7 @@ def test_so_it_is_where_two_ranks_share_each_sequence(folder):
     for ranks in (2, 4):
         run(ranks, f"cp 2 on {ranks}", "--steps", "6", "--parallel.cp", "2")
     assert left(folder, "cp 2 on 4") == left(folder, "cp 2 on 2")
-    found, expected = curves(folder, "cp 2 on 2")[0], curves(folder, "alone")[0]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    lab.assert_close(curves(folder, "cp 2 on 2")[0], curves(folder, "alone")[0], rtol=1e-5)
 
 
 def test_without_the_mode_bits_differ(folder):
@@ -112,21 +103,12 @@ def test_another_number_of_micro_batches_is_reported(folder, capfd):
     assert "deterministic was world-invariant, is per-world" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--micro-batches", "12", "--batch-size", "12"), "micro_batches must be a power of two, got 12"),
-        (("--batch-size", "12"), "batch_size 12 cannot be shared equally"),
-        (("--memory.offload-gradients", "True"), "has its gradients on the host"),
-        (("--reduce-each", "True"), "reduces each part: leave reduce_each off"),
-        (("--optimizer.clip-type", "3"), "optimizer.clip_type must be 1, 2 or inf"),
-        (("--threads", "-1"), "threads must be at least 0, got -1"),
-    ],
+test_what_does_not_go_together_is_told_before_anything_is_written = jobs.one_line_tests(
+    ("micro_batches must be a power of two, got 12", "--micro-batches", "12", "--batch-size", "12"),
+    ("batch_size 12 cannot be shared equally", "--batch-size", "12"),
+    ("has its gradients on the host", "--memory.offload-gradients", "True"),
+    ("reduces each part: leave reduce_each off", "--reduce-each", "True"),
+    ("optimizer.clip_type must be 1, 2 or inf", "--optimizer.clip-type", "3"),
+    ("threads must be at least 0, got -1", "--threads", "-1"),
+    common=INVARIANT,
 )
-def test_what_does_not_go_together_is_told_before_anything_is_written(folder, options, message, capfd):
-    with pytest.raises(SystemExit) as stop:
-        run(1, "refused", *options)
-    assert stop.value.code == USAGE
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: ") and message in line
-    assert not (folder / "runs" / "refused").exists()
