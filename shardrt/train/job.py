@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from shardrt.train.metrics import PIPELINE, RunLog, new_run_directory, over_rank
 from shardrt.train.progress import Ranks, memory_mb, product_flops
 from shardrt.train.recipe import Recipe
 from shardrt.train.shared import check_shared
+from shardrt.train.state import Job
 from shardrt.train.tasks import Task
 from shardrt.train.trace import check_timed
 from shardrt.train.versions import own_version, surroundings, versions
@@ -84,7 +85,7 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
         go(job_of(recipe, mesh, task, model, run, watch), plan, began)
 
 
-def go(job: "Job", plan: MemoryPlan, began: float) -> None:
+def go(job: Job, plan: MemoryPlan, began: float) -> None:
     """What is left when the run has its directory: resume, train, save, finish."""
     recipe, mesh, model, run, watch = job.recipe, job.mesh, job.model, job.run, job.watch
     if recipe.checkpoint.folder is not settings.Folder.hosts:
@@ -132,7 +133,7 @@ def go(job: "Job", plan: MemoryPlan, began: float) -> None:
         run.say(f"see: shardrt report {run.directory}")
 
 
-def rows_of_experts(job: "Job") -> dict[str, float]:
+def rows_of_experts(job: Job) -> dict[str, float]:
     """{"most_rows": that came to a rank, over those it sent}, told; {} without parallel.ep. Collective."""
     chosen = job.recipe.parallel
     if chosen.ep == 1:
@@ -324,24 +325,6 @@ def run_log(recipe: Recipe) -> RunLog:
     if recipe.resume:
         read_manifest(Path(recipe.resume))  # before a directory is made
     return RunLog(new_run_directory(recipe.name), tensorboard=recipe.tensorboard)
-
-
-@dataclass(frozen=True)
-class Job:
-    """All that a run is made of. Only rank 0's `run` prints and writes."""
-
-    recipe: Recipe
-    mesh: DeviceMesh
-    task: Task
-    model: nn.Module
-    optimizer: optim.Optimizer
-    scaler: optim.GradScaler
-    checkpoints: CheckpointManager
-    run: RunLog
-    watch: Watch
-    ranks: Ranks
-    origin: dict[str, Any]  # settings, data and code, for checkpoints and the log
-    ideal: float  # seconds of a step's matrix products alone, as fast as they can be here; 0: not known
 
 
 def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: RunLog, watch: Watch) -> Job:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from itertools import islice
 from math import ceil, fsum, isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,16 +26,14 @@ from shardrt.train.pipelines import Shares, pipeline_of
 from shardrt.train.prefetch import Prefetched
 from shardrt.train.progress import Stopwatch, evaluation_line, expert_figures, step_line
 from shardrt.train.recipe import Recipe
+from shardrt.train.state import Job
 from shardrt.train.stop import STOPPED, StopRequests
 from shardrt.train.tasks import Task
 from shardrt.train.trace import Trace
 from shardrt.untrusted import say
 
-if TYPE_CHECKING:
-    from shardrt.train.job import Job
 
-
-def train(job: "Job", first: int) -> None:
+def train(job: Job, first: int) -> None:
     """The loop, from step `first`.
 
     Exits with code 75, having saved, where it is asked to stop; with 65 where data can't be read. Raises
@@ -141,7 +139,7 @@ def backward(
     return share.losses
 
 
-def update(job: "Job", done: int) -> float:
+def update(job: Job, done: int) -> float:
     """Clip the gradients and update the parameters; gives the norm before.
 
     A norm that is not finite, which all ranks see alike, leaves the update out, where loss scaling expects it
@@ -184,7 +182,7 @@ def updates_first(recipe: Recipe) -> bool:
     return ends and plain and not device.current().in_host_memory
 
 
-def update_first(job: "Job", done: int, parameters: list[nn.Parameter]) -> float:
+def update_first(job: Job, done: int, parameters: list[nn.Parameter]) -> float:
     """As `update`, where `updates_first`. After a FloatingPointError the weights are not finite either."""
     here, clipped = device.current(), device.current().new_event()
     limit = job.recipe.optimizer.clip_norm
@@ -199,7 +197,7 @@ def update_first(job: "Job", done: int, parameters: list[nn.Parameter]) -> float
     return norm
 
 
-def read_beside(job: "Job", numbers: list[Tensor]) -> list[float]:
+def read_beside(job: Job, numbers: list[Tensor]) -> list[float]:
     """Read numbers in the stream of reductions, which has nothing to do until the next backward."""
     found: list[float] = []
     free = job.mesh.stream("reduce")
@@ -208,7 +206,7 @@ def read_beside(job: "Job", numbers: list[Tensor]) -> list[float]:
     return found
 
 
-def culprit(job: "Job") -> str:
+def culprit(job: Job) -> str:
     """The first parameter with a gradient that is not finite, and the ranks with that part. Collective."""
     here = device.current()
     found = [
@@ -219,7 +217,7 @@ def culprit(job: "Job") -> str:
     return f"that of {first_of(job, found)}"
 
 
-def first_of(job: "Job", found: list[str]) -> str:
+def first_of(job: Job, found: list[str]) -> str:
     """The first parameter that is in `found` on any rank, and those ranks; "" if none is. Collective."""
     everyone = all_gather_object(job.mesh.communicator("control"), found)
     order = [name for name, _ in job.model.named_parameters() if any(name in names for names in everyone)]
@@ -229,7 +227,7 @@ def first_of(job: "Job", found: list[str]) -> str:
     return f"{order[0]!r} first, in the part of rank {', '.join(map(str, ranks))}"
 
 
-def report(job: "Job", done: int, losses: list[Any], norm: float, lr: float, stopwatch: Stopwatch) -> None:
+def report(job: Job, done: int, losses: list[Any], norm: float, lr: float, stopwatch: Stopwatch) -> None:
     """A line for the reader, and a record. Raises FloatingPointError for a loss that is not finite."""
     if updates_first(job.recipe):
         losses = read_beside(job, losses)
@@ -248,7 +246,7 @@ def finite(record: dict[str, float]) -> dict[str, float | None]:
     return {name: value if isfinite(value) else None for name, value in record.items()}
 
 
-def evaluate(job: "Job", done: int, limit: int | None) -> None:
+def evaluate(job: Job, done: int, limit: int | None) -> None:
     """Say and write figures on `limit` held-out samples, or all, if there are any; ranks share them."""
     job.watch.phase("eval")
     recipe, mesh, task, data = job.recipe, job.mesh, job.task, data_of(job.mesh)
@@ -286,7 +284,7 @@ def evaluate(job: "Job", done: int, limit: int | None) -> None:
         check_weights(job, done)
 
 
-def keep(job: "Job", done: int) -> None:
+def keep(job: Job, done: int) -> None:
     """Publish a checkpoint that was written; begin one where it is due. A failure does not end the run."""
     chosen = job.recipe.checkpoint
     due = saves(job, done)
@@ -301,7 +299,7 @@ def keep(job: "Job", done: int) -> None:
         report_saved(job.run, save, done, extra_of(job))
 
 
-def saves(job: "Job", done: int) -> bool:
+def saves(job: Job, done: int) -> bool:
     """Whether a checkpoint is due after step `done`."""
     every = job.recipe.checkpoint.every
     return bool(every) and (done % every == 0 or done == job.recipe.steps)
@@ -310,7 +308,7 @@ def saves(job: "Job", done: int) -> bool:
 class Copies:
     """Compares the ranks' copies of shards every fsdp.check_copies steps or later, in 0.1 % of the time."""
 
-    def __init__(self, job: "Job", first: int) -> None:
+    def __init__(self, job: Job, first: int) -> None:
         self._job, self._every = job, job.recipe.fsdp.check_copies
         self._next = first + self._every
         self._since = first, time.perf_counter()
@@ -328,18 +326,18 @@ class Copies:
         self._since = done, ended
 
 
-def extra_of(job: "Job") -> dict[str, Any]:
+def extra_of(job: Job) -> dict[str, Any]:
     """What a checkpoint holds beside parameters and the optimizer's state."""
     return {"scaler": job.scaler.state_dict(), **job.origin}
 
 
-def check_weights(job: "Job", done: int) -> None:
+def check_weights(job: Job, done: int) -> None:
     """Raise FloatingPointError, naming parameter and ranks, if trained weights are not finite. Collective."""
     if message := nonfinite_weights(job):
         raise FloatingPointError(f"step {done}: {message}")
 
 
-def nonfinite_weights(job: "Job") -> str:
+def nonfinite_weights(job: Job) -> str:
     """Which parameter and ranks have trained weights that are not finite; "" if none. Collective."""
     here, found = device.current(), []
     for name, parameter in job.model.named_parameters():
@@ -365,7 +363,7 @@ def report_saved(run: RunLog, function: Callable, *args: Any) -> None:
         run.say(f"warning: {error}")
 
 
-def leave(job: "Job", done: int, reason: str) -> None:
+def leave(job: Job, done: int, reason: str) -> None:
     """Save, and exit with a code that says so; where saving fails, with the error."""
     job.watch.phase("save")
     report_saved(job.run, job.checkpoints.wait)
