@@ -30,7 +30,8 @@ class Gathers:
         self.streams = streams
         self.control = control
         self._observers = observers
-        self._shards_ready = streams.device.new_event()  # recorded after the optimizer's last write
+        self._shards_ready = streams.device.new_event()  # recorded in compute after writes to shards
+        self.written = True  # shards have been written since the last `refresh`
         # Units gathered since their last reduction: where ranks share memory, peers may still read shards.
         self._peers_may_read: set[Unit] = set()
 
@@ -75,35 +76,42 @@ class Gathers:
             if ends and unit not in entered:
                 self.finish(unit, unit.state_after(needed=False, done=True))
 
-    def refresh(self) -> None:
+    def refresh(self, entered: Collection[Unit] = ()) -> None:
         """Before a pass: let later gathers read the shards as they are now.
 
         The optimizer or a load has written them in the compute stream, so gather and upload wait for its work
-        so far. Out-of-date units are released, and units that the user holds are gathered again.
+        so far. Out-of-date units are released, except `entered` ones, and units that the user holds are
+        gathered again.
         """
         streams = self.streams
         streams.compute.record(self._shards_ready)
         streams.gather.wait(self._shards_ready)
         if streams.upload is not streams.gather:
             streams.upload.wait(self._shards_ready)
+        self.written = False
         for unit in self.units:
-            if unit.state is State.STALE:
+            if unit.state is State.STALE and unit not in entered:
                 self._release(unit)
         for unit in self.units:
-            if unit.choices.held:
+            if unit.choices.held and unit not in entered:
                 self.ensure(unit)
                 self.finish(unit, State.KEPT)
 
     def shards_written(self, unit: Unit) -> None:
         """Mark gathered parameters of `unit` as out of date: its shards have new values."""
+        self.written = True
         if unit.state is State.GATHERING:
             self._drop(unit)
         elif unit.gathered and unit.state is not State.STALE:
             unit.move(State.STALE)
 
     def reduction_issued(self, unit: Unit) -> None:
-        """Note that a reduction of `unit` was issued. It ends after every rank has read the shards."""
-        self._peers_may_read.discard(unit)
+        """Note that a reduction of `unit` was issued. It ends after every rank has read the shards.
+
+        A unit that the user holds (unshard) stays readable, so its readers may come later.
+        """
+        if not unit.choices.held:
+            self._peers_may_read.discard(unit)
 
     def readers_done(self, unit: Unit) -> None:
         """Wait until no rank reads this rank's shard of `unit`, where ranks share memory, before a write.
@@ -171,7 +179,7 @@ class Gathers:
             prefetched = [unit for unit in holders if unit.state is State.GATHERING]
             waiting = [unit for unit in holders if unit.state is State.WAITING]
             if prefetched:
-                self._drop(prefetched[-1])  # of the prefetched units the pass needs it last
+                self._drop(prefetched[-1])  # in a forward, the one that is needed last
             elif waiting:
                 self._release(waiting[0])
             else:

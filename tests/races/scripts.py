@@ -20,6 +20,7 @@ from shardrt.fsdp import (
     no_sync,
     set_find_unused_parameters,
     set_gradient_divide_factor,
+    unshard,
 )
 from shardrt.kernels import onednn
 from shardrt.parallel import Pipeline
@@ -66,6 +67,36 @@ def accumulated_later():
             with no_sync(model):
                 loss_of(model).backward()
         loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def kept_loss():
+    """A backward after the update of another loss: it gathers shards that the update has written."""
+    mesh, model = init_device_mesh("auto"), GPT(GPTConfig(3, 2, 16, 16, 16))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        first, second = loss_of(model), loss_of(model)
+        second.backward()
+        optimizer.step()
+        first.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def held():
+    """Parameters that the user holds are read between a backward and the update, while ranks share memory."""
+    mesh, model = init_device_mesh("auto"), GPT(GPTConfig(3, 2, 16, 16, 16))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    unshard(model)
+    for _ in range(3):
+        loss_of(model).backward()
+        with no_grad():
+            F.sum(model.wpe.weight * 2)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -162,5 +193,8 @@ SCRIPTS = {
     ),
     "accumulated later": lambda: record_of(accumulated_later, 2),
     "in pieces": pieces,
+    "a loss kept over an update": lambda: record_of(kept_loss, 2),
+    "a loss kept over an update, shared": lambda: shared(kept_loss),
+    "held, and read before the update": lambda: shared(held),
     "piped": lambda: record_of(piped, 2, stands_for={0: [0], 1: [1]}),
 }
