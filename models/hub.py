@@ -18,6 +18,7 @@ from shardrt.checkpoint.state import failures, gathered
 from shardrt.checkpoint.tensorfiles import FolderWriter, StoredTensor, open_folder, plain_files, read_json
 from shardrt.nn.extents import Extent, Extents
 from shardrt.nn.lora import adapted_layers
+from shardrt.nn.overlaps import within
 from shardrt.nn.ranks import is_leader
 
 from .config_file import Settings
@@ -239,8 +240,8 @@ def _inside(extent: Extent, begin: int, size: int) -> tuple[int, Extents]:
     A tensor holds whole rows, and each of several runs lies in one.
     """
     if extent.count > 1:
-        within = extent.within(begin, begin + size)
-        start, stop = within.start * extent.length, within.stop * extent.length
+        touched = within(extent, begin, begin + size)
+        start, stop = touched.start * extent.length, touched.stop * extent.length
     else:
         start, stop = max(begin - extent.first, 0), min(begin + size - extent.first, extent.length)
     return start, tuple(replace(some, first=some.first - begin) for some in extent.cut(start, stop))

@@ -27,7 +27,7 @@ class Piece(Storage):
     """What one rank holds of parameters that lie flat, one after the other, and are cut evenly."""
 
     shard = None
-    edge = full = gradient_target = part_of = zero_grad = lambda self, *args: None
+    edge = full = gradient_target = extents_of = zero_grad = lambda self, *args: None
 
     def __init__(self, parameters, gradients, communicator=None):
         sizes = [gradient.size for gradient in gradients]

@@ -7,7 +7,7 @@ DeviceMesh, the mesh that users make, whose axes can also be joined and folded.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class Mesh:
         self.rank = base.rank
         self.size = base.size
         self.coordinate = tuple(int(i) for i in np.unravel_index(base.rank, ranks.shape))
-        self._parts: dict[Any, Mesh] = {}
+        self._parts: dict[Any, Any] = {}
         if axes is None:  # now, by everyone: later an axis's group can make communicators on its own
             axes = [self._along((axis,)) for axis in range(ranks.ndim)] if ranks.ndim > 1 else [self]
         self._axes = axes
@@ -74,7 +74,7 @@ class Mesh:
         return self.ranks.shape
 
     @property
-    def root(self) -> "Mesh":
+    def root(self) -> Self:
         """The mesh of all ranks that this one was taken from; itself where it is that."""
         return self._family.root
 
@@ -88,11 +88,11 @@ class Mesh:
         """What the ranks are, processes or threads, and how many of them this host has."""
         return self._family.world
 
-    def axis(self, dim: int | str) -> "Mesh":
+    def axis(self, dim: int | str) -> Self:
         """The sub-mesh along one of its axes, a number or name."""
         return self._axes[self._number(dim)]
 
-    def __getitem__(self, names: str | tuple[str, ...]) -> "Mesh":
+    def __getitem__(self, names: str | tuple[str, ...]) -> Self:
         """The ranks that differ from this one only along these axes, in this order; always the same object.
 
         Of several axes but not all: collective over this mesh at the first time, or over what has come apart.
@@ -110,7 +110,7 @@ class Mesh:
             self._parts[axes] = self._slice(axes)
         return self._parts[axes]
 
-    def _slice(self, axes: tuple[int, ...]) -> "Mesh":
+    def _slice(self, axes: tuple[int, ...]) -> Self:
         """As _along, made by as few ranks as can."""
         return self._along(axes)
 
@@ -120,7 +120,7 @@ class Mesh:
         order = np.argsort(own)
         return order[np.searchsorted(own, ranks.ravel(), sorter=order)].tolist()
 
-    def _along(self, axes: tuple[int, ...]) -> "Mesh":
+    def _along(self, axes: tuple[int, ...]) -> Self:
         """The sub-mesh of this rank along some of the axes. Collective."""
         others = [axis for axis in range(len(self.shape)) if axis not in axes]
         place = [self.coordinate[axis] for axis in others]

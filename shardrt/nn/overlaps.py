@@ -13,9 +13,9 @@ def overlaps(extents: Extents, other: Extent) -> Iterator[tuple[int, int, int]]:
     """(place, other_place, count) of what both have: `count` neighbours, from there on in each of them."""
     place = 0
     for extent in extents:
-        for number in _within(extent, other.first, other.stop):
+        for number in within(extent, other.first, other.stop):
             first, at = extent.begin(number), place + number * extent.length
-            for theirs in _within(other, first, first + extent.length):
+            for theirs in within(other, first, first + extent.length):
                 begin, there = other.begin(theirs), theirs * other.length
                 low, high = max(first, begin), min(first + extent.length, begin + other.length)
                 yield at + low - first, there + low - begin, high - low
@@ -46,7 +46,7 @@ def miscounted(pieces: Iterable[Extent], size: int) -> tuple[int, int] | None:
     return None if wrong is None else (wrong, 1 + terms[wrong])
 
 
-def _within(extent: Extent, start: int, stop: int) -> range:
+def within(extent: Extent, start: int, stop: int) -> range:
     """The numbers of the runs of which something lies in [start, stop)."""
     low = (start - extent.first - extent.length) // extent.stride + 1
     high = -((extent.first - stop) // extent.stride)

@@ -211,7 +211,7 @@ def one_line_tests(*table: tuple, common: tuple[str, ...] = (), code: int = USAG
 def set_up(recipe: Any) -> None:
     """What a run does before it writes anything; the command makes a line of an error (test_command.py)."""
     mesh = init_device_mesh()
-    recipe = pipelines.settled(recipe, mesh.size)
+    recipe = pipelines.resolved(recipe, mesh.size)
     mesh, task = job.with_axes(recipe, mesh), recipe.task()
     model = job.sharded_model(recipe, mesh, task)
     job.planned_memory(recipe, mesh, task, model, loop.batches_of(recipe, mesh, task, 0))

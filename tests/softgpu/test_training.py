@@ -14,7 +14,7 @@ from shardrt.activation_offload import offload_activations
 from shardrt.comm import thread
 from shardrt.device.cuda import CUDAStream
 from shardrt.fsdp import memory_plan
-from shardrt.functional import collective
+from shardrt.functional import waits
 from shardrt.parallel.axis import Axis
 from shardrt.tensor import Tensor
 from tests.cuda.small_gpt import STEPS, TENSOR, VARIANTS, agree, made, same_bits, train
@@ -133,10 +133,10 @@ def test_a_sum_along_tp_is_under_way_while_the_weights_product_runs(software, na
 def test_each_wait_around_such_a_sum_is_needed(software, monkeypatch, removed):
     how, settings = (2, train, "cuda"), {"communicator": "nccl", "tp": True, "shape": (1, 2)}
     expected, before = thread.run(*how, **settings), CUDAStream.wait
-    waits = {"the wait for the gradient": "tensor", "the wait for the sum": "compute"}[removed]
+    stream_of = {"the wait for the gradient": "tensor", "the wait for the sum": "compute"}[removed]
 
     def wait(stream, event):
-        if stream.name != waits or sys._getframe(1).f_code.co_filename != collective.__file__:
+        if stream.name != stream_of or sys._getframe(1).f_code.co_filename != waits.__file__:
             before(stream, event)
 
     monkeypatch.setattr(CUDAStream, "wait", wait)
