@@ -78,7 +78,7 @@ def record(mesh: DeviceMesh, recorder: Recorder | None) -> None:
     if recorder is not None:
         recorder.meshes += 1
         recording.number = recorder.meshes
-    for communicator, role, ranks in mesh.made():
+    for communicator, role, ranks in mesh.communicators():
         recording.take(communicator, role, ranks)
 
 
