@@ -136,7 +136,7 @@ def test_who_waits_for_a_message_that_nobody_sends_is_told_whose(monkeypatch):
         if comm.rank == 1:
             comm.recv(np.empty(1), peer=0, stream=INLINE)
 
-    with pytest.raises(PeerFailed, match=r"a message of rank 0: no sign of it in 0 s"):
+    with pytest.raises(PeerFailed, match=r"a message from rank 0 did not come in 0 s"):
         run_ranks(2, body)
 
 
