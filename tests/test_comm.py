@@ -200,7 +200,7 @@ def test_results_come_by_rank_and_the_world_ends_with_the_run():
             "output has 3 elements, so buffer needs 3; it has 2",
             lambda c: of_kind(c, "bfloat16", output=np.zeros(3, np.float32)),
         ),
-        (ValueError, "received and sent are given both, or none", lambda c: by_counts(c, None, [2])),
+        (ValueError, "pass both received and sent, or neither", lambda c: by_counts(c, None, [2])),
         (
             ValueError,
             r"sent is \(1,\): .*each of the 1 ranks.* the 2 elements of buffer",

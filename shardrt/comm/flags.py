@@ -92,7 +92,7 @@ class Flags:
             call, pages, [parts_of([boxes[self.rank]], data.dtype, 0, data.size)[0] for boxes in self._boxes]
         )
 
-    def tell(self, notice: Shown, data: np.ndarray | None, doing: str) -> Page:
+    def exchange(self, notice: Shown, data: np.ndarray | None, doing: str) -> Page:
         """Say what this rank calls, with its data, and wait until all ranks have said it.
 
         The page lasts until this rank's next call: two suffice, for a rank fills the one of call s + 2 only

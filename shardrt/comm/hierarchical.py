@@ -101,7 +101,7 @@ class HierarchicalCommunicator(MPICommunicator):
     def _all_gather(self, buffer: np.ndarray, tag: str) -> None:
         place, n = self._segments.find(buffer), buffer.size // self.size
         shared = place is not None and place.segment.shared
-        if not shared and (not self._nested or self._teller.fits(n * buffer.itemsize, False)):
+        if not shared and (not self._nested or self._calls.fits(n * buffer.itemsize, False)):
             return super()._all_gather(buffer, tag)
         self._meet("all_gather", buffer, 0, tag, "", 0 if place is None else place.word)
         slices = [buffer[rank * n : (rank + 1) * n] for rank in self._counterparts]
@@ -115,7 +115,7 @@ class HierarchicalCommunicator(MPICommunicator):
 
     def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, tag: str) -> None:
         place = self._local.separate("reduce_scatter", buffer)
-        if not self._nested or self._teller.fits(buffer.nbytes, True):
+        if not self._nested or self._calls.fits(buffer.nbytes, True):
             return super()._reduce_scatter(output, buffer, how, tag)
         self._meet("reduce_scatter", buffer, how.op, tag, how.kind, 0 if place is None else place.word)
         nodes, own = self._across.size, self._across.rank

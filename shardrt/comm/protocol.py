@@ -269,7 +269,7 @@ class Communicator(ABC):
     def _reduce_scatter(self, output: Any, buffer: Any, how: Reduction, tag: str) -> None: ...
 
     def _all_reduce(self, buffer: Any, op: str, tag: str) -> None:
-        """Reduce-scatter and all-gather what divides by size. All ranks send little data, or a rest, to all."""
+        """Reduce-scatter, then all-gather. Ranks exchange small data, or an indivisible rest, in full."""
         even = buffer.size - buffer.size % self.size
         if buffer.nbytes * self.size <= _SMALL:
             even = 0
