@@ -580,7 +580,7 @@ def test_a_plain_script_needs_no_mpi():
         ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2 says 2 ranks.*mpirun -n 2"),
         (
             {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
-            "OMPI_COMM_WORLD_SIZE=2, but MPI here sees 1 rank.*use the mpirun beside this python",
+            "OMPI_COMM_WORLD_SIZE=2, but MPI here sees 1 rank.*use the mpirun next to this python",
         ),
     ],
 )

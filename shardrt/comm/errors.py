@@ -1,4 +1,4 @@
-"""What communicators raise where ranks do not do the same, or one is lost."""
+"""Errors of communicators: ranks make different calls, or a rank is lost."""
 
 OUT_OF_MEMORY = 81  # exit code
 

@@ -121,7 +121,7 @@ class Notices:
         return self._sends[nbytes]
 
     def exchange(self, notice: Notice, data: np.ndarray | None, doing: str) -> Page:
-        """Exchange calls and data. The page lasts until the next notice. Raises PeerFailed, and again later."""
+        """Exchange calls and data. The page lasts until the next notice. Repeats a PeerFailed later."""
         if self._failed is not None:
             raise PeerFailed(str(self._failed))
         self.sequence += 1

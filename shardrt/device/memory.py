@@ -21,10 +21,10 @@ from shardrt.device.pages import SEGMENT, Mapping, Part, Segment
 
 LENDS = True  # whether gradients lend their memory from one zero_grad to the next backward
 SMALL = 1 << 15  # bytes; below this malloc is faster than the pool
-# Least number of bytes between the starts of two arrays. If a compiled loop writes within a few vectors behind
-# what it reads, it runs element by element, and its sums have other last bits.
+# Least number of bytes between the starts of two arrays. If a compiled loop writes within a few vectors
+# behind what it reads, it runs element by element, and its sums have other last bits.
 APART = 512
-# Most mapped bytes per byte of the largest total lent so far. Training steps of our models need 1.2 to 1.3.
+# Most mapped bytes per byte of the largest total lent so far. Training our models needs 1.2 to 1.3.
 _MOST = 2
 
 

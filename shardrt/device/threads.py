@@ -28,9 +28,9 @@ def has_gpu(runtime: Any, index: int) -> None:
 def enter() -> None:
     """Choose this process's GPU in a thread that has chosen none.
 
-    A stream's thread calls this before each item: the thread may be older than the choice of the GPU. If ranks
-    are threads with a GPU each, it takes the last chosen GPU: from it CUDA can wait for and free objects of
-    any GPU. A thread that uses another GPU than 0 has chosen it by CuPy and stays there.
+    A stream's thread calls this before each item: the thread may be older than the choice of the GPU. If
+    ranks are threads with a GPU each, it takes the last chosen GPU: from it CUDA can wait for and free
+    objects of any GPU. A thread that uses another GPU than 0 has chosen it by CuPy and stays there.
     """
     if _gpu is None or _here.entered:
         return
