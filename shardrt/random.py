@@ -158,7 +158,7 @@ def begin_turn(number: int | None) -> None:
     """Set which of this rank's micro-batches follows, from 0; None: unknown.
 
     A pipeline needs this: it runs several forwards before the first backward, so the number of finished
-    backwards does not tell.
+    backwards does not give it.
     """
     _state.turn = number
 
