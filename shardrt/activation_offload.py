@@ -154,7 +154,7 @@ class SavedTensors:
         return SavedSlot(saved_array, dense.shape, axes, array.shape)
 
     def depart(self) -> None:
-        """Issue the copies to the host. The device arrays are dropped when those of the next call depart."""
+        """Issue the copies to the host. The next call's `depart` drops the device arrays."""
         streams = self._streams
         streams.free_last()
         self._known.clear()

@@ -8,7 +8,7 @@ So no state has to be saved, and numbers are the same at every world size. A pro
 layers of a model draws the same masks as the whole model.
 
 With fsdp.set_world_invariant, ranks share the micro-batches of a step. Each rank then sets the number of its
-micro-batch here. Elements are numbered as those of that part of a global batch.
+micro-batch here. Elements have the numbers that they have in this part of a global batch.
 """
 
 import threading

@@ -100,5 +100,5 @@ def kinds() -> tuple[str, ...]:
 
 
 def reductions() -> tuple[str, ...]:
-    """All ways to sum over ranks: those of the carriers, and "tree", by our kernels."""
+    """All ways to sum over ranks: the carriers' own, and "tree", by our kernels."""
     return (*(name for carrier in CARRIERS.values() for name in carrier.reductions), "tree")

@@ -106,7 +106,7 @@ class Links:
             about: a JSON value that the receiver gets with the shapes, at the first message of a key.
 
         Raises:
-            ValueError: if shapes, types or `about` differ from those of an earlier message of this key.
+            ValueError: if shapes, types or `about` differ from an earlier message of this key.
         """
         self._out[kind, to].send(arrays, key, tag, about, keep)
 

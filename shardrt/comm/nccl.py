@@ -219,10 +219,10 @@ def _close_all() -> None:
 
 
 class NCCLCommunicator(Communicator):
-    """`host`: over the same ranks, for the set-up; it is this communicator's own from now on.
+    """Takes ownership of `host`, a communicator over the same ranks, used for set-up.
 
-    reduction: "nccl" or "tree" (see above). transport: makes what is below it, of (host, device); None: NCCL,
-    or what takes its place in this world.
+    reduction: "nccl" or "tree" (see above). transport: makes the transport from (host, device); None: the
+    world's transport, else NCCL.
     """
 
     keeps_host = False
@@ -288,10 +288,10 @@ class NCCLCommunicator(Communicator):
             parts = [received[r * n : (r + 1) * n] for r in range(self.size)]
             combine(output, parts, *how)
             return
-        # What `output` can't take as it is goes to this rank's slice first: so there is no scratch.
+        # A result that needs scaling or adding goes to this rank's slice of `buffer` first, without scratch.
         total = own if how.kind or how.accumulate else output
         self._transport.reduce_scatter(total, buffer, how.op, how.kind or buffer.dtype.name)
-        if total is own or how.scale != 1.0:  # not NCCL's mean, which its sums in the switch don't have
+        if total is own or how.scale != 1.0:  # not NCCL's mean: sums in the switch lack it
             combine(output, [total], *how)
 
     def _all_reduce(self, buffer: Array, op: str, tag: str) -> None:

@@ -26,7 +26,7 @@ class Communicator(ABC):
 
     Arrays are 1-D, C-contiguous, of a type in dtypes.CARRIED. (uint16 holds the bits of a 16-bit type; only
     `reduce_scatter` sums them, with `kind`.) A call returns None at once. Its work runs in order in `stream`;
-    the stream's events tell when it is done. One communicator serves one stream at a time; `duplicate()`
+    the stream's events mark when it is done. One communicator serves one stream at a time; `duplicate()`
     gives an independent communicator.
 
     All ranks of the group make the same collective calls in the same order, with equal `tag`: the name of
