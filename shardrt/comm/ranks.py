@@ -10,7 +10,7 @@ that users make, with flat and folded axes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -95,15 +95,15 @@ class Mesh:
         """All ranks of the run: processes or threads, and how many of them run on this host."""
         return self._state.world
 
-    def axis(self, dim: int | str) -> "Mesh":
+    def axis(self, dim: int | str) -> Self:
         """The slice along one axis, a number or name."""
         return self._axes[self._axis_index(dim)]
 
-    def __getitem__(self, names: str | tuple[str, ...]) -> "Mesh":
+    def __getitem__(self, names: str | tuple[str, ...]) -> Self:
         """This rank's slice along these axes, in this order; the same object at each call.
 
-        The first slice along several axes, but not all, is collective over this mesh, or over one pipeline
-        stage after `allow_divergence`. Raises ValueError.
+        The first slice along several axes, but not all, is collective over this mesh, or over a part of
+        it after `allow_divergence` (see mesh.py). Raises ValueError.
         """
         names = (names,) if isinstance(names, str) else tuple(names)
         axes = tuple(self._axis_index(name) for name in names)
