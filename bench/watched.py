@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from bench.gpu.clock import Events
-from shardrt import dtypes
 from shardrt.device import Device
+from shardrt.device.simulated import computed_in
 from shardrt.kernels import costs
 
 
@@ -99,7 +99,7 @@ def _timed(package: _Package, kernel: Callable, cost_of: Callable, name: str) ->
         result = kernel(*args, **kwargs)
         ended, stop = time.perf_counter(), package.now()
         if hasattr(cost, "launches"):  # else a question
-            facts = name, cost.flops, cost.nbytes, cost.sizes, dtypes.computed_in(cost.reads or cost.writes)
+            facts = name, cost.flops, cost.nbytes, cost.sizes, computed_in(cost.reads or cost.writes)
             package.kept.append((facts, start, stop))
             package.watch.launches += cost.launches
         package.watch.spent += began - begin + time.perf_counter() - ended

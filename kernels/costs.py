@@ -16,6 +16,8 @@ from shardrt.kernels.cost import NOTHING, Cost, Declaration
 from shardrt.kernels.cuda._counted import Layout, count
 from shardrt.kernels.cuda._launch import NotOnGPU
 
+__all__ = ["ON_CPU", "ON_GPU"]
+
 
 class Costs:
     """The kernels of a package, as modules of functions that give a Cost."""

@@ -17,6 +17,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+__all__ = ["computes_bf16", "library"]
+
 Array = Any
 T = TypeVar("T")
 

@@ -18,6 +18,8 @@ from .attend import attend
 from .cache import KVCache, LayerCache, extended, layer_of
 from .head import head
 
+__all__ = ["Attention", "Batch", "Block", "GPT", "GPTConfig", "MLP", "SIZES", "linear", "residual_linear"]
+
 Array = Any
 Batch = Mapping[str, Any]
 

@@ -23,6 +23,26 @@ from .attend import attend
 from .cache import KVCache, LayerCache, extended, layer_of
 from .head import head
 
+__all__ = [
+    "Angles",
+    "Attention",
+    "Batch",
+    "Block",
+    "IGNORED",
+    "Llama",
+    "LlamaConfig",
+    "MLP",
+    "Passed",
+    "SIZES",
+    "frequencies",
+    "initial",
+    "linear",
+    "mixture",
+    "passed",
+    "residual_initial",
+    "residual_linear",
+]
+
 Array = Any
 Batch = Mapping[str, Any]
 Passed = Tensor | tuple[Tensor, Tensor]  # from block to block: see `passed`

@@ -15,6 +15,8 @@ from .gpt import GPT
 from .llama import Llama
 from .vit import ViT
 
+__all__ = ["plan_of"]
+
 
 def plan_of(model: nn.Module, *, sequence_parallel: bool = False) -> dict[str, Style]:
     """The plan for a GPT, Llama or ViT: attention by heads, MLPs by hidden units, the vocabulary by words.

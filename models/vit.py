@@ -14,6 +14,8 @@ from shardrt import functional as F
 
 from .inputs import check_images
 
+__all__ = ["Attention", "Block", "MLP", "SIZES", "ViT", "ViTConfig", "linear"]
+
 
 @dataclass(frozen=True)
 class ViTConfig:

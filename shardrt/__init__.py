@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Tensor",
+    "__version__",
     "are_deterministic_algorithms_enabled",
     "checkpoint",
     "comm",

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from shardrt.untrusted import printable, private
 
+__all__ = ["wanted"]
+
 _RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 

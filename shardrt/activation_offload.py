@@ -1,7 +1,8 @@
 """Activation offload: the arrays that a module saves for backward wait in pinned host memory.
 
 One stream copies them to the host while the next module computes. In backward, another stream copies them
-back while the module behind computes. (Rhu et al., vDNN, 2016.) It works on saved arrays and knows no op.
+back while the module before them in backward computes. (Rhu et al., vDNN, 2016.) This file works on saved
+arrays and knows no op.
 With shardrt.recompute on the same module only the kept inputs travel. docs/activation_offload.md has the
 costs.
 """
@@ -20,9 +21,26 @@ from shardrt import autograd, device, pytree, stand_ins, tape
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.device import Device, StreamError
 from shardrt.functional._arrays import broadcast
-from shardrt.nn.module import Layer
+from shardrt.nn.module import WrapperOrder
 from shardrt.nn.public import Module, Parameter
 from shardrt.nn.storage import LocalStorage
+
+__all__ = [
+    "ALIGNMENT",
+    "HostBuffer",
+    "HostPool",
+    "Loan",
+    "Marker",
+    "Offload",
+    "Offloaded",
+    "SavedArray",
+    "SavedSlot",
+    "SavedTensors",
+    "State",
+    "Streams",
+    "forget",
+    "offload_activations",
+]
 
 Array = Any
 ALIGNMENT = 64  # bytes, of each array in its host buffer
@@ -51,7 +69,7 @@ def offload_activations(module: Module) -> Module:
 class Offload:
     """The wrapper that `offload_activations` attaches to a module."""
 
-    layer, every_entry = Layer.ACTIVATION_OFFLOAD, False
+    layer, every_entry = WrapperOrder.ACTIVATION_OFFLOAD, False
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Run forward, then send away the arrays that its ops have saved."""
@@ -72,14 +90,14 @@ class Offload:
 
 
 class Marker(Function):
-    """The outputs of an offloaded module, unchanged; its backward has what the module saved brought back."""
+    """Passes on the outputs of an offloaded module. Its backward brings the saved arrays back."""
 
     __slots__ = ("saved_tensors",)
     strided = True
 
     @classmethod
     def mark(cls, output: Any, results: list[Variable], saved_tensors: "SavedTensors") -> Any:
-        """The same output with a Marker behind its tensors: newer than all nodes of the module."""
+        """The same output with a Marker as node of its tensors, newer than all nodes of the module."""
         node = cls()
         node.saved, node.saved_tensors = (), saved_tensors
         node.needs = (True,) * len(results)
@@ -92,7 +110,7 @@ class Marker(Function):
         following = next(autograd.running().upcoming(Marker), None)
         if following is not None:
             following.saved_tensors.fetch()
-            # A backward that raises frees the arrays, and what compute puts there must not be written over.
+            # If backward raises it frees the arrays. The copies must end before compute reuses their memory.
             autograd.running().in_any_case(following.saved_tensors.arrive)
         return dy
 
@@ -120,7 +138,7 @@ class SavedTensors:
         self._loan: Loan | None = None
 
     def pack(self, saved: tuple) -> "Offloaded | tuple":
-        """A stand-in for the saved tuple of a node whose arrays go away; itself if it has none."""
+        """A stand-in for the saved tuple of a node; the tuple itself if no array of it is offloaded."""
         template = self._pack(saved)
         return saved if template is saved else Offloaded(self, template)
 
@@ -140,7 +158,7 @@ class SavedTensors:
         return item
 
     def _place(self, array: Array) -> "SavedSlot":
-        """Where `array` is to be found. Views of the same memory are one array, if none leaves out any."""
+        """The slot of `array`. Dense views of the same memory share one saved array."""
         dense, axes = _dense(array)
         if dense.flags.c_contiguous:
             key = (_address(dense), dense.nbytes, dense.dtype)
@@ -153,7 +171,7 @@ class SavedTensors:
         return SavedSlot(saved_array, dense.shape, axes, array.shape)
 
     def depart(self) -> None:
-        """Issue the copies to the host. The device arrays are dropped when those of the next call depart."""
+        """Issue the copies to the host. The next call's `depart` drops the device arrays."""
         streams = self._streams
         streams.free_last()
         self._known.clear()
@@ -166,7 +184,7 @@ class SavedTensors:
             )
         streams.compute.record(host.ready)
         streams.offload.wait(host.ready)  # the ops have computed what is copied
-        streams.offload.wait(host.read)  # what had the buffer before has been copied from it
+        streams.offload.wait(host.read)  # the earlier arrays in this buffer have been copied from it
         pairs = [(saved_array.host, saved_array.array) for saved_array in self.arrays]
         streams.offload.submit(_copy, streams.device, pairs, label=f"offload {self.label}")
         streams.offload.record(host.written)
@@ -174,7 +192,7 @@ class SavedTensors:
         streams.last = weakref.ref(self)
 
     def free(self) -> None:
-        """Drop the arrays on the device, when they have been copied."""
+        """Drop the arrays on the device after their copies to the host."""
         if self.state is State.LEAVING:
             self._streams.compute.wait(self._loan.buffer.written)  # the copy reads the arrays until then
             for saved_array in self.arrays:
@@ -184,8 +202,8 @@ class SavedTensors:
     def fetch(self) -> None:
         """Issue the copies to the device, unless the arrays have not left it yet."""
         if self.state is State.LEAVING:
-            # No op needs the copy now, but it holds arrays that backward is about to free. It had all the
-            # time that the modules behind this one took.
+            # No op needs the copy now, but it reads arrays that backward is about to free. Usually the copy
+            # has ended: later modules have run meanwhile.
             self._streams.compute.wait(self._loan.buffer.written)
             self._settle()
         elif self.state is State.AWAY:
@@ -200,21 +218,21 @@ class SavedTensors:
             self.state = State.COMING
 
     def arrive(self) -> None:
-        """Have the arrays on the device, as far as the compute stream is concerned."""
+        """Bring the arrays to the device: later work of the compute stream may read them."""
         self.fetch()
         if self.state is State.COMING:
             self._streams.compute.wait(self._loan.buffer.read)  # the copies have filled the arrays
             self._settle()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        """A call that no backward comes to: what compute puts where its arrays were comes after copies."""
+        """For a call without backward: compute reuses the memory of its arrays only after the copies."""
         copied = {State.LEAVING: "written", State.COMING: "read"}.get(self.state)
         if copied and not ending():
             with suppress(StreamError):  # the next wait for that stream raises it
                 self._streams.compute.wait(getattr(self._loan.buffer, copied))
 
     def _settle(self) -> None:
-        """From now on the arrays belong to the nodes alone, which free them as backward goes."""
+        """Leave the arrays to the nodes, which free them as backward runs."""
         self.state = State.HOME
         self.arrays, self._loan = [], None
 
@@ -230,16 +248,16 @@ class SavedArray:
 
 
 class SavedSlot:
-    """In place of an array in a saved tuple: the saved array with its elements, and how they lie there."""
+    """Replaces an array in a saved tuple: the saved array with its elements, and their layout in it."""
 
     __slots__ = ("saved_array", "dense", "axes", "shape", "tensor")
 
     def __init__(self, saved_array: SavedArray, dense: tuple, axes: tuple | None, shape: tuple) -> None:
         self.saved_array = saved_array
         self.dense = dense  # shape in memory order, repetitions left out
-        self.axes = axes  # in memory order; None if that is their own order
+        self.axes = axes  # axes in memory order; None if they are in order
         self.shape = shape
-        self.tensor: Variable | None = None  # hollow, if the op has saved a tensor
+        self.tensor: Variable | None = None  # a tensor without array, if the op has saved a tensor
 
     def value(self) -> Any:
         """The array, or tensor, with the strides that it had."""
@@ -252,7 +270,7 @@ class SavedSlot:
 
 
 class Offloaded:
-    """Takes the place of a saved tuple and unpacks like it, once its arrays have arrived."""
+    """Replaces a saved tuple. Unpacking it waits for the arrays."""
 
     __slots__ = ("_saved_tensors", "_template")
 
@@ -280,17 +298,17 @@ class Streams:
         self.offload = here.new_stream("offload")
         self.fetch = here.new_stream("fetch")
         self.pool = HostPool(here)
-        self.last: weakref.ref[SavedTensors] | None = None  # the one that departed last
+        self.last: weakref.ref[SavedTensors] | None = None  # the last that departed
 
     def free_last(self) -> None:
-        """Have those that departed last off the device: one call's are on their way at a time."""
+        """Free the device arrays of the last call: only one call's arrays are under way at a time."""
         saved_tensors = self.last() if self.last is not None else None
         if saved_tensors is not None:
             saved_tensors.free()
 
 
 class HostBuffer:
-    """Pinned memory and the events of its loan: source ready, buffer written, buffer read."""
+    """Pinned memory and the events of its loan: ready (source), written (buffer), read (buffer)."""
 
     __slots__ = ("array", "ready", "written", "read")
 
@@ -300,11 +318,11 @@ class HostBuffer:
 
 
 class HostPool:
-    """Host buffers, lent by size and used again; never more bytes than were lent at once."""
+    """Host buffers, lent by size and reused. Their bytes never exceed the most bytes lent at once."""
 
     def __init__(self, here: Device) -> None:
         self._device = here
-        self._free: list[HostBuffer] = []  # the one returned last at the end
+        self._free: list[HostBuffer] = []  # the last returned at the end
         self._lock = threading.RLock()  # a loan may end inside lend(), in the same thread
         self.lent_bytes = self.peak_bytes = 0
 
@@ -314,7 +332,7 @@ class HostPool:
         return self.lent_bytes + sum(buffer.array.nbytes for buffer in self._free)
 
     def lend(self, nbytes: int) -> "Loan":
-        """A buffer of that size, until the loan dies. `read` is to be waited for before writing to it."""
+        """Lend a buffer of that size until the loan dies. Wait for its `read` before writing to it."""
         with self._lock:
             self.lent_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.lent_bytes)
@@ -326,14 +344,14 @@ class HostPool:
         return Loan(self, HostBuffer(self._device, nbytes))
 
     def take_back(self, buffer: HostBuffer) -> None:
-        """A loan has ended."""
+        """Get the buffer of an ended loan back."""
         with self._lock:
             self.lent_bytes -= buffer.array.nbytes
             self._free.append(buffer)
 
 
 class Loan:
-    """A buffer lent by the pool; goes back when this object dies."""
+    """A buffer lent by the pool. It goes back when this object dies."""
 
     __slots__ = ("buffer", "_pool")
 
@@ -345,7 +363,7 @@ class Loan:
         self._pool.take_back(self.buffer)
 
 
-_state = threading.local()  # ranks that are threads of one process have streams of their own
+_state = threading.local()  # ranks that are threads of one process have their own streams
 
 
 def _streams() -> Streams:
@@ -357,7 +375,7 @@ def _streams() -> Streams:
 
 
 def forget(here: Device) -> None:
-    """Drop this thread's streams and host buffers on a device that is used no more."""
+    """Drop this thread's streams and host buffers of a device that is not used any more."""
     _state.__dict__.get("streams", {}).pop(here, None)
 
 
@@ -367,7 +385,7 @@ def _copy(here: Device, pairs: list[tuple[Array, Array]]) -> None:
 
 
 def _lay_out(sizes: list[int]) -> tuple[list[int], int]:
-    """Where pieces of these sizes in bytes start, one after the other, and where the last one ends."""
+    """(start of each piece, total) in bytes of adjacent, aligned pieces of these sizes."""
     starts, total = [], 0
     for size in sizes:
         starts.append(total)
@@ -376,7 +394,7 @@ def _lay_out(sizes: list[int]) -> tuple[list[int], int]:
 
 
 def _dense(array: Array) -> tuple[Array, tuple[int, ...] | None]:
-    """A view without repetitions, with its axes in the order of memory, and that order (None: as it was)."""
+    """(view without repetitions and with its axes in memory order, that order; None: unchanged)."""
     if array.flags.c_contiguous:
         return array, None
     once = array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
@@ -394,6 +412,6 @@ def _address(array: Array) -> int:
 
 
 def _addresses_of_parameters(module: Module) -> set[int]:
-    """Of whole parameters: an op may have saved one as an array. They are no activations."""
+    """Addresses of whole parameters. An op may save one as an array, but it is no activation."""
     storages = {p.storage for p in module.parameters() if isinstance(p.storage, LocalStorage)}
     return {_address(storage.array()) for storage in storages if storage.materialised}

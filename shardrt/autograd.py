@@ -48,7 +48,7 @@ __all__ = [
     "in_first_run",
     "in_second_run",
     "is_grad_enabled",
-    "later",
+    "call_or_defer",
     "modules",
     "no_grad",
     "on_tape",
@@ -193,8 +193,7 @@ class Backward:
             if self.deferred is None:
                 self._end()
             else:
-                _call_all(self._in_any_case)
-                self._in_any_case = []
+                self._leave_half()
         if self.deferred is not None:
             self.second_half, self.deferred, deferred = True, None, self.deferred
             deferred.ready(self)
@@ -227,18 +226,24 @@ class Backward:
         before, _state.running, self.busy = _state.running, self, True
         try:
             yield
-        except Exception:
-            for function in self._in_any_case:
+        except BaseException:  # KeyboardInterrupt as well: a notebook continues after it
+            while self._in_any_case:
                 with suppress(Exception):  # report the first error
-                    function()
+                    self._leave_half()
             raise
         finally:
             _state.running, self.busy = before, False
             self.nodes = []  # deferred calls refer to this object, which must not keep the graph alive
 
+    def _leave_half(self) -> None:
+        """Call the functions of `in_any_case`. Each is dropped first, so an error does not call it twice."""
+        while self._in_any_case:
+            self._in_any_case.pop(0)()
+
     def _end(self) -> None:
-        for functions in (self._at_end, self._in_any_case, self._hooks):
-            _call_all(functions)
+        _call_all(self._at_end)
+        self._leave_half()
+        _call_all(self._hooks)
 
     def _run(self, node: Function, received: list) -> None:
         if node.saved is None:
@@ -339,8 +344,10 @@ def _checked(variable: Variable, gradient: Array | None) -> Array:
 takers: list[Callable[[Backward, Callable, tuple], bool]] = []
 
 
-def later(function: Any, *args: Any, into: tuple = ()) -> tuple:
-    """In backward: call function(*args, *into), which writes gradients, now or later; gives their tokens.
+def call_or_defer(function: Any, *args: Any, into: tuple = ()) -> tuple:
+    """In backward: call function(*args, *into), which writes gradients, or defer the call.
+
+    Returns one token for each handle.
 
     The call is deferred if the running backward defers calls. Otherwise, if `into` has handles, one of
     `takers` may make it a little later. A gradient that travels on to an op is needed at once, so then the

@@ -5,11 +5,26 @@ uint16, and a name says which they are. Elsewhere bfloat16 is a dtype from anoth
 NumPy counts among neither floats nor numbers.
 """
 
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import numpy as np
+
+__all__ = [
+    "CARRIED",
+    "CODES",
+    "LOW",
+    "bfloat16",
+    "casts",
+    "exact",
+    "float32",
+    "float64",
+    "floating",
+    "low",
+    "name_of",
+    "named",
+    "storage",
+]
 
 float32, float64, bfloat16, float16 = "float32", "float64", "bfloat16", "float16"
 LOW = (bfloat16, float16)
@@ -38,26 +53,6 @@ def floating(dtype: np.dtype) -> bool:
 def low(dtype: np.dtype) -> bool:
     """Whether it is one of the 16-bit types."""
     return name_of(dtype) in LOW
-
-
-def computed_in(arrays: Iterable[Any]) -> str:
-    """The type that a kernel computes in which reads these: of the largest that has floating-point numbers.
-
-    It is a 16-bit type where one is of that, or of uint16, bits of bfloat16: others are what products are
-    added to, however large. "" where there are none.
-    """
-    largest, found = -1, ""
-    for array in arrays:
-        if array.dtype == _BITS:
-            return bfloat16
-        if low(array.dtype):
-            return name_of(array.dtype)
-        if array.nbytes > largest and floating(array.dtype):
-            largest, found = array.nbytes, name_of(array.dtype)
-    return found
-
-
-_BITS = np.dtype(np.uint16)
 
 
 def casts(name: str) -> bool:

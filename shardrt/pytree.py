@@ -8,11 +8,24 @@ import operator
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from shardrt.autograd import Variable
 
 Array = Any
+
+
+@runtime_checkable
+class _GPUArray(Protocol):
+    """An array on a GPU, as CuPy's."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
+ARRAYS: tuple[type, ...] = (np.ndarray, _GPUArray)  # for isinstance and `replaced`
 
 
 def replaced(tree: Any, function: Callable[[Any], Any], kinds: type | tuple[type, ...] = Variable) -> Any:

@@ -8,7 +8,7 @@ So no state has to be saved, and numbers are the same at every world size. A pro
 layers of a model draws the same masks as the whole model.
 
 With fsdp.set_world_invariant, ranks share the micro-batches of a step. Each rank then sets the number of its
-micro-batch here. Elements are numbered as those of that part of a global batch.
+micro-batch here. Elements have the numbers that they have in this part of a global batch.
 """
 
 import threading
@@ -17,6 +17,29 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd
+
+__all__ = [
+    "Block",
+    "at",
+    "begin_call",
+    "begin_micro_batch",
+    "begin_turn",
+    "call_begins",
+    "calls",
+    "draw",
+    "end_micro_batch",
+    "initial_seed",
+    "manual_seed",
+    "micro_batch",
+    "name_key",
+    "next_call",
+    "restore",
+    "rewound",
+    "state",
+    "turn",
+    "upcoming",
+    "uses",
+]
 
 State = tuple[int, int, int, bool, dict[str, int], int | None, dict[str, int]]
 
@@ -158,7 +181,7 @@ def begin_turn(number: int | None) -> None:
     """Set which of this rank's micro-batches follows, from 0; None: unknown.
 
     A pipeline needs this: it runs several forwards before the first backward, so the number of finished
-    backwards does not tell.
+    backwards does not give it.
     """
     _state.turn = number
 

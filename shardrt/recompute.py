@@ -3,7 +3,7 @@
 (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; also called activation checkpointing.) The
 forward runs without a tape and leaves one node, Recompute. Its backward runs the forward again under a fresh
 tape and differentiates that. Random numbers are a function of their purpose, so the second run is bitwise
-identical to the first, dropout included. It knows one thing of sharding: which units a run entered.
+identical to the first, dropout included. Of sharding this file knows only which units a run entered.
 docs/recomputation.md has the costs.
 """
 
@@ -14,8 +14,10 @@ from typing import Any
 
 from shardrt import autograd, dtypes, pytree, random, stand_ins, tape
 from shardrt.autograd import WRITTEN, Backward, Edge, Function, Segment, Variable
-from shardrt.nn.module import Layer
+from shardrt.nn.module import WrapperOrder
 from shardrt.nn.public import Module, Parameter
+
+__all__ = ["POLICIES", "Recomputation", "Recompute", "backward_of_piece", "checkpoint", "checkpoint_blocks"]
 
 Array = Any
 
@@ -62,7 +64,7 @@ def checkpoint_blocks(modules: Iterable[Module], every: int = 1, policy: str = "
 class Recomputation:
     """The wrapper that `checkpoint` attaches to a module."""
 
-    layer, every_entry = Layer.RECOMPUTATION, False
+    layer, every_entry = WrapperOrder.RECOMPUTATION, False
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
@@ -121,13 +123,13 @@ class Recompute(Segment):
         outputs = self._again(frees=autograd.wanted(dy) and not autograd.running().retain_graph)
         besides, self.besides = [node for node in self.besides if autograd.on_tape(node)], []
         backward_of_piece(outputs, dy, since, besides)
-        return (None,) * len(self.edges)  # that run has passed them on along edges of the same tensors
+        return (None,) * len(self.edges)  # the inner backward has delivered them along the same edges
 
     def _again(self, frees: bool) -> list[Variable]:
-        """Run the forward once more, as it ran then, and give its floating outputs."""
+        """Run the forward again in its earlier state. Returns its floating outputs."""
         arrays, kept = self.saved
         if frees:
-            self.saved = None  # from now on the fresh tape has them, and frees them as it goes
+            self.saved = None  # the fresh tape has them now, and frees them as backward runs
         rest = iter(arrays)
         del arrays
         args, kwargs = pytree.replaced(self._call, lambda tensor: _restored(tensor, rest))
@@ -198,7 +200,7 @@ class _Keep:
 
     def __init__(self, around: tape.Keeper | None) -> None:
         self.kept: list[tuple[Array, ...]] = []
-        self._around = around  # of a recomputed module that this one is inside
+        self._around = around  # the keeper of an enclosing recomputed module
 
     def result_of(self, node: Function, raw: list) -> Any:
         result = node.forward(*raw) if self._around is None else self._around.result_of(node, raw)
@@ -227,12 +229,12 @@ def _floating(output: Any) -> list[Variable]:
 
 
 def _stays(tensor: Variable) -> bool:
-    """Whether an argument is kept as it is: its gradient has a place of its own, its memory an owner."""
+    """Whether to keep an argument itself: a parameter or leaf stores its own gradient and owns its memory."""
     return isinstance(tensor, Parameter) or (tensor.requires_grad and tensor.is_leaf)
 
 
 def _restored(stand_in: Variable, arrays: Iterator[Array]) -> Variable:
-    """The argument that the stand-in stands for: with its place in the graph, where its gradient goes."""
+    """The argument for a stand-in, with the same edge in the graph, so that its gradient arrives there."""
     if _stays(stand_in):
         return stand_in
     return stand_ins.filled(stand_in, next(arrays))

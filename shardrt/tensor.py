@@ -13,6 +13,8 @@ from shardrt.autograd import Variable
 from shardrt.functional import ufunc as ufuncs
 from shardrt.hooks import Hooks, RemovableHandle
 
+__all__ = ["Tensor"]
+
 Array = Any
 Axes = int | Sequence[int] | None
 

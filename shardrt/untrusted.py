@@ -14,6 +14,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
 
+__all__ = [
+    "Refused",
+    "encodable",
+    "natural",
+    "number",
+    "open_regular",
+    "printable",
+    "private",
+    "read_regular",
+    "say",
+    "strict_json",
+]
+
 DEPTH = 100  # of JSON
 _LARGEST = 1e300  # of its numbers: what is below can be multiplied by a million as a float
 

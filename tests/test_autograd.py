@@ -313,3 +313,47 @@ def test_a_forward_that_goes_on_in_another_thread_has_all_its_gradients():
     thread.join()
     (results[0] * 1.0).backward()
     assert x.grad.tolist() == [105.0]
+
+
+class Raises(Function):
+    """The identity; its backward registers functions, then raises `error`, or nothing if that is None."""
+
+    __slots__ = ()
+
+    def forward(self, x, calls, error):
+        self.saved = (calls, error)
+        return x.copy()
+
+    def backward(self, dy):
+        calls, error = self.saved
+        run = autograd.running()
+        run.in_any_case(lambda: calls.append("in any case"))
+        run.at_end(lambda: calls.append("at end"))
+        if error is not None:
+            raise error
+        return dy, None, None
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_what_must_be_done_in_any_case_is_done_after_an_interrupt(error):
+    calls = []
+    with pytest.raises(error):
+        Raises.apply(leaf((2,)), calls, error()).sum().backward()
+    assert calls == ["in any case"] and autograd.running() is None
+
+
+def test_what_must_be_done_in_any_case_is_done_once_if_a_hook_raises():
+    def fail():
+        raise ArithmeticError
+
+    class Hooked(Raises):
+        __slots__ = ()
+
+        def backward(self, dy):
+            autograd.running().at_end(fail, hook=True)
+            return super().backward(dy)
+
+    calls = []
+    with pytest.raises(ArithmeticError):
+        Hooked.apply(leaf((2,)), calls, None).sum().backward()
+    assert calls == ["at end", "in any case"]

@@ -136,7 +136,7 @@ def test_who_waits_for_a_message_that_nobody_sends_is_told_whose(monkeypatch):
         if comm.rank == 1:
             comm.recv(np.empty(1), peer=0, stream=INLINE)
 
-    with pytest.raises(PeerFailed, match=r"a message of rank 0: no sign of it in 0 s"):
+    with pytest.raises(PeerFailed, match=r"a message from rank 0 did not come in 0 s"):
         run_ranks(2, body)
 
 
@@ -200,7 +200,7 @@ test_a_wrong_argument_is_refused_in_the_caller = lab.refusals(
         lambda: of_kind("bfloat16", output=np.zeros(3, np.float32)),
         *(ValueError, "output has 3 elements, so buffer needs 3; it has 2"),
     ),
-    (lambda: by_counts(None, [2]), ValueError, "received and sent are given both, or none"),
+    (lambda: by_counts(None, [2]), ValueError, "pass both received and sent, or neither"),
     (
         lambda: by_counts([2], [1]),
         *(ValueError, r"sent is \(1,\): .*each of the 1 ranks.* the 2 elements of buffer"),
@@ -514,7 +514,7 @@ def test_a_plain_script_needs_no_mpi():
         ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2 says 2 ranks.*mpirun -n 2"),
         (
             {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
-            "OMPI_COMM_WORLD_SIZE=2, but MPI here sees 1 rank.*use the mpirun beside this python",
+            "OMPI_COMM_WORLD_SIZE=2, but MPI here sees 1 rank.*use the mpirun next to this python",
         ),
     ],
 )

@@ -332,7 +332,7 @@ def test_what_comes_at_the_end_comes_after_the_late_half_and_hooks_last():
             run.after_nodes(lambda: message.append("after nodes"))
             run.at_end(lambda: message.append("end"))
             run.in_any_case(lambda: message.append("in any case"))
-            autograd.later(self.put_off)
+            autograd.call_or_defer(self.put_off)
             return dy
 
         def put_off(self):

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardrt.nn.extents import Extent, contiguous, cut, put, size_of, spans, take
-from shardrt.nn.overlaps import miscounted, overlaps
+from shardrt.nn.extents import Extent, contiguous, cut, size_of, spans, take
+from shardrt.nn.overlaps import miscounted, overlaps, put
 
 unhurried = settings(deadline=None)
 

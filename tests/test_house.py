@@ -238,6 +238,51 @@ def test_the_runtime_band_imports_no_backend_and_no_option():
     assert not {name for name in band() if name in OPTIONAL or name.startswith("shardrt.fsdp.options")}
 
 
+PRODUCT = (
+    *(f"shardrt.{room}" for room in ("checkpoint", "faults", "simulate", "tools", "train")),
+    "models",
+    "bench",
+)
+
+
+def names_taken(name):
+    """(module, name in it) of everything that a module takes from others, by import or as `module.name`."""
+    path, modules, taken = MODULES[name], {}, set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            for alias, full in zip(node.names, _names(name, path, ast.Module([node], [])), strict=True):
+                if full in MODULES:
+                    modules[alias.asname or alias.name] = full
+                elif module_of(full):
+                    taken.add((module_of(full), alias.name))
+        elif (
+            isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules
+        ):
+            taken.add((modules[node.value.id], node.attr))
+    return taken
+
+
+def exported(name):
+    """The names in __all__ of a module; a package's modules count as well."""
+    for node in ast.parse(MODULES[name].read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(PRODUCT)])
+def test_the_product_takes_public_names_only(name):
+    def room(module):
+        return next((each for each in PRODUCT if module.startswith(each)), module)
+
+    private = {
+        f"{module}.{taken}"
+        for module, taken in names_taken(name)
+        if room(module) != room(name) and taken not in exported(module) and f"{module}.{taken}" not in MODULES
+    }
+    assert private <= {"shardrt.__version__"}
+
+
 def _names(name, path, tree):
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in tree.body:

@@ -14,7 +14,7 @@ from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.deferred_gradients import DeferredGradients
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, set_world_invariant
-from shardrt.nn.module import Layer
+from shardrt.nn.module import WrapperOrder
 from shardrt.recompute import checkpoint
 from tests import lab
 from tests.gradcheck import check_direction, leaf, normal
@@ -250,7 +250,7 @@ def routers(model):
 class OnAnotherRank:
     """Around Experts, as if they were elsewhere, in another order: what comes back is put right again."""
 
-    layer, every_entry = Layer.CONVERSION, False
+    layer, every_entry = WrapperOrder.CONVERSION, False
 
     def run(self, module, forward, /, rows, counts):
         stops = np.cumsum(counts)

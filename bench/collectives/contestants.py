@@ -230,13 +230,13 @@ class RawNCCL(Contestant):
     """
 
     def __init__(self, communicator: Any, nbytes: int) -> None:
-        from shardrt.comm.nccl import _TYPES
+        from shardrt.comm.nccl import TYPES
 
         super().__init__(communicator.rank, communicator._device)
         self._comm, self._nccl = communicator._transport.comm, communicator._transport.nccl
         names = {"sum": "NCCL_SUM", "prod": "NCCL_PROD", "min": "NCCL_MIN", "max": "NCCL_MAX"}
         self._ops = {reduction: getattr(self._nccl, name) for reduction, name in names.items()}
-        self._types = _TYPES | {"int8": 0, "uint32": 3, "uint64": 5}  # nccl.h
+        self._types = TYPES | {"int8": 0, "uint32": 3, "uint64": 5}  # nccl.h
         self.sources = self.device.buffer(nbytes, np.uint8)
         self.targets = self.device.buffer(nbytes, np.uint8)
 

@@ -13,6 +13,8 @@ from shardrt.kernels.cost import cost
 from shardrt.kernels.cpu._jit import exact, exact_part
 from shardrt.kernels.cpu._threads import run_rows
 
+__all__ = ["uniform"]
+
 Array = Any
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from shardrt.kernels import kept
 
+__all__ = ["files", "variants"]
+
 HERE = Path(__file__).parent
 _SPILLS = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 Defines = tuple[tuple[str, str], ...]

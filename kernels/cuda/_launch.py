@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+__all__ = ["backend"]
+
 Array = Any
 Apart = Callable[[Array], None]  # computes a product's result in several steps
 Group = tuple[int, int, int]  # a group of rows: its number, its first row, and the one behind its last

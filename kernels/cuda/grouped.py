@@ -15,6 +15,8 @@ from shardrt.kernels import determinism
 from shardrt.kernels.cuda import _launch
 from shardrt.kernels.cuda._launch import Array, Group
 
+__all__ = ["FEW", "backward_input", "backward_weight", "forward"]
+
 # Operations of a group's product up to which it is computed by our launch, and not by a call of cublasLt. Not
 # measured: such a call takes about 10 us of the host, in which ordinary cores do about so much. A group's own
 # rows decide, so that its bits do not depend on the others'.

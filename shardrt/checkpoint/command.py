@@ -17,7 +17,7 @@ from shardrt.checkpoint.manifest import DTYPES, Damaged, Manifest
 from shardrt.checkpoint.rankfile import Reader
 from shardrt.checkpoint.store import MANIFEST, Store, is_here, read_manifest, verify
 from shardrt.comm import create, objects
-from shardrt.comm.objects import differing
+from shardrt.comm.differences import differing
 from shardrt.faults.lock import unused
 from shardrt.nn.extents import spans
 from shardrt.untrusted import Refused, say

@@ -17,6 +17,8 @@ from shardrt.nn.parameter_placement import joined
 from shardrt.nn.placement import along_pipeline, on_first
 from shardrt.nn.ranks import is_leader, is_stage_leader, ranks_of
 
+__all__ = ["failures", "gathered"]
+
 
 def full_state_dict(model: Module) -> dict[str, np.ndarray]:
     """Name -> whole array, copied to the host, on rank 0; an empty dict elsewhere. Collective.

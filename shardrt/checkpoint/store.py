@@ -15,6 +15,8 @@ from shardrt.checkpoint.disk import Disk, write_file
 from shardrt.checkpoint.manifest import LARGEST, SMALL, Damaged, Manifest, SavedFile
 from shardrt.checkpoint.rankfile import Reader
 
+__all__ = ["MANIFEST"]
+
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d{8,18})")
 _REPLACED = ".replaced-"

@@ -22,6 +22,8 @@ from shardrt.checkpoint.disk import Disk
 from shardrt.nn.extents import Extent
 from shardrt.untrusted import read_regular, strict_json
 
+__all__ = ["FolderWriter", "StoredTensor", "open_folder", "plain_files", "read_json"]
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BLOCK = 4 << 20  # bytes that are read, and converted, at a time
 LARGEST_JSON = 64 << 20  # bytes

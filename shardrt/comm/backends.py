@@ -1,4 +1,13 @@
-"""Communicators by name: "single", "thread", and those that are registered (shardrt/_backends.py)."""
+"""Chooses the communicators of a run, in two steps.
+
+1. `create(kind)` makes a communicator of host arrays over all ranks. "auto" takes the one registered for the
+   world: "single" for one rank, "thread" for threads, under mpirun MPI with shared memory inside each node.
+2. `for_device` puts a communicator of GPU arrays on top of a host communicator. For "auto" it takes the first
+   of CARRIERS whose `suits` is true: "nccl" if each rank has a GPU of its own. Otherwise it takes "staged",
+   which copies through the host. On the CPU the host communicator itself is the result.
+
+shardrt/_backends.py registers all but "single" and "thread".
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,47 +18,47 @@ from shardrt.comm.single import SingleCommunicator
 from shardrt.comm.world import World
 from shardrt.device import Device
 
-HOST_ROLES = ("control", "used")  # what they carry is mostly, or only, in the memory of the hosts
+__all__ = ["AUTOMATIC", "BY_NAME", "CARRIERS", "Carrier", "for_device", "kinds"]
+
+HOST_ROLES = ("control", "used")  # their communicators carry mostly or only host arrays
 
 
 class Carrier(NamedTuple):
-    """Communicators of GPU arrays, with a host communicator below them. Its functions are collective."""
+    """A kind of communicator of GPU arrays on top of a host communicator. Its functions are collective."""
 
     make: Callable[[Communicator, Device, str], Communicator]  # of (host, device, reduction)
-    suits: Callable[[Communicator, Device], bool] | None = None  # whether to take it unnamed; None: never
-    carries_host: bool = False  # whether it leaves arrays of the host where they are, and suits any ranks
-    reductions: tuple[str, ...] = ()  # how it can make sums, beside "tree", which is by our kernels
+    suits: Callable[[Communicator, Device], bool] | None = None  # whether "auto" takes it; None: never
+    carries_host: bool = False  # whether it carries host arrays directly, and works for any ranks
+    reductions: tuple[str, ...] = ()  # its own ways to sum; "tree", by our kernels, always works
 
 
 def for_device(
     host: Communicator, device: Device, kind: str, role: str, reduction: str = "nccl"
 ) -> Communicator:
-    """The communicator for `device`'s arrays in a role, over the ranks of `host`. Collective.
+    """The communicator for arrays of `device` over the ranks of `host`, which it owns. Collective.
 
-    It takes over `host`, which it is where arrays are the host's. On a GPU it is "staged", "nccl" or
-    "ipc" (the ranks of one node); "auto" takes NCCL where every rank has a GPU of its own, else "staged".
-    HOST_ROLES are always staged, which leaves host arrays where they are. reduction: one of `reductions()`,
-    for NCCL.
+    kind: "auto", or for a GPU "staged", "nccl" or "ipc" (ranks of one node). HOST_ROLES are always staged.
+    reduction: one of `reductions()`, for NCCL. If `device` has its arrays in host memory, returns `host`.
     """
     host.role = role
-    made = _made(host, device, kind, role, reduction)
+    made = _make(host, device, kind, role, reduction)
     made.role = role
     return made
 
 
-def _made(host: Communicator, device: Device, kind: str, role: str, reduction: str) -> Communicator:
+def _make(host: Communicator, device: Device, kind: str, role: str, reduction: str) -> Communicator:
     if host.size == 1 and device is not device.host:
         return SingleCommunicator(device)
     world = worlds.current()
     if device.in_host_memory or (world.device is device and world.transport is None):
         return host
     if role in HOST_ROLES or kind not in CARRIERS:
-        kind = _chosen(host, device, kind, role)
+        kind = _choose(host, device, kind, role)
     return CARRIERS[kind].make(host, device, reduction)
 
 
-def _chosen(host: Communicator, device: Device, kind: str, role: str) -> str:
-    """The first carrier that suits, else the one that carries the host's arrays. Collective."""
+def _choose(host: Communicator, device: Device, kind: str, role: str) -> str:
+    """The first carrier that suits ("auto") or may suit, else the one for host arrays. Collective."""
     for name, carrier in CARRIERS.items():
         if role not in HOST_ROLES and carrier.suits and (kind != "auto" or carrier.suits(host, device)):
             return name
@@ -60,9 +69,9 @@ def create(kind: str = "auto") -> Communicator:
     """A communicator of host arrays over all ranks of the current world. Collective.
 
     "auto": the fastest that fits. One rank: "single". Threads: "thread". Under mpirun: "shm" on one node,
-    shared memory combined with MPI on several (see hierarchical.py). "staged", "nccl" and "ipc", which are
-    for GPUs (see for_device), have the automatic one below them. A simulated world has one kind alone, its
-    own. Raises ValueError for a kind that is unknown or does not fit this run.
+    shared memory combined with MPI on several (see hierarchical.py). The kinds for GPUs ("staged", "nccl",
+    "ipc") give the same as "auto": `for_device` builds on it. A simulated world always gives its own kind.
+    Raises ValueError if the kind is unknown or does not fit this run.
     """
     if kind in CARRIERS:
         kind = "auto"
@@ -78,12 +87,12 @@ def create(kind: str = "auto") -> Communicator:
     return AUTOMATIC[world.kind](world)
 
 
-# Kind of a world -> what makes its automatic communicator. Collective, as are the functions of BY_NAME.
+# Kind of a world -> the function for "auto" in that world. Collective, as are the functions of BY_NAME.
 AUTOMATIC: dict[str, Callable[[World], Communicator]] = {
     "single": lambda world: SingleCommunicator(),
     "thread": lambda world: world.root.duplicate(),
 }
-BY_NAME: dict[str, Callable[[], Communicator]] = {}  # those that bring a world of their own kind along
+BY_NAME: dict[str, Callable[[], Communicator]] = {}  # kinds that find their world themselves
 CARRIERS: dict[str, Carrier] = {}
 
 
@@ -93,5 +102,5 @@ def kinds() -> tuple[str, ...]:
 
 
 def reductions() -> tuple[str, ...]:
-    """How sums over ranks can be made: by a carrier's own means, or by our kernels ("tree")."""
+    """All ways to sum over ranks: the carriers' own, and "tree", by our kernels."""
     return (*(name for carrier in CARRIERS.values() for name in carrier.reductions), "tree")

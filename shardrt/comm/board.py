@@ -1,4 +1,4 @@
-"""What the recorded ranks of a simulated world tell each other, each from a thread of its own."""
+"""Board: exchanges messages between the recorded ranks of a simulated world, which are threads."""
 
 import threading
 import weakref
@@ -12,10 +12,10 @@ _PATIENCE = 600  # seconds a rank waits for another
 
 
 class Board:
-    """One for all recorded ranks.
+    """The message board of all recorded ranks.
 
-    stands_for: the ranks of the world, by the recorded rank that says what they say; itself among them.
-    shared: blocks of memory (device/addresses.py) that ranks of a node have in common.
+    stands_for: recorded rank -> the world ranks whose messages it gives, itself among them.
+    shared: blocks of memory (device/addresses.py) that the ranks of a node share.
     """
 
     def __init__(self, stands_for: Mapping[int, Iterable[int]]) -> None:
@@ -28,11 +28,11 @@ class Board:
         self._failed: BaseException | None = None
 
     def speakers(self, ranks: Iterable[int]) -> list[int]:
-        """Who says what each of these ranks says."""
+        """The recorded rank that stands for each of these ranks."""
         return [self._stands_for[rank] for rank in ranks]
 
     def meet(self, key: Any, rank: int, value: Any, among: frozenset[int]) -> dict[int, Any]:
-        """What all `among` tell for this key, once all have. Raises PeerFailed where one has failed."""
+        """The values of all ranks `among` for this key, once all are there. Raises PeerFailed."""
         with self._changed:
             message = self._reported.setdefault(key, {})
             message[rank] = value
@@ -50,13 +50,13 @@ class Board:
             self._changed.notify_all()
 
     def take(self, key: Any) -> Any:
-        """The message, once it is there. Raises PeerFailed where a rank has failed."""
+        """The message for this key, once it is there. Raises PeerFailed."""
         with self._changed:
             self._wait(lambda: key in self._reported, key)
             return self._reported.pop(key)
 
     def fail(self, error: BaseException) -> None:
-        """Wake whoever waits."""
+        """Wake all waiting ranks, which raise PeerFailed."""
         with self._changed:
             self._failed = self._failed or error
             self._changed.notify_all()

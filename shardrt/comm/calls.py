@@ -1,7 +1,7 @@
-"""A rank's call as a few integers, which ranks exchange at the cost of a barrier, compare and print.
+"""Encodes a rank's call as a few integers. Ranks exchange them at the cost of a barrier, to compare calls.
 
-Two ranks are in the same call when all words agree. One word is a hash of the name that the call is made for;
-`Names` finds the name again. Nothing here communicates: flags.py, mpi.py and thread.py exchange the words.
+Two ranks are in the same call if all words agree. One word is a hash of the call's tag; `Names` finds the tag
+again for messages. Nothing here communicates: flags.py, mpi.py and thread.py exchange the words.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,14 +15,14 @@ from shardrt.comm import supervision
 from shardrt.comm.checks import OPS
 from shardrt.comm.errors import CollectiveMismatch, PeerFailed
 
-Call = tuple[int, int, int, int, int]  # collective and element type, count, op or root, memory, name
+Call = tuple[int, int, int, int, int]  # collective and element type, count, op or root, memory, tag
 WORDS = 5
 PACKED = 8 * WORDS  # bytes of a packed call
-HEAD = 64  # bytes from a packed call to data that go along with it: data begin on a cache line
+HEAD = 64  # bytes from a packed call to its data, so that data begin on a cache line
 
 _PACKED = Struct(f"={WORDS}q")
-_MESSAGE = Struct("=qq112s")  # count, element type, what it is
-MESSAGE = _MESSAGE.size  # bytes of a packed message, which go before its array
+_MESSAGE = Struct("=qq112s")  # count, element type, tag
+MESSAGE = _MESSAGE.size  # bytes of the header of a message
 _COLLECTIVES = ("barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "split")
 _ELEMENTS = (*dtypes.CARRIED, *dtypes.LOW)
 _COLLECTIVE_CODES = {name: code << 8 for code, name in enumerate(_COLLECTIVES)}
@@ -32,19 +32,19 @@ _SHOWN = 6  # ranks, or different calls, that a message lists one by one
 
 
 class Names:
-    """Names that calls are made for, and the 63 bits that stand for each; the same bits in every process."""
+    """Tags of calls, and a hash of 63 bits for each, equal in every process."""
 
     def __init__(self) -> None:
         self._codes = {"": 0}
         self._names = {0: ""}
 
     def register(self, names: Iterable[str]) -> None:
-        """Know these names, so that they can be printed when a peer's call holds one of them."""
+        """Add names, so that a message can print them if a peer's call has one."""
         for name in names:
             self.code(name)
 
     def code(self, name: str) -> int:
-        """The bits of a name, which is known from then on."""
+        """The hash of a name. Adds the name."""
         code = self._codes.get(name)
         if code is None:
             code = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
@@ -67,9 +67,9 @@ def encode(
 ) -> Call:
     """A call as words.
 
-    detail: an op, a root, or whether an all_to_all has counts per peer, which ranks tell each other beside
-    the call (counts.py): then `array` is empty. kind: what the bits of a uint16 array are, if summed.
-    memory: where an array lies that ranks share (segments.SharedOffset.word).
+    detail: an op, a root, or whether an all_to_all has counts per peer. Ranks exchange such counts separately
+    (counts.py), and `array` is empty. kind: the 16-bit type in a uint16 array that ranks sum.
+    memory: place of an array in shared memory (segments.SharedOffset.word).
     """
     first, name = _COLLECTIVE_CODES[collective], names.code(tag)
     if array is None:
@@ -111,14 +111,14 @@ def describe(call: Call, names: Names, memory: bool = False) -> str:
 def mismatch(
     number: int, calls: Sequence[Call], names: Names, own: int = 0, world: Sequence[int] = ()
 ) -> CollectiveMismatch:
-    """The error for ranks whose `calls` differ: it says who called what, in the same words on every rank.
+    """The error for ranks whose `calls` differ. It lists every rank's call, with the same text on every rank.
 
-    own: the rank that raises it. world: their numbers among all ranks, which say on which hosts they are.
+    own: the rank that raises it. world: world ranks of the group, to name their hosts.
     """
     callers: dict[Call, list[int]] = {}
     for rank, call in enumerate(calls):
         callers.setdefault(call, []).append(rank)
-    alike = len({call[:3] + call[4:] for call in callers}) < len(callers)  # but for the memory
+    alike = len({call[:3] + call[4:] for call in callers}) < len(callers)  # differ only in memory
     said = []
     for call, ranks in callers.items():
         where = supervision.supervisor.at([world[rank] for rank in ranks]) if world else ""
@@ -131,18 +131,18 @@ def mismatch(
 
 
 def pack_message(array: np.ndarray, tag: str) -> bytes:
-    """What is said of an array that goes from one rank to another."""
+    """The header of a message between two ranks."""
     return _MESSAGE.pack(array.size, dtypes.CODES[array.dtype], tag.encode()[-112:])
 
 
 def array_of(packed: bytes) -> np.ndarray:
-    """An array like the one of which this was said."""
+    """An empty array of the size and dtype in a header."""
     count, code, _ = _MESSAGE.unpack(packed)
     return np.empty(count, dtypes.CARRIED[code])
 
 
 def unlike(sent: bytes, expected: bytes, source: int, rank: int) -> CollectiveMismatch:
-    """The error of `rank`, which received another message from rank `source` than it expected."""
+    """The error of `rank` for an unexpected message from rank `source`. sent, expected: headers."""
     return CollectiveMismatch(
         f"rank {source} sent {_message(sent)}; rank {rank} receives {_message(expected)}"
     )
@@ -155,12 +155,12 @@ def _message(packed: bytes) -> str:
 
 
 def abandoned(rank: int) -> PeerFailed:
-    """The error of a wait for a message that rank `rank` has given up."""
+    """The error of a wait for a message after rank `rank` has closed its links."""
     return PeerFailed(f"rank {rank} does not wait for messages any more: its links were closed")
 
 
 def left(gone: int, rank: int, collective: str) -> PeerFailed:
-    """The error of a rank that waits in `collective` for one whose program has ended."""
+    """The error of `rank`, which waits in `collective` for rank `gone` whose program has ended."""
     return PeerFailed(
         f"rank {gone} has left; rank {rank} waits for it in {collective}: all ranks must come to "
         "the same calls, such as the forward of a sharded model or a save"

@@ -1,4 +1,4 @@
-"""What the arguments of a collective must be: each check names the call, the argument and what was given."""
+"""Checks of the arguments of collectives. Each error names the call, the argument and its value."""
 
 from collections.abc import Sequence
 from operator import index
@@ -35,10 +35,10 @@ def check_array(call: str, name: str, array: Any) -> None:
 
 
 def plain(output: Any, buffer: Any, parts: int, part: int | None) -> bool:
-    """Whether floats in the host's memory, the usual case, pass the checks of two arrays.
+    """Whether `output` and `buffer` are host arrays of floats that pass all checks, the usual case.
 
-    `buffer` has `parts` times the elements of `output`, which may be its part number `part`. At half the cost
-    of the checks one by one.
+    `buffer` must have `parts` times the elements of `output`; `output` may be part number `part` of it. This
+    costs half as much as the single checks.
     """
     if type(output) is not np.ndarray or type(buffer) is not np.ndarray:
         return False
@@ -87,9 +87,9 @@ def check_count(call: str, output: Any, buffer: Any, count: int) -> None:
 def check_counts(
     call: str, output: Any, buffer: Any, received: Sequence[int], sent: Sequence[int], group: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Counts per peer as whole numbers that add up to the elements of the arrays."""
+    """The counts per peer as ints. Raises ValueError if they do not add up to the sizes of the arrays."""
     if received is None or sent is None:
-        raise ValueError(f"{call}: received and sent are given both, or none of them for equal parts")
+        raise ValueError(f"{call}: pass both received and sent, or neither for equal parts")
     given = []
     for name, counts, of, array in (
         ("received", received, "output", output),
@@ -129,15 +129,15 @@ def check_sums(call: str, buffer: Any, op: str, scale: float) -> None:
 
 
 def check_overlap(call: str, output: Any, buffer: Any, allowed: int | None) -> None:
-    """`output` may lie in `buffer` only from element `allowed` on."""
-    if not _fits_beside(output, buffer, allowed):
+    """Raise ValueError if the arrays overlap, unless `output` begins at element `allowed` of `buffer`."""
+    if not _apart(output, buffer, allowed):
         own = " other than as this rank's own slice" if allowed is not None else ""
         raise ValueError(f"{call}: output overlaps buffer{own}; give it memory of its own")
 
 
-def _fits_beside(output: Any, buffer: Any, allowed: int | None) -> bool:
-    """Whether two arrays lie apart, or the first begins at element `allowed` of the second."""
-    if isinstance(output, np.ndarray):  # NumPy compares sooner than it tells an address
+def _apart(output: Any, buffer: Any, allowed: int | None) -> bool:
+    """Whether two arrays do not overlap, or the first begins at element `allowed` of the second."""
+    if isinstance(output, np.ndarray):  # faster than to ask NumPy for addresses
         if not np.may_share_memory(output, buffer):
             return True
         return allowed is not None and _begins_at(output, buffer, allowed)
@@ -152,7 +152,7 @@ def _begins_at(output: np.ndarray, buffer: np.ndarray, element: int) -> bool:
 
 
 def address(array: Any) -> int:
-    """Where an array begins in memory."""
+    """The address of an array."""
     interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
     return interface["data"][0]
 

@@ -1,33 +1,33 @@
-"""Communicators of MPI that come to be freed after the program has dropped them.
+"""Frees MPI communicators that the program has dropped.
 
-MPI has room for few of them (MPICH for 2,048), and to free one is collective, while garbage is collected on
-each rank at another time. So a communicator that is collected here waits, and ranks compare what waits when
-all of them meet anyway (`free_dropped`): what all of its ranks have dropped is freed, in one order.
+MPI has room for few communicators (MPICH for 2,048). Freeing one is collective, but ranks collect garbage at
+different times. So a dropped communicator waits here. When all ranks meet anyway (`free_dropped`), they free
+the communicators that all of their ranks have dropped, in one order.
 """
 
 import gc
 
 from mpi4py import MPI
 
-_MANY = 256  # communicators more than at the last look, before ranks look at what was dropped
+_MANY = 256  # new communicators since the last `free_dropped` before ranks free again
 
 _dropped: "dict[tuple[int, ...], Droppable]" = {}
-_count = 0  # of those that are not freed
-_left = 0  # the largest _count of any rank after the last look
+_count = 0  # communicators that are not freed
+_left = 0  # the largest _count of any rank after the last `free_dropped`
 
 
 class Droppable(MPI.Intracomm):
-    """A communicator, and those made from it.
+    """A communicator that waits to be freed when it is dropped. Communicators made from it do so, too.
 
-    path: the path of the communicator that it was made from, and its number among those made from that. All
-    of its ranks have the same, and none of them has another communicator of this path.
+    path: the path of its parent communicator, and its number among the parent's children. It is the same on
+    all its ranks, and unique on each rank.
     """
 
     path: tuple[int, ...]
     _made: int
 
     def __new__(cls, mpi: MPI.Intracomm, path: tuple[int, ...] = ()) -> "Droppable":
-        """Takes over `mpi`."""
+        """Takes ownership of `mpi`."""
         global _count
         self = super().__new__(cls, mpi)
         self.path, self._made = path, 0
@@ -50,7 +50,7 @@ class Droppable(MPI.Intracomm):
 
     @property
     def _plain(self) -> MPI.Intracomm:
-        """Itself, for MPI's own methods, which make more of the same class."""
+        """This communicator as MPI.Intracomm, whose methods return that class."""
         return MPI.Intracomm(self)
 
     def _child(self, mpi: MPI.Intracomm) -> "Droppable":
@@ -63,14 +63,14 @@ class Droppable(MPI.Intracomm):
 
 
 def free_dropped(root: MPI.Intracomm) -> None:
-    """Free communicators that were dropped, where there are many. Collective over `root`, all ranks."""
+    """Free dropped communicators, if there are many. Collective over `root`, all ranks."""
     global _left
     if root.allreduce(_count, MPI.MAX) <= _left + _MANY:
         return
     gc.collect()
     paths = set(_dropped)
     everyone, group = root.allgather(paths), root.Get_group()
-    for path in sorted(paths):  # which is one order on all ranks
+    for path in sorted(paths):  # the same order on all ranks
         mpi = _dropped[path]
         members = MPI.Group.Translate_ranks(mpi.Get_group(), list(range(mpi.size)), group)
         if all(path in everyone[rank] for rank in members):

@@ -1,4 +1,4 @@
-"""Counts calls and bytes per collective: what tests hold against the formulas."""
+"""Counts calls and bytes per collective, which tests compare with formulas."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,13 +8,11 @@ from shardrt.comm.interceptors import Call, Interceptor
 
 
 class CollectiveCounter(Interceptor):
-    """`calls[name]` and `bytes[name]` per collective of a communicator, from when this is made.
+    """Counts `calls[name]` and `bytes[name]` per collective of a communicator from now on.
 
-    Bytes are what this rank receives from others.
-
-    Where a collective is symmetric (all but broadcast, send, recv, exchange, and an all_to_all with counts
-    per peer) it sends as much. A backend that shares memory moves less: the formula, not the machine, is
-    counted.
+    Bytes are the bytes that this rank receives from other ranks. In a symmetric collective it sends as many;
+    not symmetric are broadcast, send, recv, exchange, and all_to_all with counts per peer. The bytes follow
+    the formula: a backend that shares memory moves fewer.
     """
 
     def __init__(self, communicator: Any) -> None:

@@ -1,6 +1,6 @@
-"""How many elements each rank sends to each in an all_to_all: ranks tell each other before they move any.
+"""Counts of an all_to_all: how many elements each rank sends to each. Ranks compare them before data move.
 
-A row of counts is one rank's: what it receives from each rank, and then what it sends to each.
+A row of counts belongs to one rank: its received counts by rank, then its sent counts by rank.
 """
 
 from collections.abc import Sequence
@@ -10,23 +10,23 @@ import numpy as np
 
 from shardrt.comm.errors import CollectiveMismatch
 
-Counts = tuple[int, ...] | None  # elements by peer; None: as many for each
+Counts = tuple[int, ...] | None  # elements by peer; None: the same number for each peer
 
 _SHOWN = 3  # pairs of ranks that a message lists
 
 
 def row(received: Sequence[int], sent: Sequence[int], more: int = 0) -> np.ndarray:
-    """The counts of one rank, int64, with one word more for the backend."""
+    """The counts of one rank, int64, and one more word for the backend."""
     return np.array([*received, *sent, more], np.int64)
 
 
 def compared(
     rows: Sequence[np.ndarray] | np.ndarray, number: int, tag: str, rank: int = 0
 ) -> list[list[int]]:
-    """[s][r]: elements that rank s sends to rank r, from all ranks' rows.
+    """The table of counts from all ranks' rows: rank s sends table[s][r] elements to rank r.
 
-    Raises CollectiveMismatch, of collective `number` for `what`, where rank r expects another number; on
-    rank 0 it is the one that tells of it.
+    Raises CollectiveMismatch, for collective `number` of `tag`, if rank r expects another count. The error of
+    rank 0 is the leader.
     """
     table = [row.tolist() for row in rows]
     ranks = len(table)
@@ -49,7 +49,7 @@ def compared(
 
 
 def slices(counts: Sequence[int]) -> list[slice]:
-    """Where the part of each rank lies in an array that holds so many elements of each, in order of rank."""
+    """The slice of each rank in an array with so many elements of each rank, in order of ranks."""
     return [slice(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
@@ -59,9 +59,9 @@ def equal(size: int, ranks: int) -> tuple[int, ...]:
 
 
 class Queue:
-    """What a rank sends to the others, one behind the other: to the next rank first.
+    """The elements that a rank sends to the other ranks, in one sequence: first those for the next rank.
 
-    So ranks that go through theirs at the same pace do not all read from, or wait for, one.
+    So ranks that go through their queues at the same pace do not all read from, or wait for, one rank.
     """
 
     def __init__(self, rank: int, sent: Sequence[int]) -> None:
@@ -71,9 +71,9 @@ class Queue:
         self._parts = {peer: (ends[i], ends[i + 1]) for i, peer in enumerate(order)}
 
     def window(self, peer: int, start: int, stop: int) -> tuple[slice, slice] | None:
-        """Of elements [start, stop) of the queue those for `peer`, if any.
+        """The elements for `peer` in the window [start, stop) of the queue; None if there are none.
 
-        As a slice of what it gets from this rank, and as one of the window.
+        Returns two slices: of the peer's part, and of the window.
         """
         first, last = self._parts[peer]
         begin, end = max(first, start), min(last, stop)

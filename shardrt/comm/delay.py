@@ -1,4 +1,4 @@
-"""Slows every collective down by a given time: for tests of overlap and of missing waits."""
+"""Delays every collective by a given time, for tests of overlap and of missing waits."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from shardrt.comm.interceptors import Call, Interceptor
 
 
 class CollectiveDelay(Interceptor):
-    """Calls wait(delay) in the stream before each collective (not before barriers): by default, seconds."""
+    """Calls wait(delay) in the stream before each collective but barriers. Default: sleep so many seconds."""
 
     def __init__(self, communicator: Any, delay: float, wait: Callable[[float], Any] = time.sleep) -> None:
         super().__init__(communicator)

@@ -1,4 +1,6 @@
-"""What communicators raise where ranks do not do the same, or one is lost."""
+"""Errors of communicators: ranks make different calls, or a rank is lost."""
+
+__all__ = ["CollectiveMismatch", "OUT_OF_MEMORY", "PeerFailed", "Refused"]
 
 OUT_OF_MEMORY = 81  # exit code
 

@@ -1,4 +1,4 @@
-"""Arrays that rank 0 alone has, as a mapping on every rank: each is sent when it is asked for."""
+"""FromFirst: a mapping on every rank of arrays that only rank 0 has. Reading an array broadcasts it."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,12 +9,14 @@ from shardrt import device
 from shardrt.comm import objects
 from shardrt.comm.protocol import Communicator
 
+__all__ = ["FromFirst"]
+
 
 class FromFirst(Mapping):
-    """Rank 0's `arrays`, of which other ranks may give anything. Collective, and so is reading an array.
+    """Rank 0's `arrays`; other ranks' `arrays` are not used. Making it and reading an array are collective.
 
-    Every rank reads the same names in the same order, and gets host arrays of its own; nothing is kept. Types
-    that NumPy itself has not come as float32. Raises ValueError on every rank where rank 0 can't read one.
+    All ranks read the same names in the same order. Each read gives a new host array. Dtypes that NumPy lacks
+    become float32. If rank 0 can't read an array, every rank raises ValueError.
     """
 
     def __init__(self, control: Communicator, arrays: Mapping[str, Any] | None) -> None:
@@ -30,7 +32,7 @@ class FromFirst(Mapping):
             try:
                 values = _plain(self._arrays[name])
                 about = {"shape": values.shape, "dtype": values.dtype.name}
-            except Exception as failed:  # told to all ranks, which wait for this one
+            except Exception as failed:  # broadcast below: the other ranks wait
                 error, about = failed, {"error": f"{type(failed).__name__}: {failed}"}
         about = objects.broadcast_object(self._control, about)
         if "error" in about:
@@ -50,6 +52,6 @@ class FromFirst(Mapping):
 
 
 def _plain(values: Any) -> np.ndarray:
-    """Contiguous, on the host, of a type that has a name everywhere."""
+    """The values as a contiguous host array of a dtype of NumPy."""
     array = np.asarray(values)
     return np.ascontiguousarray(array if array.dtype.kind in "fiub" else array.astype(np.float32))

@@ -1,7 +1,7 @@
-"""Counters that the ranks of a node show each other, and a way to sleep until one of them moves.
+"""Flags: counters in shared memory by which the ranks of a node meet in a call.
 
-Every rank has its own cache lines in shared memory: how far it has come, what it calls, and the data of a
-small call. A waiting rank looks for a moment and then sleeps in the kernel (futex.py).
+Every rank writes its own cache lines: the number of its latest call, the call, and the data of a small call.
+A waiting rank polls for a moment and then sleeps in the kernel until a counter changes (futex.py).
 """
 
 import weakref
@@ -15,22 +15,22 @@ from shardrt.comm.calls import HEAD, PACKED, left
 from shardrt.comm.notices import Page, parts_of
 from shardrt.comm.segments import map_shared
 
-LITTLE = 1 << 13  # bytes of data that go along, for which there is room in shared memory
+LITTLE = 1 << 13  # bytes of data that fit into a rank's row with its call
 _READY, _DONE, _LEFT, _ASLEEP = range(4)  # int64 words at the start of a rank's row
-_BOX = HEAD + LITTLE  # bytes; what the last two calls were comes behind a line for the words
+_BOX = HEAD + LITTLE  # bytes of one call; a row has a line of words, then boxes for two calls
 _ROW = 64 + 2 * _BOX
 _WORDS = _ROW // 8
 _BOXES = 64, 64 + _BOX
-_LOOKS = 150  # before a rank sleeps; about 20 us
-_NAP = 50_000_000  # nanoseconds until a sleeper looks again unwoken, in case a peer has left
+_LOOKS = 150  # polls before a rank sleeps; about 20 us
+_NAP = 50_000_000  # nanoseconds after which a sleeper checks whether a peer has left
 
 _open: "weakref.WeakSet[Flags]" = weakref.WeakSet()
 
 
 class Shown(NamedTuple):
-    """One call of this rank, prepared: as it is shown when the sequence is even, and when it is odd.
+    """One call of this rank, prepared for an even and for an odd sequence number.
 
-    places: for this rank's data, None where they don't go along.
+    places: where this rank's data go; None if no data travel with the call.
     """
 
     call: bytes
@@ -42,11 +42,11 @@ class Flags:
     """The counters of one communicator, whose ranks share a node."""
 
     def __init__(self, mpi: MPI.Intracomm) -> None:
-        """Collective over `mpi`. Raises SharedMemoryUnavailable where the system is not known."""
+        """Collective over `mpi`. Raises SharedMemoryUnavailable on unknown systems."""
         futex.check()
         self.rank = mpi.rank
         self.size = mpi.size
-        self.sequence = 0  # of the collectives of this communicator, the latest
+        self.sequence = 0  # number of the latest collective of this communicator
         self._window = futex.fence()
         # Not an MPI window, which only a collective call frees, and which lies in /dev/shm.
         memory = map_shared(mpi, _ROW * mpi.size)
@@ -60,25 +60,25 @@ class Flags:
         _open.add(self)
 
     def close(self) -> None:
-        """Give the memory back, when nothing that was prepared is left."""
+        """Free the memory. No prepared call may be left."""
         _open.discard(self)
         self._boxes.clear()
         self._heads.clear()
         self._words.release()
 
     def forget(self) -> None:
-        """What was prepared is not told any more."""
+        """Prepared calls are not used again: nothing to free."""
 
     def fits(self, nbytes: int, sliced: bool) -> bool:
-        """Whether so many bytes of data go along."""
+        """Whether so many bytes of data can travel with a call."""
         return nbytes <= LITTLE
 
     def prepare(
         self, call: bytes, data: np.ndarray | None = None, sliced: bool = False, root: int | None = None
     ) -> Shown:
-        """`call` to be told with data like these, that fit: all of them, or to each rank its slice.
+        """Prepare `call` with data like `data`, which fit: all for each rank, or for each its slice.
 
-        root: only what this rank has is shown.
+        root: only this rank gives data.
         """
         if data is None:
             return Shown(call, [Page(heads, []) for heads in self._heads], [None, None])
@@ -92,12 +92,12 @@ class Flags:
             call, pages, [parts_of([boxes[self.rank]], data.dtype, 0, data.size)[0] for boxes in self._boxes]
         )
 
-    def tell(self, notice: Shown, data: np.ndarray | None, doing: str) -> Page:
-        """Say what this rank calls, with its data, and wait until all ranks have said it.
+    def exchange(self, notice: Shown, data: np.ndarray | None, doing: str) -> Page:
+        """Publish this rank's call with its data, and wait for the calls of all ranks.
 
-        The page lasts until this rank's next call: two suffice, for a rank fills the one of call s + 2 only
-        after it has seen everyone arrive at s + 1. What ranks wrote before they came here is seen.
-        Raises PeerFailed.
+        The page lasts until this rank's next call. Two pages suffice: a rank fills the page of call s + 2
+        only after all ranks have come to call s + 1. On return this rank sees all earlier writes of the other
+        ranks. Raises PeerFailed.
         """
         self.sequence += 1
         half = self.sequence % 2
@@ -111,7 +111,7 @@ class Flags:
         return shown
 
     def part(self, doing: str) -> None:
-        """Return when every rank is done with the memory of the others in this call."""
+        """Return when every rank has finished reading the other ranks' memory in this call."""
         self._publish(_DONE)
         self._wait(_DONE, doing)
 
@@ -120,16 +120,16 @@ class Flags:
         return bool(self._words[rank * _WORDS + _LEFT])
 
     def leave(self) -> None:
-        """Tell the others that this rank's program ends: whoever waits for it would wait forever."""
+        """Mark that this rank's program ends, so that waiting ranks raise."""
         self._words[self._own + _LEFT] = 1
         self._window.Sync()
-        for column in (_READY, _DONE):  # the words that others sleep on; they look again
+        for column in (_READY, _DONE):  # wake ranks that sleep on these words
             self._wake(column)
 
     def _publish(self, column: int) -> None:
-        """Say that this rank has come so far, after everything it has written; wake those who sleep on it.
+        """Set this rank's counter after all its earlier writes, and wake the ranks that sleep on it.
 
-        A rank that goes to sleep first says in which call. Several may, of which one is a call ahead.
+        Before a rank sleeps it writes the number of its call. A sleeping rank may be one call ahead.
         """
         self._window.Sync()
         self._words[self._own + column] = self.sequence
@@ -138,7 +138,7 @@ class Flags:
             self._wake(column)
 
     def _wait(self, column: int, doing: str) -> None:
-        """Return when every rank has come so far; then what they wrote before is seen."""
+        """Return when every rank's counter has come so far. Then this rank sees their earlier writes."""
         for rank in range(self.size):
             if self._words[rank * _WORDS + column] < self.sequence:
                 self._wait_for(rank, column, doing)
@@ -152,7 +152,7 @@ class Flags:
                 return
         while True:
             self._words[row + _ASLEEP] = value
-            has_left = self._words[row + _LEFT]  # before the counter: it may arrive and then leave
+            has_left = self._words[row + _LEFT]  # read before the counter: the peer may arrive and then leave
             self._window.Sync()
             seen = self._words[row + column]
             if seen >= value:

@@ -1,7 +1,7 @@
-"""Sleeping in the kernel until a word of shared memory moves, and the order in which memory is seen.
+"""Sleeps in the kernel until a word of shared memory changes, and orders memory accesses.
 
-futex(2): "sleep while this word has this value". A sleeper takes no core from those that compute, and wakes
-in microseconds. MPI's Win.Sync orders the memory.
+futex(2): "sleep while this word has this value". A sleeping rank uses no core and wakes in microseconds.
+MPI's Win.Sync is the memory barrier.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None)
 
 
 def check() -> None:
-    """Raise SharedMemoryUnavailable where the system is not known."""
+    """Raise SharedMemoryUnavailable on an unknown system."""
     if sys.platform != "linux" or platform.machine() not in _NUMBERS:
         raise SharedMemoryUnavailable(f"no futex known on {sys.platform} {platform.machine()}")
 
@@ -31,14 +31,14 @@ def check() -> None:
 def sleep(address: int, seen: int, nanoseconds: int) -> None:
     """Return when the int64 at `address` may have another value than `seen`, or after so long.
 
-    Whatever it returns for, the caller looks again; the interpreter lock is free.
+    The caller checks the word again after each return. The interpreter lock is free meanwhile.
     """
     limit = _Time(*divmod(nanoseconds, 10**9))
     _system(address, _WAIT, seen & 0xFFFFFFFF, ctypes.byref(limit))
 
 
 def wake(address: int) -> None:
-    """Wake everyone who sleeps on the int64 at `address`."""
+    """Wake all ranks that sleep on the int64 at `address`."""
     _system(address, _WAKE, _EVERYONE)
 
 
@@ -51,9 +51,9 @@ def _system(address: int, operation: int, value: int, time: object = None) -> No
 
 @cache
 def fence() -> MPI.Win:
-    """A window whose Sync is a full barrier: it orders what this process reads and writes, in any memory.
+    """A window whose Sync is a full barrier for all reads and writes of this process.
 
-    The window is of shared memory, where MPI needs that barrier. Open MPI's Sync of another window has none.
+    It is a window of shared memory, for which MPI needs the barrier. On others Open MPI's Sync has none.
     """
     window = MPI.Win.Allocate_shared(8, comm=MPI.COMM_SELF)
     window.Lock_all()

@@ -1,12 +1,12 @@
-"""Several nodes: shared memory inside a node, MPI between ranks of the same place on different nodes.
+"""Several nodes: shared memory inside a node, MPI between counterparts: ranks of the same local rank.
 
-A gathered buffer is one physical buffer per node: every rank fetches the slices of its counterparts on the
-other nodes straight into it, so that each slice crosses the network once per node, not once per rank.
+With ranks 0, 1 on node A and 2, 3 on node B, the counterparts are 0 and 2, 1 and 3.
+A gathered buffer is one physical buffer per node. Every rank fetches the slices of its counterparts directly
+into it, so each slice crosses the network once per node, not once per rank.
 
-A sum is made in the memory of each node first where whole nodes are subtrees of the tree over ranks, so that
-its bits are those of ranks anywhere: 2, 4, 8, ... ranks on each, which follow one another. Then each rank
-sends its counterparts sums of their nodes, and 1/ranks-per-node of the bytes crosses the network. Everything
-else, and what is little, goes through MPI over all ranks.
+A node sums in its own memory first, if the node is a subtree of the tree over ranks: 2, 4, 8, ... adjacent
+ranks per node. So the sum is bitwise identical to every other placement. Then counterparts exchange the sums
+of their nodes: 1/ranks-per-node of the bytes crosses the network. Small data and all else go through MPI.
 """
 
 import warnings
@@ -30,9 +30,9 @@ from shardrt.comm.shm import ShmCommunicator
 def create(mpi: MPI.Intracomm, node: int | None = None, names: Names | None = None) -> Communicator:
     """The communicator that fits where the ranks of `mpi` are. Collective.
 
-    One node: shm. Several with equally many ranks each: hierarchical. Else, or where memory cannot be
-    shared: mpi, with a warning on rank 0 that says why. `node`: this rank's node; MPI is asked if None.
-    `names`: those of the communicator that this one is made from.
+    One node: shm. Several nodes with equal numbers of ranks: hierarchical. Otherwise, or if ranks can't share
+    memory: mpi, with a warning on rank 0 that gives the reason. `node`: this rank's node; None: ask MPI.
+    `names`: the names of the communicator that this one is made from.
     """
     names = names or Names()
     local = mpi.Split_type(MPI.COMM_TYPE_SHARED, mpi.rank) if node is None else mpi.Split(node, mpi.rank)
@@ -79,7 +79,7 @@ class HierarchicalCommunicator(MPICommunicator):
         self._across_patience = Patience(self._across)
         here = self._across.rank * local.size + local.rank
         self._nested = all(mpi.allgather(here == mpi.rank and not local.size & (local.size - 1)))
-        self.bytes_across = 0  # that all_gather and reduce_scatter have sent from this rank to other nodes
+        self.bytes_across = 0  # sent to other nodes by all_gather and reduce_scatter
 
     def split(self, color: int | None, key: int) -> Communicator | None:
         mpi = self._split(color, key)
@@ -101,21 +101,23 @@ class HierarchicalCommunicator(MPICommunicator):
     def _all_gather(self, buffer: np.ndarray, tag: str) -> None:
         place, n = self._segments.find(buffer), buffer.size // self.size
         shared = place is not None and place.segment.shared
-        if not shared and (not self._nested or self._teller.fits(n * buffer.itemsize, False)):
+        if not shared and (not self._nested or self._calls.fits(n * buffer.itemsize, False)):
             return super()._all_gather(buffer, tag)
         self._meet("all_gather", buffer, 0, tag, "", 0 if place is None else place.word)
         slices = [buffer[rank * n : (rank + 1) * n] for rank in self._counterparts]
         own = slices[self._across.rank]
         self._finish(self._exchange_across([own] * len(slices), slices), "all_gather", buffer)
         if shared:
-            return self._local._all_gather(buffer, tag)  # until every rank of the node has fetched its part
+            return self._local._all_gather(
+                buffer, tag
+            )  # waits until every rank of the node has fetched its part
         for rows in buffer.reshape(self._across.size, -1):  # of each node
             self._local._all_gather(rows, tag)
         return None
 
     def _reduce_scatter(self, output: np.ndarray, buffer: np.ndarray, how: Reduction, tag: str) -> None:
         place = self._local.separate("reduce_scatter", buffer)
-        if not self._nested or self._teller.fits(buffer.nbytes, True):
+        if not self._nested or self._calls.fits(buffer.nbytes, True):
             return super()._reduce_scatter(output, buffer, how, tag)
         self._meet("reduce_scatter", buffer, how.op, tag, how.kind, 0 if place is None else place.word)
         nodes, own = self._across.size, self._across.rank
@@ -123,7 +125,7 @@ class HierarchicalCommunicator(MPICommunicator):
         memory = self._scratch_array(4 * nodes * each, output.dtype).reshape(2, 2, nodes, each)
         under_way = None
         for columns, everyone in self._columns(buffer.reshape(self.size, -1), each, how.op, tag, how.kind):
-            memory = memory[::-1]  # two by turns: the next sums are made while these are sent
+            memory = memory[::-1]  # alternating: compute the next sums while these are sent
             sums, parts = memory[0, :, :, : columns.stop - columns.start]
             for part, rank in zip(sums, self._counterparts, strict=True):
                 combine(part, [rows[rank] for rows in everyone], op=how.op, kind=how.kind)
@@ -136,7 +138,7 @@ class HierarchicalCommunicator(MPICommunicator):
     def _columns(
         self, rows: np.ndarray, each: int, op: str, tag: str, kind: str
     ) -> Iterator[tuple[slice, list[np.ndarray]]]:
-        """As those of the node, at most `each` at a time."""
+        """As ShmCommunicator.columns of the node, at most `each` columns at a time."""
         for columns, everyone in self._local.columns(rows, op, tag, kind):
             first, end, _ = columns.indices(rows.shape[1])
             for start in range(first, end, each):
@@ -151,7 +153,7 @@ class HierarchicalCommunicator(MPICommunicator):
         memory: np.ndarray,
         how: Reduction,
     ) -> None:
-        """What has come from all nodes, in which every node's sum is one part."""
+        """Wait for the sums of all nodes, and combine them to `output`."""
         self._finish(requests, "reduce_scatter", memory)
         combine(output, parts, how.scale, how.accumulate, how.op)
 
@@ -163,7 +165,7 @@ class HierarchicalCommunicator(MPICommunicator):
         return begin_exchange(self._across, given, wanted)
 
     def _finish(self, requests: list[MPI.Request], doing: str, memory: Any) -> None:
-        """Wait for what was begun in `memory`."""
+        """Wait for requests that use `memory`."""
         try:
             for request in requests:
                 self._across_patience.wait(request, doing)

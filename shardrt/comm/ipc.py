@@ -1,18 +1,14 @@
 """Ranks of one node that map each other's GPU memory (CUDA IPC): gathers by copy engines, sums by one kernel.
 
-Arrays from `allocate` are mapped by every rank when they are made. An all-gather then copies the slices of
-the peers straight out of their memory, by copy engines, which takes no processor from the kernels that
-compute; a reduce-scatter is one kernel that reads this rank's slice of every peer's buffer and adds them by
-the tree, so the bits are those of every other backend. Ranks may share a GPU. Other arrays, small arrays and
-messages go through pinned host memory (staged.py).
+Every rank maps each array that `allocate` makes. An all-gather copies the slices of peers from their memory
+by copy engines, so it takes no processor from kernels. A reduce-scatter is one kernel: it reads this rank's
+slice of every peer's buffer and sums them by the tree, bitwise identical to every other backend. Ranks may
+share a GPU. Other arrays, small arrays and messages go through pinned host memory (staged.py).
 
 The host orders the ranks: it waits for a stream, then the ranks meet through the host communicator. So a call
-keeps the host until it is done, and nothing overlaps. Interprocess events
-(Event(interprocess=True), exported like memory, recorded after the last write and the last read) would let
-streams wait for streams of other processes: ranks would only tell each other that an event has been recorded,
-and could run ahead.
+blocks the host until it is done, and nothing overlaps.
 
-Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU in software.
+Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU emulator.
 """
 
 import os
@@ -34,17 +30,17 @@ from shardrt.device.cuda import CUDADevice
 
 Array = Any
 
-_PROCESS = os.urandom(16)  # a process id may be another process's in another container
-# What a rank sends the others about an allocation.
+_PROCESS = os.urandom(16)  # a process in another container may have the same process id
+# The message of a rank about its allocation.
 _EXPORT = np.dtype([("process", "u1", 16), ("handle", "u1", 64), ("address", "u8")])
-_WHOLE = 2 << 20  # a handle stands for whole pages of the driver: what shares one must not be exported twice
-_MEMORY = 3  # the word of a call that says where its buffer lies
+_WHOLE = 2 << 20  # bytes of a driver page: a handle exports whole pages, each only once
+_MEMORY = 3  # index of the word of a call for the place of its buffer
 
 
 class IPCCommunicator(Communicator):
-    """`host`: over the same ranks; it is this communicator's own from now on. Collective.
+    """Takes ownership of `host`, a communicator over the same ranks. Collective.
 
-    Raises ValueError where the ranks are on several nodes.
+    Raises ValueError if the ranks are on several nodes.
     """
 
     def __init__(
@@ -54,14 +50,14 @@ class IPCCommunicator(Communicator):
         memory: "_Memory | None" = None,
         names: Names | None = None,
     ) -> None:
-        """`memory`: of another communicator over the same ranks. `names`: of the one this was made from."""
+        """`memory`: from another communicator over the same ranks. `names`: from the parent communicator."""
         self.rank = host.rank
         self.size = host.size
         self._host = host
         self._device = device
         self._staged = StagedCommunicator(host, device)
         self._names = names or Names()
-        self._sequence = 0  # of the collectives of this communicator, the latest
+        self._sequence = 0  # number of the latest collective of this communicator
         if memory is None:
             _check_one_node(host)
         self._memory = memory or _Memory(device)
@@ -93,7 +89,7 @@ class IPCCommunicator(Communicator):
         self._host.abandon()
 
     def close(self) -> None:
-        """Collective. Peers' memory is unmapped by everyone before anyone may free it."""
+        """Collective. All ranks unmap peers' memory before a rank may free it."""
         self._memory.users -= 1
         if not self._memory.users:
             self._memory.unmap()
@@ -106,36 +102,36 @@ class IPCCommunicator(Communicator):
         return self._host._all_gather_bytes(data)
 
     def _meet(self, collective: str, buffer: Array, detail: int | str, tag: str, kind: str = "") -> list:
-        """Every rank's counterpart of `buffer`, written and not yet changed; [] if a rank can't share it."""
+        """Every rank's `buffer` for this call, as arrays of this process; [] if a rank can't share it."""
         places = self._places(collective, buffer, buffer, detail, tag, kind)
         return [self._memory.at(rank, place, buffer.size, buffer.dtype) for rank, place in enumerate(places)]
 
     def _places(self, collective: str, buffer: Array, *facts: Any) -> list[int]:
-        """Where every rank's `buffer` lies, for `_Memory.at`; [] where a rank can't share it.
+        """The place of every rank's `buffer`, for `_Memory.at`; [] if a rank can't share it.
 
         Returns when the streams of all ranks have come to this call. Raises CollectiveMismatch, on all ranks,
-        where their calls or `facts` (see calls.encode) differ.
+        if their calls or `facts` (see calls.encode) differ.
         """
-        self._device.wait_here()  # peers read what this stream was given to write before
+        self._device.wait_here()  # peers read earlier writes of this stream
         self._sequence += 1
         calls = np.zeros((self.size, WORDS), np.int64)
         calls[self.rank] = encode(self._names, collective, *facts)
         calls[self.rank, _MEMORY] = self._memory.place(buffer)
         self._host._all_gather(calls.reshape(-1), "")
         places = calls[:, _MEMORY].tolist()
-        calls[:, _MEMORY] = 0  # ranks may use buffers of different places
+        calls[:, _MEMORY] = 0  # not compared: ranks' buffers may have different places
         said = [tuple(call) for call in calls.tolist()]
         if said.count(said[0]) < self.size:
             raise mismatch(self._sequence, said, self._names, self.rank)
         return places if all(places) else []
 
     def _part(self) -> None:
-        """Return when no rank reads the memory of another for this call any more."""
+        """Return when all ranks have finished reading other ranks' memory in this call."""
         self._device.wait_here()
         self._host._barrier("")
 
     def _from_each(self) -> Iterable[int]:
-        """The other ranks, the next one first, so that ranks do not all read from the same."""
+        """The other ranks, starting with the next, so that ranks read from different peers."""
         return ((self.rank + step) % self.size for step in range(1, self.size))
 
     def _all_gather(self, buffer: Array, tag: str) -> None:
@@ -205,10 +201,10 @@ class IPCCommunicator(Communicator):
 
 
 class _Memory:
-    """What the ranks of one group have allocated, by allocation and rank. Kept until `forget`."""
+    """The allocations of the ranks of one group, kept until `forget`."""
 
     def __init__(self, device: CUDADevice) -> None:
-        self.users = 0  # communicators that know it: one and its duplicates
+        self.users = 0  # communicators that use it: one and its duplicates
         self._device = device
         self._parts: list[list[Array]] = []  # by allocation, then by rank: uint8
         self._starts: list[tuple[int, int]] = []  # (address of this rank's part, allocation), sorted
@@ -230,7 +226,7 @@ class _Memory:
         return own[:nbytes].view(dtype)
 
     def place(self, array: Array) -> int:
-        """Where an array lies, as a number for `at`; 0 if it is not from here, or empty."""
+        """The place of an array, as a number for `at`; 0 for other memory or an empty array."""
         if on_host(array) or not array.nbytes:
             return 0
         address = array.data.ptr
@@ -243,22 +239,22 @@ class _Memory:
         return (allocation + 1) << 44 | offset if inside else 0
 
     def at(self, rank: int, place: int, size: int, dtype: Any) -> Array:
-        """The array of `size` elements at a rank's place."""
+        """The array of `size` elements at a place in a rank's memory."""
         allocation, offset = (place >> 44) - 1, place & (1 << 44) - 1
         return self._parts[allocation][rank][offset : offset + size * dtype.itemsize].view(dtype)
 
     def unmap(self) -> None:
-        """Give back what is mapped of others. Own memory stays: others may have it mapped still."""
+        """Unmap peers' memory. Own memory stays, since peers may still map it."""
         while self._opened:
             self._device.close_memory(self._opened.pop())
 
     def forget(self) -> None:
-        """Leave own memory to the holders of its arrays; call it when every rank has unmapped it."""
+        """Drop the references to own memory. Call it when every rank has unmapped it."""
         self._parts.clear()
         self._starts.clear()
 
     def _map(self, export: np.void, nbytes: int) -> Array:
-        """Memory of another rank. A process can't open what is its own: ranks that are threads share it."""
+        """Map another rank's memory. Ranks that are threads of this process share its address."""
         address = int(export["address"])
         if export["process"].tobytes() != _process():
             address = self._device.open_memory(export["handle"].tobytes())
@@ -267,13 +263,13 @@ class _Memory:
 
 
 def _whole(nbytes: int) -> int:
-    """Up to a multiple of what a handle stands for, which is something."""
+    """`nbytes` rounded up to whole driver pages, at least one."""
     return -(-max(nbytes, 1) // _WHOLE) * _WHOLE
 
 
 @contextmanager
 def _together(host: Communicator) -> Iterator[None]:
-    """What fails on one rank inside the block raises on every rank, after it."""
+    """An error of one rank inside the with block raises on every rank after the block."""
     error = None
     try:
         yield
@@ -293,10 +289,10 @@ def _check_one_node(host: Communicator) -> None:
 
 
 def _node() -> bytes:
-    """What differs between machines."""
+    """An identifier of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_bytes()
 
 
 def _process() -> bytes:
-    """16 bytes that differ between processes."""
+    """16 bytes that identify this process."""
     return _PROCESS

@@ -2,23 +2,22 @@
 
     links = Links(mesh["pp"], {(0, 1, "F"), (1, 0, "B")}, slots={(0, 1, "F"): 3})
 
-    links.send("F", 1, arrays, key=key, what="F3 of stage 1", keep=2)  # returns at once, keeps the arrays
+    links.send("F", 1, arrays, key=key, what="F3 of stage 1", keep=2)  # returns at once, keeps arrays
     links.expect("F", 0, key=key, what="F3 of stage 1")  # ahead of use, in order of use; returns at once
     received = links.receive("F", 0, what="F3 of stage 1")  # compute may read received.arrays
-    received.free()  # when all that reads them has been given to compute
-    links.finish()  # the end of a step: all is delivered, and nothing is left
+    received.free()  # after the last op that reads them was issued
+    links.finish()  # the end of a step: all messages are delivered
 
-A link is (sender, receiver, kind): a communicator of two ranks and a stream on both of them. A send waits
-for its receiver, and so no link is queued behind another. Messages are received into slots of memory, in
-the order in which they are expected, as slots get free. The two ends say the same `tag`, and the same
-`key`: anything that tells messages of other shapes apart. At its first message of a key a sender tells the
-shapes, through the host; from then on they are known, and receives are posted as soon as they are expected.
-(With NCCL not before `receive`. The host is ahead of the GPU anyway; and as long as the GPU waits for a
-message that the peer sends only later, whatever frees memory or loads a kernel waits too, before this rank
-has sent what the peer needs.)
+A link is (sender, receiver, kind): a communicator of two ranks and a stream on both ranks. A send waits for
+its receiver, so each link has its own stream. A link receives messages into slots of memory, in the order of
+the `expect` calls, as slots become free. Both ends give the same `tag` and the same `key`; the key identifies
+the shapes of a message. With the first message of a key the sender sends the shapes, through the host. From
+then on the receiver posts receives as soon as they are expected.
+(With NCCL it posts them only in `receive`. While the GPU waits for a message that the peer sends later, calls
+that free memory or load a kernel wait, too. Then this rank could not send what the peer needs.)
 
-What waits is the program, in `receive` and `finish`: that is what the flight recorder is told, and not that
-a stream waits for a message that nobody needs yet.
+The flight recorder sees the waits of the program, in `receive` and `finish`. It does not see a stream that
+waits for a message before the program needs it.
 """
 
 import json
@@ -38,20 +37,25 @@ from shardrt.device import Device, Event, Stream
 from shardrt.device.arena import Arena, Slot
 
 Array = Any
-Link = tuple[int, int, str]  # sender and receiver, ranks of the mesh, and kind
-Shape = tuple[tuple[int, ...], str]  # of an array, with its dtype
+Link = tuple[int, int, str]  # (sender, receiver, kind); ranks of the mesh
+Shape = tuple[tuple[int, ...], str]  # (shape, dtype) of an array
 
 _ALIGNMENT = 256  # bytes between the arrays of a slot
-_CARRIED = {1: np.uint8, 2: np.uint16, 4: np.int32, 8: np.int64}  # for types that communicators do not know
+_CARRIED = {
+    1: np.uint8,
+    2: np.uint16,
+    4: np.int32,
+    8: np.int64,
+}  # by item size, for types that communicators do not carry
 
 
 class Links:
-    """The links among `needed` that this rank is an end of.
+    """The links of `needed` with this rank at one end.
 
-    mesh: with one axis. slots: how many messages are received and not freed at once, for all links or by link
-    (default 2). poison: slots are filled with NaN when they are freed.
+    mesh: a mesh with one axis. slots: most messages that are received and not freed, for all links or by link
+    (default 2). poison: fill slots with NaN when they are freed.
 
-    Collective over the mesh, with the same `needed` on all its ranks. Raises ValueError where they differ.
+    Collective over the mesh, with the same `needed` on all ranks. Raises ValueError if they differ.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class Links:
             raise ValueError(f"links: ranks {differ} of {mesh!r} need other links than rank 0; here {links}")
         self._out: dict[tuple[str, int], _Outgoing] = {}
         self._in: dict[tuple[str, int], _Incoming] = {}
-        for link in links:  # in one order, so that no two ranks wait for each other
+        for link in links:  # in the same order on all ranks, which avoids deadlock
             source, to, kind = link
             pair = mesh.pair(source, to)
             if pair is not None and mesh.rank == source:
@@ -91,34 +95,37 @@ class Links:
         about: Any = None,
         keep: int | None = None,
     ) -> None:
-        """Send arrays of the device, contiguous, of any types, and None for what there is not.
+        """Send contiguous device arrays of any types, or None in place of an array.
 
-        They are kept, and must not be written any more. keep: how many messages of the link are kept from now
-        on, with this one; the compute stream waits until those before them have been delivered. Of which the
-        caller knows that they have: so what is kept depends on the calls and on no clock. None: all are kept
-        until `finish`. about: what the receiver is told with the shapes, at the first message of a key; as
-        JSON has it.
+        The link keeps the arrays alive until delivery; they must not be written any more.
 
-        Raises ValueError where shapes, types or `about` are not those of this key before.
+        Args:
+            keep: number of messages that the link keeps from now on, with this one. The compute stream waits
+                until earlier messages are delivered; the caller knows that they are. So kept memory depends
+                on the calls, not on timing. None: the link keeps all messages until `finish`.
+            about: a JSON value that the receiver gets with the shapes, at the first message of a key.
+
+        Raises:
+            ValueError: if shapes, types or `about` differ from an earlier message of this key.
         """
         self._out[kind, to].send(arrays, key, tag, about, keep)
 
     def expect(self, kind: str, source: int, *, key: Hashable = None, tag: str) -> None:
-        """Have the next message of a link received as soon as there is a slot, in the order of the calls."""
+        """Receive the next message of a link as soon as a slot is free, in the order of these calls."""
         self._in[kind, source].expect(key, tag)
 
     def receive(self, kind: str, source: int, *, tag: str) -> "Received":
-        """The next expected message, once it has come: the compute stream waits for it.
+        """The next expected message. The compute stream waits until it has arrived.
 
-        Raises RuntimeError where another message comes next, or all slots hold what has not been freed;
-        StreamError, from a CollectiveMismatch, where the sender has sent something else.
+        Raises RuntimeError if another message was expected next, or no slot is free; StreamError, from a
+        CollectiveMismatch, if the sender has sent another message.
         """
         return self._in[kind, source].receive(tag)
 
     def finish(self) -> None:
-        """The compute stream waits until what was sent is delivered.
+        """Make the compute stream wait until all sent messages are delivered.
 
-        Raises RuntimeError if anything was expected and not received, or received and not freed.
+        Raises RuntimeError if a message was expected and not received, or received and not freed.
         """
         for incoming in self._in.values():
             incoming.finish()
@@ -126,10 +133,10 @@ class Links:
             outgoing.finish()
 
     def plan(self, shapes: Mapping[Link, Sequence[Sequence[Shape | None]]]) -> tuple[int, int]:
-        """Bytes that this rank's links take, on the device and pinned on the host, once all has been sent.
+        """(bytes on the device, pinned bytes on the host) of this rank's links after all messages were sent.
 
-        shapes: for each link, those of every message of another key. (Memory that ranks of a node share for
-        their messages is not counted: 2 MiB for each link. Nor are arrays that `send` keeps.)
+        shapes: for each link, the shapes of the messages of each key. It does not count arrays that `send`
+        keeps, nor shared memory of a node's ranks: 2 MiB for each link.
         """
         on_device = on_host = 0
         for (source, to, kind), messages in shapes.items():
@@ -140,10 +147,10 @@ class Links:
         return on_device, on_host
 
     def close(self) -> None:
-        """Use the links no more, and give up what is under way. Not collective: a rank may have failed."""
+        """Close the links and abandon messages under way. Not collective: a rank may have failed."""
         ends = (*self._out.values(), *self._in.values())
         if all(end.idle for end in ends):
-            self._mesh.device.current_stream.synchronize()  # what compute waits for has been delivered
+            self._mesh.device.current_stream.synchronize()  # all awaited messages are delivered
         for end in ends:
             end.close()
         self._out.clear()
@@ -151,7 +158,7 @@ class Links:
 
 
 class Received:
-    """A message. arrays: valid until `free`. about: what the sender told with their shapes."""
+    """A message. arrays: valid until `free`. about: see Links.send."""
 
     __slots__ = ("arrays", "about", "_slot", "_link")
 
@@ -162,21 +169,21 @@ class Received:
         self._link = link
 
     def free(self) -> None:
-        """Let the slot be used again, after what the compute stream has been given so far."""
+        """Free the slot after the present work of the compute stream."""
         slot, self._slot, self.arrays = self._slot, None, ()
         if slot is not None:
             self._link.free(slot)
 
 
 class Layout(NamedTuple):
-    """The arrays of a message, and where they lie in a slot."""
+    """Shapes of the arrays of a message, and their places in a slot."""
 
     shapes: tuple[Shape | None, ...]
     about: Any = None
 
     @property
     def nbytes(self) -> int:
-        """Of a slot."""
+        """Bytes of a slot."""
         return sum(_rounded(_nbytes(shape)) for shape in self.shapes if shape)
 
     def largest(self) -> int:
@@ -202,9 +209,9 @@ class _End:
     def __init__(self, link: Link, mesh: DeviceMesh, communicator: Communicator, host: Communicator) -> None:
         self.link = link
         self.communicator = communicator
-        self.layouts: dict[Hashable, Layout] = {}  # of the messages, by key
+        self.layouts: dict[Hashable, Layout] = {}  # of messages, by key
         self._mesh = mesh
-        self._host = host  # what tells them
+        self._host = host  # carries shapes
         source, to, kind = link
         self._stream = _stream(mesh.device, communicator, f"{kind} {source} to {to}")
 
@@ -218,14 +225,14 @@ class _End:
         return self._mesh.device.current_stream
 
     def _new_event(self) -> Event:
-        """For the link's stream to record."""
+        """An event that the link's stream can record."""
         here = self._mesh.device
         return (here.host if self.communicator.keeps_host else here).new_event()
 
     def _recorded(
         self, call: str, tag: str, array: Array | None, function: Callable[..., None], *args: Any
     ) -> None:
-        """Run what makes the program wait for the other end."""
+        """Run a function that makes the program wait for the other end, under the flight recorder."""
         source, to, kind = self.link
         recorder, name = recording.recorder_of(self._mesh, kind, source, to)
         if recorder is None:
@@ -236,7 +243,7 @@ class _End:
 
 
 class _Sent(NamedTuple):
-    arrays: list[Array]  # as they are carried
+    arrays: list[Array]  # flat, see _carried
     delivered: Event
     tag: str
 
@@ -284,7 +291,7 @@ class _Outgoing(_End):
             self._let_go()
 
     def _let_go(self) -> None:
-        """Of the oldest message, once it is delivered."""
+        """Drop the oldest message once it is delivered."""
         arrays, delivered, tag = self._kept[0]
         self._recorded("send", tag, next(iter(arrays), None), self._compute.wait, delivered)
         self._kept.popleft()
@@ -301,8 +308,8 @@ class _Incoming(_End):
         self._slots = slots
         self._poison = poison
         self._arena: Arena | None = None  # with slots for the largest message so far
-        self._outgrown: list[Arena] = []  # until the end of a step: to free memory waits for what is posted
-        self._expected: deque[tuple[Hashable, str]] = deque()  # for which there was no slot yet
+        self._outgrown: list[Arena] = []  # freed at the end of a step: freeing waits for posted receives
+        self._expected: deque[tuple[Hashable, str]] = deque()  # not posted yet
         self._posted: deque[tuple[Slot, Layout, str]] = deque()
         self._held: dict[Slot, str] = {}  # received and not freed
 
@@ -339,7 +346,7 @@ class _Incoming(_End):
         return not (self._expected or self._posted or self._held)
 
     def _hear(self, tag: str) -> Layout:
-        """What the sender tells of a message of a new key."""
+        """Receive the layout of a message of a new key."""
         size = np.empty(1, np.int64)
         self._recorded("recv", f"shapes of {tag}", size, self._hear_part, size, tag)
         data = np.empty(size[0], np.uint8)
@@ -376,20 +383,20 @@ class _Incoming(_End):
         return device + self._slots * max((layout.nbytes for layout in layouts), default=0), host
 
     def _post_ahead(self) -> None:
-        """Post what is expected, as far as its shapes are known and there are slots."""
+        """Post expected receives while their shapes are known and slots are free."""
         ahead = self.communicator.keeps_host
         while ahead and self._expected and self._expected[0][0] in self.layouts and self._post():
             pass
 
     def _post(self) -> bool:
-        """Have the next expected message received, of known shapes; not if there is no slot."""
+        """Post the receive of the next expected message, of known shapes. False if no slot is free."""
         key, tag = self._expected[0]
         layout = self.layouts[key]
         slot = self._slot(layout.nbytes)
         if slot is None:
             return False
         self._expected.popleft()
-        self._stream.wait(slot.free)  # what was received here before has been read
+        self._stream.wait(slot.free)  # the earlier message in this slot has been read
         for array in layout.arrays(slot.array):
             if array is not None:
                 flat = _carried(array)
@@ -414,7 +421,7 @@ class _Incoming(_End):
 
 
 def _stream(device: Device, communicator: Communicator, name: str) -> Stream:
-    """The stream of a link: a thread where a call keeps whoever makes it until it is done."""
+    """The stream of a link: a thread, if a call blocks its thread until it is done."""
     if not communicator.keeps_host:
         return device.new_stream(name)
     stream = device.host.new_stream(name)
@@ -439,6 +446,6 @@ def _shape(array: Array, tag: str) -> Shape:
 
 
 def _carried(array: Array) -> Array:
-    """In one dimension, of a type that communicators know."""
+    """The array in one dimension, viewed as a type that communicators carry."""
     flat = array.reshape(-1)
     return flat if flat.dtype in dtypes.CODES else flat.view(_CARRIED[flat.dtype.itemsize])

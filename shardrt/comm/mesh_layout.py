@@ -1,40 +1,23 @@
 """MeshLayout: sizes and strides of ranks in a mesh. Along which axes do two ranks differ?
 
-In a mesh of shape (2, 4, 2), a step along the last axis adds 1 to the rank's number, along the second 2,
-along the first 8. A layout is a tuple of pairs (stride, end = stride * size), here (8, 16), (2, 8), (1, 2).
-A rank's index along a pair is `rank % end // stride`. Axes that follow one another merge: (2, 8) and (1, 2)
-are (1, 8). So a fold of the mesh has a layout, too, for example (4, 16), (1, 4), and axes of both compare.
+In a mesh of shape (2, 4, 2), a step along the last axis adds 1 to the rank, along the second 2, along the
+first 8. A layout is a tuple of pairs (stride, end = stride * size), here (8, 16), (2, 8), (1, 2). A rank's
+index along a pair is `rank % end // stride`. Adjacent axes merge: (2, 8) and (1, 2) are (1, 8). A fold of the
+mesh has a layout, too, for example (4, 16), (1, 4), so axes of a fold compare with axes of the mesh.
 PyTorch's `_MeshLayout` has the same content.
 """
 
 from math import prod
 from typing import Any
 
-import numpy as np
+__all__ = ["MeshLayout", "index_in", "overlap", "size_of", "union", "without"]
 
-# The largest stride first. No pair overlaps another, or ends where another begins.
+# The largest stride first. Pairs neither overlap nor touch.
 MeshLayout = tuple[tuple[int, int], ...]
 
 
-def layout_of(ranks: np.ndarray) -> MeshLayout | None:
-    """The layout of a set of ranks; None if strides and sizes do not describe it."""
-    left = np.sort(ranks, axis=None)
-    first, left = int(left[0]), left - left[0]
-    found: MeshLayout = ()
-    while left.size > 1:
-        stride = int(left[1])
-        size = np.argmin(left == np.arange(left.size) * stride) or left.size  # the multiples of the stride
-        end = stride * int(size)
-        each = np.arange(size) * stride
-        whole = left.size % size == 0 and (left.reshape(-1, size) % end == each).all()
-        if not whole or first % end // stride:
-            return None
-        found, left = ((stride, end), *found), left[::size]
-    return found
-
-
 def union(*layouts: MeshLayout) -> MeshLayout:
-    """The axes that are in any of these layouts."""
+    """The layout of all axes of these layouts: (8, 16) and (2, 8) give (2, 16)."""
     merged: list[tuple[int, int]] = []
     for stride, end in sorted(pair for layout in layouts for pair in layout):
         if merged and stride <= merged[-1][1]:
@@ -50,7 +33,7 @@ def overlap(first: MeshLayout, second: MeshLayout) -> bool:
 
 
 def without(layout: MeshLayout, others: MeshLayout) -> MeshLayout:
-    """The layout without the axes of `others`. Raises ValueError where a stride does not divide the next."""
+    """The layout without the axes of `others`. Raises ValueError if `others` cuts across an axis."""
     for stride, end in others:
         pieces = [
             piece
@@ -65,7 +48,7 @@ def without(layout: MeshLayout, others: MeshLayout) -> MeshLayout:
 
 
 def index_in(layout: MeshLayout, rank: Any) -> Any:
-    """The index of a rank, or of each of an array of ranks, among those that differ along this layout."""
+    """Index along this layout of a rank, or of each rank of an array: 5 has index 2 along (2, 8)."""
     index = rank * 0
     for stride, end in layout:
         index = index * (end // stride) + rank % end // stride
@@ -73,5 +56,5 @@ def index_in(layout: MeshLayout, rank: Any) -> Any:
 
 
 def size_of(layout: MeshLayout) -> int:
-    """The number of ranks that differ along this layout."""
+    """Number of ranks along this layout: 4 for (2, 8)."""
     return prod(end // stride for stride, end in layout)

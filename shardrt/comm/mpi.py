@@ -1,10 +1,9 @@
 """Ranks as MPI processes, arrays in host memory, over mpi4py.
 
-Before every collective the ranks exchange what each is about to call, and wait for each other, after a
-moment of polling asleep (patience.py). So a difference is an error here, not a hang in MPI, and a waiting
-rank leaves its core to those that compute, unlike in a blocking MPI call. Small data travel with that
-message, which then is all. The reduce-scatter is our own: MPI's takes twice as long on large arrays, and
-sums in an order of its own.
+Before every collective the ranks exchange descriptions of their calls (notices.py). So a difference is an
+error here, not a hang in MPI. Small data travel in the same message. A waiting rank polls for a moment and
+then sleeps (patience.py), so its core is free for ranks that compute; a blocking MPI call would use it.
+The reduce-scatter is our own: MPI's takes twice as long on large arrays, and sums in another order.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -22,16 +21,16 @@ from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import Reduction, combine
 
 _CHUNK = 1 << 20  # bytes of one message of the reduce-scatter: large enough for the wire, small for the cache
-_GATHERED = 1 << 14  # bytes of a rank that go along with its call; more go sooner by a gather after it
+_GATHERED = 1 << 14  # bytes of a rank that travel with its call; for more, a gather after it is faster
 _SCRATCH = 1 << 24  # bytes of all ranks' chunks together, at most
 _MESSAGE = 1 << 30  # elements of one MPI call: counts are 32-bit in MPI 3
-_REMEMBERED = 4096  # calls that stay prepared
-_TAG = 0  # of what a collective moves; notices have 1
-_MESSAGE_TAG = 2  # and 3, of those that are direct
+_REMEMBERED = 4096  # number of prepared calls that a communicator keeps
+_TAG = 0  # MPI tag of collectives; notices use 1
+_MESSAGE_TAG = 2  # MPI tag of sends; direct sends use 3
 
 
-class Teller(Protocol):
-    """How ranks learn what each of them calls: Notices over MPI, Flags in shared memory."""
+class CallExchange(Protocol):
+    """Exchanges the calls of all ranks: Notices over MPI, Flags in shared memory."""
 
     sequence: int
 
@@ -41,7 +40,7 @@ class Teller(Protocol):
         self, call: bytes, data: np.ndarray | None = None, sliced: bool = False, root: int | None = None
     ) -> Any: ...
 
-    def tell(self, notice: Any, data: np.ndarray | None, doing: str) -> Page: ...
+    def exchange(self, notice: Any, data: np.ndarray | None, doing: str) -> Page: ...
 
     def forget(self) -> None: ...
 
@@ -51,18 +50,21 @@ class Teller(Protocol):
 class MPICommunicator(Communicator):
     """A group of MPI processes."""
 
-    def __init__(self, mpi: MPI.Intracomm, names: Names | None = None, teller: Teller | None = None) -> None:
-        """`mpi` is used by nobody else: this object's collectives and messages have it for themselves.
+    def __init__(
+        self, mpi: MPI.Intracomm, names: Names | None = None, exchange: CallExchange | None = None
+    ) -> None:
+        """Only this object may use `mpi`.
 
-        `names`: of the communicator that this one was made from. `teller`: if not Notices over `mpi`.
+        `names`: the names of the communicator that this one was made from. `exchange`: None: Notices over
+        `mpi`.
         """
         self._mpi = mpi
         self.rank = mpi.rank
         self.size = mpi.size
         self._names = names or Names()
         self._patience = Patience(mpi)
-        self._teller = teller or Notices(mpi, self._patience)
-        self._prepared: dict[Hashable, tuple[Any, bytes, slice | None]] = {}  # calls that were made before
+        self._calls = exchange or Notices(mpi, self._patience)
+        self._prepared: dict[Hashable, tuple[Any, bytes, slice | None]] = {}  # by form of call
         self._outbox = outbox.Outbox(self.rank, self._patience)
         self._scratch = np.empty(0, np.uint8)
 
@@ -71,19 +73,19 @@ class MPICommunicator(Communicator):
         return None if mpi is None else MPICommunicator(mpi, self._names)
 
     def _split(self, color: int | None, key: int) -> MPI.Intracomm | None:
-        """MPI's own; a rank that never comes would be waited for inside MPI, where nothing ends that."""
+        """MPI's split, after all ranks have come: a wait inside MPI for a missing rank can't end."""
         self._meet("split", None)
         mpi = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
         return None if color is None else mpi
 
     def abandon(self) -> None:
         self._patience.abandoned = True
-        outbox.keep([], self._mpi)  # never freed: what is under way must not come to another communicator
+        outbox.keep([], self._mpi)  # never freed: its messages must not reach another communicator
 
     def close(self) -> None:
         self._outbox.close()
         self._prepared.clear()
-        self._teller.close()
+        self._calls.close()
         self._mpi.Free()
 
     def register_names(self, names: Iterable[str]) -> None:
@@ -100,20 +102,21 @@ class MPICommunicator(Communicator):
     ) -> list[np.ndarray]:
         """Return when every rank has come to this call; `array` and `facts` (see calls.encode) describe it.
 
-        Little `data`, equally long on all ranks, go along: then the result is what each rank has for this
-        one, all of its data or a slice, to be read before the next call. Else it is empty. `root`: only its
-        data are wanted. Raises CollectiveMismatch, on all ranks, where calls differ.
+        Small `data`, equally long on all ranks, travel with the call. Then the result has each rank's data
+        for this rank: all of them, or with `sliced` a slice. Read it before the next call. For large data the
+        result is empty. `root`: only this rank sends data. Raises CollectiveMismatch, on all ranks, if calls
+        differ.
         """
         form = (collective, facts) if array is None else (collective, array.dtype.num, array.size, facts)
         prepared = self._prepared.get(form)
         if prepared is None:
             prepared = self._prepare(form, pack(self._names, collective, array, *facts), data, sliced, root)
         notice, call, own = prepared
-        page = self._teller.tell(notice, data, collective)
+        page = self._calls.exchange(notice, data, collective)
         if page.heads.count(call) < self.size:
             calls = [unpack(head) for head in page.heads]
             world = [self._patience.world_rank(rank) for rank in range(self.size)]
-            raise mismatch(self._teller.sequence, calls, self._names, self.rank, world)
+            raise mismatch(self._calls.sequence, calls, self._names, self.rank, world)
         if not page.parts:
             return []
         everyone = page.parts.copy()
@@ -123,19 +126,19 @@ class MPICommunicator(Communicator):
     def _prepare(
         self, form: Hashable, call: bytes, data: np.ndarray | None, sliced: bool, root: int | None
     ) -> tuple[Any, bytes, slice | None]:
-        """A notice, the call in it, and what of data like these is for this rank; remembered as `form`.
+        """(notice, its call, the slice of `data` for this rank), kept under `form`.
 
-        The last is None where all of them are, or none go along.
+        The slice is None if this rank gets all of the data, or if no data travel with the call.
         """
         if len(self._prepared) == _REMEMBERED:
             self._prepared.clear()
-            self._teller.forget()
-        if data is None or not self._teller.fits(data.nbytes, sliced):
-            prepared = self._teller.prepare(call), call, None
+            self._calls.forget()
+        if data is None or not self._calls.fits(data.nbytes, sliced):
+            prepared = self._calls.prepare(call), call, None
         else:
             count = data.size // self.size
             own = slice(self.rank * count, (self.rank + 1) * count) if sliced else None
-            prepared = self._teller.prepare(call, data, sliced, root), call, own
+            prepared = self._calls.prepare(call, data, sliced, root), call, own
         self._prepared[form] = prepared
         return prepared
 
@@ -214,12 +217,12 @@ class MPICommunicator(Communicator):
         MPI.Request.Waitall(requests)
 
     def _exchange_counts(self, buffer: np.ndarray, row: np.ndarray, tag: str) -> tuple[Any, list[list[int]]]:
-        """Every rank's row (see counts.row), and what each sends to each; when all have come to this call."""
+        """(each rank's row (see counts.row), table of counts), when all ranks have come to this call."""
         rows = self._meet("all_to_all", buffer[:0], 1, tag, data=row)
-        if not rows:  # of many ranks nothing goes along
+        if not rows:  # with many ranks no data travel with the call
             rows = np.empty((self.size, row.size), np.int64)
             self._mpi.Allgather(row, rows)
-        return rows, counts.compared(rows, self._teller.sequence, tag, self.rank)
+        return rows, counts.compared(rows, self._calls.sequence, tag, self.rank)
 
     def _send(self, buffer: np.ndarray, peer: int, tag: str, direct: bool) -> None:
         self._outbox.check()
@@ -234,7 +237,7 @@ class MPICommunicator(Communicator):
         self._outbox.check()
         message, expected, mpi_tag = bytearray(MESSAGE), pack_message(buffer, tag), _MESSAGE_TAG + direct
         self._receive(message, peer, mpi_tag)
-        # What is not what was expected is taken all the same, so that its sender can go on and end.
+        # Receive an unexpected message, too, so that its sender can go on and end.
         target = buffer if message == expected else array_of(message)
         for piece in _pieces(target):
             self._receive(piece, peer, mpi_tag)
@@ -252,7 +255,7 @@ class MPICommunicator(Communicator):
     def _begin_send(
         self, buffer: np.ndarray, peer: int, tag: str, mpi_tag: int
     ) -> tuple[bytes, list[MPI.Request]]:
-        """What is told before the array, and the sends of both, which read the two until they are done."""
+        """(header, sends of header and array). The sends read both until they are done."""
         message = pack_message(buffer, tag)
         first = self._mpi.Isend(message, peer, mpi_tag)
         return message, [first, *(self._mpi.Isend(piece, peer, mpi_tag) for piece in _pieces(buffer))]
@@ -277,7 +280,7 @@ class MPICommunicator(Communicator):
         self._meet("barrier", None, 0, tag)
 
     def _scratch_array(self, count: int, dtype: Any) -> np.ndarray:
-        """Memory that the next call may take again; it grows to the largest that was asked for."""
+        """Memory that the next call overwrites. It grows to the largest size so far."""
         nbytes = count * np.dtype(dtype).itemsize
         if self._scratch.size < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)
@@ -285,7 +288,7 @@ class MPICommunicator(Communicator):
 
 
 def elements_at_once(ranks: int, itemsize: int) -> int:
-    """Elements that each of so many ranks sends at a time in a reduce_scatter."""
+    """Elements that each of `ranks` ranks sends at a time in a reduce_scatter."""
     return max(1, min(_CHUNK, _SCRATCH // ranks) // itemsize)
 
 

@@ -1,4 +1,4 @@
-"""What a launcher (mpirun, mpiexec, srun) made of this process, and the world of MPI's ranks.
+"""Reads what a launcher (mpirun, mpiexec, srun) says about this process, and makes the world of MPI's ranks.
 
 Only `of_mpi` loads MPI, and only `of_mpi` communicates, once. shardrt/_backends.py registers `LAUNCHER`.
 """
@@ -18,10 +18,12 @@ from shardrt._environment import local_size as _ranks_of_host
 from shardrt.comm import supervision
 from shardrt.comm.world import Launcher, World
 
+__all__ = ["LAUNCHER", "Launch", "NoRoom", "launch", "of_mpi"]
+
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher's environment says about this process; `variable` is where it says how many ranks."""
+    """What a launcher's environment says about this process. `variable`: name of the variable with `size`."""
 
     rank: int
     size: int
@@ -43,17 +45,17 @@ _LAUNCHERS = (
 )
 
 _SHM = "/dev/shm"
-_MPICH_BYTES = 1_100_000  # of shared memory for each rank of a host, measured
-_UCX_BYTES, _UCX_BYTES_EACH = 30 << 20, 7 << 20  # beyond that
-_FILES = 56  # that are open in a rank of two that train a small model, measured
+_MPICH_BYTES = 1_100_000  # of shared memory per rank of a host, measured
+_UCX_BYTES, _UCX_BYTES_EACH = 30 << 20, 7 << 20  # more for UCX: per host, per rank
+_FILES = 56  # open files of a rank that trains a small model on 2 ranks, measured
 
 
 def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """What the launcher of this process (mpirun, mpiexec, srun) says; None where there was none. No MPI."""
+    """What the launcher of this process says; None without a launcher. Does not load MPI."""
     for rank, size, local_rank, local_size in _LAUNCHERS:
         if rank in environment and size in environment:
             ranks = int(environment[size])
-            if local_rank not in environment:  # under srun --mpi=pmi2 Slurm alone knows it
+            if local_rank not in environment:  # srun --mpi=pmi2 sets only Slurm's variables
                 local_rank, local_size = _LAUNCHERS[-1][2:]
             return Launch(
                 int(environment[rank]),
@@ -67,9 +69,9 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def of_launcher() -> World | None:
-    """The world that a launcher started this process in; None for an only rank. Collective at the first call.
+    """The world that a launcher started; None for one rank. The first call is collective.
 
-    Raises RuntimeError where WORLD_SIZE says that there are more ranks, and no launcher started them.
+    Raises RuntimeError if WORLD_SIZE is more than 1, but no launcher started this process.
     """
     launched = launch()
     if launched is not None:
@@ -85,7 +87,7 @@ def of_launcher() -> World | None:
 
 
 def meeting(seconds: float) -> AbstractContextManager[None]:
-    """A block that ends the job with exit code 124 if the launched ranks do not all come to it in time."""
+    """A with block that ends the job with exit code 124 if not all launched ranks enter it in time."""
     launched = launch()
     if launched is None:
         return nullcontext()
@@ -116,7 +118,7 @@ def of_mpi() -> World:
         raise RuntimeError(
             f"{launched.variable}={launched.size}, but MPI here sees {MPI.COMM_WORLD.size} rank(s): the "
             f"launcher belongs to another MPI than the one mpi4py loaded ({_library(MPI)}); "
-            f"use the mpirun beside this python, or srun with --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI"
+            f"use the mpirun next to this python, or srun with --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI"
         )
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         raise RuntimeError(
@@ -136,10 +138,10 @@ class NoRoom(RuntimeError):
 
 
 def _check_room(launched: Launch) -> None:
-    """Raise NoRoom where MPICH would be killed by SIGBUS as it writes into a segment that has no room.
+    """Raise NoRoom if /dev/shm is too small or too few open files are allowed.
 
-    Where there is too little for the segments of UCX, below it, as well, leave those out: it crashes where
-    some of them fit and others do not. And where too few files may be open for MPI and a small model.
+    A write to a segment without room would end MPICH by SIGBUS. If only the segments of UCX, below MPICH, do
+    not fit, turn them off: UCX crashes if some of them fit and others do not.
     """
     if launched.size == 1:
         return
@@ -163,7 +165,7 @@ def _check_room(launched: Launch) -> None:
 
 
 def _taken() -> int:
-    """Bytes of the segments that ranks of this host have made already."""
+    """Bytes of the segments that ranks of this host have made so far."""
     taken = 0
     for path in glob(f"{_SHM}/mpich_shm_*"):
         with suppress(OSError):  # it has just gone

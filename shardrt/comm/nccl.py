@@ -1,12 +1,12 @@
-"""Communicators of ranks with a GPU each, and NCCL, by cupy.cuda.nccl, below them.
+"""Communicators of ranks that have one GPU each, over NCCL by cupy.cuda.nccl.
 
-There are two ways to reduce. "nccl": NCCL's own reduce-scatter and all-reduce, one call at any number of
-ranks, and no memory; it adds in an order of its own, and in the type that travels. "tree": an exchange of
-slices (grouped sends and receives, the bytes of a ring's reduce-scatter) and a sum by our own kernel in the
-fixed tree over ranks, so the bits are those of every other backend, and 16 bits are added up in float32; its
-calls and its memory grow with the ranks (docs/gpu.md).
+There are two reductions. "nccl": NCCL's own reduce-scatter and all-reduce. It is one call for any number of
+ranks and needs no memory. NCCL sums in its own order, and in the type that it sends. "tree": ranks exchange
+slices (grouped sends and receives, the bytes of a ring's reduce-scatter), and our kernel sums them by the
+fixed tree over ranks. So it is bitwise identical to every other backend, and sums 16-bit types in float32.
+Its calls and memory grow with the number of ranks (docs/gpu.md).
 
-Never run on a GPU yet (docs/status.md); tests/softgpu runs it on the real CuPy over a GPU in software.
+Never run on a GPU yet (docs/status.md); tests/softgpu runs it on the real CuPy over a GPU emulator.
 """
 
 import ctypes
@@ -27,35 +27,39 @@ from shardrt.comm.reduction import Reduction, combine
 from shardrt.comm.transport import Transport
 from shardrt.device import Device
 
+__all__ = ["NCCLCommunicator", "TYPES", "a_gpu_for_each"]
+
 Array = Any
 
 # NCCL's numbers (nccl.h)
-_TYPES = {"uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
-_TYPES["uint16"] = 6  # bits that nobody adds travel as float16
+TYPES = {"uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+TYPES["uint16"] = 6  # bits without arithmetic travel as float16
 _UNHANDLED_CUDA_ERROR, _IN_PROGRESS = 1, 7
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}
 
-# In the last warning, where a GPU is full: CUDA's text, or the later one of NCCL's src/include/alloc.h.
+# Words of NCCL's last warning if a GPU is full: from CUDA, or later from NCCL's src/include/alloc.h.
 _FULL = "out of memory", "Failed to CUDA"
-_PATIENCE = 60.0  # seconds for the end of all communicators
-# Of processes, in the order in which all ranks make them. To destroy one is collective, so it must not depend
-# on when a rank's garbage is collected.
+_PATIENCE = 60.0  # seconds in which all communicators must end
+# Transports of ranks that are processes, in the order of all ranks. Destroying one is collective, so it must
+# not depend on a rank's garbage collection.
 _open: "dict[NCCLTransport, None]" = {}
-_warned: "weakref.WeakSet[worlds.World]" = weakref.WeakSet()  # runs that know that their ranks share a GPU
+_warned: "weakref.WeakSet[worlds.World]" = (
+    weakref.WeakSet()
+)  # runs that have had the warning about shared GPUs
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    """NCCL, which CuPy has loaded."""
+    """The NCCL library that CuPy has loaded."""
     library = ctypes.CDLL("libnccl.so.2")
     library.ncclGetLastError.restype = ctypes.c_char_p
     return library
 
 
 def _lack(error: Exception, gpu: int) -> str:
-    """What to say where NCCL has failed because the GPU is full; else "".
+    """The error message if NCCL has failed because the GPU is full; else "".
 
-    NCCL has one status for all calls of CUDA that fail. Which one failed is in the text of its last warning.
+    NCCL has one status for all failed CUDA calls. Only the text of its last warning names the call.
     """
     from cupy.cuda import runtime
 
@@ -71,7 +75,7 @@ def _lack(error: Exception, gpu: int) -> str:
 
 
 def _takes_memory(call: Callable) -> Callable:
-    """`call` raises MemoryError where the GPU has no room for what NCCL takes: at first calls, too."""
+    """Let `call` raise MemoryError if the GPU has no room for NCCL, which allocates at first calls, too."""
 
     @wraps(call)
     def checked(self: "NCCLTransport", *args: Any) -> Any:
@@ -87,9 +91,9 @@ def _takes_memory(call: Callable) -> Callable:
 
 
 class NCCLTransport(Transport):
-    """`host`: over the same ranks, for the set-up. Made collectively: rank 0's id is broadcast.
+    """The NCCL transport of one stream. Making one is collective: rank 0 broadcasts its id over `host`.
 
-    One serves one stream.
+    host: a communicator over the same ranks, used only here.
     """
 
     def __init__(self, host: Communicator, device: Device) -> None:
@@ -101,7 +105,7 @@ class NCCLTransport(Transport):
         self.nccl = nccl
         self.role = host.role
         self._device = device
-        self._graphs: weakref.WeakSet = weakref.WeakSet()  # captured ones that contain its calls
+        self._graphs: weakref.WeakSet = weakref.WeakSet()  # captured graphs with its calls
         self._life = threading.Lock()  # of `comm`: the watchdog asks it while another thread destroys it
         self.rank, self.world_rank = host.rank, worlds.current().rank
         self._size = host.size
@@ -128,30 +132,30 @@ class NCCLTransport(Transport):
     def gather(self, buffer: Array) -> None:
         n, place = buffer.size // self._size, buffer.data.ptr
         own = place + self.rank * n * buffer.itemsize
-        self.comm.allGather(own, place, n, _TYPES[buffer.dtype.name], self._stream)
+        self.comm.allGather(own, place, n, TYPES[buffer.dtype.name], self._stream)
 
     @_takes_memory
     def reduce_scatter(self, output: Array, buffer: Array, op: str, kind: str) -> None:
         places = buffer.data.ptr, output.data.ptr
-        self.comm.reduceScatter(*places, output.size, _TYPES[kind], _OPS[op], self._stream)
+        self.comm.reduceScatter(*places, output.size, TYPES[kind], _OPS[op], self._stream)
 
     @_takes_memory
     def all_reduce(self, buffer: Array, op: str) -> None:
         place = buffer.data.ptr
-        self.comm.allReduce(place, place, buffer.size, _TYPES[buffer.dtype.name], _OPS[op], self._stream)
+        self.comm.allReduce(place, place, buffer.size, TYPES[buffer.dtype.name], _OPS[op], self._stream)
 
     @_takes_memory
     def broadcast(self, buffer: Array, root: int) -> None:
         place = buffer.data.ptr
-        self.comm.broadcast(place, place, buffer.size, _TYPES[buffer.dtype.name], root, self._stream)
+        self.comm.broadcast(place, place, buffer.size, TYPES[buffer.dtype.name], root, self._stream)
 
     @_takes_memory
     def send(self, buffer: Array, peer: int) -> None:
-        self.comm.send(buffer.data.ptr, buffer.size, _TYPES[buffer.dtype.name], peer, self._stream)
+        self.comm.send(buffer.data.ptr, buffer.size, TYPES[buffer.dtype.name], peer, self._stream)
 
     @_takes_memory
     def recv(self, buffer: Array, peer: int) -> None:
-        self.comm.recv(buffer.data.ptr, buffer.size, _TYPES[buffer.dtype.name], peer, self._stream)
+        self.comm.recv(buffer.data.ptr, buffer.size, TYPES[buffer.dtype.name], peer, self._stream)
 
     @_takes_memory
     def exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
@@ -164,8 +168,8 @@ class NCCLTransport(Transport):
 
     @_takes_memory
     def swap(self, output: Array, buffer: Array, received: Sequence[slice], sent: Sequence[slice]) -> None:
-        """In one group; nothing goes for 0."""
-        kind, calls = _TYPES[buffer.dtype.name], []
+        """Send and receive in one group, without messages for empty parts."""
+        kind, calls = TYPES[buffer.dtype.name], []
         for call, array, parts in ((self.comm.send, buffer, sent), (self.comm.recv, output, received)):
             calls += [(call, array, peer, part) for peer, part in enumerate(parts)]
         self.nccl.groupStart()
@@ -179,7 +183,7 @@ class NCCLTransport(Transport):
             self.nccl.groupEnd()
 
     def error(self) -> str:
-        """What NCCL's own threads have met (a lost peer or cable), which no other call reports; or ""."""
+        """An error of NCCL's own threads (a lost peer or cable), which no other call reports; or ""."""
         if not self._life.acquire(blocking=False):
             return ""  # it is being closed
         try:
@@ -195,12 +199,12 @@ class NCCLTransport(Transport):
         self._end(self.comm.abort)
 
     def close(self) -> None:
-        """Explicit, because NCCL's own clean-up must not run after MPI's."""
+        """Destroy the communicator explicitly: NCCL's own clean-up must not run after MPI's."""
         self._end(self.comm.destroy)
 
     def _end(self, how: Callable[[], None]) -> None:
         for graph in list(self._graphs):
-            graph.release()  # NCCL waits for ever while one has its calls
+            graph.release()  # NCCL would wait forever for a graph with its calls
         with self._life:
             self._closed = True
             how()
@@ -209,7 +213,7 @@ class NCCLTransport(Transport):
 
 @supervision.after_all_programs
 def _close_all() -> None:
-    """Before MPI ends, and Python, which would destroy them in an order of its own."""
+    """Close all transports before MPI ends, and before Python destroys them in another order."""
     words = f"NCCL has not destroyed its communicators in {_PATIENCE:g} s, though all programs have ended"
     with supervision.supervisor.within(_PATIENCE if _open else 0, words):
         for transport in list(_open):
@@ -217,10 +221,10 @@ def _close_all() -> None:
 
 
 class NCCLCommunicator(Communicator):
-    """`host`: over the same ranks, for the set-up; it is this communicator's own from now on.
+    """Takes ownership of `host`, a communicator over the same ranks, used for set-up.
 
-    reduction: "nccl" or "tree" (see above). transport: makes what is below it, of (host, device); None: NCCL,
-    or what takes its place in this world.
+    reduction: "nccl" or "tree" (see above). transport: makes the transport from (host, device); None: the
+    world's transport, else NCCL.
     """
 
     keeps_host = False
@@ -286,10 +290,10 @@ class NCCLCommunicator(Communicator):
             parts = [received[r * n : (r + 1) * n] for r in range(self.size)]
             combine(output, parts, *how)
             return
-        # What `output` can't take as it is goes to this rank's slice first: so there is no scratch.
+        # A result that needs scaling or adding goes to this rank's slice of `buffer` first, without scratch.
         total = own if how.kind or how.accumulate else output
         self._transport.reduce_scatter(total, buffer, how.op, how.kind or buffer.dtype.name)
-        if total is own or how.scale != 1.0:  # not NCCL's mean, which its sums in the switch don't have
+        if total is own or how.scale != 1.0:  # not NCCL's mean: sums in the switch lack it
             combine(output, [total], *how)
 
     def _all_reduce(self, buffer: Array, op: str, tag: str) -> None:
@@ -299,7 +303,7 @@ class NCCLCommunicator(Communicator):
             self._transport.all_reduce(buffer, op)
 
     def _by_tree(self, op: str, buffer: Array) -> bool:
-        """Whether ranks' numbers are combined here. NCCL's largest and least of floats would lose nan."""
+        """Whether our kernels combine the numbers. NCCL's "max" and "min" of floats would lose nan."""
         return self.reduction == "tree" or (op in ("max", "min") and buffer.dtype.kind == "f")
 
     def _all_reduce_small(self, buffer: Array, op: str, tag: str) -> None:
@@ -336,17 +340,17 @@ class NCCLCommunicator(Communicator):
         self._transport.swap(output, buffer, *parts)
 
     def _space(self, like: Array, count: int | None = None) -> Array:
-        """Scratch of so many elements (as many as `like`), of its type, that only this stream uses."""
+        """Scratch of so many elements (as many as `like`), of its type, for this stream alone."""
         count = like.size if count is None else count
         nbytes = count * like.itemsize
         if nbytes > self._scratch.size:
-            self._device.wait_here()  # work that was issued may use the memory that goes
+            self._device.wait_here()  # issued work may still use the old memory
             self.reserve(nbytes, 0)
         return self._scratch[:nbytes].view(like.dtype)
 
 
 def a_gpu_for_each(host: Communicator, device: Device) -> bool:
-    """Whether each rank has a GPU of its own. Else the first rank of a node warns. Collective."""
+    """Whether each rank has its own GPU. If not, the first rank of a node warns. Collective."""
     world = worlds.current()
     if world.device is not None:
         return True

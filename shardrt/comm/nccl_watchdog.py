@@ -1,7 +1,7 @@
-"""Ends the job when NCCL has met an error in the background: a peer or a cable that is lost.
+"""Ends the job after an asynchronous error of NCCL, such as a lost peer or cable.
 
-Nothing else reports it: the kernel of a collective spins, and the host waits for it. As in PyTorch's
-ProcessGroupNCCL, a thread of each process asks all communicators for their asynchronous errors
+Nothing else reports such an error: the kernel of a collective spins, and the host waits for the kernel. As in
+PyTorch's ProcessGroupNCCL, a thread of each process asks all communicators for their asynchronous errors
 (ncclCommGetAsyncError, which never waits).
 """
 
@@ -17,12 +17,12 @@ _PERIOD = 0.5  # seconds
 _watched: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
-_over = threading.Event()  # set when peers may go without that being an error
+_over = threading.Event()  # set when peers may end without an error
 supervision.after_all_programs(_over.set)
 
 
 def watch(transport: Any) -> None:
-    """Ask this communicator of NCCL (an NCCLTransport) from now on, until it is gone."""
+    """Watch this NCCLTransport from now on, while it is alive."""
     global _thread
     with _lock:
         _watched.add(transport)

@@ -1,7 +1,7 @@
-"""What each rank calls, told to all others over MPI, with the data of a small call in the same message.
+"""Notices: each rank sends its call to all other ranks over MPI, with the data of a small call.
 
-A call is prepared once, and told whenever it is made again: training makes the same calls in every step, and
-views of memory and requests of MPI take longer to make than to use.
+A rank prepares the notice of a call once and sends it at each repetition. Training makes the same calls in
+every step, and making views and MPI requests takes longer than using them.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from shardrt.comm.errors import PeerFailed
 from shardrt.comm.outbox import keep
 from shardrt.comm.patience import Patience
 
-LITTLE = 1 << 15  # bytes of data in a notice; for more, the copies cost what a second message does
-_FEW = 8  # ranks of which each writes to each; more of them gather what they call, and nothing goes along
-_TAG = 1  # messages of data have 0
+LITTLE = 1 << 15  # bytes of data in a notice; the copies of more data cost as much as a second message
+_FEW = 8  # up to so many ranks send notices to each other; more ranks gather their calls, without data
+_TAG = 1  # MPI tag of notices; collectives use 0
 
 
 class Page(NamedTuple):
-    """Memory where all ranks' calls arrive: by rank, what each calls, and those data that are for this rank.
+    """Memory where the calls of all ranks arrive, in order: each call, and the data for this rank.
 
-    `parts` is empty where nothing goes along. Of this rank itself the data may be missing.
+    `parts` is empty if no data travel with the call. This rank's own part may be undefined.
     """
 
     heads: list[memoryview]
@@ -31,15 +31,15 @@ class Page(NamedTuple):
 
 
 def parts_of(boxes: Sequence[memoryview], dtype: np.dtype, start: int, count: int) -> list[np.ndarray]:
-    """In the box of each rank, behind the head, `count` elements from element `start` on."""
+    """`count` elements from element `start` on in the box of each rank, behind its head."""
     return [np.frombuffer(box, dtype, count, HEAD + start * dtype.itemsize) for box in boxes]
 
 
 class Notice(NamedTuple):
     """One call of this rank, prepared.
 
-    places: where the data for each peer go, in its message, and which they are, None for all of them; empty
-    where none do.
+    places: (where its data lie in the message, slice of the data or None for all) for each peer; empty if no
+    data travel with the call.
     """
 
     call: bytes
@@ -62,13 +62,16 @@ class Notices:
         peers = [rank for rank in range(mpi.size) if rank != mpi.rank] if self._few else []
         self._sent = {peer: memoryview(np.zeros(nbytes, np.uint8)) for peer in peers}
         self._heads = [box[:PACKED] for box in self._boxes]
-        self._calls = [self._heads[mpi.rank], *(box[:PACKED] for box in self._sent.values())]  # of this rank
+        self._calls = [
+            self._heads[mpi.rank],
+            *(box[:PACKED] for box in self._sent.values()),
+        ]  # this rank's, in each message
         self._receives = [mpi.Recv_init([self._boxes[peer], nbytes, MPI.BYTE], peer, _TAG) for peer in peers]
         self._sends: dict[int, list[MPI.Prequest]] = {}  # by bytes, to every peer
         self._failed: PeerFailed | None = None
 
     def close(self) -> None:
-        """Free what belongs to the communicator. What was prepared must not be told any more."""
+        """Free all MPI requests. Prepared notices must not be used again."""
         if self._failed is None:
             for request in self._receives:
                 request.Free()
@@ -80,22 +83,22 @@ class Notices:
             self.close()
 
     def forget(self) -> None:
-        """Free what was prepared, which must not be told any more."""
+        """Free the prepared notices, which must not be used again."""
         for requests in self._sends.values():
             for request in requests:
                 request.Free()
         self._sends.clear()
 
     def fits(self, nbytes: int, sliced: bool) -> bool:
-        """Whether so many bytes of data go along."""
+        """Whether so many bytes of data can travel with a call."""
         return self._few and nbytes <= (LITTLE * self._mpi.size if sliced else LITTLE)
 
     def prepare(
         self, call: bytes, data: np.ndarray | None = None, sliced: bool = False, root: int | None = None
     ) -> Notice:
-        """A notice of `call` with data like these, that fit: all of them, or to each rank its slice.
+        """A notice of `call` with data like `data`, which fit: all to each rank, or to each its slice.
 
-        root: only what this rank has is sent.
+        root: only this rank sends data.
         """
         if data is None:
             return Notice(call, [], self._to_peers(HEAD), Page(self._heads, []))
@@ -117,8 +120,8 @@ class Notices:
             ]
         return self._sends[nbytes]
 
-    def tell(self, notice: Notice, data: np.ndarray | None, doing: str) -> Page:
-        """Exchange calls and data. The page lasts until the next notice. Raises PeerFailed, from then on."""
+    def exchange(self, notice: Notice, data: np.ndarray | None, doing: str) -> Page:
+        """Exchange calls and data. The page lasts until the next notice. Repeats a PeerFailed later."""
         if self._failed is not None:
             raise PeerFailed(str(self._failed))
         self.sequence += 1
@@ -130,7 +133,7 @@ class Notices:
             self._exchange(notice, doing)
         except PeerFailed as error:
             self._failed = error
-            keep([], self)  # messages are under way in its memory, which must stay
+            keep([], self)  # MPI still uses its memory
             raise
         return notice.page
 

@@ -1,7 +1,7 @@
-"""Messages on their way, of a sender that goes on: a thread keeps MPI moving until they have been taken.
+"""Outbox: sent messages that the receiver has not taken. A thread polls MPI until it has.
 
-MPI moves a large message only while its sender is in some call of MPI, and this rank may next compute, or
-wait in memory that ranks share.
+MPI moves a large message only while its sender is in an MPI call. But the sender may next compute, or wait in
+shared memory.
 """
 
 import threading
@@ -19,11 +19,11 @@ from shardrt.device import threads
 
 _open: "weakref.WeakSet[Outbox]" = weakref.WeakSet()
 _abandoned: list[Any] = []
-_MOMENT = 0.5  # seconds for the news that a message was taken
+_MOMENT = 0.5  # seconds in which the receipt of a message must arrive
 
 
 class Outbox:
-    """Of one communicator. A rank ends only when its messages are taken, or nobody is left to take them."""
+    """The outbox of one communicator. A rank ends when its messages are taken or their receivers are gone."""
 
     def __init__(self, rank: int, patience: Patience) -> None:
         self._rank = rank
@@ -35,7 +35,7 @@ class Outbox:
         _open.add(self)
 
     def add(self, requests: list[MPI.Request], memory: Any, peer: int) -> None:
-        """Keep `memory`, which nobody else writes, until these sends of it are done."""
+        """Keep `memory` until these sends of it are done. No other code may write to it."""
         requests = [request for request in requests if not request.Test()]
         if not requests:
             return
@@ -58,7 +58,7 @@ class Outbox:
             thread.join()
 
     def lost(self) -> str:
-        """What was sent and is not taken; "" if nothing is."""
+        """A text about a message that was not taken; "" if there is none."""
         waiting = next(iter(self._waiting), None)
         if self._error is None and waiting is not None:
             return f"rank {waiting[2]} has left without what rank {self._rank} sent it"
@@ -82,13 +82,13 @@ class Outbox:
 
 
 def keep(requests: list[MPI.Request], memory: Any) -> None:
-    """Keep what MPI may still read or write, of messages that nobody waits for any more."""
+    """Keep memory of abandoned messages that MPI may still read or write."""
     _abandoned.append((requests, memory))
 
 
 @supervision.after_all_programs
 def _report() -> None:
-    """A message that nobody took, and nobody was told of, is a failure."""
+    """End the job with an error if a message was not taken and no call has reported it."""
     deadline = time.monotonic() + _MOMENT
     while any(outbox.lost() for outbox in _open) and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Waiting for MPI without spinning for long: a waiting rank leaves its core to those that compute."""
+"""Waits for MPI without spinning for long, so that ranks that compute can use the core."""
 
 import ctypes
 import os
@@ -11,10 +11,10 @@ from mpi4py import MPI
 from shardrt.comm import supervision
 from shardrt.comm.calls import abandoned, left
 
-_SPIN = 2e-5  # seconds of polling before a waiting rank lets others go first
+_SPIN = 2e-5  # seconds of polling before a waiting rank yields its core
 _YIELD = 1e-4  # seconds before it sleeps
 _SLEEP = 1e-3  # seconds, the longest sleep between two polls
-_LOOK = 0.5  # seconds between two looks at who has left
+_LOOK = 0.5  # seconds between two checks which ranks have left
 
 _PR_SET_TIMERSLACK = 29  # nanoseconds that a thread's timers may be late
 _libc = ctypes.CDLL(None)
@@ -22,14 +22,14 @@ _here = threading.local()
 
 
 class Patience:
-    """Of one rank of a group."""
+    """The waits of one rank of a group."""
 
     def __init__(self, mpi: MPI.Intracomm) -> None:
         self._mpi = mpi
-        self.abandoned = False  # nobody waits here any more
+        self.abandoned = False  # True: waits for messages raise
 
     def world_rank(self, rank: int) -> int:
-        """The number, among all ranks, of one of this group."""
+        """The world rank of a rank of this group."""
         return MPI.Group.Translate_ranks(self._mpi.Get_group(), [rank], MPI.COMM_WORLD.Get_group())[0]
 
     def wait(self, request: MPI.Request, doing: str, peer: int | None = None) -> None:
@@ -48,7 +48,7 @@ class Patience:
             if self.abandoned and peer is not None:
                 raise abandoned(self.world_rank(self._mpi.rank))
             if now > next_look:
-                if gone is not None:  # since it said so, half a second has passed for what was under way
+                if gone is not None:  # half a second after it left: no message is under way any more
                     raise left(self.world_rank(gone), self.world_rank(self._mpi.rank), doing)
                 gone = next((rank for rank in self._departed() if peer in (None, rank)), None)
                 next_look = now + _LOOK
@@ -69,7 +69,7 @@ class Patience:
 
 
 def _sleep(seconds: float) -> None:
-    """time.sleep, to microseconds: Linux adds 50 us to any sleep of a thread that has not asked for less."""
+    """time.sleep, exact to microseconds: by default Linux may add 50 us to each sleep of a thread."""
     if not hasattr(_here, "precise"):
         _here.precise = sys.platform == "linux" and _libc.prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0) == 0
     time.sleep(seconds)

@@ -1,8 +1,8 @@
 """The Communicator contract: what every backend does.
 
 A public method checks its arguments in the caller (checks.py), then submits the blocking `_method` to the
-stream. So a backend implements `_all_gather(buffer)` and its like and nothing else. Nothing here knows a
-model, a unit or a mean over ranks; what records, counts and delays calls are interceptors (interceptors.py).
+stream. So a backend implements only `_all_gather(buffer, tag)` and the other `_methods`. Nothing here knows a
+model, a unit or a mean over ranks. Interceptors (interceptors.py) record, count and delay calls.
 """
 
 from abc import ABC, abstractmethod
@@ -16,41 +16,43 @@ from shardrt.comm import checks
 from shardrt.comm.interceptors import Call, Interceptor, message_from, message_to
 from shardrt.comm.reduction import Reduction
 
-_Counts = tuple[int, ...] | None  # elements by peer; None: as many for each
+__all__ = ["Communicator", "aligned_zeros"]
+
+_Counts = tuple[int, ...] | None  # elements by peer; None: the same number for each peer
 _SHORT = 248  # bytes of a message that one collective carries, in rows of 256
-_SMALL = 1 << 16  # bytes of all ranks together up to which an all_reduce sends everything to everyone
+_SMALL = 1 << 16  # bytes of all ranks together up to which an all_reduce sends all data to all ranks
 
 
 class Communicator(ABC):
     """Collectives over a group of ranks.
 
-    Arrays are 1-D, C-contiguous, of a type in dtypes.CARRIED (uint16 holds bits, which only
-    `reduce_scatter` sums, where `kind` says what they are). A call returns None at once: its work is in order
-    in `stream`, and is seen through the stream's events. One communicator serves one stream at a time;
-    `duplicate()` gives an independent one.
+    Arrays are 1-D, C-contiguous, of a type in dtypes.CARRIED. (uint16 holds the bits of a 16-bit type; only
+    `reduce_scatter` sums them, with `kind`.) A call returns None at once. Its work runs in order in `stream`;
+    the stream's events mark when it is done. One communicator serves one stream at a time; `duplicate()`
+    gives an independent communicator.
 
-    Every rank of the group makes the same collective calls in the same order, with equal `tag`: the name of
-    the thing the call is for ("blocks.3"). Ranks that differ all get a CollectiveMismatch that says who
-    called what.
+    All ranks of the group make the same collective calls in the same order, with equal `tag`: the name of
+    the unit or array that the call is for ("blocks.3"). If calls differ, each rank gets a CollectiveMismatch
+    that lists every rank's call.
 
-    Where `reduction` is "tree", sums go by a fixed binary tree over the ranks, adjacent pairs first:
-    (0 + 1) + 2, (0 + 1) + (2 + 3). So the bits are the same on every such backend, every rank, every run.
+    With `reduction` "tree", a fixed binary tree over the ranks sums adjacent pairs first: (0 + 1) + 2,
+    (0 + 1) + (2 + 3). So sums are bitwise identical on every such backend, every rank, every run.
     """
 
     rank: int
     size: int
-    reduction = "tree"  # how sums are made; "nccl": as NCCL likes, and 16 bits in 16 bits
+    reduction = "tree"  # how ranks are summed; "nccl": in NCCL's order, and 16-bit types in 16 bits
     shares_memory = False  # whether allocate(shared=True) is one physical buffer for several ranks
-    keeps_host = True  # whether a call keeps the thread that runs it until it is done
-    role = ""  # what its mesh wants it for
-    interceptors: tuple[Interceptor, ...] = ()  # of its calls; the last one's is what runs in the stream
+    keeps_host = True  # whether a call occupies the thread that runs it until the call is done
+    role = ""  # its role in its mesh ("gather")
+    interceptors: tuple[Interceptor, ...] = ()  # see its calls in this order
 
     def all_gather(self, buffer: Any, *, stream: Any, tag: str = "") -> None:
         """In place: `buffer` (size * n,) holds this rank's slice [rank*n : (rank+1)*n] on entry, all on exit.
 
-        On a buffer from `allocate(shared=True)` where `shares_memory`, nothing is copied: the call waits
-        until every rank has written its slice. Such a buffer is read by peers until they have moved on:
-        put a `barrier` before writing new values into it.
+        With `shares_memory` and a buffer from `allocate(shared=True)` nothing is copied: the call waits until
+        every rank has written its slice. Peers read such a buffer after the call. Put a `barrier` before
+        the next write to it.
         """
         checks.check_call("all_gather", stream, tag)
         checks.check_array("all_gather", "buffer", buffer)
@@ -70,13 +72,11 @@ class Communicator(ABC):
     ) -> None:
         """`output` (n,) = (output if accumulate) + scale * sum of every rank's buffer[rank*n : (rank+1)*n].
 
-        `output` may be this rank's own slice of `buffer`; the rest of `buffer` (size * n,) is left as it
-        is, except that with `accumulate` or `kind` that slice may be written. On completion nobody reads
-        `buffer` any more.
+        `output` may be this rank's own slice of `buffer`. The rest of `buffer` (size * n,) does not change;
+        with `accumulate` or `kind` this rank's slice may. After the call no rank reads `buffer`.
 
-        kind="bfloat16" or "float16" says what the bits of a uint16 `buffer` are. They are sent as they are;
-        `output` is float32. Where `reduction` is "tree", so are the sums: the bytes of a 16-bit exchange, no
-        rounding on the way. With "nccl" the sums are made in 16 bits.
+        kind: "bfloat16" or "float16", the type whose bits a uint16 `buffer` holds; `output` is float32.
+        Ranks send 16 bits. With `reduction` "tree" they sum in float32, with "nccl" in 16 bits.
         """
         checks.check_call("reduce_scatter", stream, tag)
         if kind or not checks.plain(output, buffer, self.size, self.rank):
@@ -100,7 +100,7 @@ class Communicator(ABC):
         self._submit(stream, f"all_reduce {tag}".rstrip(), "all_reduce", tag, buffer, buffer, op, tag)
 
     def broadcast(self, buffer: Any, *, root: int, stream: Any, tag: str = "") -> None:
-        """In place: every rank's `buffer` becomes that of rank `root`."""
+        """In place: every rank's `buffer` gets the values of rank `root`'s `buffer`."""
         checks.check_call("broadcast", stream, tag)
         checks.check_array("broadcast", "buffer", buffer)
         checks.check_rank("broadcast", "root", root, self.size)
@@ -118,10 +118,10 @@ class Communicator(ABC):
     ) -> None:
         """Slice r of this rank's `output` becomes slice `rank` of rank r's `buffer`; both are (size * n,).
 
-        With counts per peer, which all ranks give or none: the first sent[0] elements of `buffer` go to rank
-        0, the next sent[1] to rank 1; the first received[0] of `output` come from rank 0. Any may be 0, and
-        other ranks' counts differ. Where a rank sends another number than its peer expects, all ranks get a
-        CollectiveMismatch that names both, and nothing is moved; NCCL compares nothing.
+        With counts per peer, from all ranks or none: the first sent[0] elements of `buffer` go to rank 0, the
+        next sent[1] to rank 1. The first received[0] elements of `output` come from rank 0. Counts may be 0.
+        If two ranks disagree on a count, all ranks get a CollectiveMismatch and no data moves. NCCL does not
+        compare counts.
         """
         checks.check_call("all_to_all", stream, tag)
         equal = received is None and sent is None
@@ -142,9 +142,9 @@ class Communicator(ABC):
     def send(self, buffer: Any, *, peer: int, stream: Any, tag: str = "", direct: bool = False) -> None:
         """Send `buffer` to rank `peer`, which receives an array of the same size and dtype with equal `tag`.
 
-        It does not wait for the receiver: both ranks of a pair may send first. What has not been taken yet is
-        kept as a copy. direct=True, on both ends: nothing is kept, and the stream goes on when the receiver
-        has taken it. (With "nccl" a send always waits: where both send first, use `exchange`.)
+        It does not wait for the receiver: both ranks of a pair may send first. The sender keeps a copy until
+        the receiver has taken it. direct=True, on both ends: no copy, and the stream waits for the receiver.
+        (With "nccl" a send always waits: if both ranks send first, use `exchange`.)
         """
         checks.check_call("send", stream, tag)
         checks.check_array("send", "buffer", buffer)
@@ -153,10 +153,10 @@ class Communicator(ABC):
         self._submit(stream, f"send {tag}".rstrip(), "send", message, buffer, buffer, peer, tag, direct)
 
     def recv(self, buffer: Any, *, peer: int, stream: Any, tag: str = "", direct: bool = False) -> None:
-        """Receive into `buffer` what rank `peer` sends; messages between two ranks keep their order.
+        """Receive the next message of rank `peer` into `buffer`; messages between two ranks keep their order.
 
-        (Those that are direct and those that are not are two orders.) Where sizes, dtypes or `tag` differ
-        from what was sent, this rank gets a CollectiveMismatch that names both; NCCL compares nothing.
+        Direct messages and others keep two separate orders. If the sent size, dtype or `tag` differs, this
+        rank gets a CollectiveMismatch that names both. NCCL does not compare them.
         """
         checks.check_call("recv", stream, tag)
         checks.check_array("recv", "buffer", buffer)
@@ -167,8 +167,8 @@ class Communicator(ABC):
     def exchange(self, output: Any, buffer: Any, *, to: int, source: int, stream: Any) -> None:
         """Send `buffer` to rank `to` and receive `output` from rank `source`, at once and without a copy.
 
-        The two may be one rank or two, their sizes and dtypes differ. The ranks at the other ends call
-        `exchange` as well, or `send` and `recv`.
+        `to` and `source` may be the same rank; sizes and dtypes may differ. The other ranks call `exchange`,
+        or `send` and `recv`.
         """
         checks.check_call("exchange", stream)
         checks.check_array("exchange", "output", output)
@@ -180,24 +180,24 @@ class Communicator(ABC):
         self._submit(stream, "exchange", "exchange", message, output, output, buffer, to, source)
 
     def barrier(self, *, stream: Any, tag: str = "") -> None:
-        """Whatever comes later in `stream` runs after every rank's stream has reached its barrier."""
+        """Later work in `stream` runs after every rank's stream has reached its barrier."""
         checks.check_call("barrier", stream, tag)
         self._submit(stream, "barrier", "barrier", tag, None, tag)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Everyone's `data`, by rank, of any lengths. Collective, and done when it returns: it has no stream.
+        """The `data` of all ranks, in order, of any lengths. Collective; blocks, and uses no stream.
 
-        What ranks tell each other beside arrays goes through this one method.
+        Ranks exchange all objects other than arrays through this method.
         """
         if device.current().dry_run:
             return [data] * self.size
         run = self._all_gather_bytes
         for interceptor in self.interceptors:
-            run = interceptor.intercept_talk(run)
+            run = interceptor.intercept_bytes(run)
         return run(data)
 
     def _submit(self, stream: Any, label: str, call: str, tag: str, array: Any, *args: Any) -> None:
-        """Run `_call(*args)` in the stream, or what the interceptors make of it."""
+        """Run `_call(*args)`, or the function that the interceptors put in its place, in the stream."""
         if device.current().dry_run:
             return
         run = getattr(self, f"_{call}")
@@ -205,24 +205,23 @@ class Communicator(ABC):
             run = interceptor.intercept(Call(call, tag, array, args, stream), run)
         stream.submit(run, *args, label=label)
 
-    def register_names(self, names: Iterable[str]) -> None:  # noqa: B027 (a world of one has nobody to name)
-        """Say beforehand which `tag` will come, so that an error can print the one a peer gave.
+    def register_names(self, names: Iterable[str]) -> None:  # noqa: B027 (a world of one has no peers)
+        """Register the `tag` of later calls, so that an error message can print a peer's tag. Not collective.
 
-        Not collective. Names that were used in a call are known without it; those of a communicator are
-        known to its duplicates and splits.
+        A call registers its own tag. Duplicates and splits of a communicator share its names.
         """
 
     @abstractmethod
     def split(self, color: int | None, key: int) -> "Communicator | None":
-        """A communicator over the ranks with this `color`, ordered by `key`; None where color is None.
+        """A communicator over the ranks with this `color`, ordered by `key`; None if color is None.
 
-        Collective, and done when it returns: it has no stream.
+        Collective; blocks, and uses no stream.
         """
 
     def among(self, members: Sequence[int], color: int) -> "Communicator":
-        """As `split`, where the caller knows who is with it: these ranks, in this order.
+        """As `split`, if the caller knows the ranks of its group: `members`, in this order.
 
-        Ranks with other members, or in no group at all, come as well, with other colors, or to `split`.
+        Ranks of other groups call it with other colors. Ranks of no group call `split(None, 0)`.
         """
         return self.split(color, list(members).index(self.rank))
 
@@ -231,10 +230,10 @@ class Communicator(ABC):
         return self.split(0, self.rank)
 
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> np.ndarray:
-        """A 1-D array of zeros that this backend serves best. Collective, in the same order on all ranks.
+        """A 1-D array of zeros in the memory that suits this backend. Collective, in one order on all ranks.
 
-        shared=False: this rank's own buffer. shared=True: meant for all_gather; one physical buffer for
-        several ranks where `shares_memory`, an ordinary buffer elsewhere. A `duplicate` knows it as well.
+        shared=False: a buffer of this rank alone. shared=True: a buffer for all_gather. With `shares_memory`
+        it is one physical buffer for several ranks. Duplicates of this communicator can use it, too.
         """
         return aligned_zeros(count, dtype)
 
@@ -243,27 +242,27 @@ class Communicator(ABC):
         return nbytes
 
     def scratch(self, call: str, nbytes: int, output: int = 0, *, own: bool = True) -> tuple[int, int]:
-        """Bytes on a GPU, and pinned on the host, that this communicator needs for a collective on a GPU.
+        """(bytes on a GPU, pinned bytes on the host) that a collective on a GPU needs besides its arrays.
 
-        nbytes: of the buffer. output: of what is written besides. own: whether `allocate` gave the buffer.
-        The memory is kept for all later calls, so of several the one that needs most counts.
+        nbytes: size of the buffer. output: of a separate output. own: whether `allocate` made the buffer.
+        Later calls use the same memory, so the largest of all calls counts.
         """
         return 0, 0
 
     def reserve(self, on_device: int, on_host: int) -> None:  # noqa: B027 (most backends need none)
-        """Take what `scratch` says now, so that no later call has to. While no call is under way."""
+        """Allocate the bytes that `scratch` says now, not in a later call. No call may be under way."""
 
-    def abandon(self) -> None:  # noqa: B027 (a world of one waits for nobody)
-        """Whatever waits for a message here, in any stream, now or later, raises PeerFailed. Not collective.
+    def abandon(self) -> None:  # noqa: B027 (a world of one never waits)
+        """Let each wait for a message, now or later, in any stream, raise PeerFailed. Not collective.
 
-        For a communicator that is not used again: messages may be under way.
+        The communicator must not be used again: messages may be under way.
         """
 
     def close(self) -> None:  # noqa: B027 (most backends hold nothing)
-        """Give back what the backend holds. Collective; arrays from `allocate` stay valid."""
+        """Free the resources of the backend. Collective; arrays from `allocate` stay valid."""
 
-    # What a backend implements. Blocking, run by the stream; arguments have been checked. A communicator that
-    # is made over another one calls these of it in turn, in its own stream, as a part of its own call.
+    # A backend implements these methods. They block, the stream runs them, and their arguments are checked. A
+    # communicator on top of another communicator calls the other's methods from its own, in its own stream.
 
     @abstractmethod
     def _all_gather(self, buffer: Any, tag: str) -> None: ...
@@ -272,7 +271,7 @@ class Communicator(ABC):
     def _reduce_scatter(self, output: Any, buffer: Any, how: Reduction, tag: str) -> None: ...
 
     def _all_reduce(self, buffer: Any, op: str, tag: str) -> None:
-        """Reduce-scatter and all-gather of what divides by size; the rest, or little, goes to everyone."""
+        """Reduce-scatter, then all-gather. Ranks exchange small data, or an indivisible rest, in full."""
         even = buffer.size - buffer.size % self.size
         if buffer.nbytes * self.size <= _SMALL:
             even = 0
@@ -285,7 +284,7 @@ class Communicator(ABC):
             self._all_reduce_small(buffer[even:], op, tag)
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """By one gather of the lengths with what is short, and another if anything is longer."""
+        """One gather carries the lengths and short data; a second gather carries longer data."""
         heads = np.zeros((self.size, 8 + _SHORT), np.uint8)
         heads[self.rank, :8] = np.array([len(data)], np.int64).view(np.uint8)
         heads[self.rank, 8 : 8 + len(data)] = np.frombuffer(data[:_SHORT], np.uint8)
@@ -321,7 +320,7 @@ class Communicator(ABC):
 
 
 def aligned_zeros(count: int, dtype: Any) -> np.ndarray:
-    """Zeros that begin on a cache line (64 bytes), as the kernels like them."""
+    """Zeros that begin on a cache line (64 bytes), which is faster for the kernels."""
     nbytes = count * np.dtype(dtype).itemsize
     raw = np.zeros(nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64

@@ -1,7 +1,7 @@
-"""Recording of the calls that the communicators of a mesh make, each communicator under a name of its own.
+"""Recording of the calls of a mesh's communicators. Each communicator has a unique name.
 
-`record` attaches a Recorder, such as faults' flight recorder, to all communicators of a family of meshes,
-those to come among them. The mesh itself knows nothing of it.
+`record` attaches a Recorder, such as faults' flight recorder, to the present and later communicators of a
+root mesh and its slices. The mesh itself does not know the recorder.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,37 +11,39 @@ from weakref import WeakKeyDictionary
 from shardrt.comm.interceptors import Call, Interceptor
 from shardrt.comm.mesh import DeviceMesh
 
+__all__ = ["MESSAGES", "part", "record"]
+
 MESSAGES = ("send", "recv", "exchange")  # calls of two ranks, not of all
 
 
 class Recorder(Protocol):
-    """Records calls, such as faults' flight recorder."""
+    """Records calls; faults' flight recorder is one."""
 
-    meshes: int  # whose communicators are recorded
+    meshes: int  # number of root meshes that it records
 
     def facts(self, communicator: str, number: int, operation: str, unit: str, array: Any) -> tuple:
-        """What is recorded of a collective: the `number`-th call of a communicator, for `unit`."""
+        """The record of a collective: the `number`-th call of a communicator, for `unit`."""
 
     def around(self, facts: tuple, function: Callable[..., Any], args: tuple) -> Any:
-        """Run a collective between a record that it was entered and one that it is done; gives its result."""
+        """Record that a collective begins, run it, record that it is done. Returns its result."""
 
     def part(self, phase: str, action: str = "") -> None:
-        """A part of a step begins; action: of a pipeline, what of it."""
+        """Note that a part of a step begins; action: the action of a pipeline."""
 
 
 class Recorded(Interceptor):
-    """Has a recorder note every call. name: the name of the communicator, unique in this run."""
+    """Passes every call to a recorder. name: the name of the communicator, unique in this run."""
 
     def __init__(self, communicator: Any, recorder: Recorder, name: str) -> None:
         super().__init__(communicator)
         self.name = name
         self._recorder = recorder
-        self._number = 0  # of the latest collective, the same on all ranks: so messages do not count
+        self._number = 0  # of the latest collective; messages do not count, so it is equal on all ranks
 
     def intercept(self, call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
         return self._recorded(call.name, call.tag, call.array, run)
 
-    def intercept_talk(self, run: Callable[[bytes], list[bytes]]) -> Callable[[bytes], list[bytes]]:
+    def intercept_bytes(self, run: Callable[[bytes], list[bytes]]) -> Callable[[bytes], list[bytes]]:
         return self._recorded("all_gather_bytes", "", None, run)
 
     def _recorded(self, name: str, tag: str, array: Any, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,9 +53,9 @@ class Recorded(Interceptor):
 
 
 def group_name(role: str, ranks: Sequence[int], world: int) -> str:
-    """What a communicator is called: its role, and its ranks where they are not all: gather[0:8:2].
+    """The name of a communicator: its role, and its ranks unless it has all: gather[0:8:2].
 
-    So two groups of one axis have two names, and the name says which ranks belong to it.
+    So the two groups of an axis have different names.
     """
     if list(ranks) == list(range(world)):
         return role
@@ -66,9 +68,9 @@ def group_name(role: str, ranks: Sequence[int], world: int) -> str:
 
 
 def record(mesh: DeviceMesh, recorder: Recorder | None) -> None:
-    """Have the calls of all communicators of this family of meshes, and parts of steps, recorded.
+    """Record the calls of all communicators of `mesh.root` and its slices, and the parts of steps.
 
-    None ends it.
+    recorder: None ends the recording.
     """
     recording = _recordings.get(mesh.root)
     if recording is None:
@@ -78,33 +80,33 @@ def record(mesh: DeviceMesh, recorder: Recorder | None) -> None:
     if recorder is not None:
         recorder.meshes += 1
         recording.number = recorder.meshes
-    for communicator, role, ranks in mesh.made():
+    for communicator, role, ranks in mesh.communicators():
         recording.take(communicator, role, ranks)
 
 
 def part(mesh: DeviceMesh, phase: str, action: str = "") -> None:
-    """Note that a part of a step begins, "forward" or "backward"; of a pipeline, which action."""
+    """Note that a part of a step begins: "forward" or "backward"; action: the action of a pipeline."""
     recording = _recordings.get(mesh.root)
     if recording is not None and recording.recorder is not None:
         recording.recorder.part(phase, action)
 
 
 def recorder_of(mesh: DeviceMesh, role: str, *ranks: int) -> tuple[Recorder | None, str]:
-    """(the recorder of calls of such a communicator of these ranks of `mesh`, or None, its name)."""
+    """(recorder or None, name) of the communicator for `role` over these ranks of `mesh`."""
     recording, world = _recordings.get(mesh.root) or _Recording(mesh.root.size), mesh.ranks.ravel()
     return recording.recorder, recording.name(role, tuple(int(world[rank]) for rank in ranks))
 
 
 class _Recording:
-    """The recorder of one family of meshes, of `size` ranks."""
+    """The recorder of one root mesh of `size` ranks and its slices."""
 
     def __init__(self, size: int) -> None:
         self.recorder: Recorder | None = None
-        self.number = 1  # of this family, among those that the recorder has
+        self.number = 1  # number of this root mesh in the recorder
         self._size = size
 
     def take(self, communicator: Any, role: str, ranks: tuple[int, ...]) -> None:
-        """Have a communicator recorded by the present recorder alone."""
+        """Let the present recorder, and no other, record a communicator."""
         others = (each for each in communicator.interceptors if not isinstance(each, Recorded))
         communicator.interceptors = tuple(others)
         if self.recorder is not None:
@@ -116,4 +118,4 @@ class _Recording:
         return name if self.number == 1 else f"{name}~{self.number}"
 
 
-_recordings: WeakKeyDictionary[DeviceMesh, _Recording] = WeakKeyDictionary()  # by the root of each family
+_recordings: WeakKeyDictionary[DeviceMesh, _Recording] = WeakKeyDictionary()  # by root mesh

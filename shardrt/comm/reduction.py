@@ -1,8 +1,8 @@
-"""Sums over ranks by one fixed tree: the one place that decides the bits of every backend.
+"""Sums over ranks by one fixed tree. This file decides the bits of every backend.
 
-Floats go through the kernel of the device where they are, which adds neighbours, bottom up: (0+1) + (2+3),
-(0+1) + 2. So a sum over groups of 2, 4, 8, ... ranks and then over the groups has the bits of one over all
-ranks. Integers, and all that is no sum, go through NumPy, or CuPy, by the same tree.
+A kernel of the arrays' device sums floats, adjacent pairs first: (0+1) + (2+3), (0+1) + 2. So a sum inside
+groups of 2, 4, 8, ... ranks and then over the groups is bitwise identical to a sum over all ranks.
+NumPy or CuPy combine integers, and "max", "min" and "prod", by the same tree.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _PAIRWISE = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.mul
 
 
 class Reduction(NamedTuple):
-    """How parts become one array: the arguments of `combine` that say so."""
+    """How to combine parts to one array: arguments of `combine`."""
 
     scale: float = 1.0
     accumulate: bool = False
@@ -36,9 +36,9 @@ def combine(
 ) -> None:
     """output = (output if accumulate) + scale * sum of parts; with "max", "min" and "prod" likewise.
 
-    `kind`: "bfloat16" or "float16" where the parts are uint16, the bits of such values; `output` is float32.
-    `output` may be one of `parts`. Every element depends only on its own elements of the parts, so an array
-    may be combined in any pieces with the same result.
+    `kind`: "bfloat16" or "float16" if uint16 parts hold the bits of this type; then `output` is float32.
+    `output` may be one of `parts`. An element depends only on the same elements of the parts, so callers may
+    combine an array in pieces of any size with the same result.
     """
     if output.size == 0:
         return

@@ -1,7 +1,7 @@
-"""Memory that the ranks of a node share, and where in it an array lies.
+"""Shared memory of the ranks of a node, and the place of an array in it.
 
-A segment is an anonymous file in memory (memfd) that one rank makes and all map: it counts as memory, not
-against /dev/shm (64 MB in a default container), and goes away with the last process that maps it.
+A segment is an anonymous file in memory (memfd) that one rank makes and all ranks map. It counts as memory,
+not against /dev/shm (64 MB in a default container). It disappears with the last process that maps it.
 """
 
 import errno
@@ -22,32 +22,32 @@ from shardrt.comm.errors import Refused
 
 _PAGE = mmap.PAGESIZE
 _HUGE = 1 << 21
-_OFFSET = 44  # bits of a word that say where in its segment a place lies
+_OFFSET = 44  # bits of a word for the offset in a segment
 
 
 class SharedMemoryUnavailable(RuntimeError):
-    """These ranks cannot share memory. Raised on all of them."""
+    """These ranks cannot share memory. All of them raise it."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One allocation: a region of bytes per rank, all the same region where `shared`."""
+    """One allocation: a region of bytes per rank; with `shared` the same region for all ranks."""
 
     number: int
     shared: bool
-    memory: "weakref.ref[np.ndarray]"  # uint8, every rank's region; arrays of this rank's keep it
-    stride: int  # bytes from one rank's region to the next; 0 where it is the same
+    memory: "weakref.ref[np.ndarray]"  # uint8, all regions; this rank's arrays keep it alive
+    stride: int  # bytes from one rank's region to the next; 0 if they are the same
     start: int  # address of this rank's region
     nbytes: int
 
     def region(self, rank: int) -> np.ndarray:
-        """What `rank` has, as long as an array of this rank's is there."""
+        """The region of `rank`. Valid while an array of this rank is alive."""
         first = rank * self.stride
         return self.memory()[first : first + self.nbytes]
 
 
 class SharedOffset(NamedTuple):
-    """Where an array lies: `offset` bytes into every rank's region of `segment`."""
+    """Place of an array: `offset` bytes into a rank's region of `segment`."""
 
     segment: Segment
     offset: int
@@ -57,12 +57,12 @@ class SharedOffset(NamedTuple):
         """The place as one integer, the same on all ranks that made the same allocation."""
         return (self.segment.number + 1) << _OFFSET | self.offset
 
-    def beside(self, word: int) -> bool:
-        """Whether a place with this word is in the same segment."""
+    def in_same_segment(self, word: int) -> bool:
+        """Whether the place with this word is in the same segment."""
         return word >> _OFFSET == self.word >> _OFFSET
 
     def at(self, word: int, rank: int, size: int, dtype: np.dtype) -> np.ndarray:
-        """`size` elements at a place beside this one in the region of `rank`."""
+        """`size` elements at the place with this word, in the same segment, in the region of `rank`."""
         offset = word & (1 << _OFFSET) - 1
         return self.segment.region(rank)[offset : offset + size * dtype.itemsize].view(dtype)
 
@@ -72,19 +72,22 @@ class SharedOffset(NamedTuple):
 
 
 class Segments:
-    """The allocations of one group of ranks, found by address.
+    """The allocations of one group of ranks, by address.
 
-    Memory goes when the last array in it does, on each rank by itself: the others have their own mapping.
+    Each rank has its own mapping, which disappears with the last array in it.
     """
 
     def __init__(self, mpi: MPI.Intracomm) -> None:
         """Collective over `mpi`. Raises SharedMemoryUnavailable."""
-        self._table: tuple[list[int], list[Segment]] = [], []  # by address; streams read it: never changed
+        self._table: tuple[list[int], list[Segment]] = (
+            [],
+            [],
+        )  # sorted by address; replaced, not changed, since streams read it
         self._numbers = count()
-        map_shared(mpi, _PAGE)  # whether it works at all is known now, before anyone builds on it
+        map_shared(mpi, _PAGE)  # raise now if mapping does not work
 
     def allocate(self, mpi: MPI.Intracomm, count: int, dtype: Any, shared: bool) -> np.ndarray:
-        """A 1-D array of zeros: this rank's own region, or the one region of all. Collective over `mpi`."""
+        """A 1-D array of zeros in this rank's region, or in the shared region. Collective over `mpi`."""
         nbytes = count * np.dtype(dtype).itemsize
         stride = -(-max(nbytes, 1) // _PAGE) * _PAGE
         ranks = mpi.size
@@ -98,7 +101,7 @@ class Segments:
         return segment.region(mpi.rank).view(dtype)
 
     def find(self, array: np.ndarray) -> SharedOffset | None:
-        """Where `array` lies; None for memory that did not come from here, and for an empty array."""
+        """The place of `array`; None for other memory, and for an empty array."""
         address = MPI.Get_address(array)
         starts, segments = self._table
         index = bisect(starts, address) - 1
@@ -112,10 +115,10 @@ class Segments:
 
 
 def map_shared(mpi: MPI.Intracomm, nbytes: int) -> np.ndarray:
-    """`nbytes` of zeros, mapped by all ranks of `mpi`. Pages come when they are first written.
+    """`nbytes` of zeros that all ranks of `mpi` map. Pages get memory at their first write. Collective.
 
-    A rank's mapping goes with the last array in it. Collective. Raises SharedMemoryUnavailable; Refused where
-    a rank has no memory for it, or a limit is too low.
+    A rank's mapping disappears with the last array in it. Raises SharedMemoryUnavailable, or Refused if a
+    rank has no memory or too low a limit.
     """
     file = error = path = None
     try:
@@ -146,7 +149,7 @@ def map_shared(mpi: MPI.Intracomm, nbytes: int) -> np.ndarray:
 
 
 def _reported(error: OSError, mpi: MPI.Intracomm, nbytes: int) -> RuntimeError:
-    """What all ranks raise when this one can't make or map a segment."""
+    """The error for all ranks if this rank can't make or map a segment."""
     if error.errno == errno.EFBIG:
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         return Refused(

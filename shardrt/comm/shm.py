@@ -1,11 +1,10 @@
-"""Ranks of one node that read each other's memory: no copy, or one.
+"""Ranks of one node that read each other's memory, with one copy or none.
 
 An all_gather on a buffer from `allocate(shared=True)` only waits until every rank has written its slice: it
-takes microseconds at any size. A reduce_scatter on a buffer from `allocate(shared=False)` is one pass that
-reads my slice from every rank's buffer and writes the sum; an all_to_all there is one copy. Little data go
-along when ranks tell each other what they call. Other arrays, activations for example, are copied to where
-the other ranks can read them, piece by piece; so are direct messages of two ranks (mailbox.py). The rest goes
-through MPI.
+takes microseconds at any size. A reduce_scatter on a buffer from `allocate(shared=False)` is one pass: it
+reads this rank's slice from every rank's buffer and writes the sum. An all_to_all there is one copy. Small
+data travel with the call (flags.py). Ranks copy other arrays, such as activations, piece by piece to shared
+memory; so do direct messages of two ranks (mailbox.py). All else goes through MPI.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.reduction import Reduction, combine
 from shardrt.comm.segments import Segments, SharedOffset
 
-_STAGED = 1 << 20  # bytes of a rank that are copied to where others read them at a time: they stay in a cache
+_STAGED = 1 << 20  # bytes that a rank copies to shared memory at a time; they stay in a cache
 
 
 class ShmCommunicator(MPICommunicator):
@@ -35,12 +34,12 @@ class ShmCommunicator(MPICommunicator):
     ) -> None:
         """Collective over `mpi`. `segments`: the memory of another communicator over the same ranks.
 
-        `names`: of the communicator that this one was made from.
+        `names`: the names of the communicator that this one was made from.
         """
         self._flags = Flags(mpi)
         super().__init__(mpi, names, self._flags)
         self._segments = segments or Segments(mpi)
-        # Where this rank puts what the others read. Two by turns: who fills one again has met all since.
+        # Two alternating stages: shared memory for data of this rank. All ranks meet before one is reused.
         self._stages: list[tuple[np.ndarray, SharedOffset]] = []
         self._mailbox = Mailbox(mpi, self._flags, self._patience) if mpi.size == 2 else None
 
@@ -70,8 +69,8 @@ class ShmCommunicator(MPICommunicator):
             return self._gather_staged(buffer, tag)
         self._meet("all_gather", buffer, 0, tag, "", place.word)
         if place.segment.shared:
-            return None  # everyone's slice is written, here
-        for step in range(1, self.size):  # each rank begins with another peer
+            return None  # all slices are written in this buffer
+        for step in range(1, self.size):  # each rank starts with another peer
             peer = (self.rank + step) % self.size
             buffer[peer * n : (peer + 1) * n] = place.of(peer, buffer)[peer * n : (peer + 1) * n]
         return self._flags.part("all_gather")
@@ -88,9 +87,9 @@ class ShmCommunicator(MPICommunicator):
     def columns(
         self, rows: np.ndarray, op: str, tag: str, kind: str
     ) -> Iterator[tuple[slice, list[np.ndarray]]]:
-        """For a reduce_scatter, columns of an array, and what each rank has there, until all columns were.
+        """Yield (columns, each rank's rows in these columns) for a reduce_scatter, until all columns were.
 
-        Every rank comes with such an array, and goes on to the end. What a rank has is read until the next.
+        Collective over all columns. The rows are valid until the next are yielded.
         """
         place = self.separate("reduce_scatter", rows)
         if place is not None:
@@ -114,7 +113,7 @@ class ShmCommunicator(MPICommunicator):
         return None
 
     def _sum_staged(self, buffer: np.ndarray, op: str, tag: str) -> None:
-        """Of two ranks each adds all of it; of more each a part, which the others copy."""
+        """Two ranks each sum the whole buffer. More ranks each sum a part, and copy the other parts."""
         parts = self._staged(buffer, "all_reduce", buffer, op, tag)
         if self.size == 2:
             return combine(buffer, parts, op=op)
@@ -128,7 +127,7 @@ class ShmCommunicator(MPICommunicator):
         return None
 
     def _gather_staged(self, buffer: np.ndarray, tag: str) -> None:
-        """In pieces of every rank's slice."""
+        """Gather in pieces of every rank's slice."""
         rows = buffer.reshape(self.size, -1)
         each = _STAGED // buffer.itemsize
         for start in range(0, rows.shape[1], each):
@@ -139,7 +138,7 @@ class ShmCommunicator(MPICommunicator):
                     pieces[rank] = part
 
     def _staged(self, own: np.ndarray, *call: Any) -> list[np.ndarray]:
-        """What every rank gives, to be read before the next call; `call` is what `_meet` compares."""
+        """The `own` of every rank, valid until the next call. call: arguments for `_meet`."""
         self._make_stages(*call)
         self._stages.reverse()
         memory, place = self._stages[0]
@@ -149,7 +148,7 @@ class ShmCommunicator(MPICommunicator):
         return [place.of(rank, mine) for rank in range(self.size)]
 
     def _make_stages(self, *call: Any) -> None:
-        """Collective the first time; `call` is what `_meet` compares."""
+        """Allocate the stages. The first call is collective. call: arguments for `_meet`."""
         if not self._stages:
             self._meet(*call)
             segments = Segments(self._mpi)
@@ -160,7 +159,7 @@ class ShmCommunicator(MPICommunicator):
         place = self._segments.find(buffer)
         if place is None or not place.segment.shared:
             super()._broadcast(buffer, root, tag)
-        else:  # what root wrote is already here
+        else:  # root has written to this same memory
             self._meet("broadcast", buffer, root, tag, "", place.word)
 
     def _all_to_all(
@@ -176,7 +175,7 @@ class ShmCommunicator(MPICommunicator):
         if place is None:
             call = "all_to_all", buffer, 0, tag
             self._make_stages(*call)
-            return self._take_turns(output, buffer, table, sent, call)
+            return self._send_by_stages(output, buffer, table, sent, call)
         self._meet("all_to_all", buffer, 0, tag, "", place.word)
         return self._take(output, [place.of(peer, buffer) for peer in range(self.size)], table, sent)
 
@@ -189,34 +188,34 @@ class ShmCommunicator(MPICommunicator):
         sent: tuple[int, ...],
         tag: str,
     ) -> None:
-        """Straight from the peers' buffers where all are of one allocation, else by turns."""
+        """Read directly from peers' buffers if all are of one allocation, else go through stages."""
         call = "all_to_all", buffer[:0], 2, tag
         self._make_stages(*call)
-        if place is None:  # the first piece waits for nobody: ranks meet once for both
+        if place is None:  # before the ranks meet, so that they meet once for counts and data
             self._put(buffer, sent, 0)
         word = 0 if place is None else place.word
         rows, table = self._exchange_counts(buffer, counts.row(received, sent, word), tag)
         words = [int(row[-1]) for row in rows]
-        if place is not None and all(map(place.beside, words)):
+        if place is not None and all(map(place.in_same_segment, words)):
             sizes = [sum(by) for by in table]
             theirs = [place.at(words[r], r, sizes[r], buffer.dtype) for r in range(self.size)]
             return self._take(output, theirs, table, received)
-        if any(words):  # some have not put theirs
+        if any(words):  # some ranks have not filled their stage
             if place is not None:
                 self._put(buffer, sent, 0)
             self._meet(*call)
-        return self._take_turns(output, buffer, table, received, call, first=False)
+        return self._send_by_stages(output, buffer, table, received, call, first=False)
 
     def _take(
         self, output: np.ndarray, buffers: list[np.ndarray], table: Any, received: tuple[int, ...]
     ) -> None:
-        """This rank's part of each rank's buffer; each begins with another peer."""
+        """Copy this rank's part of each rank's buffer. Each rank starts with another peer."""
         parts = counts.slices(received)
         for peer in (*range(self.rank, self.size), *range(self.rank)):
             output[parts[peer]] = buffers[peer][counts.slices(table[peer])[self.rank]]
         self._flags.part("all_to_all")
 
-    def _take_turns(
+    def _send_by_stages(
         self,
         output: np.ndarray,
         buffer: np.ndarray,
@@ -225,9 +224,9 @@ class ShmCommunicator(MPICommunicator):
         call: tuple,
         first: bool = True,
     ) -> None:
-        """Ranks put what they send piece by piece to where the others read, until all have put everything.
+        """Send by stages: all ranks fill a stage, meet, and read the others' stages, until all data moved.
 
-        table: what each sends to each. first=False: the first pieces are there.
+        table: see counts.compared. first=False: the first stages are filled.
         """
         queues = [counts.Queue(rank, sent) for rank, sent in enumerate(table)]
         parts, sent = counts.slices(received), table[self.rank]
@@ -244,7 +243,7 @@ class ShmCommunicator(MPICommunicator):
         output[parts[self.rank]] = buffer[counts.slices(sent)[self.rank]]
 
     def _put(self, buffer: np.ndarray, sent: Any, start: int) -> None:
-        """Fill the next stage with what this rank sends to others, from element `start` of the queue on."""
+        """Fill the next stage with elements of this rank's queue (counts.Queue) from `start` on."""
         self._stages.reverse()
         stage = self._stages[0][0].view(buffer.dtype)
         queue, parts = counts.Queue(self.rank, sent), counts.slices(sent)
@@ -266,7 +265,7 @@ class ShmCommunicator(MPICommunicator):
             super()._recv(buffer, peer, tag, direct)
 
     def separate(self, call: str, buffer: np.ndarray) -> SharedOffset | None:
-        """Where a buffer lies of which each rank has its own. Raises ValueError if they have one together."""
+        """Place of a buffer; None if it is not shared memory. ValueError if all ranks share one buffer."""
         place = self._segments.find(buffer)
         if place is not None and place.segment.shared:
             raise ValueError(

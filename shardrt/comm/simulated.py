@@ -1,13 +1,13 @@
-"""A world of many ranks of which a few are recorded: its communicators move nothing, and record every call.
+"""A world of many ranks of which a few are recorded. Its communicators record every call and move no data.
 
-Arrays without elements (device/shapes.py) are told to the program as a Collective. Arrays of the host have
-values: they become what they would if every rank said what the recorded rank says that stands for it. With
-one recorded rank a sum is as many times its own, what is gathered is its own from each, and ranks always
-agree. Several hear each other (board.py), each in a thread. Of what none of them sends, floats stay as they
-are, as if they were right; other numbers, which a program depends on, can't be received.
+A call with arrays without elements (device/shapes.py) becomes a Collective of the program. Host arrays have
+values: each recorded rank stands for other ranks, which give the same values. With one recorded rank a sum is
+its own value times the number of ranks, a gather repeats its own value, and ranks always agree. Several
+recorded ranks are threads and exchange values (board.py). If a rank that is not recorded sends a message,
+floats stay unchanged; other numbers, on which a program may depend, can't be received.
 
-The number of a Collective counts the calls of its group, those of messages apart for each pair and direction.
-Groups are named by how they were made, which is alike on all of their ranks: recordings of several ranks fit.
+A Collective's number counts the calls of its group; messages count separately for each pair and direction.
+The name of a group says how the program made it, so it is the same on all its ranks and recordings match.
 """
 
 import threading
@@ -28,6 +28,8 @@ from shardrt.device.addresses import block_of, joined, ranges_of
 from shardrt.device.program import HOST, Collective, Group
 from shardrt.device.simulated import SimulatedDevice, site
 
+__all__ = ["run"]
+
 Array = Any
 Ranks = tuple[int, ...] | range
 _UNKNOWN = "what rank {} sends is not known: in this simulated world it is not recorded"
@@ -43,11 +45,11 @@ def world_of(
     board: Board | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> worlds.World:
-    """A world of `size` ranks on `device`, `local_size` a node, for world.use: this is number `rank`.
+    """A world of `size` ranks, `local_size` per node, for world.use. `rank` is the recorded rank on `device`.
 
-    shared: CPUs of a node share what they gather, as they do under mpirun. board: of all recorded ranks, if
-    there are others. shape: of a mesh that nobody gives one, see World. Raises ValueError for a rank that is
-    not of the world.
+    shared: CPU ranks of a node share gathered buffers, as under mpirun. board: the board of all recorded
+    ranks, if there are several. shape: default shape of a mesh, see World. Raises ValueError if `rank` is not
+    in the world.
     """
     if not 0 <= rank < size:
         raise ValueError(f"world_of: rank {rank} is not one of {size}")
@@ -72,10 +74,10 @@ def run(
     shared: bool = False,
     shape: tuple[int, ...] | None = None,
 ) -> list[Any]:
-    """Call `function()` for each recorded rank of such a world, each in a thread; results in their order.
+    """Call `function()` for each recorded rank of a simulated world, each in a thread. Returns all results.
 
-    stands_for: see Board. device_of(rank): a device of its own. For the others see world_of. The first error
-    of a rank is raised here.
+    stands_for: see Board. device_of(rank): makes the device of a rank. For other arguments see world_of.
+    Raises the first error of a rank.
     """
     board, results, errors = Board(stands_for), {}, []
 
@@ -84,7 +86,7 @@ def run(
             how = {"shared": shared, "board": board, "shape": shape}
             with worlds.use(world_of(size, device_of(rank), rank, local_size, **how)):
                 results[rank] = function()
-        except BaseException as error:  # raised below, with what it has caused left out
+        except BaseException as error:  # raised below, without the errors that it causes
             error.add_note(f"on recorded rank {rank} of {size}")
             errors.append(error)
             board.fail(error)
@@ -101,7 +103,7 @@ def run(
 
 
 class Channel:
-    """Where the calls of one communicator go: to the program of `device`, under a name."""
+    """Records the calls of one communicator in the program of `device`, under a name."""
 
     def __init__(self, device: SimulatedDevice, name: str, ranks: Ranks) -> None:
         self.device = device
@@ -121,7 +123,7 @@ class Channel:
         launches: int = 1,
         grouped: bool = False,
     ) -> int:
-        """Keep a call, and give its number. What has elements is in no range."""
+        """Record a call and return its number. Arrays with elements have no ranges."""
         counted = (call, peer) if peer >= 0 else None
         number = self._numbers[counted]
         self._numbers[counted] += 1
@@ -141,7 +143,7 @@ class Channel:
 
 
 class SimulatedTransport(Transport):
-    """In place of NCCL. `host`: the simulated communicator of the same ranks."""
+    """Replaces NCCL. `host`: the simulated communicator of the same ranks."""
 
     def __init__(self, host: "SimulatedCommunicator", device: SimulatedDevice) -> None:
         self._rank = host.rank
@@ -184,14 +186,14 @@ class SimulatedTransport(Transport):
 
 
 class SimulatedCommunicator(Communicator):
-    """In place of MPI, or shared memory: calls of the host, and of devices whose arrays are the host's."""
+    """Replaces MPI and shared memory: records calls with host arrays, and with arrays of a simulated CPU."""
 
     def __init__(
         self, device: SimulatedDevice, ranks: Ranks, rank: int, name: str, board: Board, node: int
     ) -> None:
-        """ranks: by their numbers in the world; rank: this one's number among them.
+        """ranks: world ranks of the group; rank: this rank's index in them.
 
-        node: how many ranks of a node share memory, 0 for none.
+        node: number of ranks of a node that share memory; 0: none.
         """
         self.rank = rank
         self.size = len(ranks)
@@ -217,7 +219,9 @@ class SimulatedCommunicator(Communicator):
         if color is None:
             self._made += 1
             return None
-        raise NotImplementedError("split: in a simulated world nobody else says a color; use `among`")
+        raise NotImplementedError(
+            "split: a simulated world does not know the colors of other ranks; use `among`"
+        )
 
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> Array:
         if not (shared and self.shares_memory):
@@ -226,19 +230,19 @@ class SimulatedCommunicator(Communicator):
         first = min(self._recorded)
         own = self._device.buffer(count, dtype) if self._here == first else None
         memory = self._meet(("memory", self._made), own)[first]
-        self._barrier("")  # whoever took it has filled it with zeros
+        self._barrier("")  # the rank that made it has filled it with zeros
         self._board.shared.add(block_of(memory))
         return self._device.its_own(memory)
 
     def _keep(self, call: str, nbytes: int, *args: Any, **kwargs: Any) -> int:
-        """By the host, or the thread of it that runs this; on a CPU all streams are."""
+        """Record a call in the host's current stream; on a simulated CPU, in the device's."""
         stream = self._device.host.stream_here()
         if stream == HOST and self._device.like.in_host_memory:
             stream = self._device.stream_here()
         self.channel.role = self.role
         return self.channel.keep(call, stream, nbytes, *args, **kwargs)
 
-    # What is said.
+    # Values of recorded ranks.
 
     @cached_property
     def _here(self) -> int:
@@ -253,13 +257,13 @@ class SimulatedCommunicator(Communicator):
         return self._board.speakers(self.channel.ranks)
 
     def _meet(self, tag: Any, own: Any) -> dict[int, Any]:
-        """What the recorded ranks of the group say, by their numbers in the world."""
+        """The values of the recorded ranks of the group, by world rank."""
         if len(self._recorded) == 1:
             return {self._here: own}
         return self._board.meet((self.channel.name, tag), self._here, own, self._recorded)
 
     def _reported(self, number: int, own: Any) -> dict[int, Any]:
-        """As _meet, for all who speak for a rank of the group; ours for those who are not in it."""
+        """As _meet, for each rank that stands for a rank of the group; `own` if it is not in the group."""
         message = self._meet(number, own)
         return {speaker: message.get(speaker, own) for speaker in set(self._speakers)}
 
@@ -268,7 +272,7 @@ class SimulatedCommunicator(Communicator):
         return [message[speaker] for speaker in self._speakers]
 
     def _all_gather(self, buffer: Array, tag: str) -> None:
-        if block_of(buffer) in self._board.shared:  # everyone's slice is written, here
+        if block_of(buffer) in self._board.shared:  # all slices are written in this buffer
             return self._barrier(tag)
         own, others = _apart(buffer, self.rank, self.size)
         number = self._keep("all_gather", buffer.nbytes, own, others)
@@ -347,13 +351,13 @@ def _has_values(array: Array) -> bool:
 
 
 def _apart(buffer: Array, rank: int, size: int) -> tuple[list[Array], list[Array]]:
-    """This rank's slice, and what lies before and behind it."""
+    """([this rank's slice], [the elements before it, the elements after it])."""
     n = buffer.size // size
     return [buffer[rank * n : (rank + 1) * n]], [buffer[: rank * n], buffer[(rank + 1) * n :]]
 
 
 def _short(ranks: list[int]) -> Ranks:
-    """As a range where they are equally far apart."""
+    """The ranks as a range, if they have one stride."""
     steps = set(np.diff(ranks).tolist())
     if len(steps) > 1 or not ranks:
         return tuple(ranks)

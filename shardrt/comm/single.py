@@ -1,4 +1,4 @@
-"""A world of one: every collective is the identity, but the sums and copies are done as elsewhere."""
+"""The communicator of a world of one rank: every collective is the identity on the one rank's data."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ class SingleCommunicator(Communicator):
     shares_memory = True
 
     def __init__(self, device: Device | None = None) -> None:
-        """`device`: where `allocate` gets memory; the host if None."""
+        """`device`: where `allocate` gets memory; None: the host."""
         self._device = device
 
     def split(self, color: int | None, key: int) -> "SingleCommunicator | None":
@@ -33,7 +33,7 @@ class SingleCommunicator(Communicator):
         output[...] = buffer
 
     def _nothing(self, *args: Any) -> None:
-        """What the only rank has is what all have."""
+        """The array already holds the result."""
 
     def _no_peer(self, *args: Any) -> None:
         raise AssertionError("a world of one has no peer")

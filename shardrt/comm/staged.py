@@ -1,8 +1,8 @@
-"""Device arrays through pinned host memory and a host communicator: works wherever MPI does.
+"""Communicator of device arrays over pinned host memory and a host communicator. It works wherever MPI does.
 
-Any number of ranks may share a GPU. Each call copies down, talks, and copies up, and waits for each of the
-three, so nothing overlaps: for tests, for control, and for machines where NCCL can't be had. Host arrays go
-straight to the host communicator. The bits are those of every other backend.
+Any number of ranks may share a GPU. A call copies to the host, communicates, and copies back, and waits after
+each of the three, so nothing overlaps. It is for tests, control data and machines without NCCL. Host arrays
+go directly to the host communicator. Results are bitwise identical to every other backend.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ Array = Any
 
 
 class StagedCommunicator(Communicator):
-    """`host`: a communicator of NumPy arrays over the same ranks. `device`: whose arrays are staged."""
+    """`host`: a communicator of host arrays over the same ranks. `device`: the device of the arrays."""
 
     def __init__(self, host: Communicator, device: Device) -> None:
         self.rank = host.rank
@@ -54,7 +54,7 @@ class StagedCommunicator(Communicator):
         self._host.close()
 
     def _stage(self, *arrays: Array) -> list[np.ndarray]:
-        """Pinned arrays of the same types and sizes, one behind the other; host arrays are themselves."""
+        """Adjacent pinned arrays of the same types and sizes. A host array is returned itself."""
         sizes = [0 if on_host(array) else _rounded(array.nbytes) for array in arrays]
         self.reserve(0, sum(sizes))
         staged, start = [], 0
@@ -68,7 +68,7 @@ class StagedCommunicator(Communicator):
         return self._host._all_gather_bytes(data)
 
     def _copy(self, target: Array, source: Array) -> None:
-        """Copy, and wait: the host is about to read what the device has written, or to write it again."""
+        """Copy and wait: the host next reads the target, or reuses the source."""
         if target is not source:
             self._device.copy(target, source)
             self._device.wait_here()
@@ -134,5 +134,5 @@ class StagedCommunicator(Communicator):
 
 
 def _rounded(nbytes: int) -> int:
-    """Up to a whole cache line."""
+    """`nbytes` rounded up to whole cache lines."""
     return -(-nbytes // 64) * 64

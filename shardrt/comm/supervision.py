@@ -1,7 +1,7 @@
-"""What communicators ask of the supervisor of their process, and what they leave to be done at its end.
+"""Supervisor: functions by which communicators report failures, and functions that run at a program's end.
 
-shardrt/_backends.py makes the supervisor of functions of shardrt.faults. Without it, a rank does not notice
-that another one has left.
+shardrt/_backends.py makes the supervisor from functions of shardrt.faults. Without it, a rank does not notice
+that another rank has left.
 """
 
 import os
@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
+
+__all__ = ["Supervisor", "after_all_programs", "last_words", "supervisor", "very_last"]
 
 last_words: list[Callable[[], None]] = []  # see at_program_end
 very_last: list[Callable[[], None]] = []  # see after_all_programs
@@ -20,17 +22,17 @@ def _end_job(report: str, code: int) -> None:
 
 
 class Supervisor(NamedTuple):
-    """Of one process. Unless something else is said, it does nothing."""
+    """The supervisor of this process. By default it does nothing."""
 
-    # A launcher started this process as this rank, with this variable set. Before MPI is loaded.
+    # A launcher started this process as this rank and set this variable. Called before MPI is loaded.
     launched: Callable[[int, str], None] = lambda rank, variable: None
-    # MPI has started; its communicators of all ranks, and of those of this node. Collective.
+    # MPI has started. Gets MPI's communicators of all ranks and of this node's ranks. Collective.
     met: Callable[[Any, Any], None] = lambda everyone, node: None
-    # The ranks whose programs have ended while this one runs, as far as they have said so.
+    # Gives the ranks whose programs have reported their end while this program runs.
     departed: Callable[[], set[int]] = set
-    # " on node1" for ranks that are all on one of several hosts; else "".
+    # Gives " on node1" if all these ranks are on one of several hosts; else "".
     at: Callable[[Sequence[int]], str] = lambda ranks: ""
-    # A block that ends the job with these words when it takes longer than so many seconds; 0: it may.
+    # Gives a with block that ends the job with a message after so many seconds; 0: no limit.
     within: Callable[[float, str], AbstractContextManager[None]] = lambda seconds, words: nullcontext()
     # Print a report and end all ranks at once with an exit code, from any thread.
     end_job: Callable[[str, int], None] = _end_job
@@ -40,7 +42,7 @@ supervisor = Supervisor()  # of this process
 
 
 def at_program_end(function: Callable[[], None]) -> Callable[[], None]:
-    """Call `function` when this rank's program ends without having to end the job; MPI still works then."""
+    """Call `function` when this rank's program ends and the job goes on; MPI still works then."""
     last_words.append(function)
     return function
 

@@ -1,7 +1,7 @@
-"""N ranks as threads of one process, up to 128: for tests of everything above at any world size.
+"""Up to 128 ranks as threads of one process, for tests at any world size. It is not fast.
 
-Ranks meet at a barrier, read each other's arrays, and meet again before anyone goes on. A rank that fails
-breaks every barrier of its world, so the others raise instead of hanging. Not for speed.
+Ranks meet at a barrier, read each other's arrays, and meet again before any rank goes on. A rank that fails
+breaks every barrier of its world, so that the other ranks raise instead of hanging.
 """
 
 import queue
@@ -18,15 +18,17 @@ from shardrt.comm.errors import CollectiveMismatch, PeerFailed
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import Reduction, combine
 
-_PATIENCE = 100.0  # seconds a rank waits for the others before it says which are missing
+__all__ = ["run"]
+
+_PATIENCE = 100.0  # seconds that a rank waits for other ranks before it raises and names them
 _FAILED = object()  # wakes a rank that waits for a message
 
 
 def run(size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     """Call `function(*args, **kwargs)` in `size` threads, each a rank of one world; results by rank.
 
-    When a rank raises, the others are woken, all threads are joined, and the first error is raised here
-    with a note that names its rank.
+    When a rank raises, `run` wakes the other ranks, joins all threads, and raises the first error with a note
+    that names its rank.
     """
     ranks = _World(size)
     results = [None] * size
@@ -65,7 +67,7 @@ class _World:
     def __init__(self, size: int) -> None:
         self.size = size
         self.failure: tuple[int, BaseException] | None = None
-        self.names = Names()  # of all ranks: any of them can print what any called
+        self.names = Names()  # shared, so that each rank can print every rank's calls
         self._lock = threading.Lock()
         self._groups: list[_Group] = []
         self.everyone = _Group(self, list(range(size)))
@@ -77,7 +79,7 @@ class _World:
             group.wake()
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Keep the first failure and wake whoever waits in any group."""
+        """Keep the first failure and wake all waiting ranks of all groups."""
         with self._lock:
             if self.failure is None:
                 self.failure = (rank, error)
@@ -87,7 +89,7 @@ class _World:
 
 
 class _Group:
-    """What the ranks of one communicator have in common."""
+    """The state that the ranks of one communicator share."""
 
     def __init__(self, ranks: _World, members: list[int]) -> None:
         self.world = ranks
@@ -110,14 +112,14 @@ class _Group:
             box.put(_FAILED)
 
     def abandon(self, rank: int) -> None:
-        """Wake this rank where it waits for a message, or for one to be taken."""
+        """Wake this rank if it waits for a message, or for a receiver to take one."""
         self.abandoned.add(rank)
         for (source, destination, content), box in list(self.mail.items()):
             if rank == (source if content == "taken" else destination):
                 box.put(_FAILED)
 
     def _compare(self) -> None:
-        """Run by one thread when all have entered: every rank must have made the same call."""
+        """Check that all ranks made the same call. One thread runs this when all ranks have entered."""
         if self.calls.count(self.calls[0]) < self.size:
             error = mismatch(self.rounds[0], self.calls, self.world.names)
             self._mismatch = str(error)
@@ -134,7 +136,7 @@ class _Group:
             return abandoned(self.members[rank])
         missing = [self.members[r] for r in range(self.size) if self.rounds[r] < self.rounds[rank]]
         call = describe(self.calls[rank], self.world.names)
-        return PeerFailed(f"{call}: no sign of ranks {missing} in {_PATIENCE:.0f} s")
+        return PeerFailed(f"{call}: ranks {missing} did not come in {_PATIENCE:.0f} s")
 
 
 class ThreadCommunicator(Communicator):
@@ -161,7 +163,7 @@ class ThreadCommunicator(Communicator):
 
     @contextmanager
     def _meet(self, offer: Any, collective: str, *facts: Any) -> Iterator[list[Any]]:
-        """Offer something, read what everyone offers, and go on only when everyone has read.
+        """Offer an object, read the objects of all ranks, and go on when all ranks have read.
 
         `facts` (see calls.encode) describe the call.
         """
@@ -172,7 +174,9 @@ class ThreadCommunicator(Communicator):
         self._wait(group.enter)
         try:
             yield list(group.offers)
-        except BaseException as error:  # the others wait below: wake them now, not when this rank ends
+        except (
+            BaseException
+        ) as error:  # wake the other ranks, which wait below, now and not when this rank ends
             group.world.fail(group.members[rank], error)
             raise
         self._wait(group.leave)
@@ -215,7 +219,7 @@ class ThreadCommunicator(Communicator):
             try:
                 table = counts.compared([theirs for _, theirs in offers], self._group.rounds[self.rank], tag)
             except CollectiveMismatch as error:
-                differ = error  # all ranks have it: nobody needs to be woken
+                differ = error  # all ranks find it, so no rank needs waking
             else:
                 for part, by, (theirs, _) in zip(counts.slices(received), table, offers, strict=True):
                     output[part] = theirs[counts.slices(by)[self.rank]]
@@ -236,7 +240,7 @@ class ThreadCommunicator(Communicator):
         expected = pack_message(buffer, tag)
         if report == expected:
             buffer[...] = message
-        del message  # a sender that goes on may let go of it
+        del message  # the sender may free it from here on
         if direct:
             self._box(peer, self.rank, "taken").put(None)
         if report != expected:
@@ -248,17 +252,16 @@ class ThreadCommunicator(Communicator):
         self._recv(output, source, "", False)
 
     def _take(self, source: int, destination: int, content: str) -> Any:
-        """What comes next in a box. Raises PeerFailed."""
-        waiting = self._box(
-            source, destination, content
-        )  # before the check: either wake() finds the box or we see the failure
+        """The next message in a box. Raises PeerFailed."""
+        # Before the check: either wake() finds the box, or this thread sees the failure.
+        waiting = self._box(source, destination, content)
         if self._group.world.failure is not None or self.rank in self._group.abandoned:
             raise self._group.reason(self.rank)
         try:
             taken = waiting.get(timeout=_PATIENCE)
         except queue.Empty:
             peer = self._group.members[destination if content == "taken" else source]
-            raise PeerFailed(f"a message of rank {peer}: no sign of it in {_PATIENCE:.0f} s") from None
+            raise PeerFailed(f"a message from rank {peer} did not come in {_PATIENCE:.0f} s") from None
         if taken is _FAILED:
             raise self._group.reason(self.rank)
         return taken

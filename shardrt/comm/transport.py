@@ -1,7 +1,7 @@
-"""What moves arrays of a device between ranks: the lowest seam, below what a communicator makes of it.
+"""Transport: moves device arrays between ranks, below a communicator of GPUs.
 
-NCCL's is in nccl.py; a simulated world has one that records. Every call works in the stream that runs it, and
-returns when it is issued. Arrays are contiguous and on the device, and have been checked.
+nccl.py has NCCL's transport; a simulated world has one that records. Every call is issued in the caller's
+stream and returns at once. Arrays are contiguous, on the device, and checked.
 """
 
 from abc import ABC, abstractmethod
@@ -12,45 +12,45 @@ Array = Any
 
 
 class Transport(ABC):
-    """Between the ranks of one communicator; all of them make the same calls in the same order."""
+    """The transport of one communicator. All its ranks make the same calls in the same order."""
 
     @abstractmethod
     def gather(self, buffer: Array) -> None:
-        """In place: equal slices, of which rank r has number r."""
+        """In place: gather equal slices; on entry rank r has slice r."""
 
     @abstractmethod
     def reduce_scatter(self, output: Array, buffer: Array, op: str, kind: str) -> None:
-        """Slice `rank` of all ranks' `buffer`, combined, into `output`. kind: of what type the numbers are.
+        """Combine slice `rank` of all ranks' `buffer` into `output`, which may be that slice itself.
 
-        `output` may be that slice.
+        kind: the type of the numbers.
         """
 
     @abstractmethod
     def all_reduce(self, buffer: Array, op: str) -> None:
-        """In place: all ranks' numbers, combined."""
+        """In place: combine the buffers of all ranks."""
 
     @abstractmethod
     def broadcast(self, buffer: Array, root: int) -> None:
-        """In place: those of rank `root`."""
+        """In place: copy the buffer of rank `root`."""
 
     @abstractmethod
     def swap(self, output: Array, buffer: Array, received: Sequence[slice], sent: Sequence[slice]) -> None:
-        """Part sent[r] of `buffer` goes to rank r, received[r] of `output` comes from it; some are empty."""
+        """Send part sent[r] of `buffer` to rank r, receive received[r] of `output`. Parts may be empty."""
 
     @abstractmethod
     def send(self, buffer: Array, peer: int) -> None:
-        """To rank `peer`, which receives it."""
+        """Send to rank `peer`, which calls recv."""
 
     @abstractmethod
     def recv(self, buffer: Array, peer: int) -> None:
-        """From rank `peer`, which sends it."""
+        """Receive from rank `peer`, which calls send."""
 
     @abstractmethod
     def exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
-        """`send` and `recv` as one, of which neither waits for the other."""
+        """`send` and `recv` at the same time; neither waits for the other."""
 
-    def abort(self) -> None:  # noqa: B027 (what waits for nothing)
-        """End what waits for other ranks. Not collective; the last call."""
+    def abort(self) -> None:  # noqa: B027 (some never wait)
+        """End all waits for other ranks. Not collective; the last call."""
 
     def close(self) -> None:  # noqa: B027
-        """Give back what it holds. Collective; the last call."""
+        """Free its resources. Collective; the last call."""

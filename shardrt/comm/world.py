@@ -1,7 +1,7 @@
-"""The world of this rank: its thread's in a run of threads, else its launcher's, else a world of one.
+"""World: all ranks of the run. In a run of threads each thread has its world, else the process has one.
 
-A launcher such as mpirun enters by `launcher` (mpi_world.py). MPI is imported only when a launcher started
-this process or the user asks for MPI by name, so a plain `python script.py` needs none.
+A launcher such as mpirun sets `launcher` (mpi_world.py); without one the world has one rank. MPI is imported
+only if a launcher started this process or the user names MPI. A plain `python script.py` needs no MPI.
 """
 
 import threading
@@ -13,14 +13,17 @@ from typing import Any, NamedTuple
 
 from shardrt.device import Device
 
+__all__ = ["World", "alone", "current", "first", "launcher"]
 
-@dataclass(frozen=True, eq=False)  # one object per run: what is cached for it need not compare its root
+
+@dataclass(frozen=True, eq=False)  # one object per run, compared by identity in caches
 class World:
-    """All ranks of this run. `root` is what communicators are made from: MPI's, or one over all ranks.
+    """All ranks of this run.
 
-    `device` and `transport` are those of a simulated world: what its ranks compute on, whatever device is
-    named, and what takes the place of NCCL between them, made of (host communicator, device); None where the
-    host's communicators carry its arrays. shape: of meshes for which nobody says one; None: one axis.
+    root: the source of all communicators: MPI's communicator, or one of ours over all ranks.
+    device: where simulated ranks compute, whatever device the program names; None in a real world.
+    transport: makes the replacement for NCCL from (host communicator, device) in a simulated world.
+    shape: shape of meshes by default; None: one axis.
     """
 
     kind: str  # "single", "thread", "mpi" or "simulated"
@@ -35,11 +38,11 @@ class World:
 
 
 class Launcher(NamedTuple):
-    """What starts the ranks of a run as processes. By default nothing does: this process is the only rank."""
+    """How the ranks of a run start as processes. By default this process is the only rank."""
 
-    # The world of the processes that were started together; None for an only rank. May be collective.
+    # Gives the world of the processes that started together; None for one rank. May be collective.
     world: Callable[[], World | None] = lambda: None
-    # A block that ends the job if the ranks do not all come to it within so many seconds; 0: no limit.
+    # Gives a with block that ends the job if not all ranks enter it within so many seconds; 0: no limit.
     meeting: Callable[[float], AbstractContextManager[None]] = lambda seconds: nullcontext()
 
 
@@ -53,12 +56,12 @@ def current() -> World:
 
 
 def alone() -> bool:
-    """Whether no other rank runs: for what belongs to no mesh, whose ranks nobody can ask."""
+    """Whether this is the only rank. For code without a mesh."""
     return current().size == 1
 
 
 def first() -> bool:
-    """Whether this rank is the first of all that run, which speaks for what belongs to no mesh."""
+    """Whether this is rank 0 of the world. For code without a mesh, of which one rank reports."""
     return current().rank == 0
 
 

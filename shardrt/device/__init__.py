@@ -1,4 +1,4 @@
-"""Devices by name, and the current one. All of them are registered (shardrt/_backends.py)."""
+"""Devices by name, and the current device of each thread. shardrt/_backends.py registers all devices."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -30,26 +30,26 @@ __all__ = [
 class _State(threading.local):
     """This thread's device."""
 
-    device: Device | None = None  # of the class: to ask for what is not there takes five times as long
+    device: Device | None = None  # on the class: looking up a missing attribute takes five times as long
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of devices beside the CPU, called "kind:N". Its functions are called when one is asked for."""
+    """A kind of devices other than the CPU, with names "kind:N". `get` calls its functions."""
 
-    make: Callable[[int, Device], Device]  # of N and the CPU; raises RuntimeError where it can't be used
-    count: Callable[[], int]  # how many this process sees
+    make: Callable[[int, Device], Device]  # makes it from N and the CPU; RuntimeError if it can't be used
+    count: Callable[[], int]  # number of devices that this process sees
 
 
 _state = _State()
-make_cpu: Callable[[], Device] | None = None  # of the one device whose arrays are NumPy's, once registered
+make_cpu: Callable[[], Device] | None = None  # set by shardrt/_backends.py
 KINDS: dict[str, Kind] = {}
 
 
 def get(name: str) -> Device:
     """The device called `name`: "cpu", "cuda" or "cuda:1" (the second GPU). One object for each in a process.
 
-    Raises ValueError for a name that is not known, RuntimeError for a GPU that can't be used.
+    Raises ValueError for an unknown name, RuntimeError for a GPU that can't be used.
     """
     return _get(f"{name}:0" if name in KINDS else name)
 
@@ -61,19 +61,19 @@ def _get(name: str) -> Device:
         return make_cpu()
     if kind in KINDS and index.isdigit():
         made = KINDS[kind].make(int(index), _get("cpu"))
-        current().enter()  # which making another one has left
+        current().enter()  # making a GPU has switched this thread to it
         return made
     known = ["'cpu'", *(f"{kind!r}, '{kind}:N'" for kind in KINDS)]
     raise ValueError(f"device: unknown device {name!r}; known: {', '.join(known)}")
 
 
 def current() -> Device:
-    """The device on which this thread makes new arrays ("cpu" unless told otherwise)."""
+    """The device on which this thread makes new arrays; "cpu" by default."""
     return _state.device or _get("cpu")
 
 
 def of(array: Array) -> Device:
-    """Where an array lies: the CPU if it is NumPy's, else this thread's current device."""
+    """The device of an array: the CPU for a NumPy array, else this thread's current device."""
     if type(array) is np.ndarray:  # the usual case: the rest takes four times as long
         return _get("cpu")
     simulated = getattr(type(array), "shardrt_device", None)
@@ -83,7 +83,7 @@ def of(array: Array) -> Device:
 
 
 def on_host(array: Array) -> bool:
-    """Whether an array lies in memory of the host; in any thread, whatever its current device is."""
+    """Whether an array is in host memory. The current device of the thread does not matter."""
     if type(array) is np.ndarray:
         return True
     simulated = getattr(type(array), "shardrt_device", None)

@@ -1,6 +1,6 @@
-"""Addresses that nothing lies at: reserved, never mapped. A touch ends the process, so that none goes unseen.
+"""Reserved addresses without memory, for arrays without elements. An access ends the process.
 
-Also which bytes an array has, as ranges of addresses.
+Also gives the bytes of an array as ranges of addresses.
 """
 
 import mmap
@@ -15,16 +15,16 @@ import numpy as np
 from shardrt.device.program import Range
 
 Array = Any
-ALIGNMENT = 512  # bytes, as CuPy's pool
-ROWS = 1024  # ranges that a view which is not contiguous has at most; more are joined, with what is between
+ALIGNMENT = 512  # bytes; the same as CuPy's pool
+ROWS = 1024  # most ranges of a view; more are joined, with the bytes between them
 _CHUNK = 1 << 36
 _PROT_NONE, _MAP_NORESERVE = 0, 0x4000  # of Linux; Python has no names for them
 
 
 class Addresses:
-    """Reserved in chunks. What a pool is given back it lends again first, if asked for as many bytes.
+    """A source of addresses, reserved in chunks. Freed addresses are reused first, for the same size.
 
-    Each `owner` has a pool of its own. None has none: nobody is lent these addresses again.
+    Each `owner` has its own pool. Addresses of owner None are never reused.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Addresses:
         self._free: dict[tuple[str, int], list[int]] = {}
 
     def take(self, nbytes: int, owner: str | None = None) -> int:
-        """The address of that many bytes, aligned."""
+        """The aligned address of `nbytes` bytes."""
         size = _aligned(nbytes)
         if owner is not None and self._free.get((owner, size)):
             return self._free[owner, size].pop()
@@ -43,7 +43,7 @@ class Addresses:
         return start
 
     def give_back(self, start: int, nbytes: int, owner: str | None = None) -> None:
-        """They may be lent again at once, by the same pool."""
+        """Return addresses to their pool, which may lend them again at once."""
         if owner is not None:
             self._free.setdefault((owner, _aligned(nbytes)), []).append(start)
 
@@ -63,18 +63,18 @@ class Addresses:
 
 
 class Block:
-    """Bytes lent to one array and its views; `release(block)` is called when the last of them dies."""
+    """Addresses of one array and its views. Calls `release(block)` when the last of them dies."""
 
     __slots__ = ("start", "nbytes", "release", "owner", "item", "__array_interface__", "__weakref__")
 
     def __init__(self, start: int, nbytes: int, release: Any, owner: str | None = None) -> None:
         self.start, self.nbytes, self.release, self.owner = start, nbytes, release, owner
-        self.item = -1  # place of its Take among the items of a program
+        self.item = -1  # index of its Take in the items of a program
         interface = {"data": (start, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
         self.__array_interface__ = interface
 
     def array(self, kind: type[np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """An array of this kind at its beginning."""
+        """An array of class `kind` at its start."""
         return np.ndarray.__new__(kind, shape, dtype, np.asarray(self))
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -83,17 +83,17 @@ class Block:
 
 
 def block_of(array: Array) -> Block | None:
-    """What an array of reserved addresses, or a view of one, is lent; None for others."""
+    """The block of an array of reserved addresses, or of a view; None for other arrays."""
     while isinstance(array, np.ndarray):
         array = array.base
     return array if isinstance(array, Block) else None
 
 
 def ranges_of(array: Array) -> tuple[Range, ...]:
-    """The bytes of the array's elements, ascending and apart.
+    """The bytes of the array's elements as ascending, disjoint ranges.
 
-    Exact up to ROWS pieces that are not neighbours: rows that are padded, columns of a matrix, heads. Of more
-    the innermost are joined, with the bytes between them.
+    Exact up to ROWS separate pieces, such as padded rows, columns of a matrix, or heads. For more pieces it
+    joins the innermost, with the bytes between them.
     """
     if array.size == 0:
         return ()
@@ -118,7 +118,7 @@ def _ranges(start: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsi
 
 
 def joined(pieces: Any) -> tuple[Range, ...]:
-    """(start, stop) pairs in ascending order, those that touch as one."""
+    """Ascending ranges of these (start, stop) pairs. Ranges that touch are joined."""
     result: list[Range] = []
     first = end = -1
     for start, stop in sorted(pieces):

@@ -1,9 +1,9 @@
 """Arena: a fixed number of equal slots of memory, each with a ready-event and a free-event.
 
-Every buffer that crosses streams comes from an arena, allocated once. A slot changes hands in stream order,
-not in host order: `release` may be called while the work that reads the slot is still queued, because the
-next owner's stream waits for the slot's free-event first. So the number of slots bounds the memory in
-flight; `grow` adds one where a program needs more at once than was planned.
+Every buffer that crosses streams comes from an arena, which allocates it once. Slots change owners in stream
+order, not in host order: a caller may release a slot while work that reads it is still queued, because the
+next owner's stream waits for the slot's free-event first. So the number of slots bounds the memory in use.
+`grow` adds a slot if a program needs more at once than planned.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from typing import Any
 from shardrt.device.protocol import Device, Event
 
 Array = Any
-# Gets (name, arena, slots in use) while a recording is active: timeline.py sets it.
+# Called with (name, arena, slots in use) while a recording is active; timeline.py sets it.
 on_change: Callable[[str, object, int], None] | None = None
 
 
 class Slot:
-    """One buffer. `ready` is recorded by who filled it, `free` by who has finished with it.
+    """One buffer. The stream that fills it records `ready`; the stream that uses it last records `free`.
 
-    arena: that lends it; None for one that is its owner's alone. views: of it, kept by who uses it again.
+    arena: the arena that lends the slot; None if one owner keeps it. views: cached views of `array`.
     """
 
     __slots__ = ("array", "ready", "free", "arena", "views")
@@ -32,7 +32,7 @@ class Slot:
         self.views: dict[Any, tuple[Array, ...]] = {}
 
     def give_back(self) -> None:
-        """To the arena, as Arena.release says."""
+        """Release this slot to its arena, if it has one (see Arena.release)."""
         if self.arena is not None:
             self.arena.release(self)
 
@@ -40,8 +40,8 @@ class Slot:
 class Arena:
     """`count` slots, each made by `allocate()`: a 1-D array.
 
-    poison: whoever releases a slot fills it with NaN (fsdp's Gathers), so that a read without the right wait
-    shows. Only for slots that hold nothing of value once they are released. name: for traces.
+    poison: the code that releases a slot (fsdp's Gathers) fills it with NaN first, so that a read without the
+    right wait shows. The contents of a released slot must be worthless. name: for traces.
     """
 
     def __init__(
@@ -64,38 +64,38 @@ class Arena:
 
     @property
     def in_use(self) -> int:
-        """Slots lent out now."""
+        """Number of slots that are lent now."""
         return len(self.slots) - len(self._available)
 
     def grow(self) -> None:
-        """Add a slot: for a model that really uses more units at once than was planned."""
+        """Add a slot, for a model that uses more units at once than planned."""
         slot = Slot(self._allocate(), self._device.new_event(), self._device.new_event(), self)
         self._device.set_tag(slot.array, self.name, "")
         self.slots.append(slot)
         self._available.append(slot)
 
     def acquire(self) -> Slot | None:
-        """A slot whose contents are undefined, or None if all are lent out.
+        """A slot with undefined contents, or None if all are lent.
 
-        Whoever fills it makes its stream wait for `slot.free` first.
+        The caller makes the stream that fills the slot wait for `slot.free` first.
         """
         if not self._available:
             return None
-        slot = self._available.pop(0)  # the one released longest ago: its free-event is the likeliest reached
+        slot = self._available.pop(0)  # the first released: its free-event is most likely reached
         self.peak_in_use = max(self.peak_in_use, self.in_use)
-        self._tell()
+        self._report()
         return slot
 
     def release(self, slot: Slot) -> None:
-        """Take a slot back. `slot.free` must have been recorded in the stream that used it last."""
+        """Take a slot back. The stream that used it last must have recorded `slot.free`."""
         self._available.append(slot)
-        self._tell()
+        self._report()
 
     def drop(self) -> None:
-        """Let go of the memory now, not when the garbage collector finds the circle of arena and slots."""
+        """Free the memory now. The cycle of arena and slots would keep it until garbage collection."""
         self.slots.clear()
         self._available.clear()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self.name and on_change is not None:
             on_change(self.name, self, self.in_use)

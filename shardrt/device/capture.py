@@ -1,11 +1,11 @@
 """A piece of work captured in a CUDA graph, to be launched again as a whole (docs/gpu.md).
 
-While work is captured nothing runs. All streams of the thread take part: they are forked from the compute
-stream at the beginning and joined to it at the end, so that work in any of them is in the graph. Only points
-inside the graph can be waited for in it; what was recorded before has been reached, because the streams were
-waited for first, and a replay begins after what is then in any of them.
+While a graph is captured nothing runs. All streams of the thread take part: they fork from the compute stream
+at the beginning and join it at the end, so that work in each of them is in the graph. Inside the graph a
+stream can wait only for points of the graph. Earlier points are reached, because the host waits for all
+streams first. A replay begins after all work that is then in the thread's streams.
 
-Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU in software.
+Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU emulator.
 """
 
 import atexit
@@ -30,32 +30,32 @@ def _release_all() -> None:
 class Graph:
     """Captured work. Made by CUDADevice.capture.
 
-    result: what the function gave. Its arrays are written anew by each replay, and hold nothing before one.
+    result: the function's result. Each replay writes its arrays; before a replay they are undefined.
     """
 
     def __init__(
         self, cupy: ModuleType, compute: Any, sides: Iterable[Any], new_event: Callable[[], Any]
     ) -> None:
-        """compute, sides: the CUDAStreams of this thread, also those that are made later."""
+        """compute, sides: the CUDAStreams of this thread, also later ones."""
         self.result: Any = None
         self._cupy = cupy
         self._compute = compute
         self._sides = sides
         self._new_event = new_event
-        self._ended = new_event()  # of the latest replay
-        # Its own, so that what the graph writes again and again is lent to nobody else.
+        self._ended = new_event()  # end of the latest replay
+        # A pool of its own: no other array may use memory that replays write.
         self._pool = cupy.cuda.MemoryPool()
-        self._function: Callable[[], Any] | None = None  # refers to what the graph reads
+        self._function: Callable[[], Any] | None = None  # keeps the objects that the graph reads
         self._launchable: Any = None
         self._before: list[Callable[[], None]] = []
         self._after: list[Callable[[], None]] = []
-        self.kept: dict[str, Any] = {}  # what ops leave for later ones of the same graph
+        self.kept: dict[str, Any] = {}  # objects that ops leave for later ops of the same graph
         _graphs.add(self)
 
     def replay(self) -> None:
-        """Run it after all that is in this thread's streams, and before what comes to them from now on."""
+        """Run the graph after all present work, and before all later work, of this thread's streams."""
         if self._cupy.cuda.get_current_stream().ptr != self._compute.handle.ptr:
-            raise RuntimeError("replay: the current stream must be the compute stream of who captured it")
+            raise RuntimeError("replay: the current stream must be the compute stream of the capture")
         if self._compute.graph is not None:
             raise RuntimeError(f"replay: {WHY}")
         if self._launchable is None:
@@ -69,19 +69,19 @@ class Graph:
             side.wait(self._ended)  # the work of side streams in the graph comes before their next
 
     def release(self) -> None:
-        """Destroy the CUDA graph, which can't be replayed any more.
+        """Destroy the CUDA graph. It can't be replayed any more.
 
-        NCCL destroys no communicator before the graphs that have its calls: ncclCommDestroy waits for them.
+        NCCL waits in ncclCommDestroy until all graphs with calls of the communicator are destroyed.
         """
         self._launchable = None
 
-    __del__ = release  # before what the function refers to, communicators among it
+    __del__ = release  # before objects of the function die, such as communicators
 
     def capture(self, function: Callable[[], Any]) -> None:
-        """Call `function` once, and keep what it launches."""
+        """Call `function` once and capture the work that it launches."""
         streams = [self._compute, *self._sides]
         for stream in streams:
-            stream.synchronize()  # events of before are reached, and need no wait in the graph
+            stream.synchronize()  # so earlier events need no wait in the graph
         self._function = function
         self._compute.handle.begin_capture()
         for stream in streams:
@@ -106,31 +106,31 @@ class Graph:
             self._finish(whole)
 
     def before_replay(self, function: Callable[[], None]) -> None:
-        """Call `function()` before each replay, after those given earlier. Its copies go before the graph."""
+        """Call `function()` before each replay, after earlier ones. Its copies precede the graph."""
         self._before.append(function)
 
     def after_capture(self, function: Callable[[], None]) -> None:
-        """Call `function()` when this is captured: to undo what the host has counted as if it had run."""
+        """Call `function()` after the capture, to undo what the host has counted as if the work had run."""
         self._after.append(function)
 
     def ended(self, by_host: bool = False) -> Any:
-        """An event at the end of the latest replay, never recorded if there was none.
+        """An event at the end of the latest replay; never recorded before the first replay.
 
-        by_host: it is waited for by the host, which raises RuntimeError during capture.
+        by_host: the host is about to wait for it. Then raises RuntimeError during the capture.
         """
         if by_host and self._compute.graph is self:
             raise RuntimeError(f"an event can't be waited for by the host: {WHY}")
         return self._ended
 
     def _gather_sides(self) -> None:
-        """The compute stream waits for what is in the others."""
+        """Make the compute stream wait for the present work of the other streams."""
         for side in list(self._sides):
             reached = self._new_event()
             side.record(reached)
             self._compute.wait(reached)
 
     def _finish(self, whole: bool) -> None:
-        """Leave the mode of capturing; it must be left also where that is an error."""
+        """End the capture, also after an error."""
         try:
             self._launchable = self._compute.handle.end_capture()
         except Exception as error:

@@ -1,8 +1,8 @@
 """The CPU as a device: NumPy arrays, streams that are threads, events that are locks.
 
-The stream of the ops is the calling thread itself, so a debugger steps through a training step. Every
-other stream is a daemon thread with a queue; NumPy, BLAS, the Numba kernels and MPI release the
-interpreter lock, so streams really run at the same time.
+Ops run in the calling thread itself, so a debugger can step through a training step. Every other stream is a
+daemon thread with a queue. NumPy, BLAS, the Numba kernels and MPI release the interpreter lock, so streams
+run at the same time.
 """
 
 import importlib
@@ -19,6 +19,8 @@ from shardrt import dtypes
 from shardrt.device import threads, timeline
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
 from shardrt.kernels import onednn
+
+__all__ = ["CPUDevice", "ThreadStream", "finish_streams", "memory", "set_threads"]
 
 _open: "weakref.WeakSet[ThreadStream]" = weakref.WeakSet()
 
@@ -49,7 +51,7 @@ class _Mark:
 
 
 class CPUEvent(Event):
-    """Holds the mark of its latest record; recording again makes a new mark, so old waits stay valid."""
+    """Refers to the mark of its latest record. Each record makes a new mark, so earlier waits stay valid."""
 
     __slots__ = ("mark",)
 
@@ -69,9 +71,9 @@ class CPUEvent(Event):
 
 
 class InlineStream(Stream):
-    """The calling thread: work runs at once, so a record is reached when it is made.
+    """The calling thread: work runs at once, so a recorded point is reached at once.
 
-    It needs a mark only for the arrows of a trace.
+    Only traces need marks of these points.
     """
 
     def __init__(self, name: str) -> None:
@@ -122,7 +124,7 @@ class ThreadStream(Stream):
         if not isinstance(event, CPUEvent):
             self._queue.put((event.synchronize, (), ""))
         elif event.mark is not None:
-            self._queue.put((event.mark.wait, (self.name,), ""))  # this mark: it may be recorded again
+            self._queue.put((event.mark.wait, (self.name,), ""))  # this mark: the event may be recorded again
 
     def synchronize(self) -> None:
         event = CPUEvent()
@@ -130,7 +132,7 @@ class ThreadStream(Stream):
         event.mark.wait()
 
     def close(self) -> None:
-        _open.discard(self)  # nobody waits for it at the end of the program
+        _open.discard(self)  # finish_streams skips it
         self._queue.put(None)
 
     def __del__(self) -> None:
@@ -148,7 +150,7 @@ def _work(work: queue.SimpleQueue, name: str) -> None:
         elif error is None:
             try:
                 _run(name, label, function, args)
-            except BaseException as raised:  # kept for whoever waits; the stream runs nothing more
+            except BaseException as raised:  # waits raise it; the stream runs nothing more
                 error = raised
         del item, function, args
 
@@ -167,12 +169,12 @@ def finish_streams() -> None:
     for stream in list(_open):
         try:
             stream.synchronize()
-        except StreamError:  # nobody waited for that work
+        except StreamError:  # no wait of the program needed that work
             pass
 
 
 class HostMemory:
-    """Memory for arrays of the host, straight from NumPy. `memory` names the class that the CPU uses."""
+    """Memory for host arrays, directly from NumPy. `memory` is the class that the CPU uses."""
 
     peak_bytes = 0  # most bytes that arrays from `empty` have held at once
 
@@ -181,7 +183,7 @@ class HostMemory:
         return np.empty(shape, dtype)
 
     def buffer(self, count: int, dtype: Any) -> np.ndarray:
-        """A 1-D array of zeros that lives long, as Device.buffer."""
+        """A 1-D array of zeros for a long time, as Device.buffer."""
         return np.zeros(count, dtype)
 
     def lend(self, array: np.ndarray) -> None:
@@ -191,7 +193,7 @@ class HostMemory:
         """As Device.take_pages."""
 
     def reset_peak(self) -> None:
-        """Begin a new `peak_bytes`, from what is held now."""
+        """Reset `peak_bytes` to the bytes that are held now."""
 
     @staticmethod
     def pooled(nbytes: int) -> int:
@@ -199,13 +201,13 @@ class HostMemory:
         return 0
 
 
-memory: type[HostMemory] = HostMemory  # shardrt/_backends.py names a pool of mapped pages (memory.py)
+memory: type[HostMemory] = HostMemory  # shardrt/_backends.py sets a pool (memory.py)
 
 
 def set_threads(count: int) -> None:
-    """Let this process compute on the CPU with `count` threads from now on, in BLAS and in the kernels.
+    """Let BLAS and the kernels of this process use `count` threads from now on.
 
-    Products by another number of threads may differ in their last bits. Raises ValueError for less than one.
+    Matmuls with another number of threads may differ in their last bits. Raises ValueError for less than one.
     """
     from threadpoolctl import threadpool_limits
 

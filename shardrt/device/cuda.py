@@ -1,10 +1,10 @@
-"""An NVIDIA GPU as a device, by CuPy: pooled arrays for ops, raw memory for what crosses streams.
+"""An NVIDIA GPU as a device, by CuPy: pooled arrays for ops, raw memory for arrays that cross streams.
 
-CuPy's pool gives a block back to the stream that allocated it when the last reference to it goes, without
-asking whether another stream still uses it. So only the compute stream allocates from it; shards, arenas and
-whatever else other streams touch are raw allocations that live as long as they are referred to.
+When the last reference to a block dies, CuPy's pool lends it again to the stream that allocated it. The pool
+does not know whether another stream still uses the block. So only the compute stream allocates from the pool.
+Shards, arenas and other arrays that several streams use are raw allocations, which live while referenced.
 
-Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU in software.
+Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU emulator.
 """
 
 import ctypes
@@ -30,35 +30,37 @@ from shardrt.device.capture import WHY, Graph
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
 from shardrt.device.upload import Uploads
 
+__all__ = ["CUDADevice", "count"]
+
 _ROW_ALIGNMENT = 64  # elements: rows of 16 bits then begin at lines of 128 bytes
 _POOL_ALIGNMENT = 512  # bytes: what CuPy's pool rounds to
 _MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
 _COMPUTE_CAPABILITY = 75, 76  # cudaDevAttrComputeCapabilityMajor, ...Minor
 _PAGEABLE_ACCESS = 88  # cudaDevAttrPageableMemoryAccess
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # of this machine, of all containers on it
-_HIGH_PRIORITY = -5  # as high as CUDA has: communication and copies get the next free processor
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # identifies this machine, the same in all its containers
+_HIGH_PRIORITY = -5  # CUDA's highest: communication and copies get the next free processor
 
 
 def count() -> int:
-    """How many GPUs this process sees; 0 where there is no CuPy, or no driver."""
+    """Number of GPUs that this process sees; 0 without CuPy or a driver."""
     try:
         ctypes.CDLL("libcuda.so.1")  # the driver: asked for first, because CuPy takes a third of a second
         import cupy
 
         return cupy.cuda.runtime.getDeviceCount()
-    except Exception:  # CuPy raises errors of its own where the driver is missing
+    except Exception:  # CuPy raises its own errors if the driver is missing
         return 0
 
 
 class CUDAEvent(Event):
-    """A point in a stream; the same CUDA event again and again."""
+    """A point in a stream. Each record uses the same CUDA event."""
 
     __slots__ = ("handle", "_recorded", "_graph")
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
         self._recorded = False
-        self._graph: Graph | None = None  # in which it was last recorded
+        self._graph: Graph | None = None  # the graph of the latest record
 
     def record_in(self, stream: "CUDAStream") -> None:
         """Record in a stream."""
@@ -66,14 +68,14 @@ class CUDAEvent(Event):
         self._recorded, self._graph = True, stream.graph
 
     def wait_in(self, stream: "CUDAStream") -> None:
-        """Make a stream wait. A point of a graph that has been captured is reached when its replay ends."""
+        """Make a stream wait. A point of a captured graph is reached when the graph's replay ends."""
         if not self._recorded:
             return
         if self._graph is stream.graph:
             stream.handle.wait_event(self.handle)
         elif stream.graph is None:
             self._graph.ended().wait_in(stream)
-        # Else a graph is captured, and what is from before has been reached.
+        # Else a graph is being captured, and the point, from before the capture, is reached.
 
     def done(self) -> bool:
         if self._graph is not None:
@@ -90,12 +92,12 @@ class CUDAEvent(Event):
 
 
 class CUDAStream(Stream):
-    """A CUDA stream. What is submitted is called at once with the stream current: it only launches work."""
+    """A CUDA stream. Submitted functions are called at once with this stream current; they launch work."""
 
     def __init__(self, name: str, handle: Any) -> None:
         self.name = name
         self.handle = handle
-        self.graph: Graph | None = None  # that is being captured
+        self.graph: Graph | None = None  # the graph that captures this stream now
 
     def submit(self, function: Callable, *args: Any, label: str = "") -> None:
         with self.handle:
@@ -108,7 +110,7 @@ class CUDAStream(Stream):
         if isinstance(event, CUDAEvent):
             event.wait_in(self)
         else:
-            event.synchronize()  # of the host: nothing may be launched before its point is reached
+            event.synchronize()  # an event of the host: launch nothing before its point is reached
 
     def synchronize(self) -> None:
         if self.graph is not None:
@@ -120,7 +122,7 @@ class CUDAStream(Stream):
 
 
 class CUDADevice(Device):
-    """One GPU. Raises RuntimeError that says what is missing where it can't be used."""
+    """One GPU. Raises RuntimeError, which names what is missing, if it can't be used."""
 
     name = "cuda"
     pools_results = True
@@ -132,14 +134,14 @@ class CUDADevice(Device):
         self._here = threading.local()
         self._kernels: ModuleType | None = None
         self._usage: _Usage | None = None
-        self._ended: list[int] = []  # compute streams, by handle, of threads that are no more
+        self._ended: list[int] = []  # handles of the compute streams of ended threads
         self.enter()
 
     def enter(self) -> None:
         self._cupy.cuda.runtime.setDevice(self.index)
         threads.has_gpu(self._cupy.cuda.runtime, self.index)
         if not hasattr(self._here, "stream"):
-            # Not the null stream, which can't be captured and waits for others unasked.
+            # Not the null stream, which can't be captured and waits implicitly for other streams.
             handle = self._cupy.cuda.Stream(non_blocking=True)
             # As by a `with` that never ends, because `use` is forgotten: at the end of each `with stream` (in
             # `submit`, in CuPy's own get()) CuPy goes back to that of the `with` around it, or to null.
@@ -153,7 +155,7 @@ class CUDADevice(Device):
 
     @contextmanager
     def _chosen(self) -> Iterator[None]:
-        """Inside, this GPU is the thread's, whichever it was before."""
+        """Inside a with block, this GPU is the current GPU of the thread."""
         runtime = self._cupy.cuda.runtime
         before = runtime.getDevice()
         if before != self.index:
@@ -165,9 +167,9 @@ class CUDADevice(Device):
                 runtime.setDevice(before)
 
     def _free_what_others_left(self) -> None:
-        """What CuPy's pool keeps for the streams of threads that have ended: it gives it to no other stream.
+        """Free blocks that CuPy's pool keeps for streams of ended threads: no other stream would get them.
 
-        Done by the next thread, since an array's or thread's end may come in the middle of a capture.
+        The next thread calls this, since an array or thread may end in the middle of a capture.
         """
         pool, handles = self._cupy.get_default_memory_pool(), []
         with suppress(IndexError):  # other threads take from it, too
@@ -239,7 +241,7 @@ class CUDADevice(Device):
         return self._cupy.ndarray((count,), dtype, memory)
 
     def _raw(self, nbytes: int) -> Any:
-        """Memory of the driver, not of CuPy's pool. Raises MemoryError where the GPU is full."""
+        """Memory from the driver, not from CuPy's pool. Raises MemoryError if the GPU is full."""
         memory = self._memory(nbytes)
         if memory is None and self.capturing is None:
             self.empty_cache()
@@ -252,7 +254,7 @@ class CUDADevice(Device):
         return self._cupy.cuda.MemoryPointer(memory, 0)
 
     def _memory(self, nbytes: int) -> Any | None:
-        """None where the GPU is full."""
+        """Memory from the driver; None if the GPU is full."""
         try:
             return self._cupy.cuda.Memory(max(nbytes, 1))
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
@@ -261,14 +263,14 @@ class CUDADevice(Device):
             return None
 
     def empty_cache(self) -> None:
-        """Give the driver back what no array has any more and CuPy's pool keeps for the next."""
+        """Give the unused blocks of CuPy's pool back to the driver."""
         gc.collect()
         self._cupy.get_default_memory_pool().free_all_blocks()
 
     def pinned(self, count: int, dtype: Any) -> np.ndarray:
         """Page-locked memory of exactly this size; CuPy's own pool rounds up to a power of two.
 
-        Raises MemoryError where the host is full, or lets this process lock no more.
+        Raises MemoryError if the host is full, or does not let this process lock more memory.
         """
         runtime, nbytes = self._cupy.cuda.runtime, count * np.dtype(dtype).itemsize
         try:
@@ -284,7 +286,7 @@ class CUDADevice(Device):
         return array
 
     def _free_pinned(self, address: int) -> None:
-        """Not when the process ends: streams of the host may still write it, and the system takes it back."""
+        """Free pinned memory, but not at the process's end: streams of the host may still write it."""
         if sys.is_finalizing():
             return
         threads.enter()
@@ -308,7 +310,7 @@ class CUDADevice(Device):
         if graph is None:
             return self.upload(make())
         values = make()
-        # Not of the graph's pool: what the graph does before it reads the numbers would write over them.
+        # Not from the graph's pool: earlier work of the graph could overwrite the numbers.
         memory = self._raw(values.nbytes)
         target = self._cupy.ndarray(values.shape, values.dtype, memory)
         graph.before_replay(lambda: self._uploads.send(target, make()))
@@ -321,9 +323,9 @@ class CUDADevice(Device):
         return self._here.uploads
 
     def copy(self, target: Array, source: Array) -> None:
-        """In CuPy's current stream. Both contiguous, of one dtype, on the host or here.
+        """Copy in CuPy's current stream. Both arrays are contiguous, of one dtype, on the host or this GPU.
 
-        Memory of the host that is not pinned has been read, or written, when this returns.
+        If host memory is not pinned, the copy is done when this returns.
         """
         if target.dtype != source.dtype or target.size != source.size:
             raise ValueError(
@@ -337,11 +339,11 @@ class CUDADevice(Device):
 
     @cached_property
     def _reads_pageable(self) -> bool:
-        """Whether copies of memory that is not pinned may go on when memcpyAsync returns (HMM, Grace)."""
+        """Whether copies of unpinned memory may still run after memcpyAsync returns (HMM, Grace)."""
         return bool(self._cupy.cuda.runtime.deviceGetAttribute(_PAGEABLE_ACCESS, self.index))
 
     def _pageable(self, array: Array) -> bool:
-        """Whether it is in memory of the host that is not pinned."""
+        """Whether the array is in unpinned host memory."""
         runtime = self._cupy.cuda.runtime
         on_host = isinstance(array, np.ndarray)
         return on_host and runtime.pointerGetMemoryType(_address(array)) == runtime.memoryTypeUnregistered
@@ -350,14 +352,14 @@ class CUDADevice(Device):
         self._cupy.add.at(target, index, values)  # np.add.at hands an index with several parts to NumPy
 
     def stream_here(self) -> int:
-        """The handle of the stream that runs this, for libraries that take one."""
+        """The handle of the caller's stream, for libraries that take one."""
         return self._cupy.cuda.get_current_stream().ptr
 
     @cached_property
     def identity(self) -> bytes:
-        """Machine and PCI bus, by which NCCL knows GPUs; the same in all processes that see this one.
+        """Machine and PCI bus, by which NCCL identifies GPUs; the same in all processes.
 
-        Not the UUID: CuPy ends it at the first byte that is zero.
+        Not the UUID: CuPy cuts it at the first zero byte.
         """
         machine = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
         return f"{machine} {self._cupy.cuda.runtime.deviceGetPCIBusId(self.index)}".encode()
@@ -365,20 +367,20 @@ class CUDADevice(Device):
     # Memory of other processes on this machine, for comm/ipc.py.
 
     def export_memory(self, array: Array) -> bytes:
-        """What another process opens to see the whole of `array`, which is one from `buffer`."""
+        """A handle with which another process opens the whole of `array`, which `buffer` made."""
         return self._cupy.cuda.runtime.ipcGetMemHandle(array.data.ptr)
 
     def open_memory(self, handle: bytes) -> int:
-        """The address here of what another process has exported. Not in the exporting process itself."""
+        """Map memory that another process has exported. Returns its address in this process."""
         return self._cupy.cuda.runtime.ipcOpenMemHandle(handle)
 
     def close_memory(self, address: int) -> None:
-        """Undo open_memory. Before the exporting process frees what it has exported."""
+        """Undo open_memory, before the exporting process frees the memory."""
         self._cupy.cuda.runtime.ipcCloseMemHandle(address)
 
     def memory_at(self, address: int, nbytes: int) -> Array:
-        """Bytes at an address that somebody else keeps valid. They may lie on a peer GPU."""
-        # Told to be of this GPU, whatever it is of: CuPy else asks for its own kind of peer access.
+        """Bytes at an address that the caller keeps valid. They may be on a peer GPU."""
+        # Declare this GPU, even for memory of another GPU: otherwise CuPy enables its own peer access.
         memory = self._cupy.cuda.UnownedMemory(address, nbytes, None, self.index)
         return self._cupy.ndarray((nbytes,), np.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
 
@@ -406,11 +408,11 @@ class CUDADevice(Device):
     def capture(self, function: Callable[[], Any]) -> Graph:
         """The work that `function()` launches, as a CUDA graph that can be replayed. Nothing runs now.
 
-        Call the function once before, so that its kernels are compiled and its streams made. What it takes
-        from the host is as it is now in every replay: addresses, which branch is taken, numbers but for those
-        of optimizers and dropout; what it does on the host happens once, now. See docs/gpu.md.
+        Call the function once before, so that its kernels are compiled and its streams exist. Each replay
+        repeats addresses, branches and numbers of the host as they are now, except numbers of optimizers and
+        dropout. Work on the host happens once, now. See docs/gpu.md.
 
-        Raises RuntimeError where it reads what is on the GPU, or waits for it.
+        Raises RuntimeError if the function reads from the GPU, or waits for it.
         """
         compute = self.current_stream
         if compute.graph is not None:
@@ -440,7 +442,7 @@ class CUDADevice(Device):
 
 
 class _Usage:
-    """The most that CuPy's pool has lent at once since `reset`, to threads that have asked before."""
+    """Most bytes that CuPy's pool has lent at once since `reset`, to threads that called `watch`."""
 
     def __init__(self, cupy: ModuleType) -> None:
         self._pool = cupy.get_default_memory_pool()
@@ -459,7 +461,7 @@ class _Usage:
         self._hook = Watch
 
     def watch(self) -> None:
-        """Count what this thread takes from now on: a hook of CuPy belongs to one thread."""
+        """Count allocations of this thread from now on: a hook of CuPy belongs to one thread."""
         if not hasattr(self._here, "hook"):
             self._here.hook = self._hook()
             self._here.hook.__enter__()
@@ -473,12 +475,12 @@ def _address(array: Array) -> int:
 
 
 def _cupy(index: int) -> ModuleType:
-    """CuPy, when it can use GPU `index`. Raises RuntimeError with one line on what is missing."""
+    """Import CuPy, if it can use GPU `index`. Raises RuntimeError, which names what is missing."""
     # Streams that share one of the GPU's queues wait for each other, and by default there are 8 queues.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # read when the first context is made
     try:
         import cupy
-        import ml_dtypes  # noqa: F401  before CuPy, which else has no bfloat16
+        import ml_dtypes  # noqa: F401  before CuPy, which otherwise has no bfloat16
     except ImportError as error:
         raise RuntimeError(
             f"device 'cuda' needs CuPy and ml_dtypes ({error}): pip install 'shardrt[cuda]', or use 'cpu'"

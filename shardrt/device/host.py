@@ -1,7 +1,7 @@
-"""Buffers in host memory for what a device holds: pinned, or mapped from a file where that is too much.
+"""Host buffers for arrays that a device offloads: pinned memory, or a mapped file for more than fits.
 
-Pieces of a mapped buffer are written to its file, and their pages dropped from memory. For any other array
-write_out and drop do nothing. docs/offload.md says why it is done so.
+write_out writes a piece of a mapped buffer to its file and drops the piece's pages from memory. For other
+arrays write_out and drop do nothing. docs/offload.md gives the reasons.
 """
 
 import mmap
@@ -14,12 +14,14 @@ import numpy as np
 
 from shardrt.device.protocol import Device
 
+__all__ = ["buffer", "drop", "write_out"]
+
 
 def buffer(device: Device, count: int, dtype: Any, directory: str | Path | None = None) -> np.ndarray:
     """Zeros in host memory: pinned for `device`, or a file of its own in `directory`.
 
-    The file has no name once it is mapped, so it goes away with the process, however that ends. Raises
-    OSError, naming the directory, where the disk has no room for it.
+    The file has no name once it is mapped, so it disappears with the process. Raises OSError, naming the
+    directory, if the disk has no room for it.
     """
     if directory is None or count == 0 or not device.writes_files:
         return device.pinned(count, dtype)
@@ -27,11 +29,11 @@ def buffer(device: Device, count: int, dtype: Any, directory: str | Path | None 
     with tempfile.TemporaryFile(dir=directory) as file:
         _reserve(file.fileno(), count * np.dtype(dtype).itemsize, directory)
         mapped = np.memmap(file, dtype, "r+", shape=(count,))
-    return np.asarray(mapped)  # what is called with NumPy's own kind of array need not look further
+    return np.asarray(mapped)  # a plain array: NumPy functions are faster on it than on a memmap
 
 
 def write_out(array: np.ndarray) -> None:
-    """Write the pages of `array` to the file, return when they are there, and drop them from memory."""
+    """Write the pages of `array` to the file, wait until they are written, and drop them from memory."""
     place = _place(array)
     if place is not None:
         mapping, start, size = place
@@ -40,7 +42,7 @@ def write_out(array: np.ndarray) -> None:
 
 
 def drop(array: np.ndarray) -> None:
-    """Drop the pages of `array` from this process. Nothing is lost: the kernel keeps what was written."""
+    """Drop the pages of `array` from this process. The kernel keeps written values for the file."""
     place = _place(array)
     if place is not None:
         mapping, start, size = place
@@ -48,7 +50,7 @@ def drop(array: np.ndarray) -> None:
 
 
 def _reserve(file: int, nbytes: int, directory: str | Path) -> None:
-    """Take the room on the disk now: a mapped page for which there is none later ends the process."""
+    """Reserve disk space now: writing to a mapped page without disk space would end the process."""
     try:
         os.posix_fallocate(file, 0, nbytes)
     except OSError as error:
@@ -57,7 +59,7 @@ def _reserve(file: int, nbytes: int, directory: str | Path) -> None:
 
 
 def _place(array: np.ndarray) -> tuple[mmap.mmap, int, int] | None:
-    """(mapping, first byte, size), in whole pages, of the file that `array` is a view of."""
+    """(mapping, first byte, size) of the whole pages of `array`; None if it is not in a mapped file."""
     base = array
     while isinstance(base, np.ndarray):
         if isinstance(base, np.memmap) and base.mode not in ("r+", "w+"):

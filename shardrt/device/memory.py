@@ -1,11 +1,10 @@
 """A pool of host memory for the arrays that ops make and drop in every step.
 
-A fresh large array costs a page fault per page when it is first written, in every step again, since the
-C library gives large blocks straight back to the system. A training step asks for the same sizes each
-time, so the pool keeps a free list per size and, after the first step, hands out memory that is mapped.
-Where sizes change, as lengths of sequences do, free blocks of sizes not asked for lately are unmapped.
-Blocks come from mmap with huge pages asked for; those of free blocks are lent to others (pages.py). Small
-arrays are left to NumPy.
+The first write to a new large array costs a page fault per page. The C library gives large blocks back to the
+system at once, so this would recur in every step. Training steps need the same sizes each time, so the pool
+keeps a free list per size. After the first step it lends memory that is already mapped. If sizes change, such
+as lengths of sequences, the pool unmaps free blocks of the sizes that were used least recently. Blocks come
+from mmap with huge pages; the pool lends the pages of free blocks (pages.py). NumPy allocates small arrays.
 """
 
 import mmap
@@ -22,15 +21,15 @@ from shardrt.device.pages import SEGMENT, Mapping, Part, Segment
 
 LENDS = True  # whether gradients lend their memory from one zero_grad to the next backward
 SMALL = 1 << 15  # bytes; below this malloc is faster than the pool
-# Bytes between the starts of two arrays, at least. Where what a compiled loop writes begins within a few
-# vectors behind what it reads, the loop goes element by element, and its sums have other last bits.
+# Least number of bytes between the starts of two arrays. If a compiled loop writes within a few vectors
+# behind what it reads, it runs element by element, and its sums have other last bits.
 APART = 512
-# Mapped bytes per byte that was ever lent at once. Training steps of our models map 1.2 to 1.3.
+# Most mapped bytes per byte of the largest total lent so far. Training our models needs 1.2 to 1.3.
 _MOST = 2
 
 
 class _Block:
-    """Memory lent to one array and its views; goes back to the pool when the last of them dies."""
+    """Memory lent to one array and its views. It returns to the pool when the last of them dies."""
 
     __slots__ = ("pool", "region", "__array_interface__", "__weakref__")
 
@@ -45,12 +44,14 @@ class _Block:
 
 
 class Pool(HostMemory):
-    """Arrays from reused memory. `held_bytes` are lent out now, `peak_bytes` is the most that ever was."""
+    """Arrays from reused memory. `held_bytes` are lent now; `peak_bytes` is the most since reset_peak."""
 
     def __init__(self) -> None:
-        self._free: OrderedDict[int, list[Mapping | Part]] = OrderedDict()  # by size; at the end, used last
-        self._mapped = self._most = 0  # bytes: lent and free now; lent at once, ever
-        self._segment: Segment | None = None  # where the next short one goes
+        self._free: OrderedDict[int, list[Mapping | Part]] = (
+            OrderedDict()
+        )  # by size, the last used at the end
+        self._mapped = self._most = 0  # bytes: lent and free now; most ever lent at once
+        self._segment: Segment | None = None  # for the next short block
         self._lock = threading.RLock()  # __del__ may run inside empty(), in the same thread
         self.held_bytes = 0
         self.peak_bytes = 0
@@ -115,20 +116,20 @@ class Pool(HostMemory):
         return region
 
     def _region(self, size: int) -> Mapping | Part:
-        """Short ones lie one behind the other, so that together they have whole huge pages."""
+        """Memory for a block. Short blocks are adjacent in a segment, so that they share huge pages."""
         if size > SEGMENT // 4:
             return Mapping(size)
         part = None if self._segment is None else self._segment.part(size)
         if part is None:
             try:
                 self._segment = Segment()
-            except MemoryError:  # a limit leaves less than that
+            except MemoryError:  # a limit allows less than a segment
                 return Mapping(size)
             part = self._segment.part(size)
         return part
 
     def _unmap(self) -> None:
-        """Give a free region of the size that was not used for longest back to the system."""
+        """Give a free region of the least recently used size back to the system."""
         size, free = next(iter(self._free.items()))
         if free:
             free.pop()
@@ -145,16 +146,16 @@ class Pool(HostMemory):
 
 
 def rounded(nbytes: int) -> int:
-    """Sizes in steps of an eighth of their magnitude, so that nearly equal sizes share a free list.
+    """`nbytes` rounded up in steps of an eighth of its magnitude, so that similar sizes share a free list.
 
-    They are whole pages, which have up to 64 KiB on arm64: dropping an array's pages must drop no other's.
+    The result is whole pages (up to 64 KiB on arm64), so that no two arrays share a page.
     """
     step = max(mmap.PAGESIZE, 1 << (nbytes.bit_length() - 4))
     return -(-nbytes // step) * step
 
 
 def _buffer_of(array: np.ndarray) -> pages.Buffer | None:
-    """What `Pool.buffer` made `array` of; None for memory from elsewhere."""
+    """The buffer from `Pool.buffer` under an array; None for other memory."""
     base = array.base
     while isinstance(base, np.ndarray):
         base = base.base

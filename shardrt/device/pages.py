@@ -1,9 +1,9 @@
-"""Memory of the CPU that is not needed for now, for others of this process: pages move, addresses stay.
+"""Page lending: arrays of this process share physical pages of host memory while their addresses stay.
 
-Activations go as gradients come, and the other way round. Both have addresses of their own, so each would
-keep its pages while the other needs as many. Here who does not need pages for now lends them, and who writes
-next takes them: mremap moves 2 MiB as one entry of the page table. Unmapping and a page fault would fill them
-with zeros first. What is lent has no values any more.
+In backward, activations die while gradients appear; in forward the reverse. Each has its own addresses, so
+each would keep its pages while the other needs as many. Here an array without values lends its pages, and
+an array that is about to be written takes them. mremap moves 2 MiB as one entry of the page table. Unmapping
+and a page fault would fill the pages with zeros first. A lent array loses its values.
 """
 
 import ctypes
@@ -17,15 +17,15 @@ from contextlib import suppress
 
 import numpy as np
 
-HUGE = 1 << 21  # bytes of what moves
+HUGE = 1 << 21  # bytes of a huge page; whole huge pages move
 SEGMENT = 1 << 25
 _MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
 
 
 class Mapping:
-    """`size` bytes of the system at `address`, a multiple of HUGE, with huge pages asked for.
+    """`size` bytes from the system at `address`, a multiple of HUGE if `size` is at least HUGE.
 
-    Raises MemoryError where there are none.
+    It asks for huge pages. Raises MemoryError if the system has no memory.
     """
 
     __slots__ = ("region", "start", "address", "size", "__weakref__")
@@ -39,32 +39,32 @@ class Mapping:
         self.region, self.start = region, np.frombuffer(region, np.uint8).ctypes.data
         self.address = -(-self.start // HUGE) * HUGE if size >= HUGE else self.start
         self.size = size
-        whole = size // HUGE * HUGE  # the rest in small pages: less than a huge one is needed
+        whole = size // HUGE * HUGE  # the rest is less than a huge page and stays in small pages
         if whole and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel that is built without them
                 region.madvise(mmap.MADV_HUGEPAGE, self.address - self.start, whole)
 
     def take(self) -> None:
-        """It is about to be written."""
+        """Get pages, before the caller writes to it."""
         take(self.address, self.size)
 
     def lend(self) -> None:
-        """Nobody needs it."""
+        """Lend its pages. Its values are lost."""
         lend(self, self.address, self.size)
 
 
 class Segment:
-    """A mapping for what is too short to lend huge pages of its own: parts of it lie one behind the other."""
+    """A mapping for blocks that are too short to lend whole huge pages. Its parts are adjacent."""
 
     __slots__ = ("mapping", "end", "users")
 
     def __init__(self) -> None:
         self.mapping = Mapping(SEGMENT)
-        self.end = self.mapping.address  # of the parts
-        self.users: dict[int, set[int]] = {}  # place of a huge page -> parts on it in use
+        self.end = self.mapping.address  # end of the last part
+        self.users: dict[int, set[int]] = {}  # address of a huge page -> parts on it that are in use
 
     def part(self, size: int) -> "Part | None":
-        """One more, of whole pages; None if it has no room."""
+        """The next part, of `size` bytes in whole pages; None if the segment is full."""
         start, stop = self.end, self.mapping.address + SEGMENT
         if size > stop - start:
             return None
@@ -73,7 +73,7 @@ class Segment:
 
 
 class Part:
-    """`size` bytes at `address` of a segment. Its pages go back to the system with it."""
+    """`size` bytes at `address` of a segment. When it dies its pages go back to the system."""
 
     __slots__ = ("segment", "address", "size")
 
@@ -81,24 +81,24 @@ class Part:
         self.segment, self.address, self.size = segment, address, size
 
     def take(self) -> None:
-        """It is about to be written."""
+        """Get pages, before the caller writes to it."""
         with _lock:
-            for place in self._places():
+            for place in self._huge_pages():
                 users = self.segment.users.setdefault(place, set())
                 users.add(self.address)
                 if len(users) == 1:
                     take(place, HUGE)
 
     def lend(self) -> None:
-        """Nobody needs it."""
+        """Lend its pages. Its values are lost."""
         with _lock:
-            for place in self._places():
+            for place in self._huge_pages():
                 users = self.segment.users[place]
                 users.discard(self.address)
                 if not users:
                     lend(self.segment.mapping, place, HUGE)
 
-    def _places(self) -> range:
+    def _huge_pages(self) -> range:
         return range(self.address // HUGE * HUGE, self.address + self.size, HUGE)
 
     def __del__(self) -> None:
@@ -107,7 +107,7 @@ class Part:
 
 
 class Buffer:
-    """What NumPy makes an array of zeros of, which has all of a mapping."""
+    """A whole mapping as memory for a NumPy array of zeros."""
 
     __slots__ = ("mapping", "__array_interface__")
 
@@ -117,13 +117,13 @@ class Buffer:
         self.__array_interface__ = {"data": data, "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
-# Place of a huge page -> the mapping that it is of, which may be gone; who takes has the first.
+# Address of a lent huge page -> its mapping, which may be gone. `take` uses the first page.
 _lent: OrderedDict[int, weakref.ref[Mapping]] = OrderedDict()
 _lock = threading.RLock()  # __del__ may run inside, in the same thread, between any two steps
 
 
 def lend(owner: Mapping, address: int, nbytes: int, *, first: bool = False) -> None:
-    """Nobody needs what is there until it has been taken back, if with other values. first: give it first."""
+    """Lend the huge pages in this range, whose values are lost. first: these pages are taken first."""
     with _lock:
         for place in _whole(address, nbytes):
             _lent[place] = weakref.ref(owner)
@@ -132,40 +132,40 @@ def lend(owner: Mapping, address: int, nbytes: int, *, first: bool = False) -> N
 
 
 def take(address: int, nbytes: int) -> None:
-    """What is there is about to be written: it gets its own pages back, or others that are lent.
+    """Get pages for this range, which is about to be written: its own pages back, or other lent pages.
 
-    A page at an end, which goes on beyond, is not lent any more.
+    A huge page that sticks out at either end is no longer lent.
     """
     with _lock:
         for end in (address, address + nbytes - 1):
-            _lent_no_more(end // HUGE * HUGE, address, nbytes)
+            _unlend(end // HUGE * HUGE, address, nbytes)
         for place in _whole(address, nbytes):
             if _lent.pop(place, None) is None:
                 _give(place)
 
 
-def _lent_no_more(place: int, address: int, nbytes: int) -> None:
+def _unlend(place: int, address: int, nbytes: int) -> None:
     if place not in _whole(address, nbytes):
         _lent.pop(place, None)
 
 
 def _give(target: int) -> None:
-    """Move a page there from the first who still has one."""
+    """Move the first lent page whose mapping still exists to the address `target`."""
     while _lent:
         source, found = _lent.popitem(last=False)
-        owner = found()  # stays as long as this name
+        owner = found()  # this reference keeps it alive
         if owner is not None:
-            _remap(source, HUGE, HUGE, _MOVE, target)  # where the system can't, both keep what they have
+            _remap(source, HUGE, HUGE, _MOVE, target)  # if the system can't, both keep their pages
             return
 
 
 def _whole(address: int, nbytes: int) -> range:
-    """Where huge pages begin that lie inside."""
+    """Addresses of the huge pages that lie wholly in this range."""
     return range(-(-address // HUGE) * HUGE, address + nbytes - HUGE + 1, HUGE)
 
 
 def _of_libc() -> Callable[..., int | None]:
-    """mremap, which Linux has; elsewhere who takes keeps its own pages."""
+    """mremap of Linux; on other systems a function that does nothing, so that pages stay."""
     if not sys.platform.startswith("linux"):
         return lambda *given: None
     found = ctypes.CDLL(None).mremap

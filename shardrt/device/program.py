@@ -1,13 +1,30 @@
-"""What one rank issued, in the order in which its host did: the recording that a simulated device makes.
+"""Program: all work that one rank's host issued, in order. A simulated device records it.
 
-Nothing here has a time. A clock prices a program on a machine, a checker proves its waits, both from the
-same items. Addresses are those of a simulated device: nothing is ever stored there.
+Items have no times. A clock computes the times of a program on a machine; a checker proves its waits. Both
+read the same items. Addresses belong to a simulated device: no data is stored there.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-HOST = "host"  # the thread that issues; every other thread of a program is a stream
+__all__ = [
+    "Collective",
+    "Free",
+    "Group",
+    "HOST",
+    "HostRead",
+    "HostWait",
+    "Item",
+    "Program",
+    "Range",
+    "Record",
+    "Step",
+    "Take",
+    "Wait",
+    "Work",
+]
+
+HOST = "host"  # the thread that issues work; every other thread of a program is a stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +39,10 @@ class Range:
 class Work:
     """A kernel or a copy in `stream`, issued by the host at this place of the program.
 
-    name: of the kernel ("linear.forward", "copy", "numpy.add"). label: what it is for (a unit, as in traces).
-    site: "file:line" outside of shardrt/device and kernels. launches: how often the host called the driver.
-    nbytes: that move to and from memory, which may be less or more than the ranges' sizes.
-    dtype: that its flops are in, which decides how fast they are; "" if nobody says.
+    name: the kernel ("linear.forward", "copy", "numpy.add"). label: the unit, as in traces.
+    site: "file:line" outside of shardrt/device and kernels. launches: number of driver calls of the host.
+    nbytes: bytes moved to and from memory; may be less or more than the sizes of the ranges.
+    dtype: dtype of its flops, for their speed; "" if unknown.
     """
 
     stream: str
@@ -37,18 +54,18 @@ class Work:
     launches: int = 1
     label: str = ""
     site: str = ""
-    sizes: tuple[int, ...] = ()  # of a product: m, n, k; what else decides how fast it is
+    sizes: tuple[int, ...] = ()  # for the speed; of a matmul: m, n, k
     dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A call of the communicator `group` (Program.groups) in `stream`; its `number` there says which it is.
+    """Call number `number` of the communicator `group` (Program.groups), in `stream`.
 
-    nbytes: of the whole buffer on this rank. peer: the other rank, within the group, of a message ("send" or
-    "recv"), else -1; messages are numbered by themselves, for each sender and receiver. A collective begins
-    when all of the group have come to it; a message leaves when its sender has, and waits for its receiver.
-    grouped: a message goes with the next one of its stream, at once, so that neither waits for the other.
+    nbytes: bytes of the whole buffer on this rank. peer: rank in the group at the other end of a message
+    ("send" or "recv"), else -1. Messages have separate numbers for each sender and receiver. A collective
+    begins when all ranks of the group have come to it. A message leaves when its sender has come to it, and
+    waits for its receiver. grouped: a message runs with the next message of its stream, at the same time.
     """
 
     stream: str
@@ -67,7 +84,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The point `mark` is here in `stream`. Every record has a mark of its own, whatever the `event`."""
+    """The point `mark` of `stream`. Every record has a unique mark, also records of the same `event`."""
 
     stream: str
     mark: int
@@ -78,7 +95,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """`stream` runs nothing of what follows before the point `mark` is reached."""
+    """`stream` runs no later work before the point `mark` is reached."""
 
     stream: str
     mark: int
@@ -95,7 +112,7 @@ class HostWait:
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """The host reads these bytes itself. why: which value it is, where it stands for one ("loss", "norm")."""
+    """The host reads these bytes itself. why: the name of the value ("loss", "norm"), if known."""
 
     reads: tuple[Range, ...]
     why: str = ""
@@ -104,9 +121,9 @@ class HostRead:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Memory is lent. place: "device" or "host". category: as in a memory plan.
+    """Memory is allocated. place: "device" or "host". category: as in a memory plan.
 
-    owner: the module, or unit, that it is for; "" where it is nobody's own, as slots that units have in turn.
+    owner: the module or unit that uses it; "" if units share it, such as slots.
     """
 
     memory: Range
@@ -119,10 +136,10 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Memory that was lent from address `start` is given back, and may be lent again at once.
+    """Memory at address `start` is freed, and may be allocated again at once.
 
-    stream: whose work may be lent it next, in the order of that stream and without a wait: pools lend by
-    stream. HOST: of memory that the host may be lent and write at once. "": nobody will be.
+    stream: pools allocate by stream: work of this stream may get the memory next, without a wait. HOST: the
+    host may get it and write at once. "": the memory is not used again.
     """
 
     start: int
@@ -142,7 +159,7 @@ Item = Work | Collective | Record | Wait | HostWait | HostRead | Take | Free | S
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a communicator, by their numbers in the world. role: what its mesh asked it for."""
+    """The world ranks of a communicator, and its role in its mesh."""
 
     ranks: tuple[int, ...] | range
     role: str = ""
@@ -150,19 +167,19 @@ class Group:
 
 @dataclass
 class Program:
-    """All that rank `rank` of `world_size` issued. alike: the ranks that do the same, itself among them.
+    """All work that rank `rank` of `world_size` issued. alike: the ranks that issue the same, itself too.
 
-    by_host: streams whose work the host does itself, before it goes on: ops on a CPU.
+    by_host: streams whose work the host does itself before it goes on: ops on a CPU.
     """
 
     rank: int = 0
     world_size: int = 1
     items: list[Item] = field(default_factory=list)
     groups: dict[str, Group] = field(default_factory=dict)
-    alike: Sequence[int] = ()  # nobody says
+    alike: Sequence[int] = ()  # (): unknown
     by_host: tuple[str, ...] = ()
 
     @property
     def streams(self) -> list[str]:
-        """In the order of their first item."""
+        """All streams, in the order of their first item."""
         return list(dict.fromkeys(item.stream for item in self.items if getattr(item, "stream", "")))

@@ -1,11 +1,11 @@
-"""Arrays without elements: NumPy's shapes, strides and views over addresses that nothing lies at.
+"""Arrays without elements: NumPy's shapes, strides and views over addresses without memory.
 
-What would compute is told to the array's device instead, which records it: ufuncs, the functions of NumPy
-named here, and methods. What NumPy can do and this file does not know raises a TypeError that names it. What
-goes around it all, the buffer protocol say, or np.asarray, touches memory that is not there: the process ends
-with a segmentation fault, whose place faulthandler tells.
+The array's device records each computation: ufuncs, the NumPy functions named here, and methods. Other NumPy
+functions raise a TypeError that names them. Code that bypasses these, such as the buffer protocol or
+np.asarray, accesses memory that does not exist: the process ends with a segmentation fault, and faulthandler
+prints the place.
 
-A kind of array belongs to one device: `kind_for(device)` is a class, and its views are of it, too.
+Each device has its own class of arrays, `kind_for(device)`. Views have the same class.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def kind_for(device: Any) -> type["Shaped"]:
 
 
 class Shaped(np.ndarray):
-    """See above. Made by the device alone: `shardrt_device`, of the class, is told what is done with it."""
+    """An array without elements. Only its device makes one; the class's `shardrt_device` records its work."""
 
     shardrt_device: Any = None
 
@@ -65,7 +65,7 @@ class Shaped(np.ndarray):
         parts = index if type(index) is tuple else (index,)
         if _is_basic(parts):
             target = self[index]
-            if not _same(target, value):  # x[i] += y assigns what it has written
+            if not _same(target, value):  # x[i] += y has already written to this view
                 _assign(target, value)
             return
         parts, shape = _placed(self.shape, parts)
@@ -204,7 +204,7 @@ for _name in (
 
 
 def _work(name: str, reads: tuple, writes: tuple, flops: int = 0, nbytes: int | None = None) -> None:
-    """Tell the device of what is written. Arrays of a device and of its host do not mix, but in a copy."""
+    """Record work on the device of the written arrays. Only copies may mix arrays of device and host."""
     kind = type(writes[0])
     if not issubclass(kind, Shaped):
         raise TypeError(f"numpy.{name}: the result of arrays without elements can't go to one that has some")
@@ -223,7 +223,7 @@ def _check_writeable(array: Array) -> None:
 
 
 def _foreign(operand: Any) -> bool:
-    """Whether another type than arrays and numbers has a say: a tensor."""
+    """Whether the operand is neither array nor number, but handles ufuncs: a tensor."""
     return hasattr(operand, "__array_ufunc__") and not isinstance(operand, np.ndarray | np.generic)
 
 
@@ -317,13 +317,13 @@ _METHODS = {"__call__": _call, "reduce": _reduce, "accumulate": _accumulate, "at
 
 
 def _kind(operand: Any) -> Any:
-    """What decides the type of a result: a dtype, or the type of a number of Python's."""
+    """The dtype of an array, or the type of a Python number: it determines the dtype of a result."""
     return operand.dtype if hasattr(operand, "dtype") else type(operand)
 
 
 @lru_cache(1 << 10)
 def _dtypes_of(ufunc: np.ufunc, method: str, kinds: tuple, dtype: Any) -> tuple[np.dtype, ...]:
-    """The types of the results: NumPy's own, of operands with one element."""
+    """The dtypes of the results: NumPy computes with operands of one element."""
     operands = [np.ones(1, kind) if isinstance(kind, np.dtype) else kind(1) for kind in kinds]
     with np.errstate(all="ignore"):
         found = getattr(ufunc, method)(*operands, **({} if dtype is None else {"dtype": dtype}))
@@ -334,7 +334,7 @@ def _dtypes_of(ufunc: np.ufunc, method: str, kinds: tuple, dtype: Any) -> tuple[
 
 
 def _is_basic(parts: tuple) -> bool:
-    """Whether NumPy takes the index as a view."""
+    """Whether an index gives a view in NumPy."""
     return all(
         part is None or part is Ellipsis or type(part) is int or isinstance(part, slice | np.integer)
         for part in parts
@@ -342,7 +342,7 @@ def _is_basic(parts: tuple) -> bool:
 
 
 def _placed(shape: tuple[int, ...], parts: tuple) -> tuple[tuple, tuple[int, ...]]:
-    """(the parts of an index, arrays where lists were; the shape of what it takes). See NumPy's indexing."""
+    """(index arrays, shape of the result) of an index with arrays. See NumPy's advanced indexing."""
     parts = tuple(np.asarray(part) if isinstance(part, list) else part for part in parts)
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if any(part.dtype == np.bool_ for part in arrays):

@@ -1,8 +1,8 @@
-"""A device that computes nothing and records what it would have: any model, any size, on any machine.
+"""A simulated device: it computes nothing and records the work of a program, for any model on any machine.
 
-Its arrays have no elements (shapes.py); its kernels say what they would read, write and compute
-(shardrt.kernels.costs); its streams mean what CUDA's do. All of it goes to `program`. What the host reads has
-the value that `values` says. Which real device it stands for decides types, padding and how its pool rounds.
+Its arrays have no elements (shapes.py). Its kernels report what they would read, write and compute
+(shardrt.kernels.costs). Its streams behave like CUDA's. It records all work in `program`. `values` gives the
+values that the host reads. The real device that it simulates determines dtypes, padding and pool sizes.
 """
 
 import importlib
@@ -26,16 +26,18 @@ from shardrt.device.program import HOST, Program
 from shardrt.device.protocol import Array, Device, Event, Stream
 from shardrt.device.shapes import Shaped, kind_for
 
+__all__ = ["SimulatedDevice", "computed_in", "site"]
+
 Values = Callable[[str, np.dtype, str, Any], tuple[Any, str]]
 
 
 def usual(site: str, dtype: np.dtype, what: str = "", value: Any = None) -> tuple[Any, str]:
-    """What the host reads if nobody says anything else: what is usual, or 1, and that nothing is true."""
+    """The default for values that the host reads: the usual value; else False for booleans, 1 for numbers."""
     return (dtype.type(0 if dtype == np.bool_ else 1) if value is None else value), what
 
 
 class SimulatedEvent(Event):
-    """A mark of its own for each record, and the host never learns whether it has been reached."""
+    """An event with a new mark for each record. The host can't ask whether a mark is reached."""
 
     __slots__ = ("mark", "number", "_device")
 
@@ -52,7 +54,7 @@ class SimulatedEvent(Event):
 
 
 class SimulatedStream(Stream):
-    """What is submitted is called now, with this stream current."""
+    """Submitted functions are called now, with this stream current."""
 
     def __init__(self, name: str, device: "SimulatedDevice") -> None:
         self.name = name
@@ -77,7 +79,7 @@ class SimulatedStream(Stream):
 
 
 class HostStream(SimulatedStream):
-    """The thread that issues: what it waits for it has waited for."""
+    """The thread that issues work. Its waits block the host itself."""
 
     def wait(self, event: SimulatedEvent) -> None:
         event.synchronize()
@@ -87,11 +89,11 @@ class HostStream(SimulatedStream):
 
 
 class SimulatedDevice(Device):
-    """Records into `program`, which may be exchanged at any time; marks and addresses go on.
+    """Records work in `program`. Callers may replace `program` at any time; marks and addresses go on.
 
-    like: the device that it stands for, or its class. values: says what the host reads: (site,
-    dtype, what a kernel calls it, its usual value) -> (the value of each element, what it is called).
-    kernels: in place of shardrt.kernels.costs. alone: ranks tell each other nothing, all say the same.
+    like: the device that it simulates, or its class. values: gives the values that the host reads:
+    (site, dtype, name from the kernel, usual value) -> (value of each element, name). kernels: replaces
+    shardrt.kernels.costs. dry_run: communicators skip every call.
     """
 
     name = "simulated"
@@ -112,10 +114,10 @@ class SimulatedDevice(Device):
         self.program = Program() if program is None else program
         self.dry_run = dry_run
         self.label = self._phase = ""
-        self.on_step: Callable[[int], None] | None = None  # told of each optimizer step, from 0
-        # Told as `allow_divergence`.
+        self.on_step: Callable[[int], None] | None = None  # called with each optimizer step, from 0
+        # Called by `allow_divergence`.
         self.on_divergence: Callable[[tuple[tuple[int, int], ...]], None] | None = None
-        self.whose: Callable[[], str] = str  # the module that runs now, which memory is lent to
+        self.whose: Callable[[], str] = str  # gives the module that runs now, the owner of new memory
         self._steps = count()
         self._marks, self._events = count(1), count(1)
         self._names: dict[str, int] = {}
@@ -123,7 +125,7 @@ class SimulatedDevice(Device):
         self._kernels = None if kernels is None else Kernels(self, kernels)
         self._given = kernels
         self._kind = kind_for(self)
-        self._pooled: dict[int, int] = {}  # bytes that the pool has lent, by address
+        self._pooled: dict[int, int] = {}  # bytes lent by the pool, by address
         self._held = self._peak = 0
         self.current_stream = self._running = self.new_stream("compute")
         if self.like.in_host_memory:
@@ -133,7 +135,7 @@ class SimulatedDevice(Device):
     # -- recording
 
     def add(self, item: p.Item) -> int:
-        """Keep an item; gives its place."""
+        """Record an item and return its index."""
         self.program.items.append(item)
         return len(self.program.items) - 1
 
@@ -148,11 +150,11 @@ class SimulatedDevice(Device):
         launches: int = 1,
         sizes: tuple[int, ...] = (),
     ) -> None:
-        """Record a kernel in the stream that runs this. What has elements has no addresses."""
+        """Record a kernel in the caller's stream. Arrays with elements have no addresses."""
         reads, writes = ([x for x in given if isinstance(x, Shaped)] for given in (reads, writes))
         if nbytes is None:
             nbytes = sum(x.nbytes for x in (*reads, *writes))
-        ranges, dtype = (_ranges(reads), _ranges(writes)), dtypes.computed_in(reads or writes)
+        ranges, dtype = (_ranges(reads), _ranges(writes)), computed_in(reads or writes)
         label = self.label or (self._phase if self._running is self.current_stream else "")
         what = flops, nbytes, launches, label, site(), sizes, dtype
         self.add(p.Work(self._running.name, name, *ranges, *what))
@@ -174,11 +176,11 @@ class SimulatedDevice(Device):
         return next(self._marks)
 
     def new_number(self) -> int:
-        """Of an event."""
+        """A number for an event."""
         return next(self._events)
 
     def stream_here(self) -> str:
-        """The name of the stream that runs this."""
+        """The name of the caller's stream."""
         return self._running.name
 
     @contextmanager
@@ -206,7 +208,7 @@ class SimulatedDevice(Device):
         return self.like.gathered_dtype(name)
 
     def lacks_float8(self) -> str:
-        """The dry run of a device does what it does."""
+        """A dry run of a real device answers as the device does."""
         message = "the simulator has no speeds of matmuls in float8"
         return self.like.lacks_float8() if isinstance(self.like, Device) else message
 
@@ -238,7 +240,7 @@ class SimulatedDevice(Device):
         return array
 
     def result(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """What NumPy's or CuPy's own functions make: the one has it from malloc, the other from the pool."""
+        """A result of NumPy's or CuPy's own functions: NumPy uses malloc, CuPy its pool."""
         return self.empty(shape, dtype) if self.like.pools_results else self._array(shape, dtype, "results")
 
     def buffer(self, count: int, dtype: Any) -> Array:
@@ -250,17 +252,17 @@ class SimulatedDevice(Device):
         return array
 
     def its_own(self, array: Array) -> Array:
-        """An array of this device in memory that another one has taken."""
+        """A view of an array of another simulated device, as an array of this device."""
         return np.ndarray.view(array, self._kind)
 
     def pinned(self, count: int, dtype: Any) -> Array:
         return self.host.buffer(count, dtype)
 
     def _array(self, shape: int | tuple[int, ...], dtype: Any, category: str, *, pool: bool = False) -> Array:
-        """pool: of the stream that runs this, as CuPy's: what is given back is lent again in its order alone.
+        """An array. pool: from the pool of the caller's stream, as CuPy: its later work may reuse it.
 
-        Other memory is not lent again here. On a CPU a queue holds the arrays of what it still has to do, and
-        CUDA's driver frees when all is done: there, no next owner can come too early.
+        Other memory is never reused here. A CPU stream's queue refers to the arrays of its pending work, and
+        CUDA's driver frees memory when all work is done: so no next owner comes too early.
         """
         shape, dtype = (shape,) if isinstance(shape, int | np.integer) else tuple(shape), np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
@@ -315,7 +317,7 @@ class SimulatedDevice(Device):
             self._running.synchronize()  # a CPU's stream is itself the thread that asks
 
     def to_numpy(self, array: Array) -> np.ndarray:
-        """Values that were made up; the host waits for the stream that runs this, as CuPy's does."""
+        """Values from `values`. The host waits for the caller's stream, as with CuPy."""
         if not isinstance(array, Shaped):
             return array
         if array.shardrt_device is not self:
@@ -325,7 +327,7 @@ class SimulatedDevice(Device):
         return self._value(array)
 
     def answer(self, reads: Iterable[Array], asked: Any) -> Any:
-        """What a kernel tells the host, which waits for it. asked: `what` it is, and what it is usually."""
+        """A kernel's value for the host, which waits. asked: its name `what` and `usual` value."""
         self.wait_here()
         return self._answered((), np.dtype(type(asked.usual)), asked.what, asked.usual)
 
@@ -354,7 +356,7 @@ class SimulatedDevice(Device):
         return SimulatedStream(self.unique(name), self)
 
     def unique(self, name: str) -> str:
-        """Two streams of one name are two."""
+        """The name, with a number if another stream has it."""
         number = self._names[name] = self._names.get(name, 0) + 1
         return name if number == 1 else f"{name} {number}"
 
@@ -363,7 +365,7 @@ class SimulatedDevice(Device):
 
     @property
     def held_bytes(self) -> int:
-        """What the pool has lent now."""
+        """Bytes that the pool has lent now."""
         return self._held
 
     def peak_bytes(self) -> int:
@@ -374,7 +376,7 @@ class SimulatedDevice(Device):
 
 
 class SimulatedHost(SimulatedDevice):
-    """The host beside a simulated device, in the same program: pinned arrays, and updates there."""
+    """The host of a simulated device, with the same program: pinned arrays, and updates on the host."""
 
     name = "host of simulated"
     place = "host"
@@ -415,7 +417,7 @@ class SimulatedHost(SimulatedDevice):
 
 
 class Kernels:
-    """The package of kernels: each call of one that says what it costs is work of the device."""
+    """A kernel package: records each call of a kernel that reports its costs."""
 
     def __init__(self, device: SimulatedDevice, package: Any) -> None:
         self._device, self._package = device, package
@@ -448,9 +450,9 @@ class _Kernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cost = self._cost_of(*args, **kwargs)
         if not hasattr(cost, "launches"):
-            return cost  # a question
+            return cost  # a function that is no kernel
         value, writes = cost.value, cost.writes
-        if hasattr(value, "shape") and not isinstance(value, np.ndarray):  # one that the kernel makes
+        if hasattr(value, "shape") and not isinstance(value, np.ndarray):  # an array that the kernel makes
             value = self._device.result(value.shape, np.dtype(value.dtype))
             writes = (*writes, value)
         if cost.launches or writes:
@@ -460,7 +462,7 @@ class _Kernel:
 
 
 def _ranges(arrays: list[Array]) -> tuple[p.Range, ...]:
-    """Of all together."""
+    """The ranges of all arrays, joined."""
     if len(arrays) == 1:
         return ranges_of(arrays[0])
     return joined((r.start, r.stop) for array in arrays for r in ranges_of(array))
@@ -469,13 +471,13 @@ def _ranges(arrays: list[Array]) -> tuple[p.Range, ...]:
 # -- where in the program
 
 _ROOT = Path(__file__).parent.parent  # shardrt/
-_WITHIN = (str(Path(__file__).parent), str(Path(np.__file__).parent), "<")  # nobody's place: also contextlib
+_WITHIN = (str(Path(__file__).parent), str(Path(np.__file__).parent), "<")  # passed over, also contextlib
 _INSIDE = (
     str(_ROOT / "kernels"),
     str(_ROOT.parent / "kernels"),
     str(_ROOT / "functional" / "_arrays.py"),  # no op of its own
     str(_ROOT / "tensor.py"),
-    # How a call comes to who carries it; links between ranks have places of their own.
+    # Files between a caller and a transport. (Links between ranks are sites themselves.)
     *(str(_ROOT / "comm" / name) for name in ("protocol.py", "nccl.py", "staged.py", "simulated.py")),
     *(str(_ROOT / "comm" / name) for name in ("reduction.py", "interceptors.py")),
     str(_ROOT / "faults" / "flight.py"),
@@ -502,9 +504,26 @@ def site() -> str:
 
 
 def _file_of(path: str) -> str:
-    """How a file is called in a site; "" if it is passed over."""
+    """The name of a file in a site; "" if sites pass over it."""
     if path.startswith((*_WITHIN, *_INSIDE)) or path.endswith(("contextlib.py", "functools.py")):
         return ""
     file = Path(path)
     near = file.relative_to(_ROOT.parent) if file.is_relative_to(_ROOT.parent) else Path(*file.parts[-2:])
     return near.as_posix()
+
+
+def computed_in(arrays: Iterable[Any]) -> str:
+    """The element type in which a kernel computes that reads these arrays; "" without floating-point numbers.
+
+    If an array has a 16-bit type, or uint16 (bits of bfloat16), the kernel computes in that type: the other
+    arrays are what matmuls are added to. Otherwise the largest array of floating-point numbers decides.
+    """
+    largest, found = -1, ""
+    for array in arrays:
+        if array.dtype == np.uint16:
+            return dtypes.bfloat16
+        if dtypes.low(array.dtype):
+            return dtypes.name_of(array.dtype)
+        if array.nbytes > largest and dtypes.floating(array.dtype):
+            largest, found = array.nbytes, dtypes.name_of(array.dtype)
+    return found

@@ -1,13 +1,15 @@
-"""Threads of the host choose a GPU before they work.
+"""Host threads choose a GPU before they work.
 
-A new thread is at GPU 0. CUDA makes a context there, which takes hundreds of MB, when the thread first waits
-for an event, frees memory, or destroys a stream or an event. Any thread does so: it may drop the last
+A new thread uses GPU 0. When the thread first waits for an event, frees memory, or destroys a stream or an
+event, CUDA makes a context there, of hundreds of MB. This can happen in any thread: it may drop the last
 reference, or the garbage collector may run in it.
 """
 
 import threading
 from contextlib import suppress
 from typing import Any
+
+__all__ = ["enter"]
 
 
 class _Here(threading.local):
@@ -19,7 +21,7 @@ _gpu: tuple[Any, int] | None = None  # CUDA's runtime, and a GPU on which this p
 
 
 def has_gpu(runtime: Any, index: int) -> None:
-    """This process has a context on GPU `index`, which this thread has chosen."""
+    """Note that this process has a context on GPU `index`, and that this thread has chosen it."""
     global _gpu
     _gpu = runtime, index
     _here.entered = True
@@ -28,13 +30,13 @@ def has_gpu(runtime: Any, index: int) -> None:
 def enter() -> None:
     """Choose this process's GPU in a thread that has chosen none.
 
-    A thread's loop calls it at each turn: the thread may be older than the choice of the GPU. Where ranks are
-    threads with a GPU each, it is the one that was chosen last: CUDA waits for and frees what is of any GPU.
-    A thread that is at another GPU than 0 has chosen it by CuPy, and stays there.
+    A stream's thread calls this before each item: the thread may be older than the choice of the GPU. If
+    ranks are threads with a GPU each, it takes the last chosen GPU: from it CUDA can wait for and free
+    objects of any GPU. A thread that uses another GPU than 0 has chosen it by CuPy and stays there.
     """
     if _gpu is None or _here.entered:
         return
     _here.entered, (runtime, index) = True, _gpu
-    with suppress(RuntimeError):  # CUDARuntimeError: a kernel has failed, which its stream's wait says
+    with suppress(RuntimeError):  # CUDARuntimeError: a kernel has failed; a wait for its stream reports it
         if runtime.getDevice() == 0:
             runtime.setDevice(index)

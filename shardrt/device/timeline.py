@@ -1,7 +1,7 @@
-"""Records what ran when, in which stream, of one rank: for traces, pictures and figures of overlap.
+"""Records what ran when in each stream of a rank, for traces, pictures and measures of overlap.
 
-Off unless `record()` is active: then nothing is kept, and nothing but a test for None runs. Times are seconds
-of one clock, `now()`. Ranks that are threads of one process share a recording; traces want processes.
+Without an active `record()` each function only tests for None. Times are seconds of one clock, `now()`.
+Ranks that are threads of one process share a recording; for traces run ranks as processes.
 """
 
 import threading
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from shardrt.device import arena
+
+__all__ = ["Passed", "Recording", "Span", "add", "now", "record_all", "recording", "span"]
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Passed:
-    """A stream came to a point, its own (`waited` False), or one of another stream that it waited for.
+    """A stream reached a recorded point: its own (`waited` False), or a point that it waited for.
 
-    mark: number of the point, the same for the stream that recorded it and for those that waited.
+    mark: number of the point. The record and all waits for it have the same number.
     """
 
     stream: str
@@ -39,7 +41,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class Count:
-    """From `time` on, `value` of the things called `name` are in use in the place `owner`, one of several."""
+    """From `time` on, `value` slots of the arena `name` are in use. `owner` identifies the arena."""
 
     name: str
     owner: int
@@ -49,7 +51,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Recording:
-    """What was recorded, each list in the order in which things ended."""
+    """All records, each list in the order of their ends."""
 
     spans: list[Span] = field(default_factory=list)
     passed: list[Passed] = field(default_factory=list)
@@ -63,41 +65,41 @@ _marks = count(1)
 
 
 def recording() -> bool:
-    """Whether anything is kept now."""
+    """Whether a recording is active."""
     return _recording is not None
 
 
 def now() -> float:
-    """Seconds, of the clock by which all times are told."""
+    """Seconds of the clock of all records."""
     return _clock()
 
 
 def add(stream: str, label: str, start: float, stop: float) -> None:
-    """Keep one span; list.append is atomic, so streams need no lock."""
+    """Record one span. list.append is atomic, so streams need no lock."""
     if (kept := _recording) is not None:
         kept.spans.append(Span(stream, label, start, stop))
 
 
 def new_mark() -> int:
-    """A number for a point in a stream; 0 where nothing is kept."""
+    """A number for a point in a stream; 0 without a recording."""
     return next(_marks) if _recording is not None else 0
 
 
 def passed(stream: str, mark: int, *, waited: bool) -> None:
-    """Keep that a stream has come to a point, or has waited for one; marks of 0 are of no interest."""
+    """Record that a stream has reached a point, or has waited for one. Ignores marks of 0."""
     if mark and (kept := _recording) is not None:
         kept.passed.append(Passed(stream, mark, now(), waited))
 
 
 def count_of(name: str, owner: object, value: int) -> None:
-    """Keep how many of something `owner` has in use from now on."""
+    """Record how many slots the arena `owner` has in use from now on."""
     if (kept := _recording) is not None:
         kept.counts.append(Count(name, id(owner), now(), value))
 
 
 @contextmanager
 def span(stream: str, label: str) -> Iterator[None]:
-    """Keep the time that a with block takes, where spans are recorded at all."""
+    """Record the time that a with block takes, if a recording is active."""
     if _recording is None:
         yield
         return
@@ -115,9 +117,9 @@ def record() -> Iterator[list[Span]]:
 
 @contextmanager
 def record_all(clock: Callable[[], float] = time.perf_counter) -> Iterator[Recording]:
-    """Record this process's streams inside a with block; gives what fills. clock: that of the device.
+    """Record this process's streams inside a with block. Yields the recording. clock: Device.clock.
 
-    Raises RuntimeError where a recording is active already.
+    Raises RuntimeError if a recording is active already.
     """
     global _recording, _clock
     with _lock:

@@ -1,7 +1,7 @@
-"""Small arrays of the host on their way to a GPU: pinned memory that is written while earlier copies wait.
+"""Uploads: copies small host arrays to a GPU by pinned memory, without a wait of the host.
 
-A copy is made when its stream comes to it, which may be steps later; the host goes on at once. So each copy
-has pinned memory of its own, which is written again only when the copy has been made.
+A stream may run a copy steps after the host has issued it. So each copy has its own pinned memory, which is
+reused only after the copy.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ _LEAST = 4096  # bytes of a piece of pinned memory
 
 
 class Uploads:
-    """Copies of one thread, each in the stream that is current. pinned(nbytes): makes pinned memory."""
+    """The copies of one thread, each in the current stream. pinned(nbytes): makes pinned memory."""
 
     def __init__(
         self, cupy: ModuleType, pinned: Callable[[int], np.ndarray], copy: Callable[[Any, Any], None]
@@ -23,10 +23,10 @@ class Uploads:
         self._cupy = cupy
         self._pinned = pinned
         self._copy = copy
-        self._pieces: deque[tuple[np.ndarray, Any]] = deque()  # with the event of its copy; oldest first
+        self._pieces: deque[tuple[np.ndarray, Any]] = deque()  # (memory, event of its copy), oldest first
 
     def send(self, target: Any, values: np.ndarray) -> None:
-        """Issue a copy of `values`, which may be changed at once, to `target`, of their shape and dtype."""
+        """Issue a copy of `values` to `target`, of the same shape and dtype. `values` may change at once."""
         memory, copied = self._free(values.nbytes)
         memory[: values.nbytes] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         self._copy(target, memory[: values.nbytes].view(values.dtype))
@@ -34,9 +34,9 @@ class Uploads:
         self._pieces.append((memory, copied))
 
     def _free(self, nbytes: int) -> tuple[np.ndarray, Any]:
-        """The oldest piece, or a new one if that is too small or still to be copied.
+        """The oldest piece; a new one if that is too small or its copy has not run.
 
-        So there are never more pieces than copies that wait, and those the driver's queue bounds.
+        So pieces never outnumber waiting copies, which the driver's queue bounds.
         """
         if self._pieces and self._pieces[0][1].done:
             piece = self._pieces.popleft()

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from shardrt.comm.recording import MESSAGES
 from shardrt.faults.flight import Flight, members
 
+__all__ = ["behind", "blame", "blamed", "ranks", "waits_for"]
+
 SILENT = 1.5  # seconds without a beat, of which there are two and more in a second, after which a rank stands
 
 

@@ -25,6 +25,18 @@ from shardrt.device.cpu import finish_streams
 from shardrt.faults.flight import resident_bytes
 from shardrt.untrusted import encodable, printable
 
+__all__ = [
+    "HANG",
+    "MISMATCH",
+    "OUT_OF_MEMORY",
+    "at",
+    "departed",
+    "describe_memory",
+    "end_job",
+    "install_hooks",
+    "refusal",
+]
+
 MISMATCH = 70  # ranks are out of step; EX_SOFTWARE of sysexits.h
 HANG = 124  # as timeout(1) has it
 

@@ -22,6 +22,8 @@ from shardrt import dtypes
 from shardrt.comm.recording import MESSAGES
 from shardrt.untrusted import Refused, read_regular
 
+__all__ = ["DONE", "Flight", "read_all"]
+
 RECORDS = 256
 PHASES = ("set-up", "data", "forward", "backward", "optimizer", "report", "save", "eval", "sample", "end")
 _IN_STEP = ("data", "forward", "backward", "optimizer", "report")

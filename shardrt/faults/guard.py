@@ -18,6 +18,8 @@ from shardrt.device import threads
 from shardrt.faults import failure, launcher
 from shardrt.faults.deadline import Deadline
 
+__all__ = ["LOST", "heeded", "leaving", "lost", "start"]
+
 UNOWNED = 129  # 128 + SIGHUP: who started it has hung up
 LOST = "the loss of its launcher"
 EXIT = 30.0  # seconds that a rank may take for its exit handlers, or for a thread while others wait

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from shardrt._environment import launcher
 
+__all__ = ["end_job"]
+
 _FORWARDING = 0.1  # seconds in which MPICH's helper passes on what was printed
 
 

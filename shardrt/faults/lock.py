@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+__all__ = ["LOCK", "Locked", "lock", "unused"]
+
 LOCK = "lock"
 _PATIENCE = 15.0  # seconds: a job that was killed takes a while to go, and may still be writing
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

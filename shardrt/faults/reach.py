@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 
+__all__ = ["PORTS", "addresses", "answering"]
+
 PORTS = (9, 22)  # discard, ssh
 _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 

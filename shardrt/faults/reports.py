@@ -14,6 +14,8 @@ from typing import NamedTuple
 from shardrt.faults import diagnosis, failure, reach
 from shardrt.faults.flight import Flight, Recorder, read_all
 
+__all__ = ["LISTENING"]
+
 LISTENING = 1.6  # seconds for ranks of other hosts to give a sign of life, and for their hosts to answer
 _TURNS = 4  # in which hosts are asked
 

@@ -33,6 +33,8 @@ from shardrt.faults import failure, guard, reach, reports
 from shardrt.faults.deadline import Deadline, within
 from shardrt.faults.flight import Flight, Recorder, read_all
 
+__all__ = ["Limits", "REPORT", "Watch", "check_limit"]
+
 REPORT = "hang.txt"
 _KINDS = ("rank-*.bin", "stacks-*.txt", REPORT)  # of the files in its folder
 _BEAT = 0.5  # seconds

@@ -1,10 +1,11 @@
 """Fully sharded data parallelism (FSDP): the runtime. Options are in `options` and enter at its seams.
 
-Reading order: api (fully_shard), unit and group (what a unit is), setup (how a model is built). Then one
-step: boundary, schedule, forward, gathers, transfer, nodes, whole_gradient, collectives, sharded_gradient.
+Reading order: strategy, api (fully_shard), unit, layout and group (what a unit is), setup (how a model is
+built). Then one step: boundary, schedule, forward, gathers, transfer, nodes, gradients, whole_gradient,
+collectives, sharded_gradient. docs/fsdp.md follows the same order.
 """
 
-from shardrt.fsdp.api import fully_shard, units
+from shardrt.fsdp.api import fully_shard
 from shardrt.fsdp.memory import MemoryPlan, explain, memory_plan
 from shardrt.fsdp.options.accumulation import no_sync, set_gradient_divide_factor
 from shardrt.fsdp.options.entries import register_forward_method
@@ -15,6 +16,7 @@ from shardrt.fsdp.options.offload import CPUOffloadPolicy
 from shardrt.fsdp.options.packed_rows import set_find_unused_parameters
 from shardrt.fsdp.policy import OffloadPolicy
 from shardrt.fsdp.replicas import ReplicasDiffer, check_replicas
+from shardrt.fsdp.setup import units
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.wrap import by_class, by_predicate, by_size, wrap
 

@@ -14,7 +14,7 @@ from shardrt.fsdp import composition, policy
 from shardrt.fsdp.boundary import UnitBoundary, unit_of
 from shardrt.fsdp.group import GroupKey
 from shardrt.fsdp.policy import OffloadPolicy, Precision, Settings
-from shardrt.fsdp.setup import build, built_units
+from shardrt.fsdp.setup import build
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
@@ -72,7 +72,7 @@ def fully_shard(
         `module`.
 
     Raises:
-        TypeError: if `module`, `mesh` or `reshard_after_forward` has a wrong type.
+        TypeError: if `module`, `mesh`, `reshard_after_forward` or a policy has a wrong type.
         ValueError: for settings that do not fit together.
         RuntimeError: for a parameter that an optimizer has already: it would go on updating the old array.
 
@@ -99,11 +99,17 @@ def fully_shard(
         )
     if not isinstance(mesh, Mesh | None):
         raise TypeError(f"fully_shard: mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    policies = (("mp_policy", mp_policy, Precision), ("offload_policy", offload_policy, OffloadPolicy))
+    for name, given, kind in policies:
+        if not isinstance(given, kind | None):
+            raise TypeError(
+                f"fully_shard: {name} must be an instance of {kind.__name__}, got {type(given).__name__}"
+            )
     if prefetch is not None and prefetch < 0:
         raise ValueError(f"fully_shard: prefetch must be 0 or more, got {prefetch}")
     mesh = ranks.default_mesh() if mesh is None else mesh
     _check_axes(mesh)
-    composition.chosen.check_modules(modules)
+    composition.active.check(modules, mesh)
     chosen = ShardingStrategy.parse(strategy, len(mesh.shape), mesh.mesh_dim_names)
     if reshard_after_forward and chosen.rules.keep_after_backward:
         raise ValueError(
@@ -130,15 +136,9 @@ def fully_shard(
 
 def _check_axes(mesh: Mesh) -> None:
     """Raise ValueError unless the axes are (shards) or (copies, shards) of the same model."""
-    names, remedy = mesh.mesh_dim_names or (), 'take mesh["dp_shard"] or mesh["dp_replicate", "dp_shard"]'
+    names, remedy = mesh.mesh_dim_names or (), composition.REMEDY
     if len(mesh.shape) > 2:
         raise ValueError(f"fully_shard: mesh must have one axis or two, got shape {mesh.shape}; {remedy}")
-    for name in names:
-        if name in ("pp", "tp", "ep"):
-            raise ValueError(
-                f"fully_shard: along {name!r} of {mesh!r}, ranks have other parts of the model, whose "
-                f"gradients must not be summed; {remedy}"
-            )
     if names[1:] == ("dp_replicate",):
         raise ValueError(f"fully_shard: the first axis of {mesh!r} must be 'dp_replicate'; {remedy}")
 
@@ -167,7 +167,7 @@ def _untaken(modules: list[Module], settings: Settings, ignored: Iterable[Module
                     f"make it float32 and pass mp_policy=MixedPrecisionPolicy(param_dtype={own!r})"
                 )
             types = settings.precision.types_of(below, own)
-            split = composition.chosen.split_of(parameter, settings.mesh)
+            split = composition.active.split_of(parameter, settings.mesh)
             key = GroupKey(parameter.requires_grad, own, *types, *split)
             known = found.setdefault(id(parameter), (parameter, key))
             if known[1] != key:
@@ -176,12 +176,3 @@ def _untaken(modules: list[Module], settings: Settings, ignored: Iterable[Module
                     "are in mp_policy.full_precision; list the classes of all these modules there, or of none"
                 )
     return list(found.values())
-
-
-def units(module: Module) -> list[Unit]:
-    """The units of `module` and of all modules below it, outer units first. Builds the model. Collective.
-
-    Raises:
-        ValueError: if there is no unit.
-    """
-    return built_units(module)

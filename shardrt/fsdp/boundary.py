@@ -8,22 +8,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from shardrt.autograd import Variable
 from shardrt.fsdp.nodes import own_array
 from shardrt.fsdp.unit import Unit
-from shardrt.nn.module import Layer, Module, inner_ends
-from shardrt.pytree import exchanged, replaced, tensors
+from shardrt.nn.module import Module, WrapperOrder, inner_ends
+from shardrt.pytree import ARRAYS, exchanged, replaced, tensors
 
 
 class UnitBoundary:
     """Wraps the forwards of one unit's modules.
 
-    Layer.UNIT is outside of recomputation, so that the unit is gathered when a module runs again in backward.
+    WrapperOrder.UNIT is outside of recomputation: the unit is gathered when a module runs again in backward.
     """
 
-    layer, every_entry = Layer.UNIT, True
+    layer, every_entry = WrapperOrder.UNIT, True
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -42,17 +40,18 @@ class UnitBoundary:
         """Gather, cast the arguments, run forward, cast the output, release."""
         schedule = self.unit.built()
         depth = schedule.forward.depth
-        enters, leaves = inner_ends(module)
+        from_previous_stage, to_next_stage = inner_ends(module)
+        between = int(from_previous_stage)  # the first argument has come from a stage: it stays as it is
         try:
             schedule.enter(self.unit)
             if self._input is not None:
-                given = args[enters:], kwargs
-                given, kwargs = replaced(given, self._input, (Variable, np.ndarray))
-                args = *args[:enters], *given
+                given = args[between:], kwargs
+                given, kwargs = replaced(given, self._input, (Variable, *ARRAYS))
+                args = *args[:between], *given
             output = forward(*args, **kwargs)
-            if self._output is not None and not leaves:
+            if self._output is not None and not to_next_stage:
                 output = replaced(output, self._output)
-            output = replaced(output, partial(own_array, self.unit), np.ndarray)
+            output = replaced(output, partial(own_array, self.unit), ARRAYS)
             found = tensors(output)
             return exchanged(output, found, schedule.forward.leave(self.unit, module, found))
         except BaseException:  # KeyboardInterrupt as well: a notebook continues after it

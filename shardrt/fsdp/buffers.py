@@ -21,7 +21,7 @@ from shardrt.device import Device
 from shardrt.fsdp.gradient_path import PATHS
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
-from shardrt.fsdp.process_groups import ProcessGroups
+from shardrt.fsdp.transfer import TRANSFERS
 from shardrt.fsdp.unit import Unit
 from shardrt.fsdp.whole_gradient import path_of
 
@@ -32,9 +32,9 @@ GRADIENT_SLOTS = 2  # backward fills one slot while the other is reduced
 class Spec:
     """`slots` buffers of `count` elements each.
 
-    role: the purpose, see ROLES.
+    role: the purpose, see roles.py.
     host: the buffers are in host memory.
-    sharers: number of ranks that share the buffers. nbytes counts one rank's part.
+    shared_by: number of ranks that share the buffers. nbytes counts one rank's part.
     """
 
     role: str
@@ -42,27 +42,12 @@ class Spec:
     dtype: Any
     slots: int = 1
     host: bool = False
-    sharers: int = 1
+    shared_by: int = 1
 
     def nbytes(self, maker: Communicator | None) -> int:
         """Bytes per rank. maker: the communicator that allocates the buffers and may round their size up."""
         each = self.count * np.dtype(self.dtype).itemsize
-        return (each if maker is None else maker.allocated(each)) * self.slots // self.sharers
-
-
-ROLES = {
-    "shard": "sharded parameters",
-    "reduced": "sharded gradients",
-    "partial": "partial sums of gradients",
-    "gathered": "gathered parameters",
-    "gradients": "full gradients",
-    "wire": "16-bit parameters on the way",
-    "reduce_wire": "16-bit gradients on the way",
-    "packed": "packed gradients on the way",
-    "used": "which parameters were used",
-    "upload": "staging from the host",
-    "download": "staging to the host",
-}
+        return (each if maker is None else maker.allocated(each)) * self.slots // self.shared_by
 
 
 @dataclass(frozen=True)
@@ -71,15 +56,15 @@ class PlanInputs:
 
     device: Device
     prefetch: int
-    sharers: int  # ranks of a node that share the memory of gathered units; 0 if ranks can't share memory
+    node_ranks: int  # ranks of a node that share the memory of gathered units; 0 if ranks can't share memory
     together: int = 1  # the most units that a recomputed module gathers at once
     no_sync: bool = False  # gradients are accumulated before they are reduced
 
 
 Specs = dict[ParameterGroup, dict[str, Spec]]
 Layouts = dict[ParameterGroup, Layout]
-# Of options: each adds the buffers that data passes through to the Specs of the groups that need them.
-TRANSIT: list[Callable[[Specs, Layouts, list[ParameterGroup], PlanInputs], None]] = []
+# Of options: each adds the buffers that an option needs to the Specs of the groups that use it.
+EXTRA_BUFFERS: list[Callable[[Specs, Layouts, list[ParameterGroup], PlanInputs], None]] = []
 
 
 def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], inputs: PlanInputs) -> Specs:
@@ -95,44 +80,35 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], inputs: PlanI
         # One slot for the unit that computes and one for each prefetched unit. A recomputed module needs all
         # of its units at once.
         slots = max(inputs.prefetch + 1, inputs.together)
-        sharers = sharers_of(members[0], layouts[members[0]], inputs)
+        shared_by = ranks_sharing(members[0], layouts[members[0]], inputs)
         count = max(layouts[g].total for g in members)
-        share(specs, members, "gathered", count, gathered_dtype(members[0], inputs), slots, sharers)
+        share(specs, members, "gathered", count, gathered_dtype(members[0], inputs), slots, shared_by)
     filling = [group for unit in inner for group in unit.groups if group.trainable]
     for members in alike(g for g in filling if "gradients" not in specs[g]):
         count = max(path_of(g, layouts[g]).full for g in members)
         share(specs, members, "gradients", count, gradient_dtype(members[0], inputs), GRADIENT_SLOTS)
-    inside = {(g.key, g.settings.cut): specs[g]["gradients"] for g in filling}
+    inside = {(g.key, g.settings.shard_spec): specs[g]["gradients"] for g in filling}
     for group in (g for g in groups if g.trainable and "gradients" not in specs[g]):
-        slot = inside.get((group.key, group.settings.cut))
+        slot = inside.get((group.key, group.settings.shard_spec))
         if slot is not None and _fits_in(group, layouts[group], slot.count, inputs):
             specs[group]["gradients"] = slot
     for group in groups:
-        total, sharers = layouts[group].total, sharers_of(group, layouts[group], inputs)
-        own = Spec("gathered", total, gathered_dtype(group, inputs), sharers=sharers)
+        total, shared_by = layouts[group].total, ranks_sharing(group, layouts[group], inputs)
+        own = Spec("gathered", total, gathered_dtype(group, inputs), shared_by=shared_by)
         specs[group].setdefault("gathered", own)
         if group.trainable:
             total = path_of(group, layouts[group]).full
             specs[group].setdefault("gradients", Spec("gradients", total, gradient_dtype(group, inputs)))
-    for add in TRANSIT:
+    for add in EXTRA_BUFFERS:
         add(specs, layouts, groups, inputs)
     return specs
-
-
-def maker_of(role: str, ranks: ProcessGroups) -> Communicator | None:
-    """The communicator that sends, and so allocates, the buffers of a role; None: the device allocates."""
-    if role in ("gathered", "wire"):
-        return ranks.gather
-    if role in ("reduced", "partial") and ranks.size == 1:
-        return ranks.copies  # backward may write full gradients there, and `copies` sends them from there
-    return ranks.reducer if role in ("gradients", "packed", "reduce_wire") else None
 
 
 def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], inputs: PlanInputs) -> None:
     """Add the buffers that a group does not share with other groups."""
     place, dtype = group.placement, group.key.dtype
     if in_slot(group, layout, inputs):
-        roles["gathered"] = Spec("shard", layout.total, dtype, sharers=sharers_of(group, layout, inputs))
+        roles["gathered"] = Spec("shard", layout.total, dtype, shared_by=ranks_sharing(group, layout, inputs))
     else:
         roles["shard"] = Spec("shard", layout.shard_size, dtype, host=place.parameters)
     computed = gathered_dtype(group, inputs)
@@ -166,33 +142,36 @@ def share(
     count: int,
     dtype: Any,
     slots: int,
-    sharers: int = 1,
+    shared_by: int = 1,
 ) -> None:
     """Give all `members` one Spec for a role, and no more slots than members."""
-    spec = Spec(role, count, dtype, min(slots, len(members)), sharers=sharers)
+    spec = Spec(role, count, dtype, min(slots, len(members)), shared_by=shared_by)
     for group in members:
         specs[group][role] = spec
 
 
 def alike(groups: Iterable[ParameterGroup]) -> list[list[ParameterGroup]]:
-    """Lists of groups with the same key and cut."""
+    """Lists of groups with the same key on the same ranks."""
     alike: dict[tuple, list[ParameterGroup]] = {}
     for group in groups:
-        alike.setdefault((group.key, group.settings.cut), []).append(group)
+        alike.setdefault((group.key, group.settings.shard_spec), []).append(group)
     return list(alike.values())
 
 
 def in_slot(group: ParameterGroup, layout: Layout, inputs: PlanInputs) -> bool:
     """Whether the shard is a part of the gathered buffer, so that a gather copies nothing."""
-    same_type = np.dtype(group.key.dtype) == _compute(group, inputs) and group.key.param not in dtypes.LOW
-    return same_type and not group.placement.parameters and (inputs.sharers > 0 or layout.shards == 1)
+    if np.dtype(group.key.dtype) != _compute(group, inputs):
+        return False
+    apart = any(kind.needs_separate_shard(group) for kind in TRANSFERS)
+    return not apart and (inputs.node_ranks > 0 or layout.shards == 1)
 
 
-def sharers_of(group: ParameterGroup, layout: Layout, inputs: PlanInputs) -> int:
+def ranks_sharing(group: ParameterGroup, layout: Layout, inputs: PlanInputs) -> int:
     """Number of ranks that share the gathered slot. They can if each of them writes only its own part."""
     bits = group.key.param in dtypes.LOW and gathered_dtype(group, inputs).itemsize == 2
     own_part = bits or in_slot(group, layout, inputs)
-    return min(layout.shards, max(1, inputs.sharers)) if own_part else 1
+    alone = not own_part or inputs.node_ranks == 0 or layout.shards == 1
+    return 1 if alone else group.settings.shards_on_node(inputs.node_ranks)
 
 
 def summed_in_place(group: ParameterGroup, layout: Layout, inputs: PlanInputs) -> bool:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 
 from shardrt.fsdp import composition
 from shardrt.fsdp.boundary import unit_of
-from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.unit import Unit
@@ -24,7 +23,7 @@ def check_mesh(unit: Unit, first: Unit) -> None:
         raise ValueError(
             f"fully_shard: unit {unit.label} has another mesh than {first.label}; use parts of one mesh"
         )
-    split = None if unit is first else composition.chosen.mismatch(unit, first)
+    split = None if unit is first else composition.active.mismatch(unit, first)
     if split is not None:
         raise ValueError(
             f"fully_shard: unit {unit.label} is on {own!r}{split}, {first.label} on {theirs!r}; their "
@@ -53,9 +52,3 @@ def check_options(units: list[Unit]) -> None:
     """Run the options' checks of a model's units."""
     for check in UNIT_CHECKS:
         check(units)
-
-
-def check_groups(units: list[Unit], ranks_of: dict[ParameterGroup, ProcessGroups]) -> None:
-    """Run the options' checks of the units' process groups."""
-    for check in GROUP_CHECKS:
-        check(units, ranks_of.values())

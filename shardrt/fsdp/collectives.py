@@ -10,7 +10,7 @@ from typing import Any
 from shardrt import dtypes
 from shardrt.device.arena import Slot
 from shardrt.fsdp.group import ParameterGroup
-from shardrt.fsdp.sharded_gradient import Streams
+from shardrt.fsdp.streams import Streams
 
 Array = Any
 
@@ -31,7 +31,7 @@ def reduce_scatter(
         wire, kind = wire_of(group)[: full.size], group.key.reduce
         streams.reduce.submit(streams.device.kernels.cast.pack, full, wire, kind)
     scale = 1.0 / group.choices.divide_factor
-    if group.ranks.copies is None:
+    if group.ranks.replicate is None:
         group.ranks.reduce.reduce_scatter(
             out, wire, stream=streams.reduce, scale=scale, accumulate=accumulate, kind=kind, tag=group.tag
         )
@@ -61,11 +61,11 @@ def sum_over_ranks(
     levels together are the tree over all ranks. The sum is then bitwise identical.
     """
     ranks, stream = group.ranks, streams.reduce
-    if ranks.size > 1 or ranks.copies is None:
+    if ranks.size > 1 or ranks.replicate is None:
         ranks.reduce.reduce_scatter(own, wire, stream=stream, kind=kind, tag=group.tag)
         wire, kind = own, ""
-    if ranks.copies is not None:
-        count = own.size // ranks.copies.size
-        piece = own[ranks.copies.rank * count : (ranks.copies.rank + 1) * count]
-        ranks.copies.reduce_scatter(piece, wire, stream=stream, scale=scale, kind=kind, tag=group.tag)
-        ranks.copies.all_gather(own, stream=stream, tag=group.tag)
+    if ranks.replicate is not None:
+        count = own.size // ranks.replicate.size
+        piece = own[ranks.replicate.rank * count : (ranks.replicate.rank + 1) * count]
+        ranks.replicate.reduce_scatter(piece, wire, stream=stream, scale=scale, kind=kind, tag=group.tag)
+        ranks.replicate.all_gather(own, stream=stream, tag=group.tag)

@@ -1,33 +1,36 @@
 """Composition: how FSDP goes together with modules that were split over ranks before. By default, none was.
 
-options/split_modules.py has the composition with tensor, context and expert parallelism. `chosen` names
+options/split_modules.py has the composition with tensor, context and expert parallelism. `active` names
 the present one.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
+from shardrt.comm.mesh_layout import MeshLayout
 from shardrt.comm.ranks import Mesh
-from shardrt.fsdp.process_groups import Axes, ProcessGroups
+from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
+
+REMEDY = 'take mesh["dp_shard"] or mesh["dp_replicate", "dp_shard"]'  # for messages
 
 
 class Composition:
     """Of a model without split modules: all of its ranks are data ranks."""
 
-    def check_modules(self, modules: list[Module]) -> None:
-        """Raise ValueError if this rank can't shard one of these modules."""
+    def check(self, modules: list[Module], mesh: Mesh) -> None:
+        """Raise ValueError if this rank can't shard one of these modules over `mesh`."""
 
-    def split_of(self, parameter: Parameter, mesh: Mesh) -> tuple[Axes, Axes, str]:
-        """GroupKey's `cut`, `partial` and `tied` of a parameter that is sharded over `mesh`."""
+    def split_of(self, parameter: Parameter, mesh: Mesh) -> tuple[MeshLayout, MeshLayout, str]:
+        """GroupKey's `split_axes`, `partial` and `tied` of a parameter that is sharded over `mesh`."""
         return (), (), ""
 
     def data_ranks(self, parameters: Iterable[Parameter], mesh: Mesh) -> int:
         """Number of ranks whose losses contribute to a gradient of these parameters."""
         return mesh.size
 
-    def terms(self, partial: Axes) -> int:
+    def terms(self, partial: MeshLayout) -> int:
         """Number of ranks along the axes where each rank's gradient is one term of a sum."""
         return 1
 
@@ -36,19 +39,19 @@ class Composition:
         return units[0].settings.mesh
 
     def process_groups(
-        self, units: list[Any], mesh: Mesh, cut: str, cut_before: Axes, partial: Axes
+        self, units: list[Any], mesh: Mesh, shard_over: str, split_axes: MeshLayout, partial: MeshLayout
     ) -> ProcessGroups:
-        """The process groups of groups of `units` that are cut alike. Collective."""
-        return ProcessGroups.of(mesh, cut)
+        """The process groups of groups of `units` that are sharded alike. Collective."""
+        return ProcessGroups.of(mesh, shard_over)
 
     def mismatch(self, unit: Any, first: Any) -> str | None:
         """Whether gradients of `unit` are summed over other ranks than those of `first`.
 
-        None if not; else what a message says about the unit's mesh besides its name.
+        Returns None if the ranks are the same, else text about the unit's mesh for the error message.
         """
         own, theirs = unit.settings.mesh, first.settings.mesh
         alike = own is theirs or sorted(own.ranks.ravel()) == sorted(theirs.ranks.ravel())
         return None if alike or not unit.parameters else ""
 
 
-chosen = Composition()
+active = Composition()

@@ -14,7 +14,9 @@ from shardrt.device.program import Free, Program, Take
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.fsdp.boundary import UnitBoundary
 from shardrt.fsdp.group import ParameterGroup
+from shardrt.fsdp.setup import build
 from shardrt.fsdp.unit import Unit, root_of
+from shardrt.nn.extents import Extents
 from shardrt.nn.module import Module
 from shardrt.nn.storage import LocalStorage
 
@@ -27,13 +29,13 @@ class Taken:
 
     device_bytes, host_bytes: the peak of activations on the device, and of offloaded activations on the host.
     slots: (group, role) -> number of slots that the arena grew to.
-    accumulates: units whose full gradients had slots of their own.
+    own_slots: units whose full gradients had slots of their own.
     """
 
     device_bytes: int
     host_bytes: int
     slots: dict[tuple[ParameterGroup, str], int]
-    accumulates: frozenset[Unit]
+    own_slots: frozenset[Unit]
 
 
 def dry_run(model: Module, units: list[Unit], step: Callable[[], Any]) -> Taken:
@@ -68,7 +70,7 @@ def _taken(here: SimulatedDevice, units: list[Unit], clones: list[Unit]) -> Take
     waited = frozenset(
         unit
         for unit, clone in zip(units, clones, strict=True)
-        if clone.schedule and clone.schedule.gradients.accumulates
+        if clone.schedule and clone.schedule.gradients.own_slots
     )
     return Taken(here.peak_bytes(), _most(here.program, "offloaded activations"), slots, waited)
 
@@ -87,15 +89,34 @@ def _most(program: Program, category: str) -> int:
     return most
 
 
+class _NoValues:
+    """Replaces the storage from before sharding: the shard needs no values."""
+
+    materialised = False
+
+    def give(self, part: Extents, out: Array) -> None:
+        """Leave `out` as it is."""
+
+
+def _clone(unit: Unit) -> Unit:
+    """An unbuilt unit of the same modules with the same choices. It takes over the parameters."""
+    keyed = [(parameter, group.key) for group in unit.groups for parameter in group.parameters]
+    clone = Unit(unit.modules, keyed, unit.settings, build, unit.choices)
+    clone.observers = unit.observers
+    for own, new in zip(unit.groups, clone.groups, strict=True):
+        new.sharded_gradient = own.sharded_gradient.like_new()
+    return clone
+
+
 @contextmanager
 def _cloned(units: list[Unit]) -> Iterator[list[Unit]]:
     """Replace the units of a model by clones without values inside a with block."""
     boundaries = [unit.modules[0].around(UnitBoundary) for unit in units]
-    clones = [unit.clone() for unit in units]
+    clones = [_clone(unit) for unit in units]
     for boundary, clone in zip(boundaries, clones, strict=True):
         boundary.unit = clone
         for group in clone.groups:
-            group.starts_without_values()
+            group.initial = [_NoValues()] * len(group.parameters)
     try:
         yield clones
     finally:

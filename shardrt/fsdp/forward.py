@@ -10,7 +10,7 @@ from collections.abc import Callable
 from shardrt import autograd
 from shardrt.autograd import Function, on_tape
 from shardrt.fsdp.gathers import Gathers
-from shardrt.fsdp.nodes import Regather, Tape, mark, recorded
+from shardrt.fsdp.nodes import ForwardRecord, Regather, mark, recorded
 from shardrt.fsdp.observers import ScheduleObserver
 from shardrt.fsdp.plan import Plan, Replay, Route
 from shardrt.fsdp.unit import Unit, root_of
@@ -24,17 +24,16 @@ class ForwardPass:
         plan: Plan,
         gathers: Gathers,
         observers: list[ScheduleObserver],
-        new_tape: Callable[[], Tape],
+        new_record: Callable[[], ForwardRecord],
     ) -> None:
         self._plan = plan
         self._gathers = gathers
         self._observers = observers
-        self._new_tape = new_tape
-        self.tape = new_tape()  # of the present forward or backward
+        self._new_record = new_record
+        self.record = new_record()  # of the present forward or backward
         self._route = Route()  # the order of units that the present forward follows
-        # The units entered and not left, outermost first, each with its Unshard node. The Tape holds nodes
-        # weakly. In the first run of a recomputed module no other node refers to Unshard before `leave`, so
-        # the reference here keeps it alive.
+        # The units entered and not left, outermost first, each with its Unshard node. The ForwardRecord
+        # refers to Unshard weakly. This reference keeps the node alive until `leave`.
         self._entered: list[tuple[Unit, object]] = []
         self._done: defaultdict[Unit, set[int]] = defaultdict(set)  # ids of modules whose forward ended
         # Whether backward comes to the unit, as the last recorded forward has shown. Cleared when other
@@ -58,7 +57,7 @@ class ForwardPass:
         if unit is root_of(self._plan.units):
             self._route = self._plan
             self._plan.begin()
-            self.tape = self._new_tape()
+            self.record = self._new_record()
             for observer in self._observers:
                 observer.forward_begins(unit)
 
@@ -69,7 +68,7 @@ class ForwardPass:
     def reset(self) -> None:
         """Discard the state of a pass that has raised."""
         self._entered.clear()
-        self.tape = self._new_tape()
+        self.record = self._new_record()
 
     def _present_route(self) -> Route:
         segment = autograd.in_second_run()
@@ -82,7 +81,7 @@ class ForwardPass:
         route.advance(visited=True)
         self._gathers.ensure(unit)
         self._gathers.prefetch(route.upcoming())
-        self._entered.append((unit, self.tape.unshard(unit) if autograd.is_grad_enabled() else None))
+        self._entered.append((unit, self.record.unshard(unit) if autograd.is_grad_enabled() else None))
         segment = autograd.in_first_run()
         if segment is not None:
             if not segment.units:
@@ -101,7 +100,7 @@ class ForwardPass:
         if autograd.is_grad_enabled():
             needed |= unit.partly_trained  # another rank may have used trained parameters of it
             self._needed[unit] = route.gives_gradients = needed
-        then = [Regather(unit, self.tape)] if needed else []
+        then = [Regather(unit, self.record)] if needed else []
         route.nodes += then
         ends = self.depth == 1 and not route.replay  # the whole forward
         outputs = mark(unit, outputs, self._what_backward_needs() if ends else then)
@@ -144,7 +143,7 @@ class ForwardPass:
             self._gathers.prefetch(self._plan.upcoming())
             needed = autograd.is_grad_enabled() and self._is_needed(unit)
             if needed:
-                self._route.nodes.append(Regather(unit, self.tape, skipped=place))
+                self._route.nodes.append(Regather(unit, self.record, skipped=place))
             self._done[unit].update(id(module) for module in unit.modules)
             around.append((unit, needed))
         for unit, needed in reversed(around):

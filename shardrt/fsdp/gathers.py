@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from shardrt.comm.protocol import Communicator
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp.observers import ScheduleObserver
-from shardrt.fsdp.sharded_gradient import Streams
+from shardrt.fsdp.streams import Streams
 from shardrt.fsdp.unit import State, Unit
 
 
@@ -26,7 +26,7 @@ class Gathers:
         observers: list[ScheduleObserver],
     ) -> None:
         self.units = units
-        self.ahead = prefetch
+        self.prefetch_count = prefetch
         self.streams = streams
         self.control = control
         self._observers = observers
@@ -48,10 +48,10 @@ class Gathers:
             unit.move(State.IN_USE)
 
     def prefetch(self, upcoming: Iterable[Unit]) -> None:
-        """Issue the gathers of the next `ahead` units, until an arena has no free slot."""
+        """Issue the gathers of the next `prefetch_count` units, until an arena has no free slot."""
         seen: list[Unit] = []
         for unit in upcoming:  # may be a lazy search of the tape: stop as soon as enough units are found
-            if len(seen) == self.ahead:
+            if len(seen) == self.prefetch_count:
                 return
             if unit in seen:
                 continue
@@ -167,7 +167,7 @@ class Gathers:
     def _drop(self, unit: Unit) -> None:
         """Give back the slots of a gather that compute has not waited for, and that may still run."""
         for group in unit.groups:
-            # _release records slot.free in compute; this wait puts that record after the gather.
+            # Compute reads nothing. The wait puts slot.free, which _release records, after the gather.
             self.streams.compute.wait(group.slot.ready)
         self._release(unit)
 

@@ -15,7 +15,8 @@ from shardrt.autograd import Fill
 from shardrt.device import Device
 from shardrt.device.arena import Slot
 from shardrt.fsdp.layout import Layout
-from shardrt.fsdp.sharded_gradient import Send, Streams
+from shardrt.fsdp.sharded_gradient import Send
+from shardrt.fsdp.streams import Streams
 
 Array = Any
 
@@ -50,7 +51,7 @@ class GradientPath(ABC):
         return None
 
     @classmethod
-    def fits_in(cls, group: Any, layout: Layout, slot: int, device: Device, accumulates: bool) -> bool:
+    def fits_in(cls, group: Any, layout: Layout, slot: int, device: Device, own_slots: bool) -> bool:
         """Whether this path can use a slot of `slot` elements that was made for other groups."""
         return False
 

@@ -14,8 +14,8 @@ import numpy as np
 from shardrt.comm.ranks import Mesh
 from shardrt.device import Event
 from shardrt.fsdp.group import ParameterGroup
-from shardrt.fsdp.sharded_gradient import Streams
-from shardrt.fsdp.training import Training
+from shardrt.fsdp.streams import Streams
+from shardrt.fsdp.trainable import TrainableSet
 from shardrt.fsdp.unit import Unit
 
 
@@ -27,7 +27,7 @@ class Gradients:
         mesh: Mesh,
         units: list[Unit],
         streams: Streams,
-        trained: Training,
+        trained: TrainableSet,
         make_slots: Callable[[list[Unit], bool], None],
     ) -> None:
         self._units = units
@@ -35,47 +35,47 @@ class Gradients:
         self._trained = trained
         self._make_slots = make_slots
         self._hosts = None if mesh.size == 1 else (mesh.communicator("used"), mesh.stream("used"))
-        self._accumulates: bool | None = None  # the slots were made to accumulate; None: no slots yet
+        self._own_slots: bool | None = None  # the slots were made to accumulate; None: no slots yet
         self._reduced: list[ParameterGroup] = []  # in the present backward
         # Reduced groups without a gradient before this backward -> whether this rank has written one.
         self._wrote: dict[ParameterGroup, bool] = {}
 
     @property
-    def accumulates(self) -> bool:
+    def own_slots(self) -> bool:
         """Whether each group has a slot of its own, since some backward does not reduce."""
-        return bool(self._accumulates)
+        return bool(self._own_slots)
 
-    def have_slots(self, of_their_own: bool = False) -> None:
+    def have_slots(self, own_slots: bool = False) -> None:
         """Make slots for full gradients if they are missing or no longer fit.
 
         Groups share slots until some backward does not reduce; then each group gets a slot of its own.
 
-        of_their_own: a backward defers its reductions (DeferredGradients).
+        own_slots: a backward defers its reductions (DeferredGradients).
 
         Raises RuntimeError with set_world_invariant.
         """
-        if of_their_own and any(unit.choices.micro_batches is not None for unit in self._units):
+        if own_slots and any(unit.choices.micro_batches is not None for unit in self._units):
             raise RuntimeError(
                 "backward(deferred=...): with set_world_invariant the gradient of each micro-batch has its "
                 "own place in the tree of sums; leave `deferred` out"
             )
-        accumulates = of_their_own or any(unit.accumulates for unit in self._units)
+        own_slots = own_slots or any(unit.needs_own_slots for unit in self._units)
         changed = self._trained.changed
         if changed:
             self._trained.agree(self._streams)
-        if changed or self._accumulates is None or (accumulates and not self._accumulates):
+        if changed or self._own_slots is None or (own_slots and not self._own_slots):
             self._streams.reduce.synchronize()  # reductions no longer read the slots that are replaced
             groups = [group for unit in self._units for group in unit.groups]
-            opened = [(group, group.gradient_path) for group in groups if group.accumulates]
-            self._make_slots(self._units, accumulates)
-            self._accumulates = accumulates
+            opened = [(group, group.gradient_path) for group in groups if group.has_unreduced_gradient]
+            self._make_slots(self._units, own_slots)
+            self._own_slots = own_slots
             for group, before in opened:  # copy accumulated gradients to the new memory
                 group.gradient_path.open()
                 before.move(group.gradient_path.target)
 
     def open(self, group: ParameterGroup) -> None:
         """Take memory for full gradients of `group` before backward writes them."""
-        if self._accumulates is None or self._trained.changed:
+        if self._own_slots is None or self._trained.changed:
             self.have_slots()  # an op outside of every forward uses a parameter
         group.gradient_path.open()
 
@@ -88,9 +88,9 @@ class Gradients:
         # This rank knows that the gradient exists if this backward has written it, or it existed before.
         # Otherwise `_ask` asks the other ranks at the end of backward.
         if group.finds_unused:
-            own.wrote_gradient = True  # the reduction itself carries the answer for each parameter
-        elif group in self._wrote or not own.any_rank_wrote_gradient():
-            own.wrote_gradient = self._wrote[group] = bool(path.written) or self._wrote.get(group, False)
+            own.known_written = True  # the reduction itself carries the answer for each parameter
+        elif group in self._wrote or not own.wait_whether_written():
+            own.known_written = self._wrote[group] = bool(path.written) or self._wrote.get(group, False)
 
     def left_out(self, unit: Unit) -> list[ParameterGroup]:
         """The groups of `unit` that are still to be reduced when backward ends.
@@ -103,14 +103,14 @@ class Gradients:
         return [
             group
             for group in unit.groups
-            if group.accumulates
+            if group.has_unreduced_gradient
             or (group.trainable and group.sharded_gradient.fixed_tree and group not in self._reduced)
         ]
 
     def end_backward(self) -> None:
         """End a backward: the optimizer and clipping may read the gradients from here on."""
         for group in self._ask():
-            if group.on_gradient is not None and group.sharded_gradient.any_rank_wrote_gradient():
+            if group.on_gradient is not None and group.sharded_gradient.wait_whether_written():
                 self.notify_optimizer(group)  # an optimizer in backward: only other ranks wrote this gradient
         for group in self._reduced:
             self._streams.compute.wait(group.gradient_ready)  # the reduction has put the sum into its place
@@ -126,7 +126,7 @@ class Gradients:
         communicator.all_reduce(answers, op="max", stream=stream)
         stream.record(answered)
         for place, group in enumerate(wrote):
-            group.sharded_gradient.others_wrote = partial(_answer, answers, answered, place)
+            group.sharded_gradient.ask_others = partial(_answer, answers, answered, place)
         return [group for group, own in wrote.items() if not own]
 
     def notify_optimizer(self, group: ParameterGroup) -> None:
@@ -135,11 +135,11 @@ class Gradients:
             group.on_gradient()
 
     def reset(self) -> None:
-        """Discard incomplete gradients after a backward has raised."""
+        """After a backward has raised: discard unreduced gradients, of earlier backwards, too. Keep sums."""
         self._reduced, self._wrote = [], {}
         for unit in self._units:
             for group in unit.groups:
-                if group.accumulates:
+                if group.has_unreduced_gradient:
                     group.gradient_path.discard()
 
 

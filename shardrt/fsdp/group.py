@@ -2,7 +2,7 @@
 
 The parameters of a group share an element type. When they were sharded, all of them were trained or all were
 frozen: a frozen group needs no gradient memory and is never reduced. A parameter that is frozen or unfrozen
-later stays in its group (trained.py).
+later stays in its group (options/trained.py).
 
 A group holds arrays and knows where each parameter lies. The schedule decides when a group is gathered or
 reduced, and collectives.py moves the data. A group sees both only through `Runtime`.
@@ -18,18 +18,23 @@ import numpy as np
 
 from shardrt import autograd, dtypes
 from shardrt.autograd import WRITTEN, Edge, Fill, Function
+from shardrt.comm.mesh_layout import MeshLayout
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, Event
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp.gradient_path import GradientPath
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.policy import Choices, Settings
-from shardrt.fsdp.process_groups import Axes, ProcessGroups
-from shardrt.fsdp.sharded_gradient import ShardedGradient, Streams
+from shardrt.fsdp.process_groups import ProcessGroups
+from shardrt.fsdp.roles import gradient_roles
+from shardrt.fsdp.sharded_gradient import ShardedGradient
+from shardrt.fsdp.streams import Streams
 from shardrt.fsdp.transfer import transfer_of
 from shardrt.nn.extents import Extents
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.storage import HostPlacement, LocalStorage, LowPrecisionCopy, Storage, read_only
+from shardrt.nn.storage import HostPlacement, LowPrecisionCopy, Storage, read_only
+
+__all__ = ["ParameterGroup"]
 
 Array = Any
 
@@ -42,15 +47,15 @@ class GroupKey:
     dtype: str  # of the shard, which the optimizer updates: float32, float64 or an integer type
     param: str  # type in which the parameters are gathered and computed with
     reduce: str  # type in which gradients are sent
-    cut: Axes = ()  # mesh axes along which the modules were split before sharding (tensor parallelism, say)
-    partial: Axes = ()  # mesh axes along which each rank's gradient is one term of a sum
+    split_axes: MeshLayout = ()  # mesh axes along which modules were split before (tensor parallelism, say)
+    partial: MeshLayout = ()  # mesh axes along which each rank's gradient is one term of a sum
     # The name of a parameter that two pipeline stages share, else "". It is alone in its buffer:
     # the stages list their parameters in different orders, but sum and copy this one from shard to shard.
     tied: str = ""
 
     def __str__(self) -> str:
         kinds = [self.param]
-        if self.cut:
+        if self.split_axes:
             kinds.append("cut")
         if self.partial:
             kinds.append("partial")
@@ -59,9 +64,6 @@ class GroupKey:
         if self.tied:
             kinds.append(f"tied {self.tied}")
         return ", ".join(kinds)
-
-
-GRADIENT_ROLES = ("gradients", "packed", "reduce_wire", "download")  # arenas that only reductions use
 
 
 class Runtime(Protocol):
@@ -148,43 +150,30 @@ class _Group(Storage):
         self.trained, self.finds_unused = positions, finds_unused
 
     @property
-    def accumulates(self) -> bool:
+    def has_unreduced_gradient(self) -> bool:
         """Whether the group holds full gradients that are not reduced yet."""
         return False
 
     @property
     def has_partial_gradient(self) -> bool:
         """Whether backward has added to a gradient since the last zero_grad, reduced or not."""
-        return self.accumulates or self.sharded_gradient.reductions > 0
+        return self.has_unreduced_gradient or self.sharded_gradient.reductions > 0
 
     @property
     def exact_norm(self) -> bool:
         return self.sharded_gradient.fixed_tree
 
 
-class _NoValues:
-    """Replaces the storage from before sharding when the shard needs no values (dry run)."""
-
-    materialised = False
-
-    def give(self, part: Extents, out: Array) -> None:
-        """Leave `out` as it is."""
-
-
 class UnbuiltGroup(_Group):
     """A group of a model that is not built yet. An access that needs the shard builds it. Collective.
 
-    initial: the storages that the parameters had before sharding, in order.
+    initial: the LocalStorages that the parameters had before sharding, in order.
     """
 
     def __init__(self, unit: Any, key: GroupKey, parameters: list[Parameter]) -> None:
         super().__init__(unit, key, parameters, unit.settings.offload.sharded_gradient())
-        self.initial: list[LocalStorage | _NoValues] = [parameter.storage for parameter in parameters]
+        self.initial: list[Any] = [parameter.storage for parameter in parameters]
         self.take_parameters()
-
-    def starts_without_values(self) -> None:
-        """Leave the shard uninitialised when the model is built."""
-        self.initial = [_NoValues()] * len(self.parameters)
 
     def _built(self, parameter: Parameter) -> "ParameterGroup":
         self.unit.built()
@@ -225,7 +214,7 @@ class UnbuiltGroup(_Group):
 class GroupMemory:
     """What setup.py has planned and allocated for one group.
 
-    arenas: role (see buffers.py) -> arena. Those in GRADIENT_ROLES come and go with the trained parameters.
+    arenas: role (see roles.py) -> arena. Those of gradient_roles() come and go with the trained parameters.
     shard: this rank's part of the flat buffer, 1-D.
     shard_in_slot: the shard is a part of the gathered slot, so a gather copies nothing.
     slot_shared: other ranks of the node read the gathered slot, too.
@@ -285,11 +274,11 @@ class ParameterGroup(_Group):
 
     @property
     def communicator(self) -> Communicator | None:
-        return self.ranks.holders
+        return self.ranks.whole_communicator
 
     @property
-    def holders(self) -> Any:
-        return self.ranks.holding
+    def whole_mesh(self) -> Any:
+        return self.ranks.whole_mesh
 
     @property
     def low_precision_copy(self) -> LowPrecisionCopy | None:
@@ -310,11 +299,11 @@ class ParameterGroup(_Group):
         if not positions:
             self.sharded_gradient.release()
             self.gradient_path = None
-            for role in GRADIENT_ROLES:
+            for role in gradient_roles():
                 self.arenas.pop(role, None)
 
     @property
-    def accumulates(self) -> bool:
+    def has_unreduced_gradient(self) -> bool:
         return self.gradient_path is not None and self.gradient_path.is_open
 
     @property
@@ -352,14 +341,14 @@ class ParameterGroup(_Group):
     @property
     def gradient(self) -> Array | None:
         self.refuse_incomplete(self.parameters)
-        if self.accumulates and autograd.running() is None:
+        if self.has_unreduced_gradient and autograd.running() is None:
             raise RuntimeError(
                 f"unit {self.label}: its gradients were accumulated under no_sync and not reduced yet; "
                 "run the last backward of a step, and its deferred.flush(), outside no_sync"
             )
         self.sharded_gradient.refuse_incomplete()
         own = self.sharded_gradient
-        return own.arrays[0] if own.any_rank_wrote_gradient() else None
+        return own.arrays[0] if own.wait_whether_written() else None
 
     def has_gradient(self, parameter: Parameter) -> bool:
         if self.gradient is None:
@@ -374,7 +363,7 @@ class ParameterGroup(_Group):
         # where backward writes the sum itself (slots): it would not take the pages back first.
         if own.arrays and not own.slots and not self.placement.gradients:
             self.memory.device.lend_pages(own.arrays[0])
-        if self.accumulates:
+        if self.has_unreduced_gradient:
             self.gradient_path.discard()
 
     def new_state(self, name: str, dtype: Any = None) -> Array:
@@ -467,7 +456,7 @@ class ParameterGroup(_Group):
                 f"parameter {parameter.name!r} was unfrozen after the forward that used it had begun; set "
                 "requires_grad before that forward"
             )
-        if not self.accumulates:
+        if not self.has_unreduced_gradient:
             self.runtime.open_gradient(self)
         return self.gradient_path, position
 

@@ -12,11 +12,14 @@ from shardrt.fsdp import buffers, composition, scratch
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.process_groups import ProcessGroups
+from shardrt.fsdp.roles import ROLES
 from shardrt.fsdp.setup import arranged, lay_out, plan_inputs, prefetch_of, process_groups_of, units_for
 from shardrt.fsdp.unit import Unit, root_of
 from shardrt.nn.module import Module, stages_of
 from shardrt.nn.storage import LocalStorage
 from shardrt.optim.offload import SLOTS, slot_bytes
+
+__all__ = ["MemoryPlan", "connect", "memory_plan", "run_dry", "table", "whole_of"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def memory_plan(
     needed: dict[Communicator, tuple[int, int]] = {}  # stages share communicators
     with _trained_as_asked(units):
         for whole in wholes:
-            waits = taken is not None and not taken.accumulates.isdisjoint(whole)
+            waits = taken is not None and not taken.own_slots.isdisjoint(whole)
             inputs = plan_inputs(whole, ranks_of, no_sync=no_sync or waits)
             own = {group: layouts[group] for unit in whole for group in unit.groups}
             specs = buffers.plan(whole, own, inputs)
@@ -127,7 +130,7 @@ def connect(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
 
     Gives the process groups of each parameter group.
     """
-    mesh = composition.chosen.mesh_of(units)
+    mesh = composition.active.mesh_of(units)
     for each in dict.fromkeys((mesh, *(unit.settings.mesh for unit in units))):
         each.communicator("control")
     if mesh.size > 1:
@@ -161,12 +164,12 @@ def _add_buffers(
 ) -> None:
     """Add the bytes of the units' buffers, each buffer once."""
     makers = {
-        spec: None if spec.host else buffers.maker_of(role, ranks_of[group])
+        spec: None if spec.host else ROLES[role].maker(ranks_of[group])
         for group, roles in specs.items()
         for role, spec in roles.items()
     }
     for spec, maker in makers.items():
-        _add(host if spec.host else device, buffers.ROLES[spec.role], spec.nbytes(maker))
+        _add(host if spec.host else device, ROLES[spec.role].category, spec.nbytes(maker))
 
 
 def whole_of(call: str, model: Module) -> list[Unit]:
@@ -310,7 +313,7 @@ def _joined_axes(group: ParameterGroup) -> str:
 def _before(group: ParameterGroup) -> str:
     """The other axes of the mesh along which the parameters were split or their gradients are summed."""
     mesh, placement, text = group.settings.mesh, group.parameters[0].placement, ""
-    if group.key.cut:
+    if group.key.split_axes:
         names = placement.mesh.mesh_dim_names or mesh.names_of(placement.axes)
         text += f", cut on {names[0]} {_ranks(placement.mesh)}"
     return text + "".join(f", summed on {name}" for name in mesh.names_of(group.key.partial))

@@ -27,22 +27,23 @@ from shardrt.fsdp.unit import Unit
 from shardrt.nn.parameter import Parameter
 
 Array = Any
+_ON_GPU = "__cuda_array_interface__"
 
 
-class Tape:
+class ForwardRecord:
     """The Unshard nodes of one forward of the outermost unit, for its backward.
 
-    Several forwards may precede a backward of all of them. Each has a Tape of its own. Backward gathers and
-    reduces for each forward separately, so memory for that does not grow with the number of forwards.
+    Several forwards may precede a backward of all of them. Each has its own ForwardRecord. Backward gathers
+    and reduces for each forward separately, so memory for that does not grow with the number of forwards.
 
-    before: before(unit, tape) is called when backward comes to a call of the unit.
+    before: before(unit, record) is called when backward comes to a call of the unit.
     after: after(unit) is called when all nodes that use the unit's parameters have run.
-    complete: complete(unit) is called when the unit's gradients are complete; later than `after` with `late`.
+    complete: complete(unit) is called when the unit's gradients are complete; a Deferral may delay the call.
     """
 
     def __init__(
         self,
-        before: Callable[[Unit, "Tape"], None],
+        before: Callable[[Unit, "ForwardRecord"], None],
         after: Callable[[Unit], None],
         complete: Callable[[Unit], None],
     ) -> None:
@@ -69,11 +70,11 @@ class Unshard(Function):
     run: the backward that has come to the node, until the gradients are complete.
     """
 
-    __slots__ = ("unit", "tape", "run")
+    __slots__ = ("unit", "record", "run")
 
-    def __init__(self, unit: Unit, tape: Tape) -> None:
+    def __init__(self, unit: Unit, record: ForwardRecord) -> None:
         self.unit = unit
-        self.tape = tape
+        self.record = record
         self.run: autograd.Backward | None = None
         self.saved = self.edges = self.needs = ()
         self.outputs = 0
@@ -82,14 +83,14 @@ class Unshard(Function):
 
     def backward(self) -> tuple:
         self.run = autograd.running().outermost
-        self.tape.forget(self.unit)
-        self.tape.after(self.unit)
-        return autograd.later(self._complete)
+        self.record.forget(self.unit)
+        self.record.after(self.unit)
+        return autograd.call_or_defer(self._complete)
 
     def _complete(self) -> tuple:
         self.unit.pending.discard(self)
         self.run = None
-        self.tape.complete(self.unit)
+        self.record.complete(self.unit)
         return ()
 
 
@@ -99,19 +100,19 @@ class Regather(Function):
     skipped: the unit's place in the plan if this rank skipped the call, else None.
     """
 
-    __slots__ = ("unit", "tape", "skipped")
+    __slots__ = ("unit", "record", "skipped")
 
-    def __init__(self, unit: Unit, tape: Tape, skipped: int | None = None) -> None:
+    def __init__(self, unit: Unit, record: ForwardRecord, skipped: int | None = None) -> None:
         self.unit = unit
-        self.tape = tape
+        self.record = record
         self.skipped = skipped
         self.saved = self.needs = ()
         self.outputs = 0
-        self.edges = (Edge(tape.unshard(unit), 0, None),)
+        self.edges = (Edge(record.unshard(unit), 0, None),)
         self.enter_tape()
 
     def backward(self) -> tuple:
-        self.tape.before(self.unit, self.tape)
+        self.record.before(self.unit, self.record)
         return (WRITTEN,)
 
 
@@ -167,5 +168,7 @@ def _own(unit: Unit, output: Variable) -> Variable:
 
 def own_array(unit: Unit, array: Array) -> Array:
     """`array`, or a copy if it lies in a slot of `unit`: another unit may take the slot after forward."""
-    slots = (group.slot.array for group in unit.groups if group.slot is not None)
+    slots = [group.slot.array for group in unit.groups if group.slot is not None]
+    if any(hasattr(slot, _ON_GPU) != hasattr(array, _ON_GPU) for slot in slots):
+        return array  # CuPy compares no array of the host
     return array.copy() if any(np.may_share_memory(array, slot) for slot in slots) else array

@@ -66,9 +66,16 @@ class Settings:
         return self.offload.placement
 
     @property
-    def cut(self) -> tuple[Mesh, str]:
-        """(mesh, strategy.Rules.cut): they determine which rank holds which part."""
-        return self.mesh, self.strategy.rules.cut
+    def shard_spec(self) -> tuple[Mesh, str]:
+        """(mesh, strategy.Rules.shard_over): they determine which rank holds which shard."""
+        return self.mesh, self.strategy.rules.shard_over
+
+    def shards_on_node(self, node_ranks: int) -> int:
+        """Number of ranks on this rank's node that shard a unit together. A node has `node_ranks` ranks."""
+        ranks, own = self.mesh.ranks, self.mesh.ranks[self.mesh.coordinate]
+        if self.strategy.rules.shard_over == "last axis":
+            ranks = ranks[self.mesh.coordinate[0]]
+        return int((ranks // node_ranks == own // node_ranks).sum())
 
 
 @dataclass

@@ -60,7 +60,7 @@ def _check_stage(model: Module, optimizer: Any) -> None:
     for unit in units_below(model):
         by_ranks = by_schedule.setdefault(unit.built(), {})
         for group in unit.groups:
-            if group.ranks.sharers > 1:
+            if group.ranks.replicas > 1:
                 by_ranks.setdefault(group.ranks, []).append(group)
     states = {} if optimizer is None else {piece.storage: piece.state for piece in optimizer.slices}
     device.current().wait_here()
@@ -94,7 +94,10 @@ def _check(
 ) -> None:
     """Raise ReplicasDiffer if copies differ: first by one hash for all groups that are cut alike."""
     own = [
-        [ranks.holders.rank, _hash("".join(_hash(a) for g in groups for _, a in _arrays(g, states)).encode())]
+        [
+            ranks.whole_communicator.rank,
+            _hash("".join(_hash(a) for g in groups for _, a in _arrays(g, states)).encode()),
+        ]
         for ranks, groups in by_ranks.items()
     ]
     everyone = objects.all_gather_object(control, own)
@@ -141,7 +144,7 @@ def _rows(group: ParameterGroup, states: States) -> Iterator[list]:
     for parameter in group.parameters:
         start, stop = group.range_of(parameter)
         for kind, array in {"parameter": group.shard, **states.get(group, {})}.items():
-            yield [parameter.name, kind, group.ranks.holders.rank, _hash(array[start:stop])]
+            yield [parameter.name, kind, group.ranks.whole_communicator.rank, _hash(array[start:stop])]
 
 
 def _message(everyone: list[dict[tuple, str]]) -> str:

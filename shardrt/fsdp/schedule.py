@@ -10,7 +10,7 @@ from the progress of a stream. So all ranks issue the same collectives in the sa
 docs/fsdp.md walks through one step. This file drives backward; forward.py, gathers.py and gradients.py have
 the rest.
 
-A backward with `late` has two halves, and other forwards and backwards may run in between. Parameters are
+A backward with `deferred` has two halves, and other forwards and backwards may run in between. Parameters are
 needed until the first half ends; gradients are complete when the second half ends. Therefore the schedule
 keeps no state of a single backward. `Unit.pending` has the nodes that are still to be reduced, and the open
 gradient paths of the groups have the gradients written so far.
@@ -20,15 +20,15 @@ from collections.abc import Callable, Iterator
 
 from shardrt import autograd
 from shardrt.comm.ranks import Mesh
-from shardrt.fsdp import training
+from shardrt.fsdp import trainable
 from shardrt.fsdp.forward import ForwardPass
 from shardrt.fsdp.gathers import Gathers
 from shardrt.fsdp.gradients import Gradients
 from shardrt.fsdp.group import ParameterGroup
-from shardrt.fsdp.nodes import Regather, Tape
+from shardrt.fsdp.nodes import ForwardRecord, Regather
 from shardrt.fsdp.observers import OBSERVERS, ScheduleObserver
 from shardrt.fsdp.plan import Plan
-from shardrt.fsdp.sharded_gradient import Streams
+from shardrt.fsdp.streams import Streams
 from shardrt.fsdp.unit import State, Unit, root_of
 
 
@@ -55,15 +55,15 @@ class Schedule:
         makers = (*OBSERVERS, *self.root_unit.observers)
         self.observers: list[ScheduleObserver] = [make(self) for make in makers]
         self.plan = Plan(units)
-        self.trained = training.chosen(units, self.control)
+        self.trained = trainable.active(units, self.control)
         self.gathers = Gathers(units, prefetch, streams, self.control, self.observers)
         self.gradients = Gradients(mesh, units, streams, self.trained, make_gradient_slots)
-        self.forward = ForwardPass(self.plan, self.gathers, self.observers, self._new_tape)
+        self.forward = ForwardPass(self.plan, self.gathers, self.observers, self._new_record)
         self._begun: list[autograd.Backward] = []  # in their first or second half; one may have raised
         self._resets = 0  # how often a raised backward was discarded
 
-    def _new_tape(self) -> Tape:
-        return Tape(self.before_backward, self.after_backward, self.complete)
+    def _new_record(self) -> ForwardRecord:
+        return ForwardRecord(self.before_backward, self.after_backward, self.complete)
 
     # -- forward
 
@@ -82,34 +82,19 @@ class Schedule:
         # The first run of a recomputed module records nothing, but backward will follow it.
         if autograd.is_grad_enabled() or autograd.in_first_run() is not None:
             # If the trained parameters changed, wait with new slots until backward: only then is it known
-            # that every rank made the same change (trained.py).
+            # that every rank made the same change (options/trained.py).
             if not self.trained.changed:
                 self.gradients.have_slots()
             for observer in self.observers:
                 observer.recording_begins()
         self.gathers.refresh()
 
-    def hold(self, unit: Unit) -> None:
-        """Gather `unit` and keep it gathered until `let_go`. Collective."""
-        if self.forward.depth == 0:
-            self.gathers.refresh()
-        unit.choices.held = True
-        self.gathers.ensure(unit)
-        if unit not in self.forward.entered:
-            self.gathers.finish(unit, State.KEPT)
-
-    def let_go(self, unit: Unit) -> None:
-        """Release `unit`, unless its forward is running."""
-        unit.choices.held = False
-        if unit.gathered and unit not in self.forward.entered:
-            self.gathers.finish(unit, State.SHARDED)
-
     # -- backward
 
-    def before_backward(self, unit: Unit, tape: Tape) -> None:
+    def before_backward(self, unit: Unit, record: ForwardRecord) -> None:
         """Begin the backward of a call of `unit`: as `enter`, but the tape gives the order of units."""
         self._begin_backward()
-        self.forward.tape = tape
+        self.forward.record = record
         self.gathers.ensure(unit)
         self.gathers.prefetch(self._upcoming())
         for observer in self.observers:
@@ -129,7 +114,7 @@ class Schedule:
         for group in unit.groups:
             if not group.trainable:
                 continue
-            if not group.accumulates:
+            if not group.has_unreduced_gradient:
                 self.gradients.open(group)
             # A fixed tree has one leaf for the gradient of a micro-batch, so it must be reduced once: wait
             # until the last forward in this backward has added its part.
@@ -152,9 +137,9 @@ class Schedule:
             return
         run.after_nodes(self._end_nodes)
         run.at_end(self._end_backward)
-        autograd.later(self._begin_second_half, self._resets)
+        autograd.call_or_defer(self._begin_second_half, self._resets)
         if run.deferred is not None or self.trained.changed:
-            self.gradients.have_slots(of_their_own=run.deferred is not None)
+            self.gradients.have_slots(own_slots=run.deferred is not None)
 
     def _begin_second_half(self, resets: int) -> tuple:
         """Raise RuntimeError if gradients were discarded since the first half, when _resets was `resets`."""
@@ -184,7 +169,7 @@ class Schedule:
         for observer in self.observers:
             observer.reduce(unit)
         # _comes_again may look through all nodes that are left, so it is tested last.
-        if group.on_gradient is None or not group.sharded_gradient.any_rank_wrote_gradient():
+        if group.on_gradient is None or not group.sharded_gradient.wait_whether_written():
             return
         if not self._comes_again(unit):
             self.gradients.notify_optimizer(group)
@@ -203,7 +188,7 @@ class Schedule:
         self.gathers.finish_all(self.forward.entered)  # deferred calls may have gathered units
         for unit in self.units:
             for group in self.gradients.left_out(unit):
-                if not group.accumulates:
+                if not group.has_unreduced_gradient:
                     self.gradients.open(group)
                 self._reduce(unit, group)
         self.gradients.end_backward()
@@ -212,7 +197,7 @@ class Schedule:
             observer.backward_ends()
 
     def _reset(self) -> None:
-        """Before a new pass: if a backward has raised, discard its gradients and give every slot back."""
+        """Before a new pass: if a backward has raised, discard unreduced gradients, give slots back."""
         if all(run.busy for run in self._begun):
             return
         self._begun = [run for run in self._begun if run.busy]
@@ -228,7 +213,7 @@ class Schedule:
     # -- for groups
 
     def unshard_node(self, group: ParameterGroup) -> autograd.Function:
-        return self.forward.tape.unshard(group.unit)
+        return self.forward.record.unshard(group.unit)
 
     def ensure_readable(self, group: ParameterGroup) -> bool:
         """Whether ops may read the gathered parameters now. In backward, gather them if nothing has."""

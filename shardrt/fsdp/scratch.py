@@ -51,13 +51,13 @@ def calls_of(
     low = group.key.reduce in dtypes.LOW
     sent = path.sent * (dtypes.storage(group.key.reduce).itemsize if low else exact)
     own = path.kept * exact
-    if ranks.size > 1 or ranks.copies is None:
+    if ranks.size > 1 or ranks.replicate is None:
         yield Call(ranks.reduce, "reduce_scatter", sent, own)
         sent = own
-    if ranks.copies is not None:
-        here = ranks.reducer is ranks.copies
-        yield Call(ranks.copies, "reduce_scatter", sent, own // ranks.copies.size, here)
-        yield Call(ranks.copies, "all_gather", own, own=here)
+    if ranks.replicate is not None:
+        here = ranks.reducer is ranks.replicate
+        yield Call(ranks.replicate, "reduce_scatter", sent, own // ranks.replicate.size, here)
+        yield Call(ranks.replicate, "all_gather", own, own=here)
 
 
 def scratch(

@@ -17,23 +17,26 @@ from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp import buffers, composition
 from shardrt.fsdp.boundary import unit_of
 from shardrt.fsdp.buffers import PlanInputs, Spec, Specs
-from shardrt.fsdp.checks import RANK_CHECKS, check_groups, check_mesh, check_options, check_reachable
-from shardrt.fsdp.group import GRADIENT_ROLES, GroupMemory, ParameterGroup, UnbuiltGroup
+from shardrt.fsdp.checks import GROUP_CHECKS, RANK_CHECKS, check_mesh, check_options, check_reachable
+from shardrt.fsdp.group import GroupMemory, ParameterGroup, UnbuiltGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.process_groups import ProcessGroups, shape_of
+from shardrt.fsdp.roles import ROLES, gradient_roles
 from shardrt.fsdp.schedule import Schedule
-from shardrt.fsdp.sharded_gradient import Streams
+from shardrt.fsdp.streams import Streams
 from shardrt.fsdp.unit import Unit, root_of
 from shardrt.fsdp.whole_gradient import path_of
 from shardrt.nn.module import Module, caller_of, stages_of
 
+__all__ = ["units_below"]
+
 Array = Any
 # Of options: called with layouts, process groups and inputs of a plan, before its buffers are allocated.
-PLANNED: list[
+BEFORE_ALLOCATION: list[
     Callable[[dict[ParameterGroup, Layout], dict[ParameterGroup, ProcessGroups], PlanInputs], None]
 ] = []
 # Of options: whether a module needs all of its units gathered at the same time, as a recomputed one does.
-AT_ONCE: list[Callable[[Module], bool]] = []
+GATHERED_TOGETHER: list[Callable[[Module], bool]] = []
 
 
 def units_below(*modules: Module) -> list[Unit]:
@@ -50,11 +53,13 @@ def units_for(call: str, module: Module) -> list[Unit]:
     return found
 
 
-def built_units(module: Module) -> list[Unit]:
-    """The units of `module` and below, built. Raises ValueError if there is none. Collective."""
-    found = units_below(module)
-    if not found:
-        raise ValueError(f"{type(module).__name__} has no sharded unit; call fully_shard first")
+def units(module: Module) -> list[Unit]:
+    """The units of `module` and of all modules below it, outer units first. Builds the model. Collective.
+
+    Raises:
+        ValueError: if there is no unit.
+    """
+    found = units_for("units", module)
     for unit in found:
         unit.built()
     return found
@@ -68,19 +73,21 @@ def build(unit: Unit) -> None:
     """
     units = arranged(unit)
     layouts = lay_out(units)
-    mesh = composition.chosen.mesh_of(units)
+    mesh = composition.active.mesh_of(units)
     schedule = Schedule(mesh, units, prefetch_of(units), _streams(units), make_gradient_slots)
     for check in RANK_CHECKS:
         check(schedule, units)
-    _compile_once(schedule)
     ranks_of = process_groups_of(units)
-    check_groups(units, ranks_of)
+    for check in GROUP_CHECKS:
+        check(units, ranks_of.values())
     inputs = plan_inputs(units, ranks_of)
     specs = buffers.plan(units, layouts, inputs)
-    for prepare in PLANNED:
+    for prepare in BEFORE_ALLOCATION:
         prepare(layouts, ranks_of, inputs)
     # Arenas come before shards: where ranks share memory, a shard is a part of its arena's slot.
-    arenas = _make_arenas(specs, ranks_of, inputs.device, _BUILT_ROLES)
+    arenas = _make_arenas(
+        specs, ranks_of, inputs.device, [name for name, role in ROLES.items() if role.built]
+    )
     for u in units:
         built = [
             _built(group, layouts[group], ranks_of[group], arenas[group], specs, inputs) for group in u.groups
@@ -130,20 +137,20 @@ def lay_out(units: list[Unit]) -> dict[ParameterGroup, Layout]:
     layouts = {}
     for unit in units:
         for group in unit.groups:
-            shards, copies = shape_of(*unit.settings.cut, composition.chosen.terms(group.key.partial))
+            shards, copies = shape_of(*unit.settings.shard_spec, composition.active.terms(group.key.partial))
             layouts[group] = Layout.plan([(p.name, p.shape) for p in group.parameters], shards, copies)
     return layouts
 
 
 def process_groups_of(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
-    """Group -> its process groups; groups that are cut alike have the same object. Collective."""
+    """Group -> its process groups; groups that are sharded alike have the same object. Collective."""
     made: dict[tuple, ProcessGroups] = {}
     found = {}
     for group in (group for unit in units for group in unit.groups):
-        cut = (*group.settings.cut, group.key.cut, group.key.partial)
-        if cut not in made:
-            made[cut] = composition.chosen.process_groups(units, *cut)
-        found[group] = made[cut]
+        alike = (*group.settings.shard_spec, group.key.split_axes, group.key.partial)
+        if alike not in made:
+            made[alike] = composition.active.process_groups(units, *alike)
+        found[group] = made[alike]
     return found
 
 
@@ -153,21 +160,21 @@ def plan_inputs(
     no_sync: bool = False,
 ) -> PlanInputs:
     """The inputs of buffers.plan besides the units and layouts."""
-    gathers = [ranks.gather for group, ranks in ranks_of.items() if group.settings.cut[1] != "none"]
+    gathers = [ranks.gather for group, ranks in ranks_of.items() if group.settings.shard_spec[1] != "none"]
     shared = all(gather.shares_memory for gather in gathers)
     tops = root_of(units).modules
     below = (module for top in tops for module in top.modules())
-    at_once = [module for module in below if any(needed(module) for needed in AT_ONCE)]
+    at_once = [module for module in below if any(needed(module) for needed in GATHERED_TOGETHER)]
     return PlanInputs(
         device=root_of(units).settings.mesh.device,
         prefetch=prefetch_of(units),
-        sharers=root_of(units).settings.mesh.world.local_size if shared else 0,
+        node_ranks=root_of(units).settings.mesh.world.local_size if shared else 0,
         together=max((len(units_below(module)) for module in at_once), default=1),
-        no_sync=no_sync or any(unit.accumulates for unit in units),
+        no_sync=no_sync or any(unit.needs_own_slots for unit in units),
     )
 
 
-def make_gradient_slots(units: list[Unit], accumulates: bool) -> None:
+def make_gradient_slots(units: list[Unit], own_slots: bool) -> None:
     """Allocate the slots for full gradients of all units of a schedule. Collective.
 
     The schedule calls this when the first forward that needs slots begins. Only then is it known whether
@@ -176,15 +183,15 @@ def make_gradient_slots(units: list[Unit], accumulates: bool) -> None:
     """
     check_options(units)
     layouts = {group: group.layout for unit in units for group in unit.groups}
-    inputs = plan_inputs(units, process_groups_of(units), no_sync=accumulates)
+    ranks_of = {group: group.ranks for group in layouts}
+    inputs = plan_inputs(units, ranks_of, no_sync=own_slots)
     specs = buffers.plan(units, layouts, inputs)
-    replaced = [role for role in GRADIENT_ROLES if role == "gradients" or not _fits(role, specs)]
+    replaced = [role for role in gradient_roles() if role == "gradients" or not _fits(role, specs)]
     for group in layouts:
         for role in replaced:
             group.arenas.pop(role, None)
         _make_sums(group, specs[group], inputs)
-    ranks_of = {group: group.ranks for group in layouts}
-    for prepare in PLANNED:
+    for prepare in BEFORE_ALLOCATION:
         prepare(layouts, ranks_of, inputs)
     for group, arenas in _make_arenas(specs, ranks_of, inputs.device, replaced).items():
         group.arenas.update(arenas)
@@ -197,9 +204,6 @@ def _fits(role: str, specs: Specs) -> bool:
     return wanted == found
 
 
-_BUILT_ROLES = ("gathered", "wire", "reduce_wire", "upload", "download")  # roles that build() allocates
-
-
 def _streams(units: list[Unit]) -> Streams:
     mesh = root_of(units).settings.mesh
     here, gather, reduce = mesh.device, mesh.stream("gather"), mesh.stream("reduce")
@@ -207,15 +211,6 @@ def _streams(units: list[Unit]) -> Streams:
     if any(unit.settings.placement.parameters or unit.settings.placement.gradients for unit in units):
         upload, download = here.new_stream("upload"), here.new_stream("download")
     return Streams(here, here.current_stream, gather, reduce, upload or gather, download or reduce)
-
-
-def _compile_once(schedule: Schedule) -> None:
-    """Have one rank of each node compile the kernels, so that the others find them in the cache."""
-    world = schedule.mesh.world
-    if world.kind == "mpi":
-        if world.local_rank == 0:
-            schedule.streams.device.warm_up()
-        schedule.control.barrier(stream=schedule.streams.compute)
 
 
 def _make_arenas(
@@ -235,14 +230,14 @@ def _make_arenas(
 
 def _arena(group: ParameterGroup, ranks: ProcessGroups, role: str, spec: Spec, here: Device) -> Arena:
     """Make the arena of a Spec. Collective where ranks share memory."""
-    maker = buffers.maker_of(role, ranks)
+    maker = ROLES[role].maker(ranks)
     if maker is None:
         allocate = partial(here.buffer, spec.count, spec.dtype)
     else:
-        allocate = partial(_allocated, maker, spec, here, shared=spec.sharers > 1)
-    arena = Arena(here, allocate, spec.slots, name=buffers.ROLES[role])
+        allocate = partial(_allocated, maker, spec, here, shared=spec.shared_by > 1)
+    arena = Arena(here, allocate, spec.slots, name=ROLES[role].category)
     for slot in arena.slots:  # a gathered slot may be the shard
-        here.set_tag(slot.array, buffers.ROLES[spec.role], group.label if spec.role == "shard" else "")
+        here.set_tag(slot.array, ROLES[spec.role].category, group.label if spec.role == "shard" else "")
     return arena
 
 
@@ -272,7 +267,7 @@ def _built(
         arenas,
         part if shard_in_slot else _buffer(group, ranks, own["shard"], inputs),
         shard_in_slot=shard_in_slot,
-        slot_shared=own["gathered"].sharers > 1,
+        slot_shared=own["gathered"].shared_by > 1,
         own_slot=sum(own["gathered"] is roles["gathered"] for roles in specs.values()) == 1,
     )
     built = ParameterGroup(group, memory)
@@ -298,14 +293,14 @@ def _make_sums(group: ParameterGroup, specs: dict[str, Spec], inputs: PlanInputs
 def _buffer(
     group: ParameterGroup | UnbuiltGroup, ranks: ProcessGroups, spec: Spec, inputs: PlanInputs
 ) -> np.ndarray:
-    maker = buffers.maker_of(spec.role, ranks)
+    maker = ROLES[spec.role].maker(ranks)
     if spec.host:
         array = group.settings.offload.host_buffer(inputs.device, spec.count, spec.dtype)
     elif maker is None:
         array = inputs.device.buffer(spec.count, spec.dtype)
     else:
         array = _allocated(maker, spec, inputs.device, shared=False)
-    return inputs.device.set_tag(array, buffers.ROLES[spec.role], group.label)
+    return inputs.device.set_tag(array, ROLES[spec.role].category, group.label)
 
 
 def _check(units: list[Unit]) -> None:

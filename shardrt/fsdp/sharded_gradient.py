@@ -6,29 +6,17 @@ options/offload.py keeps the sum on the host.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from shardrt.device import Device, Event, Stream
+from shardrt.device import Device, Event
 from shardrt.device.arena import Arena, Slot
+from shardrt.fsdp.streams import Streams
 
 Array = Any
 # send(out, accumulate): issues in the reduce stream: out = (out if accumulate) + the slots' sum over ranks.
 Send = Callable[[Array, bool], None]
-
-
-@dataclass
-class Streams:
-    """The streams of one schedule. upload copies from host to device, download from device to host."""
-
-    device: Device
-    compute: Stream
-    gather: Stream
-    reduce: Stream
-    upload: Stream
-    download: Stream
 
 
 class ShardedGradient:
@@ -56,8 +44,8 @@ class ShardedGradient:
         """Reset the state, for zero_grad."""
         self.reductions = 0
         self.covered: set[int] = set()  # positions of the parameters that some reduction included
-        self.wrote_gradient = False  # this rank knows that some rank has written a gradient
-        self.others_wrote: Callable[[], bool] | None = None  # waits for the other ranks' answer
+        self.known_written = False  # this rank knows that a rank has written a gradient
+        self.ask_others: Callable[[], bool] | None = None  # waits for the answer of the other ranks
         self._uses_read: Array | None = None
 
     def release(self) -> None:
@@ -125,18 +113,18 @@ class ShardedGradient:
         self.covered.update(trained)
         self._uses_read = None
 
-    def any_rank_wrote_gradient(self) -> bool:
+    def wait_whether_written(self) -> bool:
         """Whether any rank has written a gradient; the same on every rank.
 
         Waits for the other ranks' answer only if this rank does not know of a written gradient.
         """
-        if not self.wrote_gradient and self.others_wrote is not None:
-            self.wrote_gradient = self.others_wrote()
-        return self.wrote_gradient
+        if not self.known_written and self.ask_others is not None:
+            self.known_written = self.ask_others()
+        return self.known_written
 
     def has(self, position: int, device: Device) -> bool:
         """Whether a parameter has a gradient. With `uses`, the host waits for the last reduction's counts."""
-        if position not in self.covered or not self.any_rank_wrote_gradient():
+        if position not in self.covered or not self.wait_whether_written():
             return False
         if self.uses is None:
             return True

@@ -8,16 +8,19 @@ bitwise identical. (Rajbhandari et al., ZeRO: Memory Optimizations Toward Traini
 from dataclasses import dataclass
 from enum import Enum
 
+__all__ = ["ShardingStrategy"]
+
 
 @dataclass(frozen=True)
 class Rules:
     """The rules of one strategy.
 
-    cut: the ranks that a parameter is cut over: all ranks of the "mesh", the ranks along the "last axis" of a
-    mesh with two axes, or "none". Along other axes, ranks hold copies, and their gradients are summed.
+    shard_over: the ranks that a parameter is sharded over: all ranks of the "mesh", the ranks along the "last
+    axis" of a mesh with two axes, or "none". Along other axes, ranks hold copies, and their gradients are
+    summed.
     """
 
-    cut: str
+    shard_over: str
     keep_after_forward: bool  # the gathered parameters stay until backward
     keep_after_backward: bool  # the gathered parameters stay until the optimizer has changed them
     keep_gradient: bool = False  # each group has memory for full gradients of its own, not a shared slot
@@ -76,7 +79,7 @@ class ShardingStrategy(Enum):
             strategy = cls[str(name)]
         else:
             raise ValueError(f"strategy: unknown strategy {name!r}; known: {', '.join(cls.__members__)}")
-        if strategy.rules.cut == "last axis" and axes != 2:
+        if strategy.rules.shard_over == "last axis" and axes != 2:
             raise ValueError(
                 f"strategy: {strategy.name} needs a mesh with two axes, copies and shards, such as "
                 f"init_device_mesh(shape=(2, 4)); this one has {axes}"

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardrt import dtypes
 from shardrt.device.arena import Slot
-from shardrt.fsdp.sharded_gradient import Streams
+from shardrt.fsdp.streams import Streams
 from shardrt.nn.storage import LowPrecisionCopy
 
 Array = Any
@@ -33,6 +33,11 @@ class Transfer:
     def choose(cls, group: Any, own_slot: bool) -> "Transfer | None":
         """This transfer for `group` if it fits, else None. own_slot: no other group is gathered there."""
         return None
+
+    @classmethod
+    def needs_separate_shard(cls, group: Any) -> bool:
+        """Whether the shard of `group` must lie outside of the slot: this transfer would change its bytes."""
+        return False
 
     def issue(self, slot: Slot, streams: Streams) -> None:
         """Issue what fills the slot with the whole parameters, and record `slot.ready` behind that."""

@@ -56,7 +56,7 @@ class Unit:
         self.modules = modules
         self.settings = settings
         own = [parameter for parameter, _ in parameters]
-        self.data_ranks = composition.chosen.data_ranks(own, settings.mesh)  # whose losses a gradient sums
+        self.data_ranks = composition.active.data_ranks(own, settings.mesh)  # whose losses a gradient sums
         self.choices = choices or Choices(float(self.data_ranks))
         self.state = State.SHARDED
         self.gathered = False  # ops may read the parameters now
@@ -74,15 +74,6 @@ class Unit:
         self.reshard_after_forward = self.reshard_after_backward = True
         self.ancestors: frozenset[Unit] = frozenset()  # the units whose modules contain this one's
 
-    def clone(self) -> "Unit":
-        """An unbuilt unit of the same modules with the same choices. It takes over the parameters."""
-        keyed = [(parameter, group.key) for group in self.groups for parameter in group.parameters]
-        other = Unit(self.modules, keyed, self.settings, self._build, self.choices)
-        other.observers = self.observers
-        for own, new in zip(self.groups, other.groups, strict=True):
-            new.sharded_gradient = own.sharded_gradient.like_new()
-        return other
-
     @property
     def parameters(self) -> list[Parameter]:
         """All parameters of the unit, group by group."""
@@ -99,15 +90,9 @@ class Unit:
         return 0 < sum(len(group.trained) for group in self.groups) < len(self.parameters)
 
     @property
-    def accumulates(self) -> bool:
+    def needs_own_slots(self) -> bool:
         """Whether full gradients stay unreduced when backward ends, or are unreduced now."""
-        return not self.choices.reduces or any(group.accumulates for group in self.groups)
-
-    @property
-    def micro_batches(self) -> int | None:
-        """Micro-batches of a step over all ranks; None without set_world_invariant."""
-        own = self.choices.micro_batches
-        return None if own is None else own * self.data_ranks
+        return not self.choices.reduces or any(group.has_unreduced_gradient for group in self.groups)
 
     def built(self) -> Any:
         """The schedule. Builds the whole model's schedule and shards if there are none yet. Collective."""

@@ -27,13 +27,14 @@ class WholeGradient(GradientPath):
         self.slot: Slot | None = None  # only while the path is open
 
     def open(self) -> None:
-        super().open()
-        self.slot = self._its_own_sum()
-        if self.slot is None:
-            self.slot = self.acquire()
-            return
-        # A reduction of a pass that raised may still write the slot.
-        self.streams.compute.wait(self.group.gradient_ready)
+        slot = self._its_own_sum()
+        if slot is None:
+            slot = self.acquire()
+        else:
+            # A reduction of a pass that raised may still write the slot.
+            self.streams.compute.wait(self.group.gradient_ready)
+        self.slot = slot
+        super().open()  # after `acquire`, which raises if there is no memory
 
     def _its_own_sum(self) -> Slot | None:
         """The slot of the sharded gradient if backward can write the full gradient there, else None."""
@@ -76,7 +77,7 @@ class WholeGradient(GradientPath):
         group, slot = self.group, self._close()
         with self.handing_over(slot):
             in_place = slot is group.sharded_gradient.slot
-            if in_place and group.ranks.copies is None and group.choices.divide_factor == 1:
+            if in_place and group.ranks.replicate is None and group.choices.divide_factor == 1:
                 self.streams.compute.record(group.gradient_ready)  # compute wrote the sum
             else:
                 self.send_from(slot, partial(self.send, slot))

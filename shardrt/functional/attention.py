@@ -28,6 +28,8 @@ from shardrt.functional._arrays import (
 from shardrt.functional._types import Tensor
 from shardrt.functional.words import also, only
 
+__all__ = ["split_heads", "starts_on_host"]
+
 Array = Any
 
 

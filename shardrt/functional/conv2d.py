@@ -44,7 +44,7 @@ class Conv2d(Function):
             kernels().conv2d.backward_input(factor, numbers, dx, *geometry)
         into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
         whole = None if into[1] is None else dy  # the sum over it is of what is not rounded
-        return dx, *autograd.later(_add_gradients, x, factor, whole, geometry, into=into), None, None
+        return dx, *autograd.call_or_defer(_add_gradients, x, factor, whole, geometry, into=into), None, None
 
 
 def _add_gradients(
@@ -139,7 +139,7 @@ class ConvTranspose2d(Function):
             kernels().conv2d.forward(factor, numbers, None, dx, *geometry)
         into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
         whole = None if into[1] is None else dy  # as in Conv2d
-        return dx, *autograd.later(_add_gradients, factor, x, whole, geometry, into=into), None, None
+        return dx, *autograd.call_or_defer(_add_gradients, factor, x, whole, geometry, into=into), None, None
 
 
 def conv_transpose2d(

@@ -27,7 +27,7 @@ class Embedding(Function):
 
     def backward(self, dy: Array) -> tuple:
         indices, weight = self.saved
-        return None, *autograd.later(_add_rows, indices, dy, into=(weight,))
+        return None, *autograd.call_or_defer(_add_rows, indices, dy, into=(weight,))
 
 
 def _add_rows(indices: Array, dy: Array, weight: Variable) -> tuple:

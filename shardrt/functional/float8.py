@@ -54,7 +54,7 @@ class Float8Linear(Function):
             _, matrix = _cast(weight.lent(), kernels().float8.E4M3, False, True, scale)
             _multiply(lying, matrix, rows(dx))
         into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
-        return dx, *autograd.later(_add_gradients, x, transposed, dy, into=into)
+        return dx, *autograd.call_or_defer(_add_gradients, x, transposed, dy, into=into)
 
 
 def takes(x: Variable, weight: Variable) -> bool:

@@ -87,7 +87,7 @@ class Columns(Function):
             add_neighbours(rows(dx), len(how.parts), product, dy.dtype)
         into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
         x = None if x is None else unpack(x)
-        return dx, *autograd.later(_add_column_gradients, x, factor, dy, how, into=into), None
+        return dx, *autograd.call_or_defer(_add_column_gradients, x, factor, dy, how, into=into), None
 
 
 def _add_column_gradients(
@@ -141,7 +141,7 @@ class Rows(Function):
                 factors = rows(dy), apart(matrix[:, place])
                 multiplied(kernels().linear.backward_input, factors, rows(dx)[:, place])
         into = (weight if self.needs[1] else None,)
-        return dx, *autograd.later(_add_row_gradient, x, dy, how, into=into), None
+        return dx, *autograd.call_or_defer(_add_row_gradient, x, dy, how, into=into), None
 
 
 def _add_row_gradient(x: Array, dy: Array, how: InParts, weight: Variable) -> tuple:

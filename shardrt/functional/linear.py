@@ -64,7 +64,7 @@ class Linear(Function):
         whole = None if into[1] is None else dy  # the sum over it is of what is not rounded
         if x is not None:
             x = for_product(unpack(x), factor)
-        return dx, *autograd.later(_add_gradients, x, factor, whole, into=into)
+        return dx, *autograd.call_or_defer(_add_gradients, x, factor, whole, into=into)
 
     def _input_gradient(self, matrix: Array, dy: Array) -> Any:
         """The gradient of x.

@@ -161,7 +161,7 @@ class LinearCrossEntropy(Function):
             if left is not None:
                 entropy.scale_rows(rows(dx), left, rows(dx))
         into = (weight if self.needs[1] else None,)
-        (token,) = autograd.later(_add_weight_gradient, x, dlogits, left, into=into)
+        (token,) = autograd.call_or_defer(_add_weight_gradient, x, dlogits, left, into=into)
         return dx, token, None, None, None
 
 

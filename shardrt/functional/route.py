@@ -152,7 +152,7 @@ class GroupedLinear(Function):
             for rows, own in zip(_sources(counts), counts, strict=True):
                 kernels().grouped.backward_input(factor[rows], matrices, own, dx[rows])
         into = (weight if self.needs[1] else None,)
-        return dx, *autograd.later(_add_gradients, x, factor, counts, into=into), None
+        return dx, *autograd.call_or_defer(_add_gradients, x, factor, counts, into=into), None
 
 
 def _sources(counts: Counts) -> list[slice]:

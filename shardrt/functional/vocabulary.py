@@ -104,7 +104,7 @@ class VocabularyEmbedding(Function):
 
     def backward(self, dy: Array) -> tuple:
         indices, weight, part = self.saved
-        return None, *autograd.later(_add_rows, indices, dy, part, into=(weight,)), None
+        return None, *autograd.call_or_defer(_add_rows, indices, dy, part, into=(weight,)), None
 
 
 def _add_rows(indices: Array, dy: Array, part: VocabularyPart, weight: Variable) -> tuple:
@@ -258,7 +258,7 @@ class VocabularyLinearCrossEntropy(Function):
             dweight.fill(0)  # there were no rows
         if kept:
             into = (weight if self.needs[1] else None,)
-            (token,) = autograd.later(_add_weight_gradient, x, dlogits, words, into=into)
+            (token,) = autograd.call_or_defer(_add_weight_gradient, x, dlogits, words, into=into)
             self.saved = None  # the logits are gone: a second backward is an error
         return dx, token, None, None, None, None, None
 

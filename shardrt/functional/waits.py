@@ -1,7 +1,7 @@
 """Waits that are filled: an op's backward runs a matmul of the op before while it waits for other ranks.
 
-The matmul is a call that `autograd.later` was given. It adds to the gradient of a weight. No other call adds
-to a gradient in between, so the order of all terms, and with it every bit of the sums, stays the same.
+The matmul is a call that `autograd.call_or_defer` was given. It adds to the gradient of a weight. No other
+call adds to a gradient in between, so the order of all terms, and with it every bit of the sums, stays.
 """
 
 import threading

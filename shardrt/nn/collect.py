@@ -7,7 +7,8 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm.protocol import Communicator
-from shardrt.nn.extents import Extents, put, size_of
+from shardrt.nn.extents import Extents, size_of
+from shardrt.nn.overlaps import put
 
 
 def collected(

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+__all__ = ["Extent", "Extents", "contiguous", "cut", "spans", "take"]
+
 Array = Any
 
 
@@ -91,10 +93,3 @@ def take(extents: Extents, whole: Array) -> Array:
     flat = whole.reshape(-1)
     pieces = [flat[first : first + length] for _, first, length in spans(extents)]
     return pieces[0] if len(pieces) == 1 else np.concatenate([flat[:0], *pieces])
-
-
-def put(extents: Extents, whole: np.ndarray, values: np.ndarray) -> None:
-    """Set the elements, in an array of the whole parameter, to `values` (1-D)."""
-    flat = whole.reshape(-1)
-    for place, first, length in spans(extents):
-        flat[first : first + length] = values[place : place + length]

@@ -15,6 +15,8 @@ from shardrt.nn.init import Initialiser
 from shardrt.nn.public import Module, Parameter
 from shardrt.tensor import Tensor
 
+__all__ = ["Dropout", "Embedding", "LayerNorm", "Linear", "RMSNorm"]
+
 
 class Linear(Module):
     """(..., in_features) -> (..., out_features): x times weight transposed, plus bias.

@@ -17,6 +17,8 @@ from shardrt.nn.public import Module, Parameter
 from shardrt.nn.storage import LocalStorage
 from shardrt.tensor import Tensor
 
+__all__ = ["adapted_layers", "add_lora", "is_adapted"]
+
 Targets = tuple[str, ...] | Callable[[str, Linear], bool]  # paths of layers, or which of them
 
 

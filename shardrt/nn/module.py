@@ -1,7 +1,7 @@
 """Module: a tree of layers with named parameters, and the seams where sharding and saving memory attach.
 
-`Module.__call__` runs the forward inside the wrappers that `wrap_forward` attached. `Layer` lists their
-layers; a module knows no more of them. Modules know their parent, so a parameter's full name, which its
+`Module.__call__` runs the forward inside the wrappers that `wrap_forward` attached. `WrapperOrder` lists
+their layers; a module knows no more of them. Modules know their parent, so a parameter's full name, which its
 initial values depend on, is known as soon as the tree stands.
 
 This is what the runtime needs of a module. nn/public.py has the subclass that users subclass, with hooks,
@@ -18,14 +18,16 @@ from typing import Any, Protocol, TypeVar
 from shardrt import autograd
 from shardrt.nn.parameter import Parameter
 
+__all__ = ["Module", "WrapperOrder", "caller_of", "inner_ends", "label_of", "stages_of"]
+
 A = TypeVar("A")
 
 # Each is called when a module is called and no other module runs: a call of the whole model begins.
 before_call: list[Callable[[], None]] = []
 
 
-class Layer(IntEnum):
-    """The layers of wrappers around the forward of a module, the innermost first."""
+class WrapperOrder(IntEnum):
+    """The wrappers around the forward of a module, the innermost first."""
 
     CONVERSION = auto()  # of a module that is cut over ranks; recomputation converts activations again
     RECOMPUTATION = auto()
@@ -43,7 +45,7 @@ class ForwardWrapper(Protocol):
     every_entry: it also runs if one entry of the module calls another, not only around the outer entry.
     """
 
-    layer: Layer
+    layer: WrapperOrder
     every_entry: bool
 
     def run(self, module: "Module", forward: Callable, /, *args: Any, **kwargs: Any) -> Any: ...
@@ -205,7 +207,7 @@ class Module:
         """The wrapper of this kind, or None."""
         return next((wrapper for wrapper in self._forward_wrappers if isinstance(wrapper, kind)), None)
 
-    def wrapped_in(self, layer: Layer) -> bool:
+    def wrapped_in(self, layer: WrapperOrder) -> bool:
         """Whether a wrapper of this layer is attached."""
         return any(wrapper.layer is layer for wrapper in self._forward_wrappers)
 

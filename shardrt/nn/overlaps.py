@@ -1,12 +1,16 @@
-"""How parts of a whole lie to each other: what two have in common, and whether some are the whole.
+"""Extents of one whole: what two have in common, whether some are the whole, and values put into the whole.
 
-Files and their readers need this; integers only, as in extents.py.
+Files and their readers need this.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from shardrt.nn.extents import Extent, Extents, contiguous
+import numpy as np
+
+from shardrt.nn.extents import Extent, Extents, contiguous, spans
+
+__all__ = ["miscounted", "overlaps", "within"]
 
 
 def overlaps(extents: Extents, other: Extent) -> Iterator[tuple[int, int, int]]:
@@ -51,3 +55,10 @@ def within(extent: Extent, start: int, stop: int) -> range:
     low = (start - extent.first - extent.length) // extent.stride + 1
     high = -((extent.first - stop) // extent.stride)
     return range(max(low, 0), min(high, extent.count))
+
+
+def put(extents: Extents, whole: np.ndarray, values: np.ndarray) -> None:
+    """Set the elements, in an array of the whole parameter, to `values` (1-D)."""
+    flat = whole.reshape(-1)
+    for place, first, length in spans(extents):
+        flat[first : first + length] = values[place : place + length]

@@ -16,6 +16,8 @@ from shardrt.comm.ranks import Mesh
 from shardrt.nn.extents import Extents
 from shardrt.nn.storage import LocalStorage, Storage, read_only
 
+__all__ = ["Parameter"]
+
 Array = Any
 
 
@@ -179,11 +181,11 @@ class Parameter(Variable):
         return piece if isinstance(self.storage, LocalStorage) else read_only(piece)
 
     def in_whole(self, extents: Extents) -> Extents:
-        """The elements `part`, counted in `shape`, as elements of the whole."""
+        """The elements `extents`, counted in `shape`, as elements of the whole."""
         return extents if self.placement is None else self.placement.in_whole(extents)
 
     def fill(self, out: Array, extents: Extents, name: str | None = None) -> None:
-        """Write the initial values of the elements `part`, counted in `shape`, into 1-D `out`.
+        """Write the initial values of the elements `extents`, counted in `shape`, into 1-D `out`.
 
         name: the name that they depend on; None for the parameter's own.
         """

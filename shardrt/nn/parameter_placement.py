@@ -22,6 +22,18 @@ from shardrt.nn.extents import cut as cut_of
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage
 
+__all__ = [
+    "PARTIAL",
+    "ParameterPlacement",
+    "PlacedStorage",
+    "REPLICATE",
+    "SHARD",
+    "joined",
+    "set_placement",
+    "whole_shape",
+    "whole_size",
+]
+
 Array = Any
 SHARD, REPLICATE, PARTIAL = "shard", "replicate", "partial"
 
@@ -143,7 +155,7 @@ class PlacedStorage(LocalStorage):
         self._partial: WeakKeyDictionary[autograd.Backward, Array] = WeakKeyDictionary()
         placement = parameter.placement
         if placement is not None:  # a tied replica may have none
-            self.holders = placement.mesh if placement.kind == SHARD else None
+            self.whole_mesh = placement.mesh if placement.kind == SHARD else None
             self.communicator = placement.communicator if placement.kind == SHARD else None
             self.everyone = placement.mesh.root.communicator("control")
 
@@ -175,7 +187,7 @@ class PlacedStorage(LocalStorage):
 
 
 def set_placement(parameter: Parameter, placement: ParameterPlacement) -> None:
-    """Make `parameter` what `share` says of it: its `shape` is this rank's from now on.
+    """Place `parameter` as `placement` says: its `shape` is this rank's from now on.
 
     Call it before the parameter has values, and once; a parameter that all ranks have alike may still be cut.
 

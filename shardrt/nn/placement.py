@@ -20,6 +20,17 @@ from shardrt.nn.module import Module, ModulePlacement
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage, Storage, Stored
 
+__all__ = [
+    "PipelinePlacement",
+    "along_pipeline",
+    "on_first",
+    "owner_of",
+    "place_of",
+    "placement_of",
+    "take_place",
+    "take_placement",
+]
+
 Array = Any
 
 

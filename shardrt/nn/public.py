@@ -23,6 +23,8 @@ from shardrt.nn.ranks import everyone
 from shardrt.nn.storage import LocalStorage
 from shardrt.tensor import Tensor
 
+__all__ = ["Module", "Parameter", "check_set_to_none", "parameters_in"]
+
 Array = Any
 
 module.before_call.append(random.call_begins)

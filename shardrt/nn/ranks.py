@@ -7,6 +7,8 @@ from shardrt.comm.protocol import Communicator
 from shardrt.nn.module import Module
 from shardrt.nn.storage import LocalStorage, Storage
 
+__all__ = ["everyone", "is_leader", "is_stage_leader", "ranks_of", "shared"]
+
 
 def everyone(model: Module, call: str) -> Communicator | None:
     """The communicator of all ranks that train `model`, for a `call` with broadcast_from_rank0.

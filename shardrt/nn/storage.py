@@ -75,7 +75,7 @@ class Storage(ABC):
     """
 
     communicator: Communicator | None = None
-    holders: Mesh | None = None
+    whole_mesh: Mesh | None = None
     low_precision_copy: LowPrecisionCopy | None = None  # what it keeps of the shard in 16 bits, if it does
     gathers_bits = False  # what `lent_bits` gives
     everyone: Communicator | None = None  # joins all ranks that train with this one, once there is a shard

@@ -16,6 +16,17 @@ from shardrt.nn.ranks import shared
 from shardrt.nn.storage import LocalStorage, Storage
 from shardrt.tensor import Tensor
 
+__all__ = [
+    "NonfiniteNorm",
+    "Pieces",
+    "Squares",
+    "clip_grad_norm_",
+    "clip_grad_norm_on_device_",
+    "clip_grad_value_",
+    "grad_norm",
+    "merged",
+]
+
 Array = Any
 Pieces = dict[Communicator | None, list[Array]]  # of gradients, by whom their ranks talk
 Squares = list[tuple[Array, Communicator | None, DeviceMesh | None]]  # pairs of squares, and their ranks
@@ -92,7 +103,7 @@ def clip_grad_norm_on_device_(
             everything.append(piece)
         if storage not in copies:
             by_communicator.setdefault(storage.communicator, []).append(piece)
-            holders[storage.communicator] = storage.holders
+            holders[storage.communicator] = storage.whole_mesh
     if any(device.of(piece) is not here for piece in everything):
         raise ValueError("clip_grad_norm_on_device_: gradients are on the host; use clip_grad_norm_")
     squares: Squares = []

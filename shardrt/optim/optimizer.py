@@ -33,6 +33,8 @@ from shardrt.optim.slices import (
     refuse_partly_sharded,
 )
 
+__all__ = ["Optimizer"]
+
 Array = Any
 
 NO_DECAY = ("*bias", "*norm*")

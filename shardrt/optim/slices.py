@@ -16,6 +16,8 @@ from shardrt.nn.ranks import shared
 from shardrt.nn.storage import LocalStorage, Storage
 from shardrt.nn.utils import merged
 
+__all__ = ["BITS", "Slice", "exact_state", "kept_state"]
+
 Array = Any
 BITS = np.dtype(np.uint16)  # of state that is kept in bfloat16
 Member = tuple[Parameter, int]  # a parameter, and the number of its group

@@ -15,7 +15,7 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.mesh_layout import union, without
 from shardrt.fsdp.setup import units_below
 from shardrt.functional.context import ROLE, context_attention, own_chunks, positions_of
-from shardrt.nn.module import Layer, Module
+from shardrt.nn.module import Module, WrapperOrder
 from shardrt.nn.moe import Router
 from shardrt.nn.storage import LocalStorage
 from shardrt.parallel.axis import Axis, batch_of, recorded
@@ -120,7 +120,7 @@ class Summing:
     Raises ValueError where nobody will, RuntimeError where the model is not the whole any more.
     """
 
-    layer, every_entry = Layer.MODEL, False
+    layer, every_entry = WrapperOrder.MODEL, False
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh, self._checked = mesh, False

@@ -9,7 +9,7 @@ from shardrt import functional as F
 from shardrt.comm.protocol import Communicator
 from shardrt.functional.collective import gather, gather_same
 from shardrt.functional.in_time import add_bias
-from shardrt.nn.module import Layer, Module
+from shardrt.nn.module import Module, WrapperOrder
 from shardrt.parallel.axis import TIME, Axis
 from shardrt.tensor import Tensor
 
@@ -26,7 +26,7 @@ def check_whole(module: Module) -> None:
 class Converting:
     """Around the forward of a module that is cut."""
 
-    layer, every_entry = Layer.CONVERSION, False
+    layer, every_entry = WrapperOrder.CONVERSION, False
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -96,7 +96,7 @@ class Deciding(Converting):
     Raises RuntimeError where it is not the whole any more: dropout outside would differ between the ranks.
     """
 
-    layer = Layer.MODEL
+    layer = WrapperOrder.MODEL
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         check_whole(module)

@@ -19,6 +19,8 @@ from shardrt.parallel.carrier import STEP, Arrays, Carrier, key_of
 from shardrt.parallel.step import Inputs, Loss, StagedModel, Step, Work
 from shardrt.parallel.table import Action, Link
 
+__all__ = ["pipeline_plan"]
+
 Shape = tuple[tuple[int, ...], str]
 Message = tuple[tuple[Shape | None, ...], Any]  # and how its arrays lie
 Messages = dict[tuple[str, int, Hashable], Message]  # by kind, the stage that sends, and key

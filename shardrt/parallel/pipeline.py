@@ -26,6 +26,8 @@ from shardrt.parallel.table import Action, Table
 from shardrt.parallel.whole import Piped
 from shardrt.tensor import Tensor
 
+__all__ = ["Pipeline"]
+
 
 class Pipeline(StagedModel):
     """A model in stages, of which this rank has `stages`.

@@ -15,6 +15,8 @@ from numbers import Integral
 
 from shardrt.parallel.table import PARTS, Action, Table, table_of
 
+__all__ = ["SCHEDULES", "schedule"]
+
 Order = list[tuple[str, int]]  # kind and stage
 
 _LARGEST = 10**6  # forwards in a table: some seconds to make

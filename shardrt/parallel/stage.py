@@ -17,7 +17,7 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.mesh_layout import overlap
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.containers import ModuleList
-from shardrt.nn.module import Layer, label_of, stages_of
+from shardrt.nn.module import WrapperOrder, label_of, stages_of
 from shardrt.nn.moe import Router
 from shardrt.nn.parameter_placement import whole_size
 from shardrt.nn.pieces import Piece
@@ -179,7 +179,7 @@ def pipeline_stages(
 class _Refusing:
     """Around the forward of a model that has stages."""
 
-    layer, every_entry = Layer.STAGES, False
+    layer, every_entry = WrapperOrder.STAGES, False
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(

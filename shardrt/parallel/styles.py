@@ -20,6 +20,8 @@ from shardrt.nn.parameter_placement import PARTIAL, REPLICATE, ParameterPlacemen
 from shardrt.parallel.axis import Alone, Axis
 from shardrt.parallel.conversion import Column, OwnTime, Row, WholeTime
 
+__all__ = ["Style"]
+
 
 class Style:
     """Names what a module is; `apply` makes it that."""

@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+__all__ = ["Table"]
+
 # What a stage does once per micro-batch: forward, input gradients, weight gradients.
 PARTS = {"F": "F", "B": "IW", "I": "I", "W": "W"}
 MEMORY = ("UNSHARD", "RESHARD")

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shardrt import autograd
-from shardrt.nn.module import Layer, Module
+from shardrt.nn.module import Module, WrapperOrder
+
+__all__ = ["pipeline_of"]
 
 
 class Piped:
@@ -16,7 +18,7 @@ class Piped:
     Raises RuntimeError where gradients are recorded.
     """
 
-    layer, every_entry = Layer.PIPELINE, False
+    layer, every_entry = WrapperOrder.PIPELINE, False
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline

@@ -18,6 +18,8 @@ from typing import Any
 
 from shardrt.device.program import Work
 
+__all__ = ["Machine"]
+
 FOLDER = Path(__file__).parent / "machines"
 
 _SIZED = ("linear.", "matmul.")  # products whose three sizes are m, n, k

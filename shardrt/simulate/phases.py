@@ -9,6 +9,8 @@ from shardrt.device.program import Item, Work
 from shardrt.device.timeline import Recording, Span
 from shardrt.simulate.timing import Timing
 
+__all__ = ["traced"]
+
 PRODUCTS = ("linear", "matmul", "grouped", "conv2d", "attention")
 AGAIN = "recomputed forward"
 _OF_MODELS = (*PRODUCTS, "cross_entropy", "embedding", "rms_norm", "layer_norm")

@@ -27,6 +27,8 @@ from shardrt.simulate.space import Candidate
 from shardrt.simulate.step import Simulated
 from shardrt.simulate.timing import label_of
 
+__all__ = ["COMMUNICATION", "COMPUTING", "Found", "HOST", "MEMORY", "Plan", "search"]
+
 _MARGIN = 1.01  # so much too large is a plan of which others are held to be, too: padding differs
 _CHANCE = 0.99  # what saves memory may be faster by so much, as other things run at the same time
 _STATES = "sharded parameters", "sharded gradients", "optimizer state"

@@ -12,6 +12,8 @@ from shardrt.device.program import Program
 from shardrt.simulate.races import Race, races_both_ways, without_values
 from shardrt.simulate.waits import COVERED, NEEDED, NEVER, WaitSite, waits
 
+__all__ = ["prove"]
+
 
 @dataclass(frozen=True)
 class Proof:

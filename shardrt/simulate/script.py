@@ -28,6 +28,8 @@ from shardrt.device.timeline import Span
 from shardrt.simulate.roles import Roles, recorded
 from shardrt.simulate.values import Values
 
+__all__ = ["NoScript", "record"]
+
 _MOST = 1 << 40  # items of a program
 
 

@@ -18,6 +18,8 @@ from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.train.config import plain
 from shardrt.train.recipe import Recipe
 
+__all__ = ["Candidate", "candidates", "combinations", "words_for", "words_of"]
+
 Options = dict[str, str]
 
 MESH = ("parallel.tp", "parallel.sequence", "parallel.pp", "parallel.cp", "parallel.ep")
@@ -223,7 +225,7 @@ class _Space:
         kept = self._words["fsdp.copies"]
         for name in strategies:
             known = ShardingStrategy.__members__.get(name)
-            hybrid = known is not None and known.rules.cut == "last axis"
+            hybrid = known is not None and known.rules.shard_over == "last axis"
             if "fsdp.copies" in self._vary:
                 several = self._of("fsdp.copies", ())
             elif not self._copies:

@@ -18,6 +18,8 @@ from shardrt.simulate.script import record, spans_kept
 from shardrt.simulate.timing import Timing
 from shardrt.simulate.values import Values
 
+__all__ = ["Simulated", "simulated"]
+
 
 @dataclass(frozen=True)
 class Simulated:

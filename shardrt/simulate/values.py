@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+__all__ = ["Values"]
+
 _LARGE = 1e12  # a piece's part of a norm: the norm is above whatever it is clipped to
 
 

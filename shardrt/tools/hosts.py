@@ -17,7 +17,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from shardrt.comm.objects import differing
+from shardrt.comm.differences import differing
 from shardrt.faults import reach
 from shardrt.tools.launched import host_lines, host_of
 from shardrt.train.versions import versions

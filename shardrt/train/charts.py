@@ -18,6 +18,8 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+__all__ = ["Bar", "Series", "bars", "lines", "schedule", "svg"]
+
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#8a8a8a")
 _MOST = 400  # stretches of a curve
 _HUGE = 1e100  # no figure of a run; axes overflow far above

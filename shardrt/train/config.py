@@ -25,6 +25,8 @@ from shardrt.parallel.schedules import SCHEDULES
 from shardrt.recompute import checkpoint_blocks
 from shardrt.untrusted import read_regular
 
+__all__ = ["SampleConfig", "check_numbers", "load", "plain", "read_toml"]
+
 Settings = TypeVar("Settings")
 _LARGEST = 1 << 20  # bytes of a TOML file
 
@@ -135,7 +137,7 @@ class FSDPConfig:
         _at_least("fsdp.prefetch", self.prefetch, 0)
         _at_least("fsdp.copies", self.copies, 1)
         _at_least("fsdp.check_copies", self.check_copies, 0)
-        hybrid = self.strategy.rules.cut == "last axis"
+        hybrid = self.strategy.rules.shard_over == "last axis"
         if hybrid != (self.copies > 1):
             raise ValueError(
                 f"fsdp.copies must be {'above 1 with' if hybrid else '1 without'} a hybrid strategy, got "

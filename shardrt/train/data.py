@@ -21,6 +21,8 @@ from shardrt.train.filearray import FileArray
 from shardrt.train.held_out import shares
 from shardrt.train.tokens import SUFFIX, open_tokens
 
+__all__ = ["Corpus", "VOCABULARY", "cut_windows", "held_out_starts", "load_corpus"]
+
 VOCABULARY = 256
 HELD_OUT = 20  # the last 1/20 of the text is never trained on
 

@@ -17,6 +17,8 @@ from shardrt.faults import launcher
 from shardrt.faults.failure import refusal
 from shardrt.untrusted import say
 
+__all__ = ["DATA", "DIFFERS", "NONFINITE", "USAGE", "describe_error", "launched_rank", "one_line"]
+
 USAGE = 2  # a setting or the command line
 DATA = 65  # a data file, or a checkpoint; EX_DATAERR of sysexits.h
 DIFFERS = 78  # ranks have other settings, code or data than each other; EX_CONFIG

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+__all__ = ["IGNORED"]
+
 IGNORED = -100  # the target or label that F.cross_entropy leaves out
 
 

@@ -19,6 +19,8 @@ from shardrt.kernels.cpu import philox
 from shardrt.train.held_out import IGNORED, shares
 from shardrt.untrusted import open_regular
 
+__all__ = ["View", "held_out_batches", "load_digits", "load_folder", "samples_batch"]
+
 HELD_OUT = 5  # one image in so many of each class, where the source does not say which to test on
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 # No others, whatever a name says: some formats run programs.

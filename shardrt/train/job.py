@@ -10,8 +10,9 @@ from typing import Any
 from shardrt import dtypes, nn, optim, random
 from shardrt.checkpoint import CheckpointError, CheckpointManager, read_manifest, save
 from shardrt.comm import init_device_mesh
+from shardrt.comm.differences import differences, differing
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.comm.objects import all_gather_object, broadcast_object, differences, differing
+from shardrt.comm.objects import all_gather_object, broadcast_object
 from shardrt.device.cpu import set_threads
 from shardrt.faults import failure
 from shardrt.faults.lock import LOCK
@@ -41,6 +42,8 @@ from shardrt.train.state import Job
 from shardrt.train.tasks import Task
 from shardrt.train.trace import check_timed
 from shardrt.train.versions import own_version, surroundings, versions
+
+__all__ = ["launch"]
 
 
 def launch(recipe: Recipe) -> None:

@@ -24,6 +24,8 @@ from shardrt.train.screen import Screen
 from shardrt.train.tensorboard import FOLDER, Events
 from shardrt.untrusted import strict_json
 
+__all__ = ["BITS", "METRICS", "PIPELINE", "RunLog"]
+
 RUNS = Path("runs")
 METRICS = "metrics.jsonl"
 PIPELINE = "pipeline.csv"  # the table of a run in stages

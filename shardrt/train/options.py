@@ -21,6 +21,8 @@ from shardrt.train.config import built, is_enum, load, plain, sole_type
 from shardrt.train.errors import launched_rank
 from shardrt.untrusted import printable
 
+__all__ = ["command_line", "last_of", "parse"]
+
 Settings = TypeVar("Settings")
 _TRUTH = {"true": True, "false": False}
 _parsing = threading.Lock()  # CPython 3.11 may raise SystemError where two threads parse at once

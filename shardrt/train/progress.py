@@ -14,6 +14,8 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.objects import all_gather_object
 from shardrt.tensor import Tensor
 
+__all__ = ["evaluation_line", "step_line"]
+
 MEGABYTE = 1e6
 # Of the matmul that product_flops times: its rows at first and at most, the least seconds, how often.
 _SIDE, _LONGEST = 512, 8192

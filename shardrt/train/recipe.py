@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 from shardrt.train import config as settings
 from shardrt.train.tasks import Task
 
+__all__ = ["Recipe"]
+
 
 @dataclass(frozen=True)
 class Recipe:

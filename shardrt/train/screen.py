@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # rich is imported where a terminal is written to: models and
     from rich.console import Console
     from rich.live import Live
 
+__all__ = ["Screen"]
+
 PLAIN_WIDTH = 80  # columns where nobody can say how many there are
 _EVERY = 0.1  # seconds between two pictures of the line that moves
 _TELL = 10.0  # seconds between two lines about something long, where no line can move

@@ -22,6 +22,8 @@ from shardrt.train.tokenizer_process import receive, send
 from shardrt.train.tokens import BadTokens
 from shardrt.untrusted import read_regular
 
+__all__ = ["Tokenizer"]
+
 LARGEST = 256 << 20  # bytes of a tokenizer.json; Gemma's has an eighth of that
 
 

@@ -17,6 +17,8 @@ import numpy as np
 from shardrt.train.filearray import FileArray
 from shardrt.untrusted import open_regular
 
+__all__ = ["BadTokens", "SUFFIX", "open_tokens"]
+
 SUFFIX = ".tokens"
 _FORMAT = "shardrt tokens 1"
 _HEADER = 4096  # bytes kept free for the header while the number of tokens is not known

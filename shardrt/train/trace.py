@@ -22,6 +22,8 @@ from shardrt.device import timeline
 from shardrt.device.cpu import finish_streams
 from shardrt.device.timeline import Passed, Recording, Span
 
+__all__ = ["TRACE", "events_of", "names_of", "write"]
+
 TRACE = "trace.json"
 STREAMS = ("compute", "gather", "reduce")  # come first, in this order
 _INSIDE = 1e-8  # seconds before the end of its span at which an arrow leaves, so as to belong to that span

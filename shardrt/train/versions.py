@@ -11,6 +11,8 @@ from pathlib import Path
 
 from shardrt.comm.mesh import DeviceMesh
 
+__all__ = ["versions"]
+
 _PACKAGES = ("numpy", "numba", "mpi4py")
 _SOURCES = ("*.py", "*.cu", "*.cuh")
 

@@ -19,6 +19,9 @@ from shardrt.fsdp import (
     set_gradient_divide_factor,
     units,
 )
+from shardrt.fsdp.gradient_path import GradientPath
+from shardrt.fsdp.options import low_precision
+from shardrt.fsdp.policy import Precision
 from shardrt.kernels import onednn
 from tests import lab
 from tests.lab import Net
@@ -72,6 +75,8 @@ test_calls_that_are_refused = lab.refusals(
     (lambda: fully_shard(Net(), reshard_after_forward=2), TypeError, f"{NO_CHOICE} 2"),
     (lambda: fully_shard(Net(), reshard_after_forward="no"), TypeError, f"{NO_CHOICE} 'no'"),
     (lambda: fully_shard(Net(), mesh=3), TypeError, "mesh must be a DeviceMesh, got int"),
+    (lambda: fully_shard(Net(), mp_policy="bfloat16"), TypeError, "mp_policy must be .* Precision, got str"),
+    (lambda: fully_shard(Net(), offload_policy=True), TypeError, "must be .* OffloadPolicy, got bool"),
     *(
         (
             lambda name=name: fully_shard(Net(), strategy=name, reshard_after_forward=True),
@@ -340,3 +345,37 @@ def test_reductions_that_raise_give_their_memory_back(on_host, monkeypatch):
     arenas = lab.arenas_of(model)
     assert all(arena.in_use == 0 for arena in arenas if arena.name not in ("wire", "reduce_wire"))
     assert all(len(arena.slots) <= 2 for arena in arenas)
+
+
+def test_the_base_of_precision_policies_keeps_all_types():
+    model, _ = lab.build(mp_policy=Precision())
+    expected, _ = lab.build()
+    assert lab.backward(model) == lab.backward(expected)
+
+
+def test_a_gradient_that_gets_no_memory_leaves_the_model_usable(monkeypatch):
+    def fail(path):
+        raise MemoryError
+
+    model, _ = lab.build()
+    expected = lab.backward(model)  # the next gradient is added to this one, so it needs a slot
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(GradientPath, "acquire", fail)
+        lab.backward(model)
+    assert lab.backward(model) == expected
+
+
+def test_a_cast_that_raises_is_made_again(monkeypatch):
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    model, _ = lab.build(strategy="NO_SHARD", mp_policy=BF16)
+    expected = lab.backward(model)
+    for unit in units(model):
+        for group in unit.groups:
+            group.modified()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(low_precision, "_cast", fail)
+        lab.backward(model)
+    assert not any(group.transfer.is_fresh for group in units(model)[0].groups)
+    assert lab.backward(model) == expected

@@ -7,6 +7,7 @@ import gc
 import sys
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -20,8 +21,17 @@ from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
 from shardrt.device.cpu import CPUDevice
-from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan, no_sync, units
+from shardrt.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    memory_plan,
+    no_sync,
+    units,
+)
 from shardrt.fsdp.boundary import unit_of
+from shardrt.fsdp.policy import OffloadPolicy, Precision, Settings
 from shardrt.recompute import checkpoint_blocks
 from tests import lab
 from tests.fsdp.recorder import Recorder
@@ -218,3 +228,20 @@ def test_a_step_in_bfloat16_can_be_planned_and_takes_half_of_one_in_float32():
     finally:
         device.set_current(device.get("cpu"))
     assert 0.45 * planned[None] < planned["bfloat16"] < 0.6 * planned[None]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "coordinate", "strategy", "expected"),
+    [
+        ([0, 2, 4, 6], (1,), "FULL_SHARD", 2),  # beside tensor parallelism over two ranks
+        ([0, 1, 2, 3, 4, 5, 6, 7], (5,), "FULL_SHARD", 4),
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], (1, 2), "HYBRID_SHARD", 4),
+        ([[0, 4], [1, 5]], (1, 0), "HYBRID_SHARD", 1),
+        ([[0, 1], [4, 5]], (1, 0), "FULL_SHARD", 2),
+    ],
+)
+def test_the_shards_on_a_node_are_counted_by_the_mesh(ranks, coordinate, strategy, expected):
+    """On two nodes of four ranks each: a buffer that a node shares is counted once for each node."""
+    mesh = SimpleNamespace(ranks=np.array(ranks), coordinate=coordinate)
+    settings = Settings(mesh, ShardingStrategy[strategy], None, None, Precision(), OffloadPolicy())
+    assert settings.shards_on_node(4) == expected

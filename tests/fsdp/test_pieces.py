@@ -166,12 +166,12 @@ def test_a_backward_that_raises_leaves_nothing(all_in_pieces):
         if model.fails:
             with pytest.raises(OverflowError):
                 loss.backward()
-            assert isinstance(group.gradient_path, ChunkedGradient) and group.accumulates
+            assert isinstance(group.gradient_path, ChunkedGradient) and group.has_unreduced_gradient
         else:
             loss.backward()
             found.append(lab.gradients(model))
         model.zero_grad()
-        assert not group.accumulates and group.arenas["gradients"].in_use == 0
+        assert not group.has_unreduced_gradient and group.arenas["gradients"].in_use == 0
     lab.assert_equal(*found)
 
 
@@ -189,7 +189,9 @@ def test_what_is_collected_moves_to_a_whole_gradient(all_in_pieces):
             loss = model(first, first)
             with no_sync(model):
                 loss.backward()
-        assert isinstance(group.gradient_path, ChunkedGradient) != forward_too and group.accumulates
+        assert (
+            isinstance(group.gradient_path, ChunkedGradient) != forward_too and group.has_unreduced_gradient
+        )
         model(second, second).backward()
         found.append(lab.gradients(model))
         model.zero_grad()

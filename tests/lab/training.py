@@ -14,7 +14,7 @@ from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import DeviceMesh, init_device_mesh, thread, world
 from shardrt.fsdp import full_gradients, fully_shard, units
-from shardrt.nn.extents import put
+from shardrt.nn.overlaps import put
 from shardrt.nn.parameter_placement import joined
 from shardrt.nn.utils import clip_grad_norm_
 from tests.lab.comparing import assert_equal

@@ -17,7 +17,7 @@ from shardrt import device, nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, objects
 from shardrt.fsdp import fully_shard
-from shardrt.nn.extents import put
+from shardrt.nn.overlaps import put
 from shardrt.parallel import parallelize_module, pipeline_stages, sum_tied
 from tests import lab
 from tests.parallel import pipes

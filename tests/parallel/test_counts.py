@@ -116,7 +116,7 @@ def groups_of_a_step():
     for subset in (s for count in (1, 2, 3) for s in combinations(range(3), count)):
         place = tuple(slice(None) if axis in subset else mesh.coordinate[axis] for axis in range(3))
         axes[tuple(ranks[place].ravel().tolist())] = tuple(AXES[axis] for axis in subset)
-    return {(role, axes[tuple(sorted(members))]) for role, members in mesh._family.communicators}
+    return {(role, axes[tuple(sorted(members))]) for role, members in mesh._state.communicators}
 
 
 def test_each_role_joins_ranks_along_its_own_axes():

@@ -13,7 +13,7 @@ from shardrt import functional as F
 from shardrt import nn, no_grad
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
-from shardrt.nn.module import Layer
+from shardrt.nn.module import WrapperOrder
 from shardrt.nn.parameter_placement import joined
 from shardrt.parallel import (
     ColwiseParallel,
@@ -194,7 +194,7 @@ def test_generation_and_evaluation_take_any_number_of_positions(kind, sequence):
 
 
 class WithoutRecording:
-    layer, every_entry = Layer.ACTIVATION_OFFLOAD, False
+    layer, every_entry = WrapperOrder.ACTIVATION_OFFLOAD, False
 
     def run(self, module, forward, *args, **kwargs):
         with no_grad():

@@ -97,6 +97,6 @@ RUNS = {
     f"{_GRADIENTS} Gradients._ask: stream.record(answered)": other_ranks_are_heard,
     f"{_GRADIENTS} _answer: answered.synchronize()": other_ranks_are_heard,
     f"{_GRADIENTS} Gradients.have_slots: self._streams.reduce.synchronize()": nobody_uses_slots_that_go,
-    "fsdp/trained.py Trained.agree: communicator.barrier(stream=streams.reduce, "
+    "fsdp/options/trained.py FollowsRequiresGrad.agree: communicator.barrier(stream=streams.reduce, "
     "tag=self.groups[0].tag)": ranks_agree_before_memory_is_made,
 }

@@ -68,7 +68,7 @@ def test_it_gives_the_norm_and_the_gradients_of_clipping_by_the_host(software, r
         parameters = parameters_with(values, [mesh.communicator("control"), None])
         for storage in (parameters[0].storage, parameters[1].storage):
             storage._gradient = mesh.device.asarray(storage.gradient)
-        parameters[0].storage.holders = mesh
+        parameters[0].storage.whole_mesh = mesh
         norm = float(clip(parameters, 0.1))
         return [norm, *mesh.device.to_numpy(parameters[0].storage.gradient)]
 

@@ -15,12 +15,14 @@
 - step_trace: spans for traces, the watchdog's phase
 """
 
-from shardrt.fsdp import buffers, composition, policy, setup, training
+from operator import attrgetter
+
+from shardrt.fsdp import buffers, composition, policy, setup, trainable
 from shardrt.fsdp.api import PREPARATIONS
 from shardrt.fsdp.checks import GROUP_CHECKS, RANK_CHECKS, UNIT_CHECKS
 from shardrt.fsdp.gradient_path import PATHS
 from shardrt.fsdp.observers import OBSERVERS
-from shardrt.fsdp.options.agreement import compare_ranks, is_recomputed
+from shardrt.fsdp.options.agreement import compare_ranks, compile_once, is_recomputed
 from shardrt.fsdp.options.chunks import ChunkedGradient
 from shardrt.fsdp.options.fixed_tree import check_sums, check_world_invariant
 from shardrt.fsdp.options.float8 import choose_float8
@@ -30,20 +32,30 @@ from shardrt.fsdp.options.offload import UploadedTransfer, plan_staging
 from shardrt.fsdp.options.packed_rows import PackedGradient, plan_packed
 from shardrt.fsdp.options.split_modules import SplitModules
 from shardrt.fsdp.options.step_trace import StepTrace
+from shardrt.fsdp.options.trained import FollowsRequiresGrad
+from shardrt.fsdp.roles import ROLES, Role
 from shardrt.fsdp.scratch import reserve
-from shardrt.fsdp.trained import Trained
 from shardrt.fsdp.transfer import TRANSFERS
 
 PATHS += [PackedGradient, ChunkedGradient]  # packed rows come first: they are never sent in chunks
 TRANSFERS += [LowPrecisionTransfer, UploadedTransfer]  # 16 bits come first: they upload by themselves
 PREPARATIONS.append(choose_float8)
-RANK_CHECKS.append(compare_ranks)
+RANK_CHECKS += [compare_ranks, compile_once]
 UNIT_CHECKS.append(check_world_invariant)
 GROUP_CHECKS.append(check_sums)
 OBSERVERS.append(StepTrace)
-buffers.TRANSIT += [plan_wires, plan_packed, plan_staging]  # in the order of a memory plan's rows
-setup.PLANNED.append(reserve)
-setup.AT_ONCE.append(is_recomputed)
-composition.chosen = SplitModules()
-training.chosen = Trained
+ROLES |= {
+    "partial": Role("partial sums of gradients", ROLES["reduced"].maker),
+    "wire": Role("16-bit parameters on the way", attrgetter("gather"), built=True),
+    "reduce_wire": Role("16-bit gradients on the way", attrgetter("reducer"), built=True, gradient=True),
+    "packed": Role("packed gradients on the way", attrgetter("reducer"), gradient=True),
+    "used": Role("which parameters were used"),
+    "upload": Role("staging from the host", built=True),
+    "download": Role("staging to the host", built=True, gradient=True),
+}
+buffers.EXTRA_BUFFERS += [plan_wires, plan_packed, plan_staging]  # in the order of a memory plan's rows
+setup.BEFORE_ALLOCATION.append(reserve)
+setup.GATHERED_TOGETHER.append(is_recomputed)
+composition.active = SplitModules()
+trainable.active = FollowsRequiresGrad
 policy.default_precision = MixedPrecisionPolicy

@@ -9,6 +9,7 @@ import zlib
 from shardrt import device, dtypes
 from shardrt.comm import objects
 from shardrt.comm.protocol import Communicator
+from shardrt.fsdp.options.fixed_tree import micro_batches_of
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
@@ -39,7 +40,7 @@ def _compare_units(schedule: Schedule, units: list[Unit]) -> None:
         (
             u.label,
             (u.settings.strategy, u.settings.by_rank),
-            (u.reshard_after_forward, u.reshard_after_backward, u.choices.divide_factor, u.micro_batches),
+            (u.reshard_after_forward, u.reshard_after_backward, u.choices.divide_factor, micro_batches_of(u)),
             (u.choices.find_unused, [sorted(group.trained) for group in u.groups]),
             [is_recomputed(module) for top in u.modules for module in top.modules()],
             u.settings.placement.parameters,
@@ -71,6 +72,15 @@ def _compare_types(schedule: Schedule, units: list[Unit]) -> None:
         )
 
 
+def compile_once(schedule: Schedule, units: list[Unit]) -> None:
+    """Have one rank of each node compile the kernels, so that the others find them in the cache."""
+    world = schedule.mesh.world
+    if world.kind == "mpi":
+        if world.local_rank == 0:
+            schedule.streams.device.warm_up()
+        schedule.control.barrier(stream=schedule.streams.compute)
+
+
 def _compare_values(control: Communicator, units: list[Unit], cut: bool) -> None:
     """Raise ValueError on all ranks if parameters have different values. No rank broadcasts them. Collective.
 
@@ -78,7 +88,7 @@ def _compare_values(control: Communicator, units: list[Unit], cut: bool) -> None
 
     cut: include parameters whose modules are split. `control` then has ranks with the same part of them.
     """
-    groups = [group for u in units for group in u.groups if cut or not group.key.cut]
+    groups = [group for u in units for group in u.groups if cut or not group.key.split_axes]
     initial = [pair for group in groups for pair in zip(group.parameters, group.initial, strict=True)]
     made = bytes(storage.materialised for _, storage in initial)
     if objects.differing_ranks(

@@ -23,6 +23,8 @@ from shardrt.fsdp.gradient_path import GradientPath
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import ALIGNMENT, Layout
 
+__all__ = ["IN_CHUNKS"]
+
 Array = Any
 
 IN_CHUNKS = 1 << 25  # bytes of full gradients at which an outer unit begins to use chunks
@@ -81,7 +83,7 @@ class ChunkedGradient(GradientPath):
 
     @classmethod
     def fits_in(
-        cls, group: ParameterGroup, layout: Layout, slot: int, device: Device, accumulates: bool
+        cls, group: ParameterGroup, layout: Layout, slot: int, device: Device, own_slots: bool
     ) -> bool:
         """Whether chunks are worthwhile and keep the gradients bitwise identical.
 
@@ -91,7 +93,7 @@ class ChunkedGradient(GradientPath):
         dtype = dtypes.exact(device.compute_dtype(group.key.param))
         long = layout.total * dtype.itemsize >= IN_CHUNKS
         fixed_tree = group.sharded_gradient.fixed_tree
-        once = not (fixed_tree or accumulates or group.placement.gradients)
+        once = not (fixed_tree or own_slots or group.placement.gradients)
         cut = layout.shards > 1 and layout.copies == 1
         if not (long and once and cut):
             return False

@@ -18,7 +18,8 @@ from shardrt.fsdp.policy import Choices
 from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.setup import units_for
-from shardrt.fsdp.sharded_gradient import ShardedGradient, Streams
+from shardrt.fsdp.sharded_gradient import ShardedGradient
+from shardrt.fsdp.streams import Streams
 from shardrt.fsdp.unit import Unit, root_of
 from shardrt.kernels.determinism import use_deterministic_algorithms
 from shardrt.nn.module import Module
@@ -200,30 +201,30 @@ def check_world_invariant(units: list[Unit]) -> None:
     """Raise ValueError unless one tree adds all trained gradients of the model, or no unit uses a tree."""
     first = root_of(units)
     for u in units:
-        if u.micro_batches != first.micro_batches:
+        if micro_batches_of(u) != micro_batches_of(first):
             raise ValueError(
-                f"set_world_invariant: unit {u.label} has micro_batches {u.micro_batches}, {first.label} "
-                f"{first.micro_batches}; call it on the outermost module, after fully_shard"
+                f"set_world_invariant: unit {u.label} has micro_batches {micro_batches_of(u)}, {first.label} "
+                f"{micro_batches_of(first)}; call it on the outermost module, after fully_shard"
             )
-        if u.micro_batches is not None and u.settings.placement.gradients:
+        if micro_batches_of(u) is not None and u.settings.placement.gradients:
             raise ValueError(
                 f"set_world_invariant: unit {u.label} has its gradients on the host, where they are not "
                 "added by a tree; use CPUOffloadPolicy(gradients=False)"
             )
-        if u.micro_batches is not None and any(p.placement and p.placement.partial for p in u.parameters):
+        if micro_batches_of(u) is not None and any(p.placement and p.placement.partial for p in u.parameters):
             raise ValueError(
                 f"set_world_invariant: gradients of unit {u.label} are summed over another axis as well, and "
                 "not by the tree of micro-batches; leave adapters and TokenParallel out, and with "
                 "SequenceParallel call set_tensor_invariant"
             )
-        if u.micro_batches is not None:
+        if micro_batches_of(u) is not None:
             _check_experts(u, first)
         trained = {group.key.dtype for group in u.groups if group.trainable}
-        if u.micro_batches is not None and trained - {"float32"}:
+        if micro_batches_of(u) is not None and trained - {"float32"}:
             raise ValueError(f"set_world_invariant: trained parameters of unit {u.label} must be float32")
     parameters = [p for module in first.modules for p in module.parameters() if p.requires_grad]
     alone = [p for p in parameters if isinstance(p.storage, LocalStorage)]
-    if first.micro_batches is not None and alone:
+    if micro_batches_of(first) is not None and alone:
         raise ValueError(
             f"set_world_invariant: parameter {alone[0].name!r} is ignored, so its gradient is not reduced; "
             "freeze it, or shard it"
@@ -269,9 +270,15 @@ def sharing_of(module: Module) -> int:
 def check_sums(units: list[Unit], used: Iterable[ProcessGroups]) -> None:
     """Raise ValueError unless all communicators that reduce gradients add by a tree."""
     first = root_of(units)
-    reducers = [made for ranks in used for made in (ranks.reduce, ranks.copies) if made]
-    if first.micro_batches is not None and any(made.reduction != "tree" for made in reducers):
+    reducers = [made for ranks in used for made in (ranks.reduce, ranks.replicate) if made]
+    if micro_batches_of(first) is not None and any(made.reduction != "tree" for made in reducers):
         raise ValueError(
             "set_world_invariant: NCCL adds in an order that depends on the number of ranks; make the mesh "
             "by init_device_mesh(..., reduction='tree')"
         )
+
+
+def micro_batches_of(unit: Unit) -> int | None:
+    """Micro-batches of a step over all ranks; None without set_world_invariant."""
+    own = unit.choices.micro_batches
+    return None if own is None else own * unit.data_ranks

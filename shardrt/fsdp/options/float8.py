@@ -4,6 +4,7 @@ import warnings
 
 from shardrt import dtypes
 from shardrt.fsdp.api import Keyed
+from shardrt.fsdp.options.mixed_precision import MixedPrecisionPolicy
 from shardrt.fsdp.policy import Settings
 from shardrt.functional.float8 import MULTIPLE
 from shardrt.nn.layers import Linear
@@ -15,7 +16,7 @@ def choose_float8(modules: list[Module], settings: Settings, parameters: Keyed) 
 
     Raises ValueError if the device has no matmul in float8.
     """
-    if not settings.precision.float8:
+    if not (isinstance(settings.precision, MixedPrecisionPolicy) and settings.precision.float8):
         return
     if why := settings.mesh.device.lacks_float8():
         raise ValueError(f"fully_shard: mp_policy has float8=True, but {why}")

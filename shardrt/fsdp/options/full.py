@@ -12,14 +12,16 @@ import numpy as np
 
 from shardrt import device
 from shardrt.fsdp.group import ParameterGroup
-from shardrt.fsdp.setup import built_units, units_below
+from shardrt.fsdp.setup import units, units_below
 from shardrt.fsdp.transfer import as_sent
-from shardrt.fsdp.unit import Unit
+from shardrt.fsdp.unit import State, Unit
 from shardrt.nn.collect import collected
 from shardrt.nn.extents import take
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage
+
+__all__ = ["full_group", "whole_on_first"]
 
 Array = Any
 Sharded = TypeVar("Sharded", bound=Module)
@@ -40,8 +42,8 @@ def unshard(module: Sharded) -> Sharded:
     Raises:
         ValueError: if `module` has no unit.
     """
-    for unit in built_units(module):
-        unit.schedule.hold(unit)
+    for unit in units(module):
+        _hold(unit)
     return module
 
 
@@ -59,9 +61,27 @@ def reshard(module: Sharded) -> Sharded:
     Raises:
         ValueError: if `module` has no unit.
     """
-    for unit in built_units(module):
-        unit.schedule.let_go(unit)
+    for unit in units(module):
+        _let_go(unit)
     return module
+
+
+def _hold(unit: Unit) -> None:
+    """Gather `unit` and keep it gathered until `_let_go`. Collective."""
+    gathers, forward = unit.schedule.gathers, unit.schedule.forward
+    if forward.depth == 0:
+        gathers.refresh()
+    unit.choices.held = True
+    gathers.ensure(unit)
+    if unit not in forward.entered:
+        gathers.finish(unit, State.KEPT)
+
+
+def _let_go(unit: Unit) -> None:
+    """Release `unit`, unless its forward is running."""
+    unit.choices.held = False
+    if unit.gathered and unit not in unit.schedule.forward.entered:
+        unit.schedule.gathers.finish(unit, State.SHARDED)
 
 
 @contextmanager
@@ -135,7 +155,7 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
     if isinstance(storage, LocalStorage):
         return _joined(parameter, own.reshape(parameter.shape).copy())  # every rank holds all of it
     ranks, layout = storage.ranks, storage.layout
-    if ranks.copies is not None and ranks.copies.rank > 0:
+    if ranks.replicate is not None and ranks.replicate.rank > 0:
         return None  # rank 0's shard group holds the whole parameter
     entry = layout.entries[storage.position[id(parameter)]]
     parts = [layout.held(entry, rank)[2] for rank in range(ranks.size)]

@@ -15,7 +15,7 @@ from shardrt.fsdp.buffers import PlanInputs, Specs, alike, gathered_dtype, share
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.options.offload import upload
-from shardrt.fsdp.sharded_gradient import Streams
+from shardrt.fsdp.streams import Streams
 from shardrt.fsdp.transfer import Transfer
 from shardrt.fsdp.whole_gradient import path_of
 from shardrt.nn.storage import LowPrecisionCopy
@@ -47,6 +47,10 @@ class LowPrecisionTransfer(Transfer):
             return PackedTransfer(group, own_slot=False)
         return RoundedTransfer(group, own_slot)
 
+    @classmethod
+    def needs_separate_shard(cls, group: ParameterGroup) -> bool:
+        return group.key.param in dtypes.LOW
+
     def shard_written(self, copy_too: bool) -> None:
         self.is_fresh = self.is_fresh and copy_too
 
@@ -54,16 +58,19 @@ class LowPrecisionTransfer(Transfer):
         self.is_fresh = False
 
     def needs_rounding(self, streams: Streams) -> bool:
-        """Whether the caller must round the shard now. The copy, if there is one, is fresh from then on."""
-        if self.low_precision_copy is None:
-            return True
-        fresh, self.is_fresh = self.is_fresh, True
+        """Whether the caller must round the shard now, by `round`."""
         graph = streams.device.capturing
-        if graph is not None and fresh:
-            graph.before_replay(partial(self._round_again, streams))
-        elif graph is not None:
-            graph.after_capture(self.slot_overwritten)  # capture ran nothing
-        return not fresh
+        if self.low_precision_copy is not None and graph is not None:
+            if self.is_fresh:
+                graph.before_replay(partial(self._round_again, streams))
+            else:
+                graph.after_capture(self.slot_overwritten)  # capture ran nothing
+        return not self.is_fresh
+
+    def round(self, kernel: Callable, target: Array, streams: Streams) -> None:
+        """Round the shard into `target`. The copy, if there is one, is fresh once the cast is submitted."""
+        _cast(kernel, self.group, target, streams)
+        self.is_fresh = self.low_precision_copy is not None
 
     def _round_again(self, streams: Streams) -> None:
         """Round the shard before a replay that relies on the copy, if a load has changed the shard since.
@@ -72,10 +79,10 @@ class LowPrecisionTransfer(Transfer):
         16 bits capture graphs.
         """
         if not self.is_fresh:
-            self.is_fresh = True
             copy = self.low_precision_copy
             bits = copy.array.view(dtypes.storage(copy.kind))
             streams.compute.submit(streams.device.kernels.cast.pack, self.group.shard, bits, copy.kind)
+            self.is_fresh = True
 
 
 class NativeTransfer(LowPrecisionTransfer):
@@ -92,7 +99,7 @@ class NativeTransfer(LowPrecisionTransfer):
         bits = slot.array[: group.layout.total].view(dtypes.storage(group.key.param))
         if rounds:
             own = bits[slice(*group.layout.shard_range(group.ranks.rank))]
-            _cast(streams.device.kernels.cast.pack, group, own, streams)
+            self.round(streams.device.kernels.cast.pack, own, streams)
         if group.ranks.size > 1:
             group.ranks.gather.all_gather(bits, stream=stream, tag=group.tag)
         stream.record(slot.ready)
@@ -123,7 +130,7 @@ class RoundedTransfer(LowPrecisionTransfer):
             return
         group = self.group
         streams.gather.wait(slot.free)  # compute has finished with the unit that had the slot
-        _cast(streams.device.kernels.cast.round_to, group, slot.array[: group.layout.total], streams)
+        self.round(streams.device.kernels.cast.round_to, slot.array[: group.layout.total], streams)
         streams.gather.record(slot.ready)
 
 

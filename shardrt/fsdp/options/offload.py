@@ -11,7 +11,8 @@ from shardrt.fsdp.buffers import PlanInputs, Specs, alike, share
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.policy import OffloadPolicy
-from shardrt.fsdp.sharded_gradient import Send, ShardedGradient, Streams
+from shardrt.fsdp.sharded_gradient import Send, ShardedGradient
+from shardrt.fsdp.streams import Streams
 from shardrt.fsdp.transfer import Transfer
 from shardrt.nn.storage import HostPlacement
 
@@ -83,6 +84,10 @@ class UploadedTransfer(Transfer):
     @classmethod
     def choose(cls, group: ParameterGroup, own_slot: bool) -> Transfer | None:
         return cls(group, group.memory.device.new_event()) if group.placement.parameters else None
+
+    @classmethod
+    def needs_separate_shard(cls, group: ParameterGroup) -> bool:
+        return group.placement.parameters
 
     def fill(self, slot: Slot, own: Array, streams: Streams) -> None:
         streams.upload.wait(slot.free)  # compute has finished with the unit that had the slot

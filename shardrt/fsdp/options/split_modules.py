@@ -1,7 +1,7 @@
 """SplitModules: FSDP of a model whose modules were split over other axes of the mesh (shardrt.parallel).
 
-A group is sharded over data ranks. Its parameters may be parts of larger ones (cut), and each rank's gradient
-may be one term of a sum (partial). Both are axes of the root mesh.
+A group is sharded over data ranks. Its parameters may be parts of larger ones (split_axes), and each rank's
+gradient may be one term of a sum (partial). Both are axes of the root mesh.
 """
 
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from typing import Any
 
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.mesh_layout import MeshLayout, index_in, overlap, size_of, union, without
-from shardrt.fsdp.composition import Composition
-from shardrt.fsdp.process_groups import Axes, ProcessGroups, ranks_of_cut
+from shardrt.fsdp.composition import REMEDY, Composition
+from shardrt.fsdp.process_groups import ProcessGroups, communicators_of
 from shardrt.nn.module import Module, stages_of
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.parameter_placement import PARTIAL, SHARD, ParameterPlacement
@@ -19,7 +19,13 @@ from shardrt.nn.parameter_placement import PARTIAL, SHARD, ParameterPlacement
 class SplitModules(Composition):
     """The axes of data and of split modules together have all ranks that train the model."""
 
-    def check_modules(self, modules: list[Module]) -> None:
+    def check(self, modules: list[Module], mesh: DeviceMesh) -> None:
+        for name in mesh.mesh_dim_names or ():
+            if name in ("pp", "tp", "ep"):
+                raise ValueError(
+                    f"fully_shard: along {name!r} of {mesh!r}, ranks have other parts of the model, whose "
+                    f"gradients must not be summed; {REMEDY}"
+                )
         for each in modules:
             if stages_of(each):
                 raise ValueError("fully_shard: the model has stages; call it on each of them instead")
@@ -30,12 +36,12 @@ class SplitModules(Composition):
                     "modules of this rank's stages"
                 )
 
-    def split_of(self, parameter: Parameter, mesh: DeviceMesh) -> tuple[Axes, Axes, str]:
+    def split_of(self, parameter: Parameter, mesh: DeviceMesh) -> tuple[MeshLayout, MeshLayout, str]:
         place = parameter.place
         tied = parameter.name if place is not None and place.tied else ""
         return *self._axes_of(parameter, mesh), tied
 
-    def _axes_of(self, parameter: Parameter, mesh: DeviceMesh) -> tuple[Axes, Axes]:
+    def _axes_of(self, parameter: Parameter, mesh: DeviceMesh) -> tuple[MeshLayout, MeshLayout]:
         """(axes along which the parameter was split before, axes along which its gradients must be added)."""
         share, place = parameter.placement, parameter.place
         if place is not None and (place.mesh.root is not mesh.root or overlap(place.axes, mesh.axes)):
@@ -59,7 +65,7 @@ class SplitModules(Composition):
         shares = [parameter.placement for parameter in parameters if parameter.placement is not None]
         return size_of(union(*(data_of(share, mesh) for share in shares))) if shares else mesh.size
 
-    def terms(self, partial: Axes) -> int:
+    def terms(self, partial: MeshLayout) -> int:
         return size_of(partial)
 
     def mesh_of(self, units: list[Any]) -> DeviceMesh:
@@ -67,24 +73,24 @@ class SplitModules(Composition):
         return mesh.union(across) if across else mesh
 
     def process_groups(
-        self, units: list[Any], mesh: DeviceMesh, cut: str, cut_before: Axes, partial: Axes
+        self, units: list[Any], mesh: DeviceMesh, shard_over: str, split_axes: MeshLayout, partial: MeshLayout
     ) -> ProcessGroups:
         across = _across(units)
         if not (across or partial):
-            return super().process_groups(units, mesh, cut, cut_before, partial)
-        own, held, added, role = ranks_of_cut(mesh, cut)
+            return super().process_groups(units, mesh, shard_over, split_axes, partial)
+        own, held, added, role = communicators_of(mesh, shard_over)
         if partial:  # outermost, so that the tree of a sum does not depend on how the data ranks are cut
             added = mesh.along(partial, () if added is None else added.axes)
-        copies = added.communicator(role) if added is not None and added.size > 1 else None
+        replicate = added.communicator(role) if added is not None and added.size > 1 else None
         if not across:
-            sharers, owner = (1, True) if copies is None else (copies.size, copies.rank == 0)
-            return ProcessGroups(*own, copies, own[2], held, sharers, owner)
-        axes = union(cut_before, () if held is None else held.axes)
-        holding = mesh.along(axes) if axes else None
-        holders = own[2] if holding is None else holding.communicator("control")
+            replicas, owner = (1, True) if replicate is None else (replicate.size, replicate.rank == 0)
+            return ProcessGroups(*own, replicate, own[2], held, replicas, owner)
+        axes = union(split_axes, () if held is None else held.axes)
+        whole_mesh = mesh.along(axes) if axes else None
+        whole = own[2] if whole_mesh is None else whole_mesh.communicator("control")
         everyone = mesh.union(across)
         owner = not index_in(without(everyone.axes, axes), mesh.root.rank)
-        return ProcessGroups(*own, copies, holders, holding, everyone.size // holders.size, owner)
+        return ProcessGroups(*own, replicate, whole, whole_mesh, everyone.size // whole.size, owner)
 
     def mismatch(self, unit: Any, first: Any) -> str | None:
         own, theirs = unit.settings.mesh, first.settings.mesh

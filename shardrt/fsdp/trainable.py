@@ -1,14 +1,14 @@
-"""Training: which parameters have gradients. By default those that required one when the model was built."""
+"""TrainableSet: which parameters have gradients. By default the set is fixed when the model is built."""
 
 from typing import Any
 
 from shardrt.comm.protocol import Communicator
-from shardrt.fsdp.sharded_gradient import Streams
+from shardrt.fsdp.streams import Streams
 from shardrt.fsdp.unit import Unit
 
 
-class Training:
-    """The trained parameters of one schedule. trained.py follows requires_grad from step to step instead."""
+class TrainableSet:
+    """The trained parameters of one schedule."""
 
     changed = False  # memory of gradients does not fit the trained parameters yet
 
@@ -16,11 +16,11 @@ class Training:
         control.register_names([group.tag for unit in units for group in unit.groups])
 
     def follow(self, streams: Streams) -> bool:
-        """When a forward begins, take over what the user has changed. Gives whether that was anything."""
+        """When a forward begins, take over the user's changes. Returns whether there were any."""
         return False
 
     def agree(self, streams: Streams) -> None:
         """Wait in the reduce stream for all ranks, before they replace memory together. Collective."""
 
 
-chosen: Any = Training  # makes what a schedule has; an option names another class
+active: Any = TrainableSet  # the class of a schedule's set; an option names another

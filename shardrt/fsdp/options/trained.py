@@ -1,4 +1,4 @@
-"""Trained: follows requires_grad, which may change between steps, with memory and traffic of gradients.
+"""FollowsRequiresGrad: memory and traffic of gradients follow requires_grad, which may change between steps.
 
 A change takes effect at the next forward. Ranks do not exchange it. Instead, the tag of every gather and
 reduction names the set of trained parameters from then on. Ranks compare the tags of each collective anyway:
@@ -11,12 +11,12 @@ import zlib
 
 from shardrt.comm.protocol import Communicator
 from shardrt.fsdp.group import ParameterGroup
-from shardrt.fsdp.sharded_gradient import Streams
-from shardrt.fsdp.training import Training
+from shardrt.fsdp.streams import Streams
+from shardrt.fsdp.trainable import TrainableSet
 from shardrt.fsdp.unit import Unit
 
 
-class Trained(Training):
+class FollowsRequiresGrad(TrainableSet):
     """The sets of trained parameters in the groups of one schedule."""
 
     def __init__(self, units: list[Unit], control: Communicator) -> None:
@@ -31,7 +31,7 @@ class Trained(Training):
         return [group for unit in self._units for group in unit.groups]
 
     def follow(self, streams: Streams) -> bool:
-        """As Training.follow. Frees memory of gradients that is not needed any more."""
+        """As TrainableSet.follow. Frees memory of gradients that is not needed any more."""
         wanted = [
             (group.to_train(bool(unit.pending)), unit.choices.find_unused)
             for unit in self._units
