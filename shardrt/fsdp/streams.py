@@ -7,7 +7,11 @@ from shardrt.device import Device, Stream
 
 @dataclass
 class Streams:
-    """upload copies from host to device, download from device to host. Without offload both are others."""
+    """upload copies from host to device, download from device to host.
+
+    Without offload, upload is the gather stream and download is the reduce stream. compute is the stream of
+    the thread that built the units; forward and backward must run in that thread on a GPU.
+    """
 
     device: Device
     compute: Stream

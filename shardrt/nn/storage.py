@@ -69,7 +69,7 @@ class Storage(ABC):
     """Values and gradient of one or more parameters, as flat 1-D arrays of what this rank holds.
 
     `communicator` joins the ranks that hold the rest, for what hosts tell each other; None where this rank
-    holds everything. `holders` is the mesh of these ranks, if there is one. `placement` says where shard,
+    holds everything. `whole_mesh` is the mesh of these ranks, if there is one. `placement` says where shard,
     gradient and optimizer state live. `on_gradient`, if an optimizer has set it, is called when backward has
     issued the last work on the gradient; the gradient is there when `gradient_ready` is reached.
     """

@@ -3,9 +3,8 @@
 An outer unit (with a large embedding, say) would hold its full gradients from the first op of backward to the
 last, next to those of the inner units. With this path, ops leave functions instead, which compute rows of a
 matrix's gradient. When backward has finished with the unit, the path computes one chunk at a time in a slot
-of the inner units, and reduces the chunk from there. Until then, the functions hold arrays that backward has
-had
-anyway: inputs of matmuls and gradients of their outputs.
+of the inner units, and reduces the chunk from there. Until then, the functions hold arrays that backward
+holds anyway: inputs of matmuls and gradients of their outputs.
 """
 
 from collections.abc import Callable, Iterator

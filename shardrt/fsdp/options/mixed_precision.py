@@ -18,7 +18,7 @@ class MixedPrecisionPolicy(Precision):
     float64 and integer parameters keep their type: they are gathered, computed with and reduced in it. Inputs
     of a unit that has only such parameters are not cast.
 
-    (Micikevicius et al., Mixed Precision TrainableSet, 2018, and FP8 Formats for Deep Learning, 2022.)
+    (Micikevicius et al., Mixed Precision Training, 2018, and FP8 Formats for Deep Learning, 2022.)
 
     Args:
         param_dtype: type in which parameters are gathered and computed with; None: their own. The shards that
