@@ -206,8 +206,8 @@ Variable.result_type = Variable
 class Edge:
     """Leads from a node to the target of one input's gradient: another node, a leaf, or both.
 
-    It is both for a parameter of a sharded unit. The gradient goes to the leaf, and the unit's Unshard node
-    must run after all nodes that write such gradients.
+    It is both for a parameter of a sharded unit. The gradient goes to the leaf, and the unit's PostBackward
+    node must run after all nodes that write such gradients.
     """
 
     __slots__ = ("node", "index", "leaf")

@@ -508,7 +508,7 @@ def test_a_piece_is_followed_by_the_rest_and_the_end_comes_once():
 
 
 def test_nodes_that_are_older_than_the_piece_run_when_their_turn_comes():
-    """Of a unit around the module: its Unshard node must wait for all of its gradients."""
+    """Of a unit around the module: its PostBackward node must wait for all of its gradients."""
     log = Log()
 
     class Source(Function):

@@ -1,8 +1,9 @@
 """Fully sharded data parallelism (FSDP): the runtime. Options are in `options` and enter at its seams.
 
-Reading order: strategy, api (fully_shard), unit, layout and group (what a unit is), setup (how a model is
-built). Then one step: boundary, schedule, forward, gathers, transfer, nodes, gradients, whole_gradient,
-collectives, sharded_gradient. docs/fsdp.md follows the same order.
+Reading order: strategy, policy, api (fully_shard), unit, layout, process_groups, group (what a unit is),
+roles, buffers, setup (how a model is built). Then one step: boundary, schedule, plan, forward, gathers,
+transfer, nodes, gradients, gradient_path, whole_gradient, collectives, sharded_gradient. docs/fsdp.md follows
+the same order.
 """
 
 from shardrt.fsdp.api import fully_shard

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from shardrt import autograd
 from shardrt.autograd import Function, on_tape
 from shardrt.fsdp.gathers import Gathers
-from shardrt.fsdp.nodes import ForwardRecord, Regather, mark, recorded
+from shardrt.fsdp.nodes import ForwardRecord, PreBackward, mark, recorded
 from shardrt.fsdp.observers import ScheduleObserver
 from shardrt.fsdp.plan import Plan, Replay, Route
 from shardrt.fsdp.unit import Unit, root_of
@@ -32,8 +32,8 @@ class ForwardPass:
         self._new_record = new_record
         self.record = new_record()  # of the present forward or backward
         self._route = Route()  # the order of units that the present forward follows
-        # The units entered and not left, outermost first, each with its Unshard node. The ForwardRecord
-        # refers to Unshard weakly. This reference keeps the node alive until `leave`.
+        # The units entered and not left, outermost first, each with its PostBackward node. The ForwardRecord
+        # refers to PostBackward weakly. This reference keeps the node alive until `leave`.
         self._entered: list[tuple[Unit, object]] = []
         self._done: defaultdict[Unit, set[int]] = defaultdict(set)  # ids of modules whose forward ended
         # Whether backward comes to the unit, as the last recorded forward has shown. Cleared when other
@@ -81,7 +81,7 @@ class ForwardPass:
         route.advance(visited=True)
         self._gathers.ensure(unit)
         self._gathers.prefetch(route.upcoming())
-        self._entered.append((unit, self.record.unshard(unit) if autograd.is_grad_enabled() else None))
+        self._entered.append((unit, self.record.post_backward(unit) if autograd.is_grad_enabled() else None))
         segment = autograd.in_first_run()
         if segment is not None:
             if not segment.units:
@@ -100,7 +100,7 @@ class ForwardPass:
         if autograd.is_grad_enabled():
             needed |= unit.partly_trained  # another rank may have used trained parameters of it
             self._needed[unit] = route.gives_gradients = needed
-        then = [Regather(unit, self.record)] if needed else []
+        then = [PreBackward(unit, self.record)] if needed else []
         route.nodes += then
         ends = self.depth == 1 and not route.replay  # the whole forward
         outputs = mark(unit, outputs, self._what_backward_needs() if ends else then)
@@ -143,7 +143,7 @@ class ForwardPass:
             self._gathers.prefetch(self._plan.upcoming())
             needed = autograd.is_grad_enabled() and self._is_needed(unit)
             if needed:
-                self._route.nodes.append(Regather(unit, self.record, skipped=place))
+                self._route.nodes.append(PreBackward(unit, self.record, skipped=place))
             self._done[unit].update(id(module) for module in unit.modules)
             around.append((unit, needed))
         for unit, needed in reversed(around):
@@ -153,7 +153,7 @@ class ForwardPass:
         """At the end of the whole forward: the nodes that backward must run, without units no rank used."""
         unused = self._route.agree(self._gathers.control)
         nodes, self._route.nodes = self._route.nodes, []
-        struck = {node for node in nodes if isinstance(node, Regather) and node.skipped in unused}
+        struck = {node for node in nodes if isinstance(node, PreBackward) and node.skipped in unused}
         return [node for node in nodes if node not in struck and on_tape(node)]
 
     def _is_needed(self, unit: Unit) -> bool:

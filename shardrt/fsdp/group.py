@@ -72,7 +72,7 @@ class Runtime(Protocol):
     control: Communicator
     streams: Streams
 
-    def unshard_node(self, group: "ParameterGroup") -> Function: ...
+    def post_backward_node(self, group: "ParameterGroup") -> Function: ...
 
     def ensure_readable(self, group: "ParameterGroup") -> bool: ...  # gathers it if backward needs it
 
@@ -437,7 +437,7 @@ class ParameterGroup(_Group):
         self.full_views[self.position[id(parameter)]][...] = values
 
     def edge(self, parameter: Parameter) -> Edge:
-        return Edge(self.runtime.unshard_node(self), 0, parameter)
+        return Edge(self.runtime.post_backward_node(self), 0, parameter)
 
     def gradient_target(self, parameter: Parameter) -> tuple[Array, bool, Any]:
         path, position = self._opened_for(parameter)

@@ -1,18 +1,17 @@
-"""Unshard, Regather and Exit: the only nodes of FSDP on the tape.
+"""PostBackward, PreBackward and Exit: the only nodes of FSDP on the tape.
 
-Unshard is FSDP as one op: shards in, whole parameters out, all-gather in forward, reduce-scatter in backward.
-A forward of the outermost unit makes one Unshard node for each unit, when the unit is first entered. All
-nodes that use the unit's parameters are newer. The tape runs newer nodes first, so it runs Unshard's backward
-exactly when the unit's gradients are complete. This holds however often the unit was called, and whether or
-not its inputs need a gradient.
+PostBackward stands for the gathered parameters of a unit. A forward of the outermost unit makes one for each
+unit, when the unit is first entered. All nodes that use the unit's parameters are newer. The tape runs newer
+nodes first, so it runs PostBackward exactly when the unit's gradients are complete, and PostBackward starts
+the reduction. This holds however often the unit was called, and whether or not its inputs need a gradient.
 
-Regather is newer than every node of one call of a unit, so its backward runs first and gathers the unit
-again. An edge without an array leads from Regather to Unshard: every unit that backward gathers is reduced.
+PreBackward is newer than every node of one call of a unit, so its backward runs first and gathers the unit
+again. An edge without an array leads from it to PostBackward: each unit that backward gathers is reduced.
 
-Exit is the identity on those outputs of a call that backward can reach. It has an edge to Regather. The Exit
-of the outermost unit has edges to every Regather of its forward: ranks whose losses use different units then
-gather and reduce the same units. A unit that this rank skipped, but other ranks may use, has a Regather and
-no Exit.
+Exit returns the outputs of a call that require gradients, unchanged. It has an edge to PreBackward. The Exit
+of the outermost unit has edges to every PreBackward of its forward: ranks whose losses use different units
+then gather and reduce the same units. A unit that this rank skipped, but other ranks may use, has a
+PreBackward and no Exit.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,7 +30,7 @@ _ON_GPU = "__cuda_array_interface__"
 
 
 class ForwardRecord:
-    """The Unshard nodes of one forward of the outermost unit, for its backward.
+    """The PostBackward nodes of one forward of the outermost unit, for its backward.
 
     Several forwards may precede a backward of all of them. Each has its own ForwardRecord. Backward gathers
     and reduces for each forward separately, so memory for that does not grow with the number of forwards.
@@ -50,13 +49,13 @@ class ForwardRecord:
         self.before = before
         self.after = after
         self.complete = complete
-        self._nodes: WeakValueDictionary[Unit, Unshard] = WeakValueDictionary()
+        self._nodes: WeakValueDictionary[Unit, PostBackward] = WeakValueDictionary()
 
-    def unshard(self, unit: Unit) -> "Unshard":
-        """The unit's Unshard node, made at the first call."""
+    def post_backward(self, unit: Unit) -> "PostBackward":
+        """The unit's PostBackward node, made at the first call."""
         node = self._nodes.get(unit)
         if node is None:
-            node = self._nodes[unit] = Unshard(unit, self)
+            node = self._nodes[unit] = PostBackward(unit, self)
         return node
 
     def forget(self, unit: Unit) -> None:
@@ -64,7 +63,7 @@ class ForwardRecord:
         self._nodes.pop(unit, None)
 
 
-class Unshard(Function):
+class PostBackward(Function):
     """The gathered parameters of a unit. Its backward hands the full gradients to the reduction.
 
     run: the backward that has come to the node, until the gradients are complete.
@@ -94,7 +93,7 @@ class Unshard(Function):
         return ()
 
 
-class Regather(Function):
+class PreBackward(Function):
     """The end of one call of a unit. Its backward gathers the parameters again.
 
     skipped: the unit's place in the plan if this rank skipped the call, else None.
@@ -108,7 +107,7 @@ class Regather(Function):
         self.skipped = skipped
         self.saved = self.needs = ()
         self.outputs = 0
-        self.edges = (Edge(record.unshard(unit), 0, None),)
+        self.edges = (Edge(record.post_backward(unit), 0, None),)
         self.enter_tape()
 
     def backward(self) -> tuple:

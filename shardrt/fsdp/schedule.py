@@ -25,7 +25,7 @@ from shardrt.fsdp.forward import ForwardPass
 from shardrt.fsdp.gathers import Gathers
 from shardrt.fsdp.gradients import Gradients
 from shardrt.fsdp.group import ParameterGroup
-from shardrt.fsdp.nodes import ForwardRecord, Regather
+from shardrt.fsdp.nodes import ForwardRecord, PreBackward
 from shardrt.fsdp.observers import OBSERVERS, ScheduleObserver
 from shardrt.fsdp.plan import Plan
 from shardrt.fsdp.streams import Streams
@@ -102,7 +102,7 @@ class Schedule:
 
     def after_backward(self, unit: Unit) -> None:
         """Release the parameters of `unit`, which backward has used for the last time."""
-        self._begin_backward()  # no Regather did so if forward returned no tensor of the tape
+        self._begin_backward()  # no PreBackward did so if forward returned no tensor of the tape
         for observer in self.observers:
             observer.after_backward(unit)
         if unit.gathered and unit not in self.forward.entered:
@@ -153,8 +153,8 @@ class Schedule:
 
     def _upcoming(self) -> Iterator[Unit]:
         """The units that backward will come to, one for each call; other models' units are left out."""
-        for node in autograd.running().upcoming((Regather, autograd.Segment)):
-            for unit in (node.unit,) if isinstance(node, Regather) else node.units:
+        for node in autograd.running().upcoming((PreBackward, autograd.Segment)):
+            for unit in (node.unit,) if isinstance(node, PreBackward) else node.units:
                 if unit.schedule is self:
                     yield unit
 
@@ -212,15 +212,15 @@ class Schedule:
 
     # -- for groups
 
-    def unshard_node(self, group: ParameterGroup) -> autograd.Function:
-        return self.forward.record.unshard(group.unit)
+    def post_backward_node(self, group: ParameterGroup) -> autograd.Function:
+        return self.forward.record.post_backward(group.unit)
 
     def ensure_readable(self, group: ParameterGroup) -> bool:
         """Whether ops may read the gathered parameters now. In backward, gather them if nothing has."""
         unit = group.unit
         if autograd.running() is not None:
             if not unit.gathered:
-                self.gathers.ensure(unit)  # an op of backward reads the parameter, but no Regather ran
+                self.gathers.ensure(unit)  # an op of backward reads the parameter, but no PreBackward ran
             return True
         if not unit.gathered:
             return False

@@ -60,7 +60,7 @@ class Unit:
         self.choices = choices or Choices(float(self.data_ranks))
         self.state = State.SHARDED
         self.gathered = False  # ops may read the parameters now
-        # Unshard nodes whose gradients are not complete yet.
+        # PostBackward nodes whose gradients are not complete yet.
         self.pending: weakref.WeakSet[Function] = weakref.WeakSet()
         self.schedule: Any = None  # the Schedule, once it is built (untyped: schedule.py imports this file)
         # Makers of observers. A schedule calls those of its outermost unit, make(schedule), when it is built.

@@ -72,6 +72,7 @@ test_calls_that_are_refused = lab.refusals(
     (lambda: fully_shard([Net(), 3]), TypeError, "got int"),
     (lambda: fully_shard(block for block in Net().blocks), TypeError, f"{NO_MODULE} generator"),
     (lambda: fully_shard([]), ValueError, "the list of modules is empty"),
+    (lambda: fully_shard([Net()] * 2), ValueError, "the list of modules has a module twice"),
     (lambda: fully_shard(Net(), reshard_after_forward=2), TypeError, f"{NO_CHOICE} 2"),
     (lambda: fully_shard(Net(), reshard_after_forward="no"), TypeError, f"{NO_CHOICE} 'no'"),
     (lambda: fully_shard(Net(), mesh=3), TypeError, "mesh must be a DeviceMesh, got int"),
