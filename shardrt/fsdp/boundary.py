@@ -11,7 +11,7 @@ from typing import Any
 from shardrt.autograd import Variable
 from shardrt.fsdp.nodes import own_array
 from shardrt.fsdp.unit import Unit
-from shardrt.nn.module import Module, WrapperOrder, inner_ends
+from shardrt.nn.module import Module, WrapperOrder, between_stages
 from shardrt.pytree import ARRAYS, exchanged, replaced, tensors
 
 
@@ -40,7 +40,7 @@ class UnitBoundary:
         """Gather, cast the arguments, run forward, cast the output, release."""
         schedule = self.unit.built()
         depth = schedule.forward.depth
-        from_previous_stage, to_next_stage = inner_ends(module)
+        from_previous_stage, to_next_stage = between_stages(module)
         between = int(from_previous_stage)  # the first argument has come from a stage: it stays as it is
         try:
             schedule.enter(self.unit)

@@ -56,13 +56,13 @@ class ModulePlacement:
     """The facts that parallelism has added to a module; nn/placement.py has more of them.
 
     label: of a pipeline stage, for messages.
-    inner_ends: of a stage, whether its first argument and its output lie between two stages.
+    between_stages: whether the first argument comes from a stage, and whether the output goes to one.
     stages: of a model in a pipeline, weak references to the stages that this rank runs in its place.
     stage: of a module in a stage, a weak reference to that stage, if this rank has it.
     """
 
     label: str = ""
-    inner_ends: tuple[bool, bool] = (False, False)
+    between_stages: tuple[bool, bool] = (False, False)
     stages: tuple[weakref.ref, ...] = ()
     stage: weakref.ref | None = None
 
@@ -241,9 +241,9 @@ def label_of(module: Module) -> str:
     return module.name or module.placement.label or "(root)"
 
 
-def inner_ends(module: Module) -> tuple[bool, bool]:
+def between_stages(module: Module) -> tuple[bool, bool]:
     """Whether the first argument and the output of `module` lie inside of a model, between two stages."""
-    return module.placement.inner_ends
+    return module.placement.between_stages
 
 
 def stages_of(module: Module) -> list[Module]:

@@ -45,7 +45,7 @@ class Stage(Module):
 
     def __init__(self, model: Module, number: int, count: int, pieces: Sequence[Piece]) -> None:
         super().__init__()
-        take_placement(self, label=f"stage {number}", inner_ends=(True, number < count - 1))
+        take_placement(self, label=f"stage {number}", between_stages=(True, number < count - 1))
         object.__setattr__(self, "model", model)  # not below this: it would have all of it
         self.number, self.count, self.pieces = number, count, list(pieces)
         self.tied_replicas: list[TiedReplica] = []  # of what an earlier stage of this rank uses as well
