@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from shardrt import autograd
 from shardrt.nn.parameter import Parameter
 
-__all__ = ["Module", "WrapperOrder", "caller_of", "inner_ends", "label_of", "stages_of"]
+__all__ = ["Module", "WrapperOrder", "between_stages", "caller_of", "label_of", "stages_of"]
 
 A = TypeVar("A")
 
