@@ -1,1 +1,1 @@
-"""Measurements: one training step (`bench.step`), beside PyTorch (`bench.compare`), and of its parts."""
+"""Measurements: one training step (`bench.step`), next to PyTorch (`bench.compare`), and of its parts."""

@@ -1,7 +1,7 @@
-"""Whether a change of the code changed the time of a step: bench.step here and at another commit, by turns.
+"""Whether a change of the code changed the time of a step: runs bench.step here and at another commit.
 
-A ratio per round of two runs, then the median and the range over rounds: of the fastest step, of the median
-step, and of the processor's time, which says more than the clock where others use the cores.
+The runs alternate. Prints a ratio per round of two runs, then median and range over rounds: of the fastest
+step, the median step, and processor time, which says more than the clock if others use the cores.
 
     python -m bench.against 5ce4055 --size small --rounds 6 --steps 8
 """

@@ -1,9 +1,9 @@
 """Whether a change of the code changed a bit: hashes of small trainings, here and at another commit.
 
-Each case (bench/bits_cases.py) trains 20 steps; its hash is of losses, norms, all weights and the
-optimizer's state. At one number of ranks and one precision all strategies have one hash, as they should.
-Another processor, NumPy or BLAS has other hashes, so none are kept: the other commit's are made anew, by its
-own code in a temporary git worktree.
+Each case (bench/bits_cases.py) trains 20 steps; its hash is of losses, norms, all weights and
+optimizer state. At one number of ranks and one precision all strategies have one hash, as they should.
+Another processor, NumPy or BLAS has other hashes, so none are kept: the other commit's code computes its
+hashes in a temporary git worktree.
 
     python -m bench.bits                     # a line per case
     python -m bench.bits --against 5ce4055   # and which differ there; exit code 1 if any does

@@ -1,7 +1,7 @@
-"""Times shardrt beside PyTorch's FSDP2, FSDP1 and DDP in one run, the contestants by turns: A B A B.
+"""Times shardrt next to PyTorch's FSDP2, FSDP1 and DDP in one run, alternating contestants: A B A B.
 
 Every run is a set of fresh processes, one thread each, that start from the same weights and see the same
-batches; so the losses must agree, and who has others gets no figures. Ratios are taken within a round. A peer
+batches; so losses must agree, or a contestant gets no figures. Ratios are taken within a round. A peer
 whose first step takes as long as HOPELESS of ours is left out. On the CPU; on a GPU: `python -m bench.gpu`.
 
     python -m bench.compare --size small --against fsdp2,fsdp1,ddp --repeats 3 --tcmalloc
@@ -159,7 +159,7 @@ def peers(text: str) -> list[str]:
 
 
 def entrants(options: argparse.Namespace) -> list[Contestant]:
-    """Who takes part; shardrt is first. Raises ValueError where tcmalloc is asked for and not found."""
+    """The contestants; shardrt is first. Raises ValueError where tcmalloc is asked for and not found."""
     found = [Contestant(f"shardrt {options.strategy}", "bench.step", options.strategy)]
     preloads = [""]
     if options.tcmalloc is not None:
@@ -201,7 +201,7 @@ def compare(
 def rounds_of(
     contestants: list[Contestant], repeats: int, run: Callable[[Contestant, float], dict]
 ) -> tuple[list[list[dict]], dict[Contestant, dict]]:
-    """The figures by round and contestant, told on stderr as they come; and who was left out, and why.
+    """The figures by round and contestant, printed on stderr as they come; and which were left out, and why.
 
     contestants: loses those whose first step in the first round takes too long beside a step of the first.
     run: gives the figures of one run, whose first step may take so many ms. Raises Alarm, RuntimeError.
@@ -389,7 +389,7 @@ def table(result: dict, workload: str) -> str:
 
 
 def products_of(versions: dict) -> str:
-    """Who computes them."""
+    """The libraries that compute matmuls."""
     ours = f"; oneDNN {versions['onednn']} where faster" if "onednn" in versions else ""
     return versions["blas"] + ours
 

@@ -1,4 +1,4 @@
-"""Waits for a machine that others don't use, and says how much they used it meanwhile."""
+"""Waits for an idle machine, and reports how much other processes used it meanwhile."""
 
 import resource
 import sys

@@ -12,7 +12,7 @@ from bench.peers.launch import one_thread
 
 
 def launcher() -> str:
-    """The mpirun beside this Python, or else of the system; "" where there is none."""
+    """The mpirun next to this Python, or else the system's mpirun; "" if there is none."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if beside.exists() else shutil.which("mpirun") or ""
 

@@ -198,7 +198,7 @@ def middle(steps: list[tuple[float, dict, dict]]) -> dict[str, float]:
 
 
 def product_gflops(low: bool) -> float:
-    """10^9 operations per second of a product of our kernels: of square matrices, float32 or bfloat16."""
+    """10^9 operations per second of a matmul of our kernels: of square matrices, float32 or bfloat16."""
     in_bits = low and device.current().gathered_dtype("bfloat16") == np.uint16
     a, b = (np.ones((SIDE, SIDE), np.float32) for _ in range(2))
     if in_bits:

@@ -48,7 +48,7 @@ class Training:
     strategy: a ShardingStrategy's name, also with LOW behind it, or UNSHARDED: each rank then trains a model
     of its own; or one of TENSOR or PIPELINE. micro_batches: of a pipeline's step; costs: by which its stages
     are cut.
-    recompute: backward makes the activations of each block again.
+    recompute: backward recomputes the activations of each block.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ class Cost(NamedTuple):
 
     reads, writes: arguments, or views of them; what is changed or added to is in both. flops: operations,
     about; an exponential counts as ten. nbytes: that move to and from memory, with those of scratch.
-    launches: how often the CUDA twin's host calls the driver, or a library. sizes: (m, n, k) of a product,
+    launches: how often the CUDA twin's host calls the driver, or a library. sizes: (m, n, k) of a matmul,
     and how many there are if several; else the shape of what is worked on. value: what the call gives back:
     None, a number, True or False, an argument, New or Answer. scratch: the bytes of nbytes that are those of
     memory of the CUDA twin's own, written and read once each.
@@ -114,7 +114,7 @@ def cost(
     value: Any = None,
     scratch: bool = True,
 ) -> Callable[[Callable], Callable]:
-    """Declare what a kernel costs.
+    """Declare the cost of a kernel.
 
     arrays: "read read?condition -> written": names of arguments. What is changed in place stands on both
     sides. With a condition an argument is read where the condition is true, as a gradient that is added to;

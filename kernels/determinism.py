@@ -1,10 +1,10 @@
-"""Whether kernels may take what is fastest, or must give the same bits in every process; for all threads."""
+"""Whether kernels may use the fastest algorithm, or must be bitwise deterministic; for all threads."""
 
 _wanted = False
 
 
 def use_deterministic_algorithms(mode: bool) -> None:
-    """Let only algorithms compute that give the same bits each time, in this process from now on; or not.
+    """Allow only algorithms with bitwise identical results each time, in this process from now on; or not.
 
     As in PyTorch, but nothing is ever refused: there is such an algorithm for everything. On the CPU all are.
     On a GPU a matrix product is then computed by what cublasLt proposes first, not by what was the fastest

@@ -30,7 +30,7 @@ _ANY = 1  # dnnl_format_tag_any
 _IMPLEMENTATION = 8  # dnnl_query_impl_info_str
 _CPU, _IN_ORDER = 1, 1  # dnnl_engine_kind_t, dnnl_stream_flags_t
 _ISA_BF16 = 0xE7  # dnnl_cpu_isa_avx512_core_bf16: bits that each later one has as well
-_KEPT = 512  # products of a thread that stay ready, the oldest go
+_KEPT = 512  # matmuls of a thread that stay ready, the oldest go
 
 _pointer, _int = ctypes.c_void_p, ctypes.c_int
 _out = ctypes.POINTER(_pointer)
@@ -229,7 +229,7 @@ class Primitive:
 
 
 def _product(library: Library, stream: Any, operands: tuple[Matrix, ...], accumulate: bool) -> Primitive:
-    """The product of such operands: a, b, out and perhaps a bias."""
+    """The matmul of such operands: a, b, out and perhaps a bias."""
     descriptors = [library.descriptor(each) for each in operands]
     a, b, out, *bias = descriptors
     with library.adding(accumulate) as attributes:
@@ -246,7 +246,7 @@ def _product(library: Library, stream: Any, operands: tuple[Matrix, ...], accumu
 
 
 class _Ready(threading.local):
-    """Of this thread: a stream, and products by their operands. Ranks may be threads of one process."""
+    """Of this thread: a stream, and matmuls by their operands. Ranks may be threads of one process."""
 
     def __init__(self) -> None:
         self.stream: Any = None
@@ -273,7 +273,7 @@ def library() -> Library | None:
 
 
 def computes_bf16() -> bool:
-    """Whether products of bfloat16 are computed as such here: oneDNN is installed, and the processor can."""
+    """Whether matmuls of bfloat16 are computed as such here: oneDNN is installed, and the processor can."""
     return (here := library()) is not None and here.computes_bf16
 
 
@@ -323,7 +323,7 @@ def prepared(
 
 
 def _made(here: Library, what: tuple, operands: tuple[Matrix, ...], accumulate: bool) -> Primitive:
-    """A product that is ready from now on."""
+    """Keep a matmul ready from now on."""
     return keep(what, _product(here, stream(), operands, accumulate))
 
 

@@ -1,4 +1,4 @@
-"""Trains a GPT whose states are 8 times what a rank may hold; the kernel enforces the limit.
+"""Trains a GPT whose training state is 8 times a rank's memory limit, which the kernel enforces.
 
     mpirun -n 4 python -m models.beyond_memory                # trains
     mpirun -n 4 python -m models.beyond_memory --unsharded    # the same without sharding: out of memory
@@ -109,7 +109,7 @@ def loss_of(model: GPT, mesh: DeviceMesh, step: int) -> shardrt.Tensor:
 
 
 def run(model: GPT, mesh: DeviceMesh, steps: int, baseline: int, budget: int) -> None:
-    """Train, and say what it took."""
+    """Train, and report memory and time."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak of what is resident counts from now
     resident = status("VmRSS")
     losses = train(model, mesh, steps)

@@ -61,7 +61,7 @@ def of_folder(directory: Path) -> tuple[nn.Module, Text]:
 
 
 def of_recipe(recipe: Recipe) -> tuple[nn.Module, Text]:
-    """The language model of a run, whose weights are still to be loaded, and what its tokens stand for."""
+    """The language model of a run, with weights still to be loaded, and the meaning of its tokens."""
     if not isinstance(recipe, LanguageRecipe):
         raise ValueError(f"a run of {recipe.ARCHITECTURE} writes no text")
     model = recipe.network()

@@ -151,11 +151,11 @@ class GPT(nn.Module):
         return self.headed(x, targets, reduction)
 
     def embedded(self, tokens: np.ndarray, positions: range | Array) -> Tensor:
-        """What goes into the first block."""
+        """The input of the first block."""
         return self.dropout(self.wte(tokens) + self.wpe(positions))
 
     def headed(self, x: Tensor, targets: np.ndarray | None, reduction: str) -> Tensor:
-        """What the model gives, from what comes out of the last block."""
+        """The model's output, from the output of the last block."""
         return head(self.norm(x), self.wte, targets, reduction, self.config.loss_chunk)
 
     def pieces(self) -> list[nn.Piece]:

@@ -203,7 +203,7 @@ def _beside(model: nn.Module, files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def _write(writer: FolderWriter, form: Format, parts: list[Stored], values: np.ndarray) -> OSError | None:
-    """Put a parameter into its places; gives what went wrong."""
+    """Put a parameter into its places; gives the errors."""
     try:
         for part, tensor in in_files(values, parts):
             writer.write(form.full_name(part.name), tensor)
@@ -258,7 +258,7 @@ def _copies(model: nn.Module, parameters: Collection[nn.Parameter]) -> dict[int,
 
 
 def _merged(layer: nn.Linear, weight: np.ndarray, known: Mapping[int, np.ndarray]) -> np.ndarray:
-    """The weight with the adapter's product."""
+    """The weight plus the adapter's matrix."""
     a, b = known[id(layer.lora_a)], known[id(layer.lora_b)]
     return weight + (b @ a) * weight.dtype.type(layer.adapter.scale)
 

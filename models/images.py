@@ -1,4 +1,4 @@
-"""What models.train needs to classify images: the recipes of ViT and RegNetY, and their task.
+"""Recipes of ViT and RegNetY for models.train to classify images, and their task.
 
 `init_from` begins with the weights of a folder of Hugging Face's; with a new head where it has other classes.
 """
@@ -59,7 +59,7 @@ class ImagesConfig:
 
 @dataclass(frozen=True)
 class ImageRecipe(PretrainedRecipe):
-    """Train a model to tell the classes of images, fully sharded.
+    """Train a model to classify images, fully sharded.
 
     data: a folder of folders of images, named after their classes; scikit-learn's digits if none.
     """
@@ -81,7 +81,7 @@ class ImageRecipe(PretrainedRecipe):
 
 @dataclass(frozen=True)
 class ViTRecipe(ImageRecipe):
-    """Train a ViT, fully sharded, to tell the classes of images. The TOML file takes the same options."""
+    """Train a ViT, fully sharded, to classify images. The TOML file takes the same options."""
 
     model: vit.ViTConfig = vit.SIZES["vit-digits"]
 
@@ -104,7 +104,7 @@ class ViTRecipe(ImageRecipe):
 
 @dataclass(frozen=True)
 class RegNetRecipe(ImageRecipe):
-    """Train a RegNetY, fully sharded, to tell the classes of images. The TOML file takes the same options."""
+    """Train a RegNetY, fully sharded, to classify images. The TOML file takes the same options."""
 
     model: regnet.RegNetConfig = regnet.SIZES["regnety-digits"]
 

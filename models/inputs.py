@@ -1,4 +1,4 @@
-"""What a model's forward is given, checked before anything is computed with it."""
+"""Checks the arguments of a model's forward before any computation."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What models.train needs to train language models: the recipes of GPT and Llama, and their task.
+"""Recipes of GPT and Llama for models.train to train language models, and their task.
 
 Text is read as bytes, or comes as a token file (`python -m shardrt data make`). `init_from` begins with the
 weights of a folder of Hugging Face's.
@@ -99,7 +99,7 @@ class LanguageRecipe(PretrainedRecipe):
 
 @dataclass(frozen=True)
 class GPTRecipe(LanguageRecipe):
-    """Train a GPT, fully sharded, on text. Every option can stand in the TOML file as well."""
+    """Train a GPT, fully sharded, on text. Every option can also stand in the TOML file."""
 
     model: gpt.GPTConfig = gpt.GPTConfig(vocab_size=0)
 
@@ -110,7 +110,7 @@ class GPTRecipe(LanguageRecipe):
 
 @dataclass(frozen=True)
 class LlamaRecipe(LanguageRecipe):
-    """Train a Llama, fully sharded, on text. Every option can stand in the TOML file as well."""
+    """Train a Llama, fully sharded, on text. Every option can also stand in the TOML file."""
 
     model: llama.LlamaConfig = llama.LlamaConfig(vocab_size=0)
 
@@ -156,7 +156,7 @@ class Language:
         """For the sample at the end; found out now, not after hours of training."""
         recipe = self.recipe
         if self.corpus.kind == "tokens" and recipe.text.tokenizer is None:
-            return None  # nobody knows what they stand for
+            return None  # the meaning of the tokens is unknown
         words = recipe.words()
         if words.encode(recipe.sample.prompt).max() >= self.shape.vocab_size:
             raise ValueError(f"sample.prompt has tokens beyond the model's {self.shape.vocab_size}")
@@ -259,7 +259,7 @@ class Language:
         return given
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        """As Task: what the model gives."""
+        """As Task: the model's output."""
         return output
 
     def held_out(self, count: int, limit: int | None, rank: int, size: int) -> Iterator[Batch]:

@@ -69,7 +69,7 @@ class LlamaConfig:
     rope_original_size: int = 8192  # positions of the first training
     head_size: int = 0  # elements of a head; 0: n_embd / n_head
     qk_norm: str = "none"  # RMS norm of queries and keys: "head": of each head, "all": of all heads at once
-    clip_qkv: float = 0.0  # what queries, keys and values are cut off at; 0: nothing
+    clip_qkv: float = 0.0  # bound of the absolute values of queries, keys and values; 0: none
     experts: int = 0  # MLPs in each block, of which a token goes through a few; 0: one, for all tokens
     experts_per_token: int = 2
     normalise_experts: bool = True  # the weights of a token's experts add up to 1
@@ -279,7 +279,7 @@ def mixture(config: LlamaConfig) -> nn.MoE:
 class Block(nn.Module):
     """Two residual steps: tokens look at one another, then each by itself.
 
-    With experts it gives (x, balance): what the router adds to the loss (nn.MoE).
+    With experts it gives (x, balance): the router's term of the loss (nn.MoE).
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -345,7 +345,7 @@ class Llama(nn.Module):
         return self.headed(x, targets, reduction)
 
     def headed(self, x: Passed, targets: np.ndarray | None, reduction: str) -> Tensor:
-        """What the model gives, from what comes out of the last block."""
+        """The model's output, from the output of the last block."""
         x, balance = x if isinstance(x, tuple) else (x, None)
         layer = self.embedding if self.config.tied else self.head
         y = head(self.norm(x), layer, targets, reduction, self.config.loss_chunk)
@@ -456,7 +456,7 @@ def residual_linear(config: LlamaConfig, inputs: int) -> nn.Linear:
 
 
 def initial(config: LlamaConfig) -> nn.init.Initialiser:
-    """What weights begin with: N(0, init_std)."""
+    """The initial values of weights: N(0, init_std)."""
     return nn.init.Normal(0.0, config.init_std)
 
 

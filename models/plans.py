@@ -1,4 +1,4 @@
-"""How the models here are cut by parallelize_module: a plan for each."""
+"""How parallelize_module splits the models here: a plan for each."""
 
 from shardrt import nn
 from shardrt.parallel import (
@@ -21,7 +21,7 @@ __all__ = ["plan_of"]
 def plan_of(model: nn.Module, *, sequence_parallel: bool = False) -> dict[str, Style]:
     """The plan for a GPT, Llama or ViT: attention by heads, MLPs by hidden units, the vocabulary by words.
 
-    Experts are whole on each rank, which has a part of the tokens there; ExpertParallel can cut them besides.
+    Experts are whole on each rank, which has a part of the tokens there; ExpertParallel can split them too.
 
     sequence_parallel: norms, dropout and what lies between the blocks on a part of the time each; less memory
     for the same traffic. For language models. Raises TypeError for another model, ValueError for a ViT with

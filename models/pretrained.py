@@ -1,4 +1,4 @@
-"""What the recipes of all architectures share: to begin with a folder of Hugging Face's, and to leave one."""
+"""Shared by the recipes of all architectures: start from a folder of Hugging Face's, and write one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -148,12 +148,12 @@ class RegNet(nn.Module):
         return self.headed(x)
 
     def stemmed(self, images: Tensor) -> Tensor:
-        """What goes into the first block."""
+        """The input of the first block."""
         check_images(images, self.config.channels)
         return F.relu(self.stem(images))
 
     def headed(self, x: Tensor) -> Tensor:
-        """The logits, from what comes out of the last block."""
+        """The logits, from the output of the last block."""
         return self.head(F.global_avg_pool2d(x))
 
     def pieces(self) -> list[nn.Piece]:

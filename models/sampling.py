@@ -33,7 +33,7 @@ class Text(Protocol):
         """int64 (tokens,), one at least."""
 
     def decode(self, tokens: np.ndarray) -> str:
-        """What tokens stand for; what can't be read is replaced."""
+        """The text of tokens; unreadable bytes are replaced."""
 
 
 class ByteText:
@@ -120,7 +120,7 @@ def continued(
     than `count` once all have ended.
 
     model: a GPT or a Llama, sharded or not, or its Pipeline, in evaluation mode. choose: the next token of
-    each sequence from logits (batch, vocab) on the host; `greedy` is one. What rank 0 chooses counts.
+    each sequence from logits (batch, vocab) on the host; `greedy` is one. Rank 0's choice counts.
     """
     text = np.asarray(tokens, np.int64)
     start, read = text.shape[1], 0

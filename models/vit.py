@@ -29,7 +29,7 @@ class ViTConfig:
     patch_size: int = 16
     channels: int = 3
     classes: int = 1000
-    pool: str = "class"  # what the head sees: "class", a token of its own, or "mean", of all patches
+    pool: str = "class"  # the head's input: "class", a separate token, or "mean", of all patches
     dropout: float = 0.0
     eps: float = 1e-6  # of the norms
     init_std: float = 0.02
@@ -142,7 +142,7 @@ class ViT(nn.Module):
         return self.headed(x)
 
     def embedded(self, images: Tensor) -> Tensor:
-        """What goes into the first block: (batch, tokens, n_embd)."""
+        """The input of the first block: (batch, tokens, n_embd)."""
         config = self.config
         check_images(images, config.channels, config.image_size)
         x = self.patches(images)  # (batch, n_embd, rows, columns)
@@ -152,7 +152,7 @@ class ViT(nn.Module):
         return self.dropout(x + self.positions)
 
     def headed(self, x: Tensor) -> Tensor:
-        """The logits, from what comes out of the last block."""
+        """The logits, from the output of the last block."""
         x = self.norm(x)
         return self.head(x.mean(1) if self.token is None else x[:, 0])
 

@@ -1,4 +1,4 @@
-"""`shardrt`, or `python -m shardrt`: checkpoints, data, and what a run does or did. One process, no MPI."""
+"""`shardrt`, or `python -m shardrt`: checkpoints, data, and views of runs. One process, no MPI."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ DATA = 65  # a file is damaged, or none is there
 
 
 class _Parser(argparse.ArgumentParser):
-    """What it complains of may be a name that a shell has put there for a `*`."""
+    """The bad argument may be a file name that a shell has put there for a `*`."""
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))

@@ -1,6 +1,6 @@
-"""What plugs into the runtime: each device and communicator beside those of the core is registered here.
+"""The plug-ins of the runtime: each device and communicator next to those of the core is registered here.
 
-`import shardrt` runs this file. It loads neither CuPy nor MPI: what needs them is imported when it is chosen.
+`import shardrt` runs this file. It loads neither CuPy nor MPI: a backend imports them when it is chosen.
 """
 
 from typing import Any

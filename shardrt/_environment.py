@@ -2,7 +2,7 @@
 
 Two ranks on two cores whose BLAS starts two threads each run a training step 1.85 times slower, and the
 libraries read their settings once, when they are loaded. So `shardrt/__init__.py` imports this file
-before NumPy. What the user has set is left alone.
+before NumPy. Variables that the user has set stay.
 """
 
 import os
@@ -63,7 +63,7 @@ def launcher(variable: str) -> int:
 def _cores_of_launcher(variable: str) -> int:
     try:
         return _cores(launcher(variable) if variable else 0)
-    except OSError:  # which it does not tell
+    except OSError:  # the system does not say
         return _cores(0)
 
 

@@ -1,4 +1,4 @@
-"""Where Numba keeps compiled kernels. What lies there is run: a folder that others can write is not used.
+"""Where Numba keeps compiled kernels. Numba runs these files: a folder that others can write is not used.
 
 Numba reads the variable when it is loaded, so `shardrt/__init__.py` imports this file before that.
 """
@@ -17,7 +17,7 @@ _RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 def wanted(sources: Path) -> tuple[Path, str]:
     """(the folder that Numba would take, "" or why it is not safe).
 
-    It is the one in NUMBA_CACHE_DIR, or else beside the sources, whose owner could as well change those.
+    It is the one in NUMBA_CACHE_DIR, or else next to the sources, whose owner can change the sources too.
     """
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     if chosen:

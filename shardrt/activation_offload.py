@@ -47,7 +47,7 @@ ALIGNMENT = 64  # bytes, of each array in its host buffer
 
 
 def offload_activations(module: Module) -> Module:
-    """Keep what `module` saves for backward in host memory until backward comes to it; gives `module` back.
+    """Keep the arrays that `module` saves in host memory until its backward; gives `module` back.
 
     It is for modules that run one after the other, such as the blocks of a transformer: the copies of one
     overlap the computing of the next. Parameters stay where they are. Gradients are bitwise identical.
@@ -183,7 +183,7 @@ class SavedTensors:
                 saved_array.array.dtype
             )
         streams.compute.record(host.ready)
-        streams.offload.wait(host.ready)  # the ops have computed what is copied
+        streams.offload.wait(host.ready)  # the ops have computed the copied arrays
         streams.offload.wait(host.read)  # the earlier arrays in this buffer have been copied from it
         pairs = [(saved_array.host, saved_array.array) for saved_array in self.arrays]
         streams.offload.submit(_copy, streams.device, pairs, label=f"offload {self.label}")

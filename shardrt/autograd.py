@@ -62,7 +62,7 @@ Array = Any
 
 
 class _State(threading.local):
-    """The state of this thread. Ranks may be threads of one process; each has a state of its own."""
+    """The state of this thread. Ranks may be threads of one process; each has its own state."""
 
     def __init__(self) -> None:
         self.running: Backward | None = None
@@ -226,7 +226,7 @@ class Backward:
         before, _state.running, self.busy = _state.running, self, True
         try:
             yield
-        except BaseException:  # KeyboardInterrupt as well: a notebook continues after it
+        except BaseException:  # KeyboardInterrupt too: a notebook continues after it
             while self._in_any_case:
                 with suppress(Exception):  # report the first error
                     self._leave_half()
@@ -296,7 +296,7 @@ def backward(
         retain_graph: keep the saved arrays, so that a later backward can use the graph again.
         deferred: takes the calls that only gradients of parameters depend on: matmuls for weight gradients,
             reductions, updates, hooks. `deferred.flush()` makes them. Until then, the arrays in `gradients`
-            and the inputs of the forward must not change. The gradients' bits do not depend on it.
+            and the inputs of the forward must not change. The gradients are bitwise identical either way.
 
     Raises:
         RuntimeError: if a variable depends on nothing that requires a gradient, or another backward has used

@@ -127,7 +127,7 @@ class DeferredGradients:
 
 
 class _State(threading.local):
-    """The state of this thread. Ranks may be threads of one process; each has a state of its own."""
+    """The state of this thread. Ranks may be threads of one process; each has its own state."""
 
     def __init__(self) -> None:
         # Not run yet, oldest first.

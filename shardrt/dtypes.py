@@ -1,4 +1,4 @@
-"""Element types by name: what a parameter is stored, moved and computed in.
+"""Element types by name: the types in which a parameter is stored, moved and computed.
 
 NumPy has no bfloat16, so on a device without arithmetic in 16 bits these types are carried as the bits of a
 uint16, and a name says which they are. Elsewhere bfloat16 is a dtype from another package (ml_dtypes), which
@@ -28,13 +28,13 @@ __all__ = [
 
 float32, float64, bfloat16, float16 = "float32", "float64", "bfloat16", "float16"
 LOW = (bfloat16, float16)
-CARRIED = ("float32", "float64", "int32", "int64", "uint8", "uint16")  # what communicators carry
+CARRIED = ("float32", "float64", "int32", "int64", "uint8", "uint16")  # types that communicators carry
 CODES = {np.dtype(name): code for code, name in enumerate(CARRIED)}
 
 
 @cache
 def name_of(dtype: np.dtype) -> str:
-    """`dtype.name`, which NumPy makes anew each time, in as long as an op takes to be launched."""
+    """`dtype.name`, which NumPy makes again each time, in as long as an op takes to be launched."""
     return dtype.name
 
 
@@ -62,12 +62,12 @@ def casts(name: str) -> bool:
 
 @cache
 def exact(dtype: np.dtype) -> np.dtype:
-    """What sums and statistics of elements of `dtype` are kept in: float32 for the 16-bit types."""
+    """The type of sums and statistics of elements of `dtype`: float32 for the 16-bit types."""
     return np.dtype(np.float32) if low(dtype) else dtype
 
 
 def named(argument: str, dtype: Any) -> str:
-    """The name of a type, given by name or as what NumPy takes for one (np.float16, ml_dtypes.bfloat16).
+    """The name of a type, given by name or as a NumPy dtype-like (np.float16, ml_dtypes.bfloat16).
 
     Raises ValueError, naming the argument, for a type that is not known.
     """

@@ -31,7 +31,7 @@ ARRAYS: tuple[type, ...] = (np.ndarray, _GPUArray)  # for isinstance and `replac
 def replaced(tree: Any, function: Callable[[Any], Any], kinds: type | tuple[type, ...] = Variable) -> Any:
     """The tree with function(tensor) in place of each tensor, in order. Other leaves stay.
 
-    A container without changes is returned itself; otherwise a copy of its own type is.
+    A container without changes is returned itself; otherwise a copy of its own type is returned.
 
     kinds: the types of leaves that `function` is applied to.
     """

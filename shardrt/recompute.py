@@ -25,7 +25,7 @@ POLICIES = ("full", "matmul")
 
 
 def checkpoint(module: Module, policy: str = "full") -> Module:
-    """Recompute `module` in backward instead of keeping what its forward computes; gives `module` back.
+    """Recompute `module` in backward instead of keeping its forward's arrays; gives `module` back.
 
     The module stays the same object with the same parameter names, and its gradients are bitwise identical.
     Its forward must do the same when it runs again: tensors that carry a gradient must be arguments, and the
@@ -224,7 +224,7 @@ class _Resume:
 
 
 def _floating(output: Any) -> list[Variable]:
-    """The floating tensors in what a forward returned, each once, in order."""
+    """The floating tensors in a forward's result, each once, in order."""
     return [tensor for tensor in pytree.tensors(output) if dtypes.floating(tensor.data.dtype)]
 
 

@@ -39,7 +39,7 @@ WRITTEN = _Written()
 
 
 class _State(threading.local):
-    """The tape of this thread. Ranks may be threads of one process; each has a tape of its own."""
+    """The tape of this thread. Ranks may be threads of one process; each has its own tape."""
 
     def __init__(self) -> None:
         self.grad_enabled = True
@@ -337,7 +337,7 @@ def reachable(roots: Iterable[Function], since: int = 0) -> list[Function]:
 
 
 class Segment(Function):
-    """A part of a forward that runs twice: first unrecorded, then recorded, when backward comes to it.
+    """A part of a forward that runs twice: first unrecorded, then recorded, when backward reaches it.
 
     The class has the state of recomputation that a schedule of sharded units needs. recompute.py has the only
     subclass.

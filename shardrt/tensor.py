@@ -67,7 +67,7 @@ class Tensor(Variable):
 
     @property
     def value_dtype(self) -> np.dtype:
-        """The dtype of what an op gets: that of the data, but for a parameter that is computed in another."""
+        """The dtype that an op sees: the data's, but for a parameter that is computed in another."""
         return self.data.dtype
 
     def __len__(self) -> int:
@@ -103,8 +103,8 @@ class Tensor(Variable):
     def register_hook(self, hook: Callable[[Array], Any]) -> RemovableHandle:
         """Call hook(gradient) in each backward, when the gradient of this tensor is complete.
 
-        The gradient is an array, as `grad` is, and must not be written to; what the hook returns goes on in
-        its place, unless None. Where nothing is recorded (no_grad, or the first run of a forward that is
+        The gradient is an array, as `grad` is, and must not be written to; the hook's result replaces
+        it, unless None. Where nothing is recorded (no_grad, or the first run of a forward that is
         recomputed) nothing happens.
 
         Raises RuntimeError for a tensor that no op made, or that requires no gradient; ValueError, in
@@ -383,7 +383,7 @@ def _hooked(made_by: str, hook: Callable, gradient: Array) -> Array:
 
 
 def _array(data: Any, dtype: Any) -> Array:
-    """An array of what the user gave; numbers without a dtype of their own become float32 or integers."""
+    """An array of the user's value; numbers without a dtype become float32 or integers."""
     if isinstance(data, Variable):
         raise TypeError("Tensor: data is a Tensor already; x.detach() gives one without its past")
     own = hasattr(data, "dtype")
@@ -396,7 +396,7 @@ def _array(data: Any, dtype: Any) -> Array:
 
 
 def _kept(dtype: np.dtype) -> bool:
-    """Whether an array of this float type stays as it is: float64, and 16 bits where the device has them."""
+    """Whether an array of this float type keeps it: float64, and 16 bits where the device has them."""
     if dtypes.low(dtype):
         return device.current().compute_dtype(dtype.name) == dtype
     return dtype == np.float64

@@ -1,8 +1,8 @@
-"""What others may have made, files and names: read within limits, and shown so that it stays on its line.
+"""Files and names from others: read within limits, and shown so that each stays on its line.
 
 A file may be a pipe that nobody writes to, a device without an end, or JSON that is deep or has numbers
-beyond every type. A name or a text may hold what a terminal obeys. All that comes in from outside goes
-through here, and what it says is then checked by those who know what it should be.
+beyond every type. A name or a text may hold control characters. All input from outside goes
+through here; the caller then checks its content.
 """
 
 import json
@@ -67,8 +67,8 @@ def read_regular(path: Path, limit: int) -> bytes:
 def strict_json(data: bytes | str, *, any_number: bool = False) -> Any:
     """The value of a JSON text that is no deeper than DEPTH and whose numbers are finite, below 1e300.
 
-    any_number: but for nan they may be larger, and infinite. Raises ValueError, without the file's name: for
-    what is no JSON, and for a key that is there twice.
+    any_number: numbers but nan may be larger, and infinite. Raises ValueError, without the file's name: for
+    other than JSON, and for a key that is there twice.
     """
     constants = _infinity if any_number else _refuse
     try:
@@ -102,7 +102,7 @@ def number(value: Any, most: float = 1e30) -> bool:
 
 
 def printable(text: Any, *, lines: bool = False) -> str:
-    r"""str(text) with everything that a terminal obeys, or that nobody sees, written out: \x1b, \u202e.
+    r"""str(text) with control and invisible characters written out: \x1b, \u202e.
 
     lines: it is a text of several lines, whose ends stay.
     """
@@ -114,7 +114,7 @@ def printable(text: Any, *, lines: bool = False) -> str:
 
 
 def say(*texts: Any, file: TextIO | None = None, lines: bool = False) -> None:
-    """Print `printable(text)` of each, a line each, at once; what the file can't encode is written out."""
+    """Print `printable(text)` of each, a line each, at once; what can't be encoded is written out."""
     file = sys.stdout if file is None else file
     for text in texts:
         print(encodable(printable(text, lines=lines), file), file=file)
@@ -122,15 +122,15 @@ def say(*texts: Any, file: TextIO | None = None, lines: bool = False) -> None:
 
 
 def encodable(text: str, file: TextIO | None) -> str:
-    """The text with what the file's encoding lacks written out, as \\xe9 in ASCII."""
+    """The text with characters that the file's encoding lacks written out, as \\xe9 in ASCII."""
     encoding = getattr(file, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def private(path: Path, *users: int) -> str:
-    """ "" if nobody but this user, root and `users` can put a file into the folder; else what is wrong.
+    """ "" if only this user, root and `users` can put a file into the folder; else the fault.
 
-    A folder that is not there yet is judged by those above it. Links on the way count as what they lead to.
+    A folder that is not there yet is judged by those above it. Links on the way count as their targets.
     """
     folder = Path(os.path.realpath(path))
     there = [place for place in (folder, *folder.parents) if place.exists()]
@@ -141,7 +141,7 @@ def private(path: Path, *users: int) -> str:
         others = found.st_mode & stat.S_IWOTH or (
             found.st_mode & stat.S_IWGRP and not _own_group(found.st_gid, found.st_uid)
         )
-        if others and not (place != there[0] and found.st_mode & stat.S_ISVTX):  # what is there, stays there
+        if others and not (place != there[0] and found.st_mode & stat.S_ISVTX):  # existing files stay there
             return f"{place} can be written by other users"
     return ""
 

@@ -1,4 +1,4 @@
-"""Who is timed: our communicators, mpi4py's upper-case calls, cupy.cuda.nccl's. One method per collective.
+"""The contestants: our communicators, mpi4py's upper-case calls, cupy.cuda.nccl's. One method per collective.
 
 A contestant also says where the arrays lie, as one who uses it would: an all_gather of ours goes to a buffer
 that is shared where the communicator has such memory, a raw call to ordinary memory.

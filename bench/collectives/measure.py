@@ -1,4 +1,4 @@
-"""One line: time of ours and of the raw call by turns, then a check of each. Collective."""
+"""One line: time of ours and of the raw call, alternating, then a check of each. Collective."""
 
 import time
 from dataclasses import dataclass, replace
@@ -153,7 +153,7 @@ def wrong_elements(contestant: Contestant, case: Case, control: Communicator, ch
     source, target = contestant.arrays(case)
     wrong = 0
     for round_ in range(1, checks + 1):
-        control.barrier(stream=stream)  # a target that ranks share is poisoned when nobody reads it
+        control.barrier(stream=stream)  # a shared target is poisoned when no rank reads it
         poison(target)
         stream.synchronize()
         control.barrier(stream=stream)

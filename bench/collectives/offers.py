@@ -1,4 +1,4 @@
-"""Who has which collective of which type: shardrt's communicators, MPI, NCCL. Calls none of them."""
+"""The library support by collective and type: shardrt's communicators, MPI, NCCL. Calls none of them."""
 
 from collections.abc import Callable
 

@@ -119,7 +119,7 @@ def run(chosen: list[str], options: argparse.Namespace, lacking: dict[str, str] 
 
 
 def forget(file: Path, of: dict, options: argparse.Namespace) -> None:
-    """Remove what was found on another GPU, by other code or packages, or is to be found anew."""
+    """Remove what was found on another GPU, by other code or packages, or is to be measured again."""
     before = read(file).of
     if options.keep:
         kept = ("code", "packages")

@@ -40,7 +40,7 @@ def device_copy(run: Run, clock: Clock, nbytes: int) -> None:
 
 
 def products(run: Run, clock: Clock, side: int) -> None:
-    """The same square product by cublasLt and by PyTorch, by turns."""
+    """The same square product by cublasLt and by PyTorch, alternating."""
     kernels, torch = clock.device.kernels, Torch(clock)
     a, b, out = filled(side, side), filled(side, side, seed=1), blank(side, side)
     works: list[Callable] = [lambda: kernels.matmul.matmul(a, b, out)]

@@ -88,7 +88,7 @@ class Clock:
         return (time.perf_counter() - start) / calls
 
     def free(self) -> int:
-        """Bytes of the GPU that nobody has taken."""
+        """Free bytes of the GPU."""
         return self._cupy.cuda.runtime.memGetInfo()[0]
 
     def finish(self) -> None:

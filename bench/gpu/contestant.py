@@ -217,7 +217,7 @@ class _Field:
             self.one(name, work)
 
     def one(self, name: str, work: Callable[[Contestant, Course], None]) -> None:
-        """Who fails is out."""
+        """A contestant that fails is out."""
         try:
             work(self._runners[name], self.courses[name])
         except (RuntimeError, ValueError, LookupError) as error:

@@ -1,4 +1,4 @@
-"""Convolutions of ResNet-50 and RegNetY beside PyTorch's, in the faster of the two layouts that it knows."""
+"""Convolutions of ResNet-50 and RegNetY next to PyTorch's, in the faster of the two layouts that it knows."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""Products of experts: all groups in one launch, or in one call of cuBLAS, beside a call for each.
+"""Matmuls of experts: all groups in one launch, or in one cuBLAS call, against a call for each.
 
 These are the three ways of kernels/cuda/grouped.py. It takes cuBLAS where that can, and else one of the
 others by a group's rows. Each is timed on the GPU alone, behind a queue, and with the host that launches it:

@@ -1,4 +1,4 @@
-"""What a contestant is told: a GPT, its batch, and how it is trained. Knows neither shardrt nor PyTorch."""
+"""The settings of a contestant: a GPT, its batch, and its training. Knows neither shardrt nor PyTorch."""
 
 from dataclasses import asdict, dataclass
 

@@ -179,7 +179,7 @@ def machine() -> dict[str, str]:
 
 
 def health() -> str:
-    """Whether the first GPU is fit to be measured, in words: heat, clock, errors, who else uses it."""
+    """Whether the first GPU is fit to be measured, in words: heat, clock, errors, other users."""
     message = _asked(list(_HEALTH))
     said = ", ".join(f"{message[key]} {name}" for key, name in _HEALTH.items() if key in message)
     return said or "nvidia-smi did not answer"

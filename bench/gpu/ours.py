@@ -103,7 +103,7 @@ class Trainer(Timed):
         self._cupy.cuda.Device().synchronize()
 
     def _free_now(self) -> int:
-        """Bytes of the GPU that nobody has taken."""
+        """Free bytes of the GPU."""
         return self._cupy.cuda.runtime.memGetInfo()[0]
 
 

@@ -1,4 +1,4 @@
-"""The products and the attention of GPT-2 beside PyTorch's on the same arrays, by turns."""
+"""The matmuls and the attention of GPT-2 next to PyTorch's on the same arrays, alternating."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

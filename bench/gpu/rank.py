@@ -17,7 +17,7 @@ from shardrt.device import Stream
 
 
 def main(given: dict) -> None:
-    """Train, measure the collectives of the same communicators, and have rank 0 say what was found."""
+    """Train, measure the collectives of the same communicators, and let rank 0 print the findings."""
     trainer = Trainer(given["job"])
     trainer.steps(given["warmup"])
     found = trainer.about() | trainer.steps(given["steps"])

@@ -68,7 +68,7 @@ def measure(
 
 
 def started(command: list[str]) -> dict:
-    """What rank 0 says. Raises RuntimeError with the last line of the errors."""
+    """The answer of rank 0. Raises RuntimeError with the last line of the errors."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     with subprocess.Popen(command, env=os.environ | _MPI | {"PYTHONPATH": path}, **how) as process:

@@ -40,7 +40,7 @@ class Trainer(Timed):
             time=workload.seq,
             vocab=workload.vocab,
         )
-        if self.job.weights and os.path.exists(self.job.weights):  # else whoever writes them has failed
+        if self.job.weights and os.path.exists(self.job.weights):  # else their writer has failed
             with np.load(self.job.weights) as values:
                 model.load_state_dict({name: torch.from_numpy(values[name]) for name in values.files})
         self.model = model.to(self.job.device)

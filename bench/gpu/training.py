@@ -1,4 +1,4 @@
-"""Training GPT-2: beside PyTorch, sharded beside not sharded, the optimizer's state on the host or not."""
+"""Training GPT-2: against PyTorch, sharded against unsharded, optimizer state on the host or not."""
 
 import statistics
 import tempfile

@@ -1,1 +1,1 @@
-"""Kernels, each pass beside PyTorch and the roofline of this machine."""
+"""Kernels, each pass next to PyTorch and the roofline of this machine."""

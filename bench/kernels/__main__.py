@@ -1,4 +1,4 @@
-"""Times kernels, each pass beside PyTorch and the roofline of this machine, one thread each.
+"""Times kernels, each pass next to PyTorch and the roofline of this machine, one thread each.
 
     python -m bench.kernels
     python -m bench.kernels --op attention,conv2d -o kernels.json

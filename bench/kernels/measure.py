@@ -1,4 +1,4 @@
-"""One line: both contestants checked against PyTorch in float64, then those that are right timed by turns."""
+"""One line: both contestants checked against PyTorch in float64, then the correct ones timed, alternating."""
 
 import ctypes
 import statistics

@@ -1,7 +1,7 @@
 """AdamW's update with its arrays in five places: the device, the host (streamed or updated there), files.
 
-All start from the same weights and gradients and take their steps by turns, so their weights must have the
-same bits at the end. A ceiling is what must move over the measured rate of what it moves through.
+All start from the same weights and gradients and alternate their steps, so their weights must be
+bitwise identical at the end. A ceiling is what must move over the measured rate of what it moves through.
 """
 
 import hashlib
@@ -77,7 +77,7 @@ def rows(
 ) -> Iterator[Row]:
     """A row each. `links`: of copies.rows. `disk`: bytes per second that the disk takes.
 
-    Of the CPU, whose link is its memory, the ceiling is measured anew in each round.
+    Of the CPU, whose link is its memory, the ceiling is measured again in each round.
     """
     mesh = init_device_mesh(device.name)
     width = round((parameters / LAYERS) ** 0.5)

@@ -1,6 +1,6 @@
 """The Llama of models/llama.py in PyTorch, with the same parameter names, so that weights map one to one.
 
-Written as a PyTorch user would write it: packed products, fused attention of grouped heads, a tied head.
+Written as a PyTorch user would write it: packed matmuls, fused attention of grouped heads, a tied head.
 """
 
 import math

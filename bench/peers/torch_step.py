@@ -180,7 +180,7 @@ def build(workload: w.Job, options: argparse.Namespace):
 
 
 def product_gflops(low: bool) -> float:
-    """10^9 operations per second of PyTorch's product of square matrices, float32 or bfloat16."""
+    """10^9 operations per second of PyTorch's matmul of square matrices, float32 or bfloat16."""
     import torch
 
     kind = torch.bfloat16 if low else torch.float32
@@ -196,7 +196,7 @@ def blas(config: str) -> str:
 
 
 def loss_of_parts(options: argparse.Namespace):
-    """A context for the loss of logits that are cut."""
+    """A context for the loss of sharded logits."""
     if options.strategy not in TENSOR:
         return nullcontext()
     from torch.distributed.tensor.parallel import loss_parallel

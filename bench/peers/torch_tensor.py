@@ -1,4 +1,4 @@
-"""Cuts the peers' GPT and Llama over the ranks of a mesh as a PyTorch user would: parallelize_module.
+"""Splits the peers' GPT and Llama over the ranks of a mesh as a PyTorch user would: parallelize_module.
 
 PyTorch's styles cut neighbouring rows, so queries, keys and values, and a gate, become layers of their own:
 `split`, which keeps their values. The head is the embedding, whose rows are the words of a rank.

@@ -1,4 +1,4 @@
-"""Kernels of the CPU: NumPy's BLAS for products, Numba where fusing pays. One module per op."""
+"""Kernels of the CPU: NumPy's BLAS for matmuls, Numba where fusing pays. One module per op."""
 
 from shardrt.kernels.cpu import (
     activation,

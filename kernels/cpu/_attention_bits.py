@@ -1,6 +1,6 @@
-"""Attention's products in bfloat16 by oneDNN: the tiles of attention.py; queries, keys and values are bits.
+"""Attention's matmuls in bfloat16 by oneDNN: the tiles of attention.py; queries, keys and values are bits.
 
-Scores, sums of exponentials and gradients are float32. What goes into a product is rounded: probabilities, dy
+Scores, sums of exponentials and gradients are float32. Operands of a matmul are rounded: probabilities, dy
 and the gradients of scores. Products are made ready once for each size of a tile, and told addresses.
 """
 

@@ -1,4 +1,4 @@
-"""NumPy's OpenBLAS: where it is, what it is called, its threads, and its gemm by ctypes."""
+"""NumPy's OpenBLAS: its file, its symbols, its threads, and its gemm by ctypes."""
 
 import ctypes
 from functools import cache

@@ -1,4 +1,4 @@
-"""Who computes a product, oneDNN or others: the faster, measured once for each shape, and kept on disk.
+"""Chooses oneDNN or others for a matmul: the faster, measured once for each shape, and kept on disk.
 
 A file is for one shape, number of threads, processor, BLAS and version of oneDNN (kernels/kept.py). Sizes
 that are about the same have one file: experts have other numbers of rows at each step. What can't be
@@ -47,7 +47,7 @@ def open_to(a: Array, b: Array, out: Array, library: onednn.Library | None) -> b
 
 
 def choose(ways: dict[str, Way], a: Array, b: Array, bias: Array | None, out: Array, accumulate: bool) -> str:
-    """The name of the way that computes this product."""
+    """The name of the way that computes this matmul."""
     what = (*map(_about, (a, b, out)), bias is not None, accumulate)
     rule = "onednn" if a.dtype == np.uint16 else "blas"
     return choose_from(ways, rule, what, 3 if accumulate else None, a, b, bias, out, accumulate)
@@ -72,7 +72,7 @@ def _about(x: Array) -> onednn.Matrix:
     return _rounded(x.shape, x.strides, x.itemsize)
 
 
-@lru_cache(4096)  # asked for with each product
+@lru_cache(4096)  # asked for with each matmul
 def _rounded(shape: tuple[int, int], strides: tuple[int, int], item: int) -> onednn.Matrix:
     whole = onednn.described(*shape, strides[0] // item, strides[1] // item, item)
     steps = [max(0, (size - 1).bit_length() - 3) for size in (whole.rows, whole.columns)]
@@ -81,12 +81,12 @@ def _rounded(shape: tuple[int, int], strides: tuple[int, int], item: int) -> one
 
 
 def _by_rule() -> bool:
-    """Whether nothing may depend on what was measured."""
+    """Whether no result may depend on measurements."""
     return determinism.are_deterministic_algorithms_enabled()
 
 
 def forget() -> None:
-    """Read from disk, or measure, anew."""
+    """Read from disk, or measure, again."""
     global _spent
     _chosen.clear()
     _store.cache_clear()
@@ -108,7 +108,7 @@ def _kept(ways: dict[str, Way], what: tuple, rule: str, *trial: Any) -> str:
 
 
 def _faster(ways: dict[str, Way], rule: str, out: int | None, *given: Any) -> str:
-    """The least time of each decides, by turns; at equal speed the rule.
+    """The least time of each decides, alternating; at equal speed the rule.
 
     The processor's time, where all is computed by this thread: others that use the cores take no part in it.
     """

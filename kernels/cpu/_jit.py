@@ -30,7 +30,7 @@ class _Kept(FunctionCache):
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        rtsys.initialize(target_context)  # what compiled code may call
+        rtsys.initialize(target_context)  # functions that compiled code may call
         return self._load_overload(sig, target_context)
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple:

@@ -1,7 +1,7 @@
 """Splits the rows of a kernel over the threads of this rank.
 
 Not Numba's prange: its threads clash with ranks and streams that are threads themselves. A kernel takes
-(start, stop, ...) and may not depend on how the range is cut, so the results don't depend on the threads.
+(start, stop, ...) and may not depend on how the range is split, so the results don't depend on the threads.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Loops written in LLVM's language, because Numba would not keep their vectors in registers.
 
-`tile_sum` is the micro-kernel of a matrix product (Goto, van de Geijn: Anatomy of High-Performance Matrix
+`tile_sum` is the micro-kernel of a matmul (Goto, van de Geijn: Anatomy of High-Performance Matrix
 Multiplication, 2008) whose operands may lie anywhere in steps, so that a convolution needs no matrix of its
 patches. `transpose_tile` turns a square of numbers. Starts and steps are in elements.
 """
@@ -29,7 +29,7 @@ FMA = compiled_for("fma")  # x86-64 alone has this name; without it LLVM calls a
 PAIRS = WIDE and compiled_for("avx512bf16") and not compiled_for("amx-bf16")
 BYTES = 64 if WIDE else 32  # of a vector register
 VECTORS = 2  # of an operand that tile_sum holds at once
-ROWS = 14 if WIDE else 6  # of so many vectors each, whose sums fit the registers beside the operands
+ROWS = 14 if WIDE else 6  # of so many vectors each, whose sums fit the registers next to the operands
 _WORD = ir.IntType(64)
 
 
@@ -229,7 +229,7 @@ def transpose_tile(typing_context, source, source_first, source_starts, target, 
 
         rows = [_load(builder, vector, origin, start(arguments[1], origins, i), 0) for i in range(size)]
         distance = 1
-        while distance < size:  # swap blocks beside the diagonal, of 1, 2, 4, ... numbers
+        while distance < size:  # swap blocks next to the diagonal, of 1, 2, 4, ... numbers
             low = [j if not j & distance else size + j - distance for j in range(size)]
             high = [j + distance if not j & distance else size + j for j in range(size)]
             masks = [ir.Constant(ir.VectorType(ir.IntType(32), size), mask) for mask in (low, high)]

@@ -1,4 +1,4 @@
-"""Compiles what training needs, by calling it on tiny arrays.
+"""Compiles the kernels of training, by calling them on tiny arrays.
 
 In float32, and where products of bfloat16 are computed as such, in that too. One rank of a node does this
 first; the others then find everything in the cache. An empty file there says that all of it is: then nobody
@@ -137,7 +137,7 @@ def _warm_up_bits() -> None:
 
 def _attend(dtype: type) -> None:
     """Attention of one head and one token. dtype: of queries, keys and values."""
-    for width in (4, 32):  # by a library, and by our own products
+    for width in (4, 32):  # by a library, and by our own matmuls
         q, lse = np.ones((1, 1, 1, width), dtype), np.empty((1, 1, 1), np.float32)
         dy, y, dq, dk, dv = np.ones((5, 1, 1, 1, width), np.float32)
         attention.forward(q, q, q, y, lse, causal=True, scale=1.0)

@@ -1,4 +1,4 @@
-"""Attention in tiles that stay in cache: matrix products by BLAS, the softmax between them fused.
+"""Attention in tiles that stay in cache: matmuls by BLAS, the softmax between them fused.
 
 (Dao et al., FlashAttention, 2022, section 3.) Per head, TILE queries at a time: their scores against the keys
 that they see are made, used and forgotten. Forward keeps one number per query, the logarithm of its sum of
@@ -118,7 +118,7 @@ def _over_heads(
     kv_heads = k.shape[1]
     split = threads() > 1
     if split:
-        set_blas_threads(1)  # heads go to threads, not pieces of small products
+        set_blas_threads(1)  # heads go to threads, not pieces of small matmuls
     work = batch * heads * time * k.shape[2]
     rows = [None] * batch if starts is None else starts
     spans = [_spans(row, time, k.shape[2], causal, offsets) for row in rows]

@@ -1,4 +1,4 @@
-"""One matrix product per group of rows, each with a weight of its own: the layers of experts.
+"""One matmul per group of rows, each with a separate weight: the layers of experts.
 
 counts: int, how many rows each group has, one group behind the other. Rows behind the last group are 0 in
 results. A group's product is that of linear.py, call by call: the same bits as a layer of its own, and of

@@ -1,6 +1,6 @@
-"""Linear layer: y = x weight^T + bias, or GELU of that. Three matrix products and one sum over rows.
+"""Linear layer: y = x weight^T + bias, or GELU of that. Three matmuls and one sum over rows.
 
-The operands of a product, x, weight and dy, may be uint16: the bits of bfloat16, both or none. What comes of
+The operands of a matmul, x, weight and dy, may be uint16: the bits of bfloat16, both or none. What comes of
 it is float32, and so is a bias.
 """
 

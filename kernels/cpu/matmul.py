@@ -1,9 +1,9 @@
-"""Matrix product by NumPy's own OpenBLAS, bound by ctypes: it can add to what is there (beta = 1).
+"""Matmul by NumPy's own OpenBLAS, bound by ctypes: it can add to `out` (beta = 1).
 
 np.matmul cannot, and a weight gradient that is added to another needs just that: no temporary, no second
 pass. Transposed and strided views are passed on as they are. Without the symbol np.matmul takes over.
 
-Where oneDNN is installed (onednn.py) and faster (_choice.py), it computes the product. Operands may then be
+Where oneDNN is installed (onednn.py) and faster (_choice.py), it computes the matmul. Operands may then be
 bfloat16, as bits (uint16); sums are made in float32 in any case.
 """
 

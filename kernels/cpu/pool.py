@@ -26,7 +26,7 @@ def max_forward(x: Array, y: Array, index: Array, window: Pair, stride: Pair, pa
 
 @cost("dy index -> dx", flops=lambda dy, window: dy.size * window[0] * window[1])
 def max_backward(dy: Array, index: Array, dx: Array, window: Pair, stride: Pair, padding: Pair) -> None:
-    """dx from dy and what forward found."""
+    """dx from dy and the forward's indices."""
     run_rows(_max_backward, len(dx), dy.size, dy, index, dx)
 
 

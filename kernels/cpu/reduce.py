@@ -1,4 +1,4 @@
-"""Sums: over ranks' buffers, over rows, of powers. Fixed order, so the same bits every time."""
+"""Sums: over ranks' buffers, over rows, of powers. Fixed order, so bitwise identical every time."""
 
 from math import fsum, isfinite
 from typing import Any
@@ -30,7 +30,7 @@ def sum_into(out: Array, parts: list[Array], scale: float, accumulate: bool) -> 
     of 2, 4, 8, ... parts may be summed first, elsewhere, and their sums here.
 
     1-D arrays of one length and float dtype; `out` may be one of the parts. Each element depends on its own
-    elements only: an array may be cut into any pieces.
+    elements only: an array may be split into any pieces.
     """
     if out.size <= _SOME and len(parts) == 2 and scale == 1 and not accumulate:
         _add_two(out, *parts)

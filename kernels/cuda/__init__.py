@@ -1,4 +1,4 @@
-"""Kernels of the GPU: CUDA C++ compiled at run time, products by cublasLt. One module per op.
+"""Kernels of the GPU: CUDA C++ compiled at run time, matmuls by cublasLt. One module per op.
 
 The same functions as kernels/cpu, with the same signatures (tests/cuda/test_signatures.py). No module here
 needs CuPy or a GPU to be imported; the first launch does.
@@ -76,7 +76,7 @@ _launch.register(_of_cupy)
 
 
 def forget_stream(handle: int) -> None:
-    """Give back what this GPU keeps for a stream that is no more."""
+    """Free this GPU's data for a stream that no longer exists."""
     _launch.backend().forget_stream(handle)
 
 

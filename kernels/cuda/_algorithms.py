@@ -1,9 +1,9 @@
-"""Which of the algorithms that cublasLt proposes computes a product: the fastest, measured, and kept on disk.
+"""Which of the algorithms that cublasLt proposes computes a matmul: the fastest, measured, and kept on disk.
 
-As in Karpathy's llm.c and PyTorch's tuned GEMMs. A file holds the choice for one kind of product on one
+As in Karpathy's llm.c and PyTorch's tuned GEMMs. A file holds the choice for one kind of matmul on one
 type of GPU under one version of cublasLt. The first process that has measured a kind makes the file, and all
 others take what it says: ranks that share a disk agree without talking, and a run that is repeated or resumed
-has the same bits. What a damaged file should say is measured anew.
+has the same bits. A damaged file is measured again.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from shardrt.kernels.cuda._cublaslt_plan import Algorithm, NoSuchProduct, Plan, 
 APART = "apart"  # other products and kernels do the same faster
 FINALISTS = 4  # candidates that are measured more than once
 ROUNDS = 3  # more, for these
-LIMIT = 1.0  # seconds after which the rest of the candidates for one kind of product is left out
+LIMIT = 1.0  # seconds after which the rest of the candidates for one kind of matmul is left out
 BUDGET = 20.0  # seconds of a process, after which kinds that are new take the first candidate
 
 Choice = Algorithm | str

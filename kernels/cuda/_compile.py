@@ -22,7 +22,7 @@ Defines = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas says a kernel takes."""
+    """A kernel's resources, by ptxas."""
 
     registers: int
     spilled_bytes: int
@@ -60,7 +60,7 @@ def compile(file: str, defines: Defines, arch: str) -> bytes:
 
 
 def compile_with_log(file: str, defines: Defines, arch: str) -> tuple[bytes, str]:
-    """(machine code, what ptxas said), not from the cache."""
+    """(machine code, ptxas's log), not from the cache."""
     from cupy_backends.cuda.libs import nvrtc
 
     program = nvrtc.createProgram((HERE / f"{file}.cu").read_text(), f"{file}.cu", [], [])
@@ -74,7 +74,7 @@ def compile_with_log(file: str, defines: Defines, arch: str) -> tuple[bytes, str
 
 
 def resources(log: str) -> dict[str, Resources]:
-    """Kernel -> what it takes, from ptxas's log."""
+    """Kernel -> its resources, from ptxas's log."""
     found = {}
     pieces = re.split(r"Compiling entry function '(\w+)'", log)[1:]
     for name, text in zip(pieces[::2], pieces[1::2], strict=True):

@@ -1,6 +1,6 @@
 """Grouped matmuls in 16 bits by cuBLAS, bound by ctypes: cublasGemmGroupedBatchedEx, since version 12.5.
 
-One call computes the products of all experts. cuBLAS counts columns first, so out = a b is asked for as
+One call computes the matmuls of all experts. cuBLAS counts columns first, so out = a b is asked for as
 out^T = b^T a^T: its A is our b, and its B our a. Sizes stand in arrays of the host, which cuBLAS reads before
 the call returns, and addresses in arrays of the GPU, which it reads in the stream.
 """
@@ -25,7 +25,7 @@ _GEMM = "cublasGemmGroupedBatchedEx"
 
 
 class Stage(Protocol):
-    """Where the products run."""
+    """Where the matmuls run."""
 
     def stream(self) -> int:
         """The current stream's handle."""

@@ -1,7 +1,7 @@
-"""Matrix products by cublasLt, bound by ctypes: CuPy does not wrap it, and its own cuBLAS calls refuse a
+"""Matmuls by cublasLt, bound by ctypes: CuPy does not wrap it, and its own cuBLAS calls refuse a
 stream that is being captured.
 
-A product is described once per shape, layout and alignment (_cublaslt_plan.py). Which algorithm computes it
+A matmul is described once per shape, layout and alignment (_cublaslt_plan.py). Its algorithm
 is measured, and kept on disk (_algorithms.py); with deterministic algorithms it is the first one.
 """
 
@@ -33,7 +33,7 @@ _MULTIPLE = 8  # of the leading dimension of what goes into GELU
 
 
 class Stage(Protocol):
-    """Where products run."""
+    """Where matmuls run."""
 
     gpu: str  # what the speed of an algorithm depends on
 
@@ -51,7 +51,7 @@ class Stage(Protocol):
 
 
 class CublasLt:
-    """The library, and a plan for every kind of product met so far; for all threads of the process."""
+    """The library, and a plan for every kind of matmul met so far; for all threads of the process."""
 
     def __init__(self, library: ctypes.CDLL, stage: Stage) -> None:
         self._library = Library(library)
@@ -74,7 +74,7 @@ class CublasLt:
 
         a and b may be transposed or strided, the last axis of out is dense. Sums are made in float32, or
         float64; out and bias may have a type of their own. varied: by the first candidate, which is not
-        measured beside others. Raises ValueError for strides it can't read.
+        measured next to others. Raises ValueError for strides it can't read.
         """
         kind = PLAIN if bias is None else BIAS
         if not self._multiply(kind, a, b, out, accumulate, bias, None, None, varied):

@@ -1,4 +1,4 @@
-"""What cublasLt is told of a kind of matrix product, once, and the algorithms that it proposes; by ctypes.
+"""The description of a kind of matmul for cublasLt, made once, and the proposed algorithms; by ctypes.
 
 cublasLt counts columns first, so out = a b is asked for as out^T = b^T a^T: its A is our b, and its B our a.
 """
@@ -145,7 +145,7 @@ class Library:
 
 
 class Plan:
-    """The descriptors of one kind of product.
+    """The descriptors of one kind of matmul.
 
     candidates: the algorithms that the heuristic proposes, best first. choice: the one to take, or APART
     (_algorithms.py); None until somebody has chosen.
@@ -195,7 +195,7 @@ class Plan:
             self._library.call("cublasLtMatmulDescDestroy", self._product)
 
     def run(self, stage: Any, algorithm: Algorithm, places: tuple[int, ...]) -> None:
-        """Launch the product in the current stream. Raises NoSuchProduct if this algorithm can't.
+        """Launch the matmul in the current stream. Raises NoSuchProduct if this algorithm can't.
 
         places: addresses of our b, our a, out, of the vector and the matrix where there is one, and of the
         scales of our b and our a where they are float8.

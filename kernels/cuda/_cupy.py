@@ -1,6 +1,6 @@
 """Launches kernels on a GPU through CuPy: the one file of this folder that needs one.
 
-Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU in software.
+Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU emulator.
 """
 
 import ctypes
@@ -127,7 +127,7 @@ class CuPyBackend:
         return cupy.cuda.get_current_stream().ptr
 
     def workspace(self, stream: int) -> int:
-        """One for each stream, because products in two streams may run at once."""
+        """One for each stream, because matmuls in two streams may run at once."""
         memory = self._workspaces.get(stream)
         if memory is None:
             memory = self._workspaces[stream] = cupy.empty(WORKSPACE, np.uint8)

@@ -1,4 +1,4 @@
-"""Launches kernels of the .cu files beside this one: what module, on what grid, with what arguments.
+"""Launches kernels of the .cu files next to this one: the module, the grid, the arguments.
 
 A backend launches: CuPy's, which is the default and registers itself, or in the tests one that runs the same
 sources on the CPU. Nothing else in this folder knows CuPy.

@@ -1,4 +1,4 @@
-"""Rows of a table by index, and the gradient of the table, the same bits every time."""
+"""Rows of a table by index, and the gradient of the table, bitwise identical every time."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def backward(indices: Array, dy: Array, dweight: Array, first: int = 0) -> None:
     """dweight[indices[i] - first] += dy[i]: the rows of one index are summed first, in an order of their own.
 
     That order depends on `indices` only. It is found by sorting them: two launches for each eight bits of the
-    vocabulary's size, which cost little beside the sums (dy read once, and the rows that are named read and
+    vocabulary's size, which cost little next to the sums (dy read once, and the rows that are named read and
     written). Indices of rows that dweight does not have add nothing. dweight may be of another type than dy,
     which is summed in float32 (float64 in float64).
     """

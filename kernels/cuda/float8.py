@@ -1,4 +1,4 @@
-"""Matrices in float8 with one scale each (per-tensor, current scaling), and their products by cublasLt.
+"""Matrices in float8 with one scale each (per-tensor, current scaling), and their matmuls by cublasLt.
 
 (Micikevicius et al., FP8 Formats for Deep Learning, 2022.) The scale comes from the largest absolute value of
 the matrix itself and stays on the GPU: the host waits for nothing. Of a GPU from Hopper on, alone: it has no
@@ -15,7 +15,7 @@ from shardrt.kernels.cuda._launch import backend, blocks_for, empty, launch, vec
 Array = Any
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"  # largest numbers 448 and 57344
-MULTIPLE = 16  # of each size of a product
+MULTIPLE = 16  # of each size of a matmul
 _KERNELS = {E4M3: "cast_e4m3", E5M2: "cast_e5m2"}
 _TILE = 64  # as in float8.cu
 

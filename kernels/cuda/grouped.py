@@ -1,4 +1,4 @@
-"""One matrix product per group of rows, each with a weight of its own: the layers of experts.
+"""One matmul per group of rows, each with a separate weight: the layers of experts.
 
 In 16 bits one call of cuBLAS computes all groups, on tensor cores (_cublas_grouped.py). Where that can't be
 (other types, a result of another type than the factors, rows that don't begin at multiples of 16 bytes,

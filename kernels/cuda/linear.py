@@ -1,4 +1,4 @@
-"""Linear layer: y = x weight^T + bias, or GELU of that. Three matrix products.
+"""Linear layer: y = x weight^T + bias, or GELU of that. Three matmuls.
 
 The bias, GELU, GELU's backward and the gradient of the bias are in epilogues of these where cublasLt has such
 a product and it takes less time.

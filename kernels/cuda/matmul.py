@@ -1,4 +1,4 @@
-"""Matrix products by cublasLt: sums in float32 (float64 for float64), added to what is there if asked for."""
+"""Matmuls by cublasLt: sums in float32 (float64 for float64), added to `out` if asked for."""
 
 from typing import Any
 

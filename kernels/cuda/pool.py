@@ -22,7 +22,7 @@ def max_forward(x: Array, y: Array, index: Array, window: Pair, stride: Pair, pa
 
 
 def max_backward(dy: Array, index: Array, dx: Array, window: Pair, stride: Pair, padding: Pair) -> None:
-    """dx from dy and what forward found."""
+    """dx from dy and the forward's indices."""
     _run("max_backward", dx.size, (dy, index, dx), dx, dy, (*window, *stride, *padding))
 
 

@@ -1,4 +1,4 @@
-"""Sums: over ranks' buffers, over rows, of powers. Fixed order, so the same bits every time."""
+"""Sums: over ranks' buffers, over rows, of powers. Fixed order, so bitwise identical every time."""
 
 from typing import Any
 

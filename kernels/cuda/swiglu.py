@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer, GLU Variants Improve Transformer, 2020): silu(a) * b, a beside b in each row."""
+"""SwiGLU (Shazeer, GLU Variants Improve Transformer, 2020): silu(a) * b, a next to b in each row."""
 
 from typing import Any
 

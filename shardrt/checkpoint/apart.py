@@ -1,7 +1,7 @@
-"""A checkpoint of which each host has a part, in a folder of its own: who keeps a folder, and how parts meet.
+"""A checkpoint distributed over hosts with separate folders: the keeper of a folder, and file transfers.
 
-Every folder has the manifest of the whole, and the files of the ranks that see it. What else a rank needs is
-brought to its folder, block by verified block, before anything is restored.
+Every folder has the whole manifest, and the files of the ranks that see it. Other files that a rank needs
+are copied to its folder, block by verified block, before anything is restored.
 """
 
 import os
@@ -20,11 +20,11 @@ from shardrt.checkpoint.store import MANIFEST, Store, is_here, read_manifest
 from shardrt.comm import objects
 from shardrt.comm.protocol import Communicator
 
-_BRINGING = ".part-"  # of the names of files that are not all here yet
+_BRINGING = ".part-"  # prefix of the names of incomplete files
 
 
 def attempt(control: Communicator, function: Callable, *args: Any) -> tuple[list[str], Any]:
-    """(what went wrong on any rank, what `function` gave here). All ranks have run it when it returns."""
+    """(errors of all ranks, result of `function` here). All ranks have run `function` when it returns."""
     result = error = None
     try:
         result = function(*args)
@@ -34,7 +34,7 @@ def attempt(control: Communicator, function: Callable, *args: Any) -> tuple[list
 
 
 def keeper(control: Communicator, root: Path, tag: str) -> tuple[list[str], int]:
-    """(what went wrong, the first of the ranks that see the same folder). Collective."""
+    """(errors, the first of the ranks that see the same folder). Collective."""
     mark = root / f".seen-{tag}-{control.rank}"
     message, _ = attempt(control, mark.touch)
     seen = [int(path.name.rpartition("-")[2]) for path in root.glob(f".seen-{tag}-*")]
@@ -51,9 +51,9 @@ def bring(
     keeper: int,
     wanted: Callable[[Manifest], Sequence[int]],
 ) -> list[str]:
-    """Bring what ranks need of a checkpoint and their folders lack; gives what went wrong. Collective.
+    """Copy checkpoint files that ranks need and their folders lack; returns errors. Collective.
 
-    path: as this rank has it. wanted: the numbers of the files that this rank reads.
+    path: the checkpoint on this rank. wanted: the numbers of the files that this rank reads.
     """
     message, data = attempt(control, _manifest_here, path)
     if message:
@@ -97,9 +97,9 @@ def bring(
 
 
 def copy(disk: Disk, path: Path, source: Path, manifest: Manifest) -> int:
-    """Copy to `path` the files that it lacks and another folder has; gives how many. Raises Damaged, OSError.
+    """Copy missing files to `path` from another folder; returns their number. Raises Damaged, OSError.
 
-    Both are parts of the checkpoint of this manifest.
+    Both folders hold files of the checkpoint of this manifest.
     """
     count = 0
     for file in manifest.files:
@@ -111,7 +111,7 @@ def copy(disk: Disk, path: Path, source: Path, manifest: Manifest) -> int:
 
 
 def _manifest_here(path: Path) -> bytes:
-    """The manifest as it lies in this folder, checked; b"" where there is none."""
+    """The manifest file of this folder, checked; b"" if there is none."""
     if not (path / MANIFEST).is_file():
         return b""
     read_manifest(path, part=True)
@@ -127,7 +127,7 @@ def _verify(path: Path, manifest: Manifest, numbers: Sequence[int]) -> None:
 def _move(
     control: Communicator, disk: Disk, path: Path, file: SavedFile, owner: int, places: Sequence[int]
 ) -> None:
-    """A file of `owner`'s folder to those of the ranks `places`, which have taken it all when they raise."""
+    """Send a file of `owner` to the ranks `places`, which receive all blocks even if they raise."""
     stream, count = device.current().current_stream, len(file.blocks)
     lengths = [min(BLOCK, file.bytes - number * BLOCK) for number in range(count)]
     if control.rank == owner:
@@ -147,14 +147,14 @@ def _move(
         try:
             _receive(disk, path, file, next_block)
         finally:
-            for length in left:  # so that its sender can go on
+            for length in left:  # so that the sender can go on
                 control.recv(
                     np.empty(length, np.uint8), peer=owner, stream=stream, tag=file.name, direct=True
                 )
 
 
 def _receive(disk: Disk, path: Path, file: SavedFile, block: Callable[[int], bytes]) -> None:
-    """Write a file whose blocks come from elsewhere, and give it its name when all of it is on the disk."""
+    """Write a file from received blocks, and give it its name when all of it is on the disk."""
     from xxhash import xxh3_128_hexdigest
 
     path.mkdir(parents=True, exist_ok=True)
@@ -175,7 +175,7 @@ def _receive(disk: Disk, path: Path, file: SavedFile, block: Callable[[int], byt
 
 
 def _write(disk: Disk, path: Path, data: bytes) -> None:
-    """A file with these bytes; none where there are none."""
+    """Write a file with these bytes; no file for no bytes."""
     if not data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

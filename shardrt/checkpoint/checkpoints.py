@@ -1,9 +1,9 @@
-"""Saving and restoring a training run: parameters, optimizer, step, and whatever else the program wants back.
+"""Saving and restoring a training run: parameters, optimizer, step, and values of the program.
 
     save      pieces -> a file per rank, hashed on the way -> manifest, last -> one rename
     restore   manifest -> for each piece of this rank the saved ranges that overlap it, in verified blocks
 
-docs/checkpoints.md says what is promised when something fails in between.
+docs/checkpoints.md has the guarantees for failures in between.
 """
 
 import json
@@ -61,17 +61,17 @@ class CheckpointError(RuntimeError):
 
 
 class NonfiniteWeights(CheckpointError):
-    """A checkpoint was not saved because weights, or the optimizer's state, are nan or infinite."""
+    """A checkpoint was not saved because weights or optimizer state are nan or infinite."""
 
 
 class CheckpointManager:
     """The checkpoints of one run, in one folder. All calls are collective.
 
-    What is saved, and where it is, is found at the first save: by then the model must be sharded.
-    root: the folder; rank 0's counts. kind: "shared": all ranks see this folder. "hosts": each host has one
-    of its own there, with the files of its ranks. "objects": all see it, on a file system without a rename
-    that happens at once. docs/checkpoints.md says what is promised on which.
-    keep_last: how many of the newest stay; keep_every: multiples of that step stay for ever (0: none do).
+    The first save determines the pieces and the place: the model must be sharded by then.
+    root: the folder; rank 0's value counts. kind: "shared": all ranks see this folder. "hosts": each host
+    has its own folder there, with the files of its ranks. "objects": all see it, on a file system without
+    atomic rename. docs/checkpoints.md has the guarantees of each kind.
+    keep_last: how many of the newest stay; keep_every: multiples of that step stay forever (0: none).
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class CheckpointManager:
         self._keeper = 0  # of this rank's folder
         self._count = 0  # saves
         self._place: tuple[Path, str] | None = None  # where all ranks save, and the tag of this run's names
-        self._found: list[tuple[Slice, int]] | None = None  # what the next two are of
-        self._saved: list[Piece] = []  # what this rank saves
+        self._found: list[tuple[Slice, int]] | None = None  # the pieces behind the next two fields
+        self._saved: list[Piece] = []  # pieces that this rank saves
         self._counted: dict[str, tuple[Slice, int]] = {}
         self._report = False  # whether rank 0 does not know the numbers of updates that this rank knows
         self._snapshot: Snapshot | None = None
-        self._writer: ThreadStream | None = None  # made once: the start of a thread is waited for
+        self._writer: ThreadStream | None = None  # made once: starting a thread blocks
         self._pending: _Save | None = None
-        self.last_saved: int | None = None  # the step that was published last
+        self.last_saved: int | None = None  # the step published last
 
     # -- saving
 
@@ -117,12 +117,12 @@ class CheckpointManager:
         return self._pending is not None
 
     def save(self, step: int, extra: dict[str, Any] | None = None, *, best: int | None = None) -> Path:
-        """Write checkpoint `step` and wait until it is on the disk; gives its directory.
+        """Write checkpoint `step` and wait until it is on the disk; returns its directory.
 
-        extra: JSON that `restore` gives back. best: a step that retention must keep. Raises CheckpointError,
-        which names ranks and files, if any rank failed; older checkpoints are then as they were. It is a
+        extra: JSON that `restore` returns. best: a step that retention must keep. Raises CheckpointError,
+        which names ranks and files, if any rank failed; older checkpoints are unchanged. It is a
         NonfiniteWeights, naming rank and parameter, if trained weights or their state are nan or infinite.
-        Raises ValueError or TypeError for an `extra` that could not be given back.
+        Raises ValueError or TypeError for an `extra` that JSON can't represent.
         """
         self.wait()
         self._begin(step, extra or {}, best, copy=False)
@@ -131,29 +131,29 @@ class CheckpointManager:
     def start(self, step: int, extra: dict[str, Any] | None = None, *, best: int | None = None) -> None:
         """Copy the contents of checkpoint `step`, and write the copy while training continues.
 
-        The copy takes the bytes of this rank's pieces on the host, which are kept for the next time. Call
-        `tick` in every step from then on, and `wait` at the end: they report if anything failed, the copy
-        too. Waits for a save that is still under way, and raises CheckpointError if that one failed.
-        Otherwise, from the second time on, this only copies, and ranks do not wait for each other.
+        The copy needs host memory for this rank's pieces, kept for the next save. Then call `tick` in
+        every step, and `wait` at the end: they report failures, also of the copy. Waits for a save that is
+        still under way, and raises CheckpointError if that save failed. Otherwise, from the second call on,
+        this only copies, and ranks do not wait for each other.
         """
         self.wait()
         self._begin(step, extra or {}, best, copy=True)
 
     def tick(self) -> Path | None:
-        """Have rank 0 publish the checkpoint that was started, once every rank has written it.
+        """Let rank 0 publish the started checkpoint, once every rank has written it.
 
-        Gives its directory in the call that finds it published. Never waits for the disk. Raises
-        CheckpointError if a rank failed to write; the run may go on.
+        Returns its directory in the first call after publication. Never waits for the disk. Raises
+        CheckpointError if a rank failed to write; training may continue.
         """
         if self._pending is None:
             return None
-        done = self._pending.done  # before the error is read, which is there first
+        done = self._pending.done  # read before the error, which is set first
         state = np.array([done, self._pending.error is None], np.int64)
         self._control.all_reduce(state, op="min", stream=device.current().current_stream)
         return self._advance(failed=not state[1]) if state[0] else None
 
     def wait(self) -> Path | None:
-        """Wait for a save that is under way, and publish it; gives its directory, None if there was none."""
+        """Wait for a save under way, and publish it; returns its directory, None without a save."""
         path = None
         while self._pending is not None:
             self._pending.wait()
@@ -161,11 +161,11 @@ class CheckpointManager:
         return path
 
     def _begin(self, step: int, extra: dict[str, Any], best: int | None, copy: bool) -> None:
-        extra = as_read(extra)  # a copy, too: the program may change its own while this is written
+        extra = as_read(extra)  # a copy: the program may change its own meanwhile
         if self._place is None:
             self._place = self._agreed_place(step)
         found = [(piece, len(piece.members)) for piece in self._optimizer.slices]
-        if found != self._found:  # at the first save, and where the optimizer has more parameters since
+        if found != self._found:  # at the first save, and after the optimizer gained parameters
             self._found, self._snapshot = found, None
             self._counted = counted(self._model, self._optimizer)
             self._check_ranks()
@@ -183,13 +183,13 @@ class CheckpointManager:
         save.message = steps if self._report else {}
         try:
             pieces = self._copied() if copy else self._saved
-        except MemoryError as error:  # told by the next tick: a meeting here would hold up training
+        except MemoryError as error:  # reported by the next tick: a collective here would delay training
             save.error, save.done = error, True
         else:
             save.go(lambda: save.write(self.store.disk, pieces, self._mesh.rank))
 
     def _check_ranks(self) -> None:
-        """Raise ValueError where `mesh` is without some of the ranks that train the model."""
+        """Raise ValueError if `mesh` lacks ranks that train the model."""
         ranks = ranks_of(self._model)
         if ranks is not None and ranks.size > self._mesh.size:
             raise ValueError(
@@ -198,14 +198,14 @@ class CheckpointManager:
             )
 
     def _copied(self) -> list[Piece]:
-        """Copies of what this rank saves; they last until the next call. Raises MemoryError."""
+        """Copies of this rank's pieces, valid until the next call. Raises MemoryError."""
         if self._snapshot is None:
             self._snapshot = Snapshot(self._saved)
         self._snapshot.take()
         return self._snapshot.pieces
 
     def _agreed_place(self, step: int) -> tuple[Path, str]:
-        """Rank 0's folder, or this host's, made where it is not there yet, and eight random digits."""
+        """Rank 0's folder, or this host's, made if missing, and eight random digits."""
         error = None
         if self._mesh.rank == 0 or self._apart:
             try:
@@ -222,7 +222,7 @@ class CheckpointManager:
         return self.store.root, tag
 
     def _advance(self, failed: bool) -> Path | None:
-        """Go on when every rank has done its part: publish, then end, which gives the path."""
+        """Advance when every rank has finished: publish first, then end and return the path."""
         save = self._pending
         if failed:
             self._pending = self._place = None
@@ -233,17 +233,17 @@ class CheckpointManager:
             if self._apart:
                 own = self._manifest(save, everyone).dump() if self._mesh.rank == 0 else b""
                 everyone = self._control.all_gather_bytes(own)[:1]
-            if self._keeps:  # what takes time is done in the background
+            if self._keeps:  # slow operations run in the background
                 save.go(lambda: self._publish(save, everyone))
             return None
-        if self._apart and not save.published:  # by all hosts: none removes what another may need yet
+        if self._apart and not save.published:  # by all hosts: none removes files that another may still need
             save.published = True
             if self._keeps:
                 save.go(lambda: self._prune(save))
             return None
         self._pending = None
         self.last_saved = save.step
-        if save.left is not None:  # the new checkpoint is there; that an old one is too harms nobody
+        if save.left is not None:  # the new checkpoint exists; an extra old checkpoint does no harm
             warnings.warn(printable(f"an old checkpoint could not be removed: {save.left}"), stacklevel=3)
         return save.folder.parent / self.store.name(save.step)
 
@@ -253,9 +253,9 @@ class CheckpointManager:
         return self._mesh.rank == self._keeper
 
     def _publish(self, save: "_Save", everyone: list[bytes]) -> None:
-        """The rest, on a keeper, when all files are there. Raises Damaged for what `restore` would not take.
+        """Publish on a keeper, once all files exist. Raises Damaged for a checkpoint that `restore` rejects.
 
-        everyone: what all ranks have told, or, where hosts have folders of their own, rank 0's manifest.
+        everyone: the messages of all ranks, or, with separate folders per host, rank 0's manifest.
         """
         if self._apart:
             manifest = Manifest.parse(everyone[0], save.folder)
@@ -268,7 +268,7 @@ class CheckpointManager:
             self._prune(save)
 
     def _prune(self, save: "_Save") -> None:
-        """Remove what is not kept, when the new one is there."""
+        """Remove checkpoints beyond retention, after the new one is published."""
         try:
             self.store.prune(*self._keep, save.best, newest=save.step)
         except OSError as error:
@@ -288,7 +288,7 @@ class CheckpointManager:
         return Manifest(save.step, files, parameters, pieces, steps, save.extra)
 
     def _agree(self, what: str, error: BaseException | None, folder: Path | None = None) -> None:
-        """Raise CheckpointError on every rank if any has an error; rank 0 removes what was begun."""
+        """Raise CheckpointError on every rank if any has an error; rank 0 removes the unfinished files."""
         message = objects.failures(self._control, error)
         if not message:
             return
@@ -296,7 +296,7 @@ class CheckpointManager:
         if folder is not None and self._keeps:
             try:
                 self.store.give_up(folder)
-            except OSError:  # it goes at the next start
+            except OSError:  # the next start removes it
                 pass
         kind = NonfiniteWeights if nonfinite else CheckpointError
         raise kind(f"{what}: {'; '.join(message)}") from error
@@ -306,11 +306,11 @@ class CheckpointManager:
     def restore(
         self, path: str | Path | None = None, *, weights_only: bool = False
     ) -> tuple[int, dict[str, Any]]:
-        """Take over the checkpoint in directory `path`, else the newest that verifies; gives (step, extra).
+        """Restore the checkpoint in directory `path`, else the newest that verifies; returns (step, extra).
 
-        Of several ranks each reads what it needs, at any world size, strategy and layout. Without a path,
-        (0, {}) if the folder has none; those passed over are warned of, with the reason. weights_only leaves
-        the optimizer as it is. Raises CheckpointError if `path` is no good, or no candidate is.
+        Each rank reads only the elements it needs, at any world size, strategy and layout. Without a path,
+        returns (0, {}) if the folder has none; warns of skipped ones, with the reason. weights_only leaves
+        the optimizer unchanged. Raises CheckpointError if `path` is unusable, or all candidates are.
         """
         self._check_ranks()
         if self._apart and self._place is None:
@@ -318,7 +318,7 @@ class CheckpointManager:
         message, candidates = self._attempt(self._candidates, path)
         if message:
             raise CheckpointError(f"{self.store.root} can't be read: {'; '.join(message)}")
-        if self._apart and path is None:  # what any host has a part of, in its own folder
+        if self._apart and path is None:  # checkpoints with files on any host, in its own folder
             names = {
                 Path(each).name
                 for those in objects.all_gather_object(self._control, candidates)
@@ -344,7 +344,7 @@ class CheckpointManager:
         return 0, {}
 
     def _candidates(self, path: str | Path | None) -> list[str]:
-        """What may be restored, the newest first, as rank 0 finds it in a folder that it tidies up before."""
+        """The candidates for restoring, newest first, as found by rank 0 after it cleans the folder."""
         if path is not None:
             return [str(path)]
         if not self._keeps:
@@ -358,7 +358,7 @@ class CheckpointManager:
         return apart.attempt(self._control, function, *args)
 
     def _bring(self, path: Path, weights_only: bool) -> list[str]:
-        """Have in this host's folder what its ranks need of a checkpoint; gives what went wrong."""
+        """Copy the files that this host's ranks need to its folder; returns errors."""
 
         def wanted(manifest: Manifest) -> list[int]:
             self._check(manifest, path, weights_only)
@@ -374,17 +374,17 @@ class CheckpointManager:
     def _check(self, manifest: Manifest, folder: Path, weights_only: bool) -> None:
         """Raise OtherRun unless it fits the model and the optimizer."""
         check_fits(self._model, manifest, folder)
-        if not weights_only:  # what was trained for a while and is frozen now keeps its moments
+        if not weights_only:  # a parameter that is frozen after training keeps its moments
             kept = {piece.parameter for piece in manifest.pieces if piece.kind != PARAMETER}
             self._optimizer.take_in({id(p) for name, p in self._model.named_parameters() if name in kept})
             check_kinds(self._pieces(weights_only), self._optimizer, manifest, folder)
 
     def _pieces(self, weights_only: bool) -> list[Piece]:
-        """What this rank restores."""
+        """The pieces that this rank restores."""
         return list(pieces_of(self._model, None if weights_only else self._optimizer, saving=False))
 
     def _load(self, folder: Path, manifest: Manifest, weights_only: bool) -> None:
-        """Fill this rank's pieces. Raises Damaged or OSError; what was filled until then stays."""
+        """Fill this rank's pieces. Raises Damaged or OSError; pieces filled by then stay filled."""
         for piece in self._pieces(weights_only):
             if begins(piece, manifest):
                 piece.array.fill(0)
@@ -418,12 +418,12 @@ class _Save:
         self.done = False
         self.error: BaseException | None = None
         self.left: OSError | None = None  # why old checkpoints are still there
-        self.message: dict[str, int] = {}  # of `steps`, those that rank 0 is to be told
+        self.message: dict[str, int] = {}  # the entries of `steps` to send to rank 0
         self.described = b""  # this rank's file, what is where in it, and `told`: for the manifest
         self._writer = writer
 
     def go(self, part: Callable[[], None]) -> None:
-        """Do a part: in the writer's thread, or, if there is none, at once."""
+        """Run a stage of the save: in the writer's thread, or at once if there is none."""
         self.done = False
         if self._writer is None:
             self._do(part)
@@ -431,12 +431,12 @@ class _Save:
             self._writer.submit(self._do, part)
 
     def wait(self) -> None:
-        """Return when the part is done, or has failed."""
+        """Return when the stage is done or has failed."""
         if self._writer is not None:
             self._writer.synchronize()
 
     def write(self, disk: Disk, pieces: list[Piece], rank: int) -> None:
-        """This rank's file, in the directory that the first rank to come makes."""
+        """Write this rank's file, in the directory that the first rank to arrive makes."""
         try:
             disk.make_directory(self.folder)
         except FileExistsError:

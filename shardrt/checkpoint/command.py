@@ -24,7 +24,7 @@ from shardrt.untrusted import Refused, say
 
 
 class _Values:
-    """The values in a checkpoint. Each file is open once: neighbours share the block that was verified."""
+    """The values in a checkpoint. Each file is open once: neighbours share a verified block."""
 
     def __init__(self, path: Path) -> None:
         self.manifest = read_manifest(path)
@@ -96,13 +96,13 @@ def ls(options: argparse.Namespace) -> int:
 
 
 def _part(path: Path, manifest: Manifest) -> str:
-    """How many files of a checkpoint are not here; "" where all are."""
+    """The number of missing files of a checkpoint, as text; "" if all are here."""
     lacking = sum(not is_here(path, file) for file in manifest.files)
     return f"a part: {lacking} of {len(manifest.files)} files are not here" if lacking else ""
 
 
 def check(options: argparse.Namespace) -> int:
-    """Print whether each checkpoint is whole; 65 if one is not, or files of it are not here."""
+    """Print whether each checkpoint is complete; returns 65 if one is damaged or lacks files here."""
     worst = 0
     for path in _found(options.directory):
         try:
@@ -144,7 +144,7 @@ def _compared(first: _Values, second: _Values) -> list[str]:
 
 
 def prune(options: argparse.Namespace) -> int:
-    """Remove old checkpoints; what is half written only where no job can be writing it."""
+    """Remove old checkpoints; remove unfinished ones only if no job can be writing them."""
     store = Store(_root(options.directory))
     with unused(store.root.parent) as alone:
         if alone:
@@ -156,7 +156,7 @@ def prune(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write the parameters, whole, under their names: what checkpoint.load reads."""
+    """Write the whole parameters under their names, in the format of checkpoint.load."""
     from safetensors.numpy import save_file
 
     if options.file.exists():
@@ -174,7 +174,7 @@ def export(options: argparse.Namespace) -> int:
 
 
 def gather(options: argparse.Namespace) -> int:
-    """Complete the newest checkpoint in DIR with files of other hosts; 65 if some are nowhere."""
+    """Complete the newest checkpoint in DIR with files of other hosts; returns 65 if some are missing."""
     if not options.others:
         return _gather_over_hosts(options.directory)
     path = _found(options.directory)[0]
@@ -189,7 +189,7 @@ def gather(options: argparse.Namespace) -> int:
 
 
 def _gather_over_hosts(directory: Path) -> int:
-    """On every rank: the folder of the first gets what it lacks of its newest checkpoint, as messages."""
+    """On every rank: send the first rank's folder the missing files of its newest checkpoint."""
     control = create()
     if control.size == 1:
         raise Refused("ckpt gather: name copies of other hosts' folders, or start it by mpirun on each host")
@@ -209,20 +209,20 @@ def _gather_over_hosts(directory: Path) -> int:
 
 
 def _is_whole(path: Path, manifest: Manifest) -> int:
-    """0, or 65 where files of a checkpoint are not here, which are told."""
+    """0, or 65 if files of a checkpoint are not here; prints their names."""
     lacking = [file.name for file in manifest.files if not is_here(path, file)]
     say(f"{path}  a part: {', '.join(lacking)} are not here" if lacking else f"{path}  whole")
     return 65 if lacking else 0
 
 
 def _root(directory: Path) -> Path:
-    """The folder of checkpoints that is meant: itself, or that of a run."""
+    """The folder of checkpoints: `directory` itself, or the folder inside a run."""
     inside = directory / "checkpoints"
     return inside if inside.is_dir() else directory
 
 
 def _found(directory: Path) -> list[Path]:
-    """The checkpoints that are meant, the newest first. Raises FileNotFoundError if there is none."""
+    """The checkpoints in `directory`, newest first. Raises FileNotFoundError if there is none."""
     if (directory / MANIFEST).exists():
         return [directory]
     paths = [path for _, path in Store(_root(directory)).checkpoints()]

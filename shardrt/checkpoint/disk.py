@@ -11,7 +11,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-# What a file system says that syncs files only.
+# Errors of a file system that can't sync directories.
 _NO_DIRECTORIES = errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS
 
 
@@ -25,7 +25,7 @@ class Disk:
     def create(self, path: Path, direct: bool = False) -> int:
         """Open a new file for writing; gives its descriptor. Raises FileExistsError.
 
-        direct: what is written goes past the page cache, where the file system can do that.
+        direct: writes bypass the page cache, if the file system supports that.
         """
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         if direct:
@@ -33,7 +33,7 @@ class Disk:
         return file
 
     def write(self, file: int, data: memoryview) -> None:
-        """Append all of `data`; from the first that is no whole pages on, through the page cache."""
+        """Append all of `data`; from the first size that is not whole pages on, through the page cache."""
         while data:
             try:
                 data = data[os.write(file, data) :]
@@ -42,7 +42,7 @@ class Disk:
                     raise
 
     def sync(self, file: int) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until the written data is on the disk."""
         os.fsync(file)
 
     def close(self, file: int) -> None:
@@ -73,7 +73,7 @@ class Disk:
         os.unlink(path)
 
     def remove(self, path: Path) -> None:
-        """Remove a directory with all that is in it, also where another process removes it, too."""
+        """Remove a directory with its contents, even if another process removes it at the same time."""
         while path.exists():
             with suppress(FileNotFoundError):
                 shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one of this model and optimizer, and which saved elements a rank needs of it."""
+"""Whether a checkpoint fits this model and optimizer, and which saved elements a rank needs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from shardrt.optim.optimizer import Optimizer
 
 
 class OtherRun(ValueError):
-    """A checkpoint is sound, but of another model or optimizer."""
+    """A checkpoint is intact, but from another model or optimizer."""
 
 
 def transfers(
@@ -55,13 +55,13 @@ def transfer(
 
 
 def named_arrays(model: Module) -> Iterator[tuple[str, Any]]:
-    """Everything of a model that a checkpoint holds: parameters and buffers."""
+    """The arrays of a model in a checkpoint: parameters and buffers."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 def check_fits(model: Module, manifest: Manifest, folder: Path) -> None:
-    """Raise OtherRun unless names, shapes and types are those of the model."""
+    """Raise OtherRun unless names, shapes and types equal the model's."""
     own = {name: (whole_shape(array), array.dtype.name) for name, array in named_arrays(model)}
     theirs = {name: (p.shape, DTYPES[p.dtype]) for name, p in manifest.parameters.items()}
     if own.keys() != theirs.keys():
@@ -75,9 +75,9 @@ def check_fits(model: Module, manifest: Manifest, folder: Path) -> None:
 
 
 def check_kinds(wanted: list[Piece], optimizer: Optimizer, manifest: Manifest, folder: Path) -> None:
-    """Raise OtherRun if the optimizer keeps something that was not saved, or does not keep what was.
+    """Raise OtherRun if the kinds of optimizer state differ from the saved kinds.
 
-    Of parameters that it did not update until then it needs nothing.
+    Parameters without an update before the save need no state.
     """
     there = {(piece.kind, piece.parameter) for piece in manifest.pieces}
     kept = {(p.kind, p.parameter) for p in wanted if p.kind != PARAMETER and not begins(p, manifest)}
@@ -93,5 +93,5 @@ def check_kinds(wanted: list[Piece], optimizer: Optimizer, manifest: Manifest, f
 
 
 def begins(piece: Piece, manifest: Manifest) -> bool:
-    """Whether this is state of a parameter that was frozen in the run that saved: it begins with zeros."""
+    """Whether this is state of a parameter that was frozen in the saved run: it begins with zeros."""
     return piece.kind != PARAMETER and bool(manifest.steps) and piece.parameter not in manifest.steps

@@ -1,12 +1,12 @@
-"""The manifest of a checkpoint: where everything is, and a checksum of every 8 MiB. Untrusted JSON.
+"""The manifest of a checkpoint: the place of each piece, and a checksum of every 8 MiB. Untrusted JSON.
 
 It may be damaged or forged: types, names, sizes and ranges are checked before any of them is used, or before
 anything is allocated because of it. JSON has no infinity: one in `extra` is written as 1e999, which is read
-as infinity. Manifests of earlier versions have "Infinity" there, and are read as well.
+as infinity. Manifests of earlier versions have "Infinity" there; these are read too.
 
-A piece is a row of six: file, kind, parameter, first element, elements, offset. Format 2 has rows of eight
-besides, which end with the length and the stride of an extent's runs (nn/extents.py). A manifest that needs
-no such row is written as format 1, which earlier versions read.
+A piece is a row of six: file, kind, parameter, first element, elements, offset. Format 2 also has rows of
+eight, which end with the length and the stride of an extent's runs (nn/extents.py). A manifest without such
+rows is written as format 1, which earlier versions read.
 """
 
 import json
@@ -25,7 +25,7 @@ from shardrt.untrusted import strict_json
 FORMATS = (1, 2)
 BLOCK = 8 << 20  # bytes under one checksum
 LARGEST = 256 << 20  # bytes of a manifest; GPT-3's on 1,000 ranks has a fifth of that
-SMALL = 16 << 20  # and what it may have however little it describes; above, a hundredth of that
+SMALL = 16 << 20  # always allowed; above, a hundredth of the described bytes
 DTYPES = {  # safetensors' names of element types
     **{"F16": "float16", "F32": "float32", "F64": "float64", "BOOL": "bool"},
     **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"},
@@ -68,7 +68,7 @@ class SavedPiece:
 
     @classmethod
     def of(cls, row: Any) -> "SavedPiece":
-        """From such a row. Raises Damaged for what is none."""
+        """Parse such a row. Raises Damaged for an invalid row."""
         strided = isinstance(row, list) and len(row) == 8
         file, kind, parameter, first, size, offset, *shape = _row(
             row, int, str, str, int, int, int, *(int, int) * strided
@@ -94,7 +94,7 @@ class SavedParameter:
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: updates done. steps: of each parameter. extra: what the training program wants back."""
+    """step: updates done. steps: the same by parameter. extra: values of the training program."""
 
     step: int
     files: tuple[SavedFile, ...]
@@ -104,7 +104,7 @@ class Manifest:
     extra: dict[str, Any]
 
     def dump(self) -> bytes:
-        """As JSON, with a checksum of itself."""
+        """Serialize as JSON, with its own checksum."""
         rows = [piece.row for piece in self.pieces]
         body = {
             "format": 2 if any(len(row) == 8 for row in rows) else 1,
@@ -122,7 +122,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, where: Path) -> "Manifest":
-        """The manifest in a file's bytes. Raises Damaged, naming the file and what is wrong."""
+        """Parse the bytes of a manifest file. Raises Damaged, naming the file and the fault."""
         try:
             body = strict_json(data, any_number=True)
             if body["format"] not in FORMATS:
@@ -147,7 +147,7 @@ class Manifest:
             raise Damaged(f"{where}: {message}") from None
 
     def _check(self) -> None:
-        """Pieces lie inside their files and parameters, and those of each kind make each parameter whole."""
+        """Check that pieces lie inside files and parameters, and that each kind covers each parameter."""
         if len({file.name for file in self.files}) != len(self.files):
             raise Damaged("a file is listed twice")
         found: dict[tuple[str, str], list[Extent]] = {}
@@ -222,7 +222,7 @@ def _text(value: Any) -> str:
 def as_read(extra: dict[str, Any]) -> dict[str, Any]:
     """A copy of `extra` as a manifest gives it back: with lists for tuples, and strings for keys.
 
-    Raises TypeError or ValueError for what would not come back: no JSON, nan, a key twice.
+    Raises TypeError or ValueError for values that would not survive: not JSON, nan, a duplicate key.
     """
     try:
         return strict_json(json.dumps(extra), any_number=True)

@@ -1,7 +1,7 @@
-"""Checkpoints in a bucket behind a mount: a rename copies, or there is none, and listings come late.
+"""Checkpoints in a mounted bucket: a rename copies or is missing, and listings lag.
 
-So files are written where they stay, each under a name that no other save has, and the manifest last: a
-directory is a checkpoint when it has one. What such a file system must do is show a file whole or not at all.
+So files are written at their final place, each under a name that no other save uses, and the manifest last:
+a directory with a manifest is a checkpoint. The file system must show a file completely or not at all.
 """
 
 import time
@@ -14,13 +14,13 @@ from shardrt.checkpoint.disk import write_file
 from shardrt.checkpoint.manifest import Damaged, Manifest
 from shardrt.checkpoint.store import MANIFEST, STEP, Store, is_here, read_manifest
 
-NEWEST = "newest"  # a file with the step that was published last, in case a listing lacks it: a hint, no more
-_LATE = 10.0  # seconds until what another host has written must be seen
+NEWEST = "newest"  # a file with the latest published step, in case a listing lacks it: only a hint
+_LATE = 10.0  # seconds until files of another host must be visible
 _LOOK = 0.1
 
 
 class ObjectStore(Store):
-    """As Store, without a rename."""
+    """Like Store, without a rename."""
 
     BEGUN = "{}"
     FILE = "rank-{:05d}-{}-{}.safetensors"
@@ -31,8 +31,8 @@ class ObjectStore(Store):
     def publish(self, temporary: Path, manifest: Manifest, part: bool = False) -> Path:
         """Write the manifest: from then on the directory is a checkpoint. Raises OSError, Damaged.
 
-        An earlier checkpoint of the same step loses its manifest before: a job that dies in between has lost
-        that step.
+        It first removes the manifest of an earlier checkpoint of the same step: a job that dies in between
+        loses that step.
         """
         _until(lambda: all(is_here(temporary, file) for file in manifest.files))
         if (temporary / MANIFEST).exists():
@@ -75,7 +75,7 @@ class ObjectStore(Store):
     def prune(
         self, keep_last: int, keep_every: int = 0, best: int | None = None, newest: int | None = None
     ) -> list[int]:
-        """And what was begun before the newest, and never finished."""
+        """As in Store; also removes unfinished saves before the newest."""
         gone = super().prune(keep_last, keep_every, best, newest)
         last = max((step for step, _ in self.checkpoints() if newest is None or step <= newest), default=0)
         for path, found in self._named(STEP):
@@ -84,16 +84,16 @@ class ObjectStore(Store):
         return gone
 
     def give_up(self, folder: Path) -> None:
-        """What was begun goes at the next `prune`: there may be an earlier checkpoint of its step."""
+        """Leave the unfinished files to the next `prune`: an earlier checkpoint of the step may exist."""
 
     def _discard(self, path: Path) -> None:
-        """The manifest goes first, so that half of a checkpoint never looks whole."""
+        """Remove the manifest first, so that half a checkpoint never looks complete."""
         self.disk.remove_file(path / MANIFEST)
         self.disk.remove(path)
 
 
 def _until(holds: Callable[[], Any]) -> bool:
-    """Wait until it holds; False where it never does."""
+    """Wait until `holds()` is true; False if it stays false."""
     deadline = time.monotonic() + _LATE
     while not holds():
         if time.monotonic() > deadline:

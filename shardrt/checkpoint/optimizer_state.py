@@ -1,4 +1,4 @@
-"""The whole state of an optimizer by parameter names, in and out: PyTorch's functions, and its layout.
+"""Get and set whole optimizer state by parameter names, with PyTorch's functions and layout.
 
 {"state": {"head.weight": {"step": 3, "exp_avg": array, "exp_avg_sq": array}, ...},
  "param_groups": [{"lr": 0.001, "betas": (0.9, 0.999), ..., "params": ["head.weight", ...]}]}
@@ -27,7 +27,7 @@ Array = Any
 
 
 def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The whole state by parameter names on rank 0; {} elsewhere. Collective.
+    """The whole optimizer state by parameter names on rank 0; {} elsewhere. Collective.
 
     The layout above, with host arrays in the parameters' shapes: as PyTorch's with full_state_dict and
     cpu_offload. Each parameter's arrays go to rank 0 one by one: other
@@ -63,15 +63,15 @@ def set_optimizer_state_dict(
     *,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Take over what get_optimizer_state_dict gave: counts, arrays, settings of the groups. Collective.
+    """Load a result of get_optimizer_state_dict: counts, arrays, settings of the groups. Collective.
 
     state_dict: on every rank, or, with broadcast_from_rank0, on rank 0 alone, which sends it array by array.
-    A torch.optim optimizer's own state_dict() will do, too: its numbers stand for parameters in the order of
-    `param_groups`. A parameter without state starts as if it was never updated. Settings that this optimizer
-    has not are passed over.
+    The state_dict() of a torch.optim optimizer works too: its numbers stand for parameters in the order of
+    `param_groups`. A parameter without state starts as if it was never updated. Settings unknown to this
+    optimizer are skipped.
 
-    Raises ValueError, on every rank, for other parameters than the optimizer's, an array that is missing or
-    of another shape, or settings that can't be; nothing is changed then.
+    Raises ValueError, on every rank, for parameters other than the optimizer's, an array that is missing
+    or has another shape, or invalid settings; then nothing is changed.
     """
     _agreed(_names(model, optimizer), model)
     control = everyone(model, "set_optimizer_state_dict") if broadcast_from_rank0 else None
@@ -87,7 +87,7 @@ def set_optimizer_state_dict(
         raise ValueError(f"set_optimizer_state_dict: {about['error']}") from error
     if control is not None:
         arrays = FromFirst(control, arrays)
-    device.current().wait_here()  # updates may still read and write what is set here
+    device.current().wait_here()  # updates may still use these arrays
     for group, settings in zip(optimizer.param_groups, about["groups"], strict=True):
         group.update({key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()})
     optimizer.take_in({id(p) for name, p in model.named_parameters() if about["steps"].get(name)})
@@ -103,13 +103,13 @@ def set_optimizer_state_dict(
 
 
 def _about(piece: Slice, position: int) -> tuple[int, dict[str, str]]:
-    """(how often a member was updated, the types that the whole arrays of its state will have)."""
+    """(the update count of a member, the types of the whole arrays of its optimizer state)."""
     dtypes = {kind: exact_state(np.empty(0, a.dtype)).dtype.name for kind, a in piece.state.items()}
     return int(piece.steps[position]), dtypes
 
 
 def _agreed(names: dict[int, str], model: Module) -> Communicator | None:
-    """What joins the ranks of a pipeline. Raises ValueError where their optimizers differ in parameters."""
+    """The communicator of a pipeline's ranks. Raises ValueError if their optimizers' parameters differ."""
     others = along_pipeline(model.parameters())
     if others is not None and objects.differing_ranks(others, list(names.values())):
         raise ValueError(
@@ -158,7 +158,7 @@ def _read(model: Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) ->
 
 
 def _settings(optimizer: Optimizer, groups: list[dict], names: dict[Any, str], own: list[str]) -> list[dict]:
-    """What each group of the optimizer takes over: from the one that has the same parameters."""
+    """The new settings of each optimizer group, from the given group with the same parameters."""
     where = {names[key]: number for number, group in enumerate(groups) for key in group["params"]}
     found, stop = [], 0
     for group in optimizer.param_groups:
@@ -178,7 +178,7 @@ def _settings(optimizer: Optimizer, groups: list[dict], names: dict[Any, str], o
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON has it; PyTorch's may be tensors."""
+    """A setting as a JSON type; PyTorch's may be tensors."""
     return [float(v) for v in value] if isinstance(value, tuple | list) else float(value)
 
 
@@ -190,7 +190,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _put(state: Array, parameter: Parameter, values: Any) -> None:
-    """Set this rank's piece of the state of a parameter; to 0 without values."""
+    """Set this rank's piece of a parameter's optimizer state; to 0 without values."""
     start, stop = parameter.storage.range_of(parameter)
     piece = np.zeros(stop - start, state.dtype)
     if values is not None:

@@ -1,7 +1,7 @@
-"""The parts of a model and its optimizer that this rank saves and restores.
+"""The pieces of a model and its optimizer that this rank saves and restores.
 
-They are pieces of parameters, not of flat buffers: a piece has some extents of a parameter (nn/extents.py).
-Units and padding do not show in it, so a checkpoint loads into any layout, strategy and number of ranks.
+They are pieces of parameters, not of flat buffers: a piece covers extents of a parameter (nn/extents.py).
+A piece has no units and no padding, so a checkpoint loads into any layout, strategy and number of ranks.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import BITS, Slice, exact_state, kept_state
 
 Array = Any
-PARAMETER = "parameter"  # the kind of piece that is not the optimizer's
+PARAMETER = "parameter"  # the kind that is not optimizer state
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """The elements `part` of a parameter, or of the optimizer's state for it.
+    """The elements `part` of a parameter, or of its optimizer state.
 
     kind: "parameter", or the name of the state ("m"). flat: the 1-D array that has them at [start, stop) on
     this rank, a unit's shard for one. trained: the optimizer updates it, so it must be finite.
@@ -41,12 +41,12 @@ class Piece:
 
     @cached_property
     def array(self) -> Array:
-        """A 1-D view of where they live on this rank."""
+        """A 1-D view of the elements on this rank."""
         return self.flat[self.start : self.stop]
 
     @property
     def dtype(self) -> np.dtype:
-        """Of its elements in a file: state that is kept in bfloat16 is float32 there."""
+        """The dtype of its elements in a file: bfloat16 optimizer state is float32 there."""
         return np.dtype(np.float32) if self._as_bits else self.flat.dtype
 
     @property
@@ -54,12 +54,12 @@ class Piece:
         return self.kind != PARAMETER and self.flat.dtype == BITS
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Its elements [start, stop), on the host, as a file has them."""
+        """Its elements [start, stop), on the host, in the file's dtype."""
         values = device.of(self.flat).to_numpy(self.array[start:stop])
         return exact_state(values) if self._as_bits else values
 
     def write(self, start: int, values: np.ndarray) -> None:
-        """Set elements from `start` on to those of a file."""
+        """Set elements from `start` on to values from a file."""
         if self._as_bits:
             values = kept_state(values, BITS)
         target = self.array[start : start + values.size]
@@ -107,7 +107,7 @@ def counted(model: Module, optimizer: Optimizer) -> dict[str, tuple[Slice, int]]
 
 
 def set_steps(model: Module, optimizer: Optimizer, steps: dict[str, int]) -> None:
-    """Set how often each parameter was updated, by name; 0 where `steps` has it not."""
+    """Set the update count of each parameter, by name; 0 if `steps` lacks it."""
     found: dict[Slice, list[int]] = {piece: piece.steps.tolist() for piece in optimizer.slices}
     for name, (piece, position) in counted(model, optimizer).items():
         found[piece][position] = steps.get(name, 0)

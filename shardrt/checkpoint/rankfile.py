@@ -1,7 +1,7 @@
 """One rank's pieces as a safetensors file, written and hashed in one pass, read block by verified block.
 
-The writer is our own because the library's can't hash, sync, or take one array after the other. Tests check
-that the library reads the files.
+The library's writer can't hash, sync, or accept one array after another, so this module has a writer. Tests
+check that the library reads the files.
 """
 
 import json
@@ -20,7 +20,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class NotFinite(ValueError):
-    """Trained weights, or the optimizer's state of them, are nan or infinite. The message names the first."""
+    """Trained weights or their optimizer state are nan or infinite. The message names the first."""
 
 
 def kind_of(dtype: np.dtype) -> str:
@@ -31,9 +31,9 @@ def kind_of(dtype: np.dtype) -> str:
 
 
 def write(disk: Disk, path: Path, pieces: list[Piece], number: int) -> tuple[SavedFile, list[SavedPiece]]:
-    """Write a new file with `pieces` and wait until it is on the disk; gives what the manifest needs.
+    """Write a new file with `pieces` and wait until it is on the disk; returns its manifest entries.
 
-    number: this file's, in the manifest. Raises OSError, which names the file; NotFinite.
+    number: the file's number in the manifest. Raises OSError, which names the file; NotFinite.
     """
     from xxhash import xxh3_128_hexdigest
 
@@ -54,7 +54,7 @@ def write(disk: Disk, path: Path, pieces: list[Piece], number: int) -> tuple[Sav
 
 
 def _lay_out(pieces: list[Piece], number: int) -> tuple[bytes, list[SavedPiece]]:
-    """The header with the length before it, and where each piece will lie in the file."""
+    """The header after its length, and the place of each piece in the file."""
     entries, end = {}, 0
     for piece in pieces:
         stop = end + piece.array.size * piece.dtype.itemsize
@@ -75,9 +75,9 @@ def _lay_out(pieces: list[Piece], number: int) -> tuple[bytes, list[SavedPiece]]
 
 
 def _blocks(header: bytes, pieces: Iterable[Piece]) -> Iterator[memoryview]:
-    """The bytes of the file, BLOCK of them at a time but for the last, where the next ones overwrite them.
+    """The bytes of the file in blocks of BLOCK; the last may be shorter. Each block overwrites the last one.
 
-    In whole pages, so that they can go past the page cache, with a fraction of the processor time: other
+    Blocks are whole pages, so that writes can bypass the page cache and take less processor time: other
     threads train.
     """
     block, filled = np.frombuffer(mmap.mmap(-1, BLOCK, mmap.MAP_PRIVATE), np.uint8), 0
@@ -106,9 +106,9 @@ def _parts(header: bytes, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
 
 
 def check_finite(values: np.ndarray, kind: str, parameter: str) -> None:
-    """Raise NotFinite for trained weights or state that no training can go on from.
+    """Raise NotFinite for trained weights or optimizer state from which training can't continue.
 
-    An infinite second moment is no such: it stops an element, and harms nothing.
+    An infinite second moment is allowed: it only stops updates of its element.
     """
     least, most = values.min(), values.max()  # nan wins in both
     if np.isnan(least) or (kind == PARAMETER and np.isinf([least, most]).any()):
@@ -117,9 +117,9 @@ def check_finite(values: np.ndarray, kind: str, parameter: str) -> None:
 
 
 class Reader:
-    """Reads ranges of a saved file, each block of it verified before anything of it is given out.
+    """Reads ranges of a saved file. Each block is verified before any byte of it is returned.
 
-    Holds one block. Raises Damaged, naming the file, where the length or a checksum is not as saved; OSError.
+    Holds one block. Raises Damaged, naming the file, if the length or a checksum differs; OSError.
     """
 
     def __init__(self, folder: Path, saved: SavedFile) -> None:
@@ -134,7 +134,7 @@ class Reader:
             raise Damaged(f"{self.path}: it has {size} bytes, and {saved.bytes} were saved")
 
     def read_into(self, target: np.ndarray, offset: int, what: str) -> None:
-        """Fill a 1-D array with the bytes from `offset` on. `what`: whose they are, for messages."""
+        """Fill a 1-D array with the bytes from `offset` on. `what`: the owner of the bytes, for messages."""
         out, done = target.view(np.uint8), 0
         while done < out.size:
             number, inside = divmod(offset + done, BLOCK)
@@ -172,7 +172,7 @@ class Reader:
         return self._block
 
     def _read(self, wanted: int, offset: int) -> bytes:
-        """So many bytes, or all up to the end of the file. Some file systems give a part at a time."""
+        """Read `wanted` bytes, or up to the end of the file. Some file systems return less per call."""
         parts = []
         while wanted and (part := os.pread(self._file, wanted, offset)):
             parts.append(part)

@@ -1,4 +1,4 @@
-"""The copy on the host that a save in the background is written from, while training changes the original."""
+"""The host copy from which a background save is written, while training changes the original."""
 
 from dataclasses import replace
 
@@ -11,10 +11,10 @@ _ALIGN = 64  # bytes
 
 
 class Snapshot:
-    """`pieces`, as they were when `take` was called last, in memory that is kept from save to save.
+    """`pieces` as of the last `take`, in memory that is kept from save to save.
 
-    It is page-locked where the device knows such. The flat arrays that the pieces lie in are copied whole,
-    with padding: a few long copies, however many parameters there are. Raises MemoryError.
+    The memory is page-locked if the device supports it. The flat arrays of the pieces are copied whole, with
+    padding: a few long copies for any number of parameters. Raises MemoryError.
     """
 
     def __init__(self, pieces: list[Piece]) -> None:
@@ -29,7 +29,7 @@ class Snapshot:
         self.pieces = [replace(piece, flat=copies[id(piece.flat)]) for piece in pieces]
 
     def take(self) -> None:
-        """Copy; what the last copy held is gone."""
+        """Copy the pieces over the last copy."""
         for where, target, source in self._copies:
             where.copy(target, source)
         device.current().wait_here()

@@ -1,4 +1,4 @@
-"""Gathers a model's whole weights on one rank, unit by unit, and lets all ranks know how their use went."""
+"""Gathers a model's whole weights on one rank, unit by unit, and reports errors of their use to all ranks."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -42,8 +42,8 @@ def full_state_dict(model: Module) -> dict[str, np.ndarray]:
 def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
     """(parameter, whole host array, valid until the next one), on rank 0 only; a unit is gathered once.
 
-    What is cut over the ranks of an axis besides is put together. Of a pipeline, what other stages have comes
-    after what those of rank 0 have.
+    Parameters that another axis splits over ranks are joined. In a pipeline, parameters of other stages come
+    after the parameters of rank 0's stages.
 
     Delete the array before the next one: it is a view that keeps its unit in memory.
     """
@@ -80,7 +80,7 @@ def _together(model: Module) -> list[tuple[list[ParameterGroup], list[Parameter]
     for parameter in model.parameters():
         storage = parameter.storage
         if isinstance(storage, ParameterGroup) and storage not in done:
-            groups = together.get(storage, [storage])  # alone where the unit lies above `model`
+            groups = together.get(storage, [storage])  # alone if the unit is above `model`
             done.update(groups)
             found.append((groups, [p for group in groups for p in group.parameters if id(p) in wanted]))
         elif not isinstance(storage, ParameterGroup) and not parameter.absent:
@@ -89,7 +89,7 @@ def _together(model: Module) -> list[tuple[list[ParameterGroup], list[Parameter]
 
 
 def _of_stage(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
-    """As gathered, of what this rank's stages have, on their leader."""
+    """Like `gathered`, for the parameters of this rank's stages, on their leader."""
     here, first = device.current(), is_stage_leader(model)
     for groups, members in _together(model):
         with ExitStack() as stack:
@@ -104,9 +104,9 @@ def _of_stage(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
 
 
 def failures(model: Module, error: BaseException | None) -> list[str]:
-    """What went wrong on any rank, alike on all; every rank has come here when it returns. Collective.
+    """The errors of all ranks, equal on all; returns after every rank has called it. Collective.
 
-    A model that is neither sharded nor cut knows of no other ranks: then it is this rank's error alone.
+    A model that is neither sharded nor split knows no other ranks: then only this rank's error.
     """
     ranks = ranks_of(model)
     if ranks is not None:

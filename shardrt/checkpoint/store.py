@@ -3,7 +3,7 @@
 No file points to the newest: it is the highest step whose manifest verifies. The name of a directory that is
 being written begins with ".tmp-", that of one being deleted with ".trash-"; the next start removes both. A
 directory ".replaced-..." makes way for another checkpoint of its step; the next start restores it if need be.
-Whatever else lies in the folder is not ours, and is left alone.
+Other contents of the folder are left alone.
 """
 
 import re
@@ -25,9 +25,9 @@ _LEFT = re.compile(rf"\.tmp-{STEP.pattern}-[0-9a-f]{{8}}|\.trash-{STEP.pattern}"
 
 
 class Store:
-    """`root`: the folder; made when the first checkpoint is."""
+    """`root`: the folder; made with the first checkpoint."""
 
-    BEGUN = ".tmp-{}-{}"  # the directory in which it is written, by its name and the tag of this run's names
+    BEGUN = ".tmp-{}-{}"  # the directory of an unfinished save, by its name and this run's tag
     FILE = "rank-{:05d}.safetensors"  # by rank, tag, and number of the save
 
     def __init__(self, root: Path, disk: Disk | None = None) -> None:
@@ -35,12 +35,12 @@ class Store:
         self.disk = disk or Disk()
 
     def begin(self) -> None:
-        """Make the folder, and those above it, where they are not there. Raises OSError."""
+        """Make the folder and its parents if missing. Raises OSError."""
         missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
         for path in reversed(missing):
             try:
                 self.disk.make_directory(path)
-            except FileExistsError:  # another rank was sooner
+            except FileExistsError:  # another rank was first
                 if not path.is_dir():
                     raise
             self.disk.sync_directory(path.parent)
@@ -48,9 +48,9 @@ class Store:
     def publish(self, temporary: Path, manifest: Manifest, part: bool = False) -> Path:
         """Write the manifest and give the directory its name: from then on it is a checkpoint.
 
-        Only what `read_manifest` takes is published. A checkpoint of the same step that is there already
-        makes way; `prune` removes it. part: files of other hosts are not here. Raises OSError; Damaged if it
-        can't be read back.
+        Publishes only a checkpoint that `read_manifest` accepts. An existing checkpoint of the same step is
+        renamed; `prune` removes it. part: files of other hosts are not here. Raises OSError; Damaged if the
+        checkpoint can't be read back.
         """
         target = self.root / self.name(manifest.step)
         replaced = self.root / f"{_REPLACED}{target.name}"
@@ -74,21 +74,21 @@ class Store:
         return target
 
     def read(self, path: Path, part: bool = False) -> Manifest:
-        """As `read_manifest`."""
+        """Call `read_manifest`."""
         return read_manifest(path, part)
 
     def give_up(self, folder: Path) -> None:
-        """Remove what was begun and will not be published. Raises OSError."""
+        """Remove the files of a save that will not be published. Raises OSError."""
         self.disk.remove(folder)
 
     def checkpoints(self) -> list[tuple[int, Path]]:
-        """(step, directory) of all that were published, the newest first."""
+        """(step, directory) of all published checkpoints, newest first."""
         return sorted(((int(found[1]), path) for path, found in self._named(STEP)), reverse=True)
 
     def clean(self) -> list[OSError]:
-        """Remove what a process that is gone has left half written or half deleted; undo half a replacement.
+        """Remove half-written or half-deleted checkpoints of ended processes; undo half a replacement.
 
-        Gives what is still there that has such a name, and why. Raises OSError if the folder can't be read.
+        Returns an error for each path that keeps such a name. Raises OSError if the folder can't be read.
         """
         message = self._remove_replaced()
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
@@ -104,11 +104,11 @@ class Store:
     def prune(
         self, keep_last: int, keep_every: int = 0, best: int | None = None, newest: int | None = None
     ) -> list[int]:
-        """Remove all but the `keep_last` newest, every `keep_every`-th and step `best`; gives what went.
+        """Remove all but the `keep_last` newest, every `keep_every`-th and step `best`; returns the removed.
 
-        newest: what is above that step stays and does not count: a run that could not use it began again
-        before it. Also removes what was replaced by another checkpoint of its step. Raises the first OSError,
-        after it has tried all.
+        newest: checkpoints above that step stay and do not count: a run that could not use them restarted
+        before them. Also removes checkpoints that another of their step replaced. Tries all, then raises the
+        first OSError.
         """
         message, gone = self._remove_replaced(), []
         chosen = [(step, path) for step, path in self.checkpoints() if newest is None or step <= newest]
@@ -122,13 +122,13 @@ class Store:
         return gone
 
     def _named(self, pattern: re.Pattern) -> Iterator[tuple[Path, re.Match]]:
-        """The directories of such names, in their order, with the match; a link or a file is not ours."""
+        """The directories whose names match, in order, with the match; skips links and files."""
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
             if (found := pattern.fullmatch(path.name)) and _ours(path):
                 yield path, found
 
     def _remove_replaced(self) -> list[OSError]:
-        """Remove checkpoints that made way for one that is there; gives why one is still there."""
+        """Remove checkpoints whose replacement exists; returns the errors."""
         message = []
         for path, found in self._named(_MADE_WAY):
             if (self.root / found[1]).exists():
@@ -136,11 +136,11 @@ class Store:
         return message
 
     def _discard(self, path: Path) -> None:
-        """Remove a checkpoint; renamed first, so that half of one never looks whole."""
+        """Remove a checkpoint; rename it first, so that half a checkpoint never looks complete."""
         trash = self.root / f".trash-{path.name}"
         if trash.exists():
             self.disk.remove(trash)
-        with suppress(FileNotFoundError):  # `shardrt ckpt prune` or the run itself was sooner
+        with suppress(FileNotFoundError):  # `shardrt ckpt prune` or the run itself was first
             self.disk.rename(path, trash)
             self.disk.remove(trash)
 
@@ -151,12 +151,12 @@ class Store:
 
 
 def _ours(path: Path) -> bool:
-    """Whether it is a directory, and no link to one."""
+    """Whether the path is a directory, not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
 def _tried(operation: Callable, *paths: Path) -> list[OSError]:
-    """Do it; why it could not be done, if so."""
+    """Call `operation`; returns its OSError in a list, [] if it succeeds."""
     try:
         operation(*paths)
     except OSError as error:
@@ -165,7 +165,7 @@ def _tried(operation: Callable, *paths: Path) -> list[OSError]:
 
 
 def is_here(path: Path, file: SavedFile) -> bool:
-    """Whether a file of a checkpoint, of its length, is in this directory."""
+    """Whether a file of a checkpoint is in this directory, with its full length."""
     place = path / file.name
     return not place.is_symlink() and place.is_file() and place.stat().st_size == file.bytes
 
@@ -173,8 +173,8 @@ def is_here(path: Path, file: SavedFile) -> bool:
 def read_manifest(path: Path, part: bool = False) -> Manifest:
     """The manifest of the checkpoint in directory `path`, checked against the sizes of its files.
 
-    part: some of them may be on other hosts. Raises Damaged, naming file and fault; FileNotFoundError where
-    there is no checkpoint.
+    part: some files may be on other hosts. Raises Damaged, naming file and fault; FileNotFoundError if there
+    is no checkpoint.
     """
     file = path / MANIFEST
     if file.is_symlink() or not file.is_file():
@@ -196,9 +196,9 @@ def read_manifest(path: Path, part: bool = False) -> Manifest:
 
 
 def verify(path: Path, part: bool = False) -> Manifest:
-    """Read the whole checkpoint in `path`. Raises Damaged, naming the first file and bytes that are wrong.
+    """Read the whole checkpoint in `path`. Raises Damaged, naming the first wrong file and bytes.
 
-    part: some of its files may be on other hosts; those that are here are read.
+    part: some files may be on other hosts; reads the files that are here.
     """
     manifest = read_manifest(path, part)
     for saved in manifest.files:

@@ -1,8 +1,8 @@
-"""Folders of safetensors files as other programs keep them, one file or several with an index.
+"""Folders of safetensors files of other programs: one file, or several with an index.
 
-They are read in ranges and written tensor by tensor. The safetensors library checks a header, and this module
-checks it again where the library is lenient, before it uses anything that a file says. Names of files in an
-index are plain names of regular files in the same folder.
+They are read in ranges and written tensor by tensor. The safetensors library checks a header. This module
+also checks the points on which the library is lenient, before it uses any value of a file. Names of files in
+an index are plain names of regular files in the same folder.
 """
 
 import json
@@ -27,7 +27,7 @@ __all__ = ["FolderWriter", "StoredTensor", "open_folder", "plain_files", "read_j
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BLOCK = 4 << 20  # bytes that are read, and converted, at a time
 LARGEST_JSON = 64 << 20  # bytes
-_ITEM = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2}  # what a parameter can be read from
+_ITEM = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2}  # types that a parameter can be read from
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class StoredTensor:
             yield turned[max(0, skipped - before) : min(values.size, skipped + runs.size - before)]
 
     def _room(self, count: int) -> np.ndarray:
-        """Where numbers that have to be converted go."""
+        """Memory for numbers to convert."""
         return _scratch(count if self.dtype in ("BF16", "F16") else 0, np.float32)
 
     def _converted(self, data: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -127,7 +127,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A file with a JSON object. Raises ValueError, naming it, for anything else; FileNotFoundError."""
     data = read_regular(path, LARGEST_JSON)
     try:
-        value = strict_json(data, any_number=True)  # who uses a number looks at it
+        value = strict_json(data, any_number=True)  # callers check the numbers
     except ValueError as error:
         raise ValueError(f"{path}: no JSON: {error}") from None
     if not isinstance(value, dict):
@@ -181,7 +181,7 @@ class FolderWriter:
             offset += data.nbytes
 
     def publish(self, config: dict[str, Any], beside: Mapping[str, bytes] | None = None) -> None:
-        """Add config.json and what is `beside` it, wait for the disk, and give the folder its name."""
+        """Add config.json and the files in `beside`, wait for the disk, and give the folder its name."""
         self._text("config.json", config)
         for name, content in (beside or {}).items():
             self._add(name, content)
@@ -193,7 +193,7 @@ class FolderWriter:
         self._disk.sync_directory(self._folder.parent)
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
+        """Remove all unfinished files."""
         self._close()
         if self._temporary.exists():
             self._disk.remove(self._temporary)
@@ -217,7 +217,7 @@ class FolderWriter:
             self._text(INDEX, {"metadata": {"total_size": total}, "weight_map": where})
 
     def _begin(self, name: str, tensors: dict[str, tuple[int, ...]]) -> None:
-        """A new file: its header, and room for the rest."""
+        """Begin a new file: write its header and allocate the rest."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
         end = 0
         for tensor, shape in tensors.items():
@@ -316,7 +316,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The file of that plain name. Raises ValueError for what would lead out of the folder."""
+    """The file with that plain name. Raises ValueError for a path outside the folder."""
     path = folder / name
     if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
         raise ValueError(f"{folder / INDEX}: {name!r} is not a plain file name")
@@ -328,7 +328,7 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _blobs(folder: Path) -> Path | None:
-    """Where a download cache keeps what its snapshots link to; None for other folders."""
+    """The folder of a download cache to which its snapshots link; None for other folders."""
     revision = folder.resolve()
     return revision.parents[1] / "blobs" if revision.parent.name == "snapshots" else None
 

@@ -22,9 +22,9 @@ WEIGHTS = "model.safetensors"
 def save(directory: str | Path, model: Module, *, step: int = 0) -> None:
     """Write the model's weights, gathered on rank 0, to `directory`/model.safetensors. Collective.
 
-    The directory is made if need be. `step` is kept in the file's metadata. When this returns, the file is
-    there for every rank of a sharded model. Raises CheckpointError, on every rank, where writing fails; a
-    file that was there before is then as it was.
+    Makes the directory if needed. The file's metadata has `step`. When this returns, every rank of a sharded
+    model sees the file. Raises CheckpointError, on every rank, if writing fails; then an earlier file is
+    unchanged.
     """
     state, error = full_state_dict(model), None
     if state:
@@ -42,20 +42,20 @@ def _write(path: Path, state: dict[str, np.ndarray], step: int) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    # safetensors stores other than C-contiguous arrays wrongly, without a word; these are copies and are.
-    # One entry: the library writes several in another order each time, and equal weights as other bytes.
+    # safetensors silently stores non-C-contiguous arrays wrongly; these copies are C-contiguous.
+    # One entry: the library writes several in random order, so equal weights would give different bytes.
     try:
         save_file(state, temporary, metadata={"step": str(step)})
-    except SafetensorError as error:  # what the library makes of an OSError
+    except SafetensorError as error:  # the library's form of an OSError
         raise OSError(f"{temporary}: {error}") from None
-    os.chmod(temporary, 0o666 & ~_umask())  # the library's files are for their owner alone
+    os.chmod(temporary, 0o666 & ~_umask())  # only the owner may read the library's files
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
 def load(directory: str | Path, model: Module, *, broadcast_from_rank0: bool = False) -> int:
-    """Set the model's weights from `directory`/model.safetensors; gives their step. Collective.
+    """Set the model's weights from `directory`/model.safetensors; returns their step. Collective.
 
     Every rank reads the file and keeps its pieces, one parameter at a time. broadcast_from_rank0: rank 0
     alone reads it, and sends it array by array: for a file system that only rank 0 sees.
@@ -97,27 +97,27 @@ def _opened(path: Path) -> Iterator["_Tensors"]:
             f"{path} is not there, but checkpoints of a run are: CheckpointManager(folder, model, optimizer, "
             "mesh).restore(path, weights_only=True) reads those"
         )
-    open_regular(path).close()  # the library waits for a pipe
+    open_regular(path).close()  # the library would block on a pipe
     with safe_open(path, "np") as file:
         yield _Tensors(file)
 
 
 def _umask() -> int:
-    """What new files are not allowed to; it can only be read by setting it."""
+    """The umask of this process; it can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
 class _Tensors(Mapping):
-    """An open safetensors file as a mapping that reads a tensor when it is asked for."""
+    """An open safetensors file as a mapping that reads a tensor on access."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     @property
     def step(self) -> int:
-        """What `save` was told; 0 where a file of others says nothing that can be a step."""
+        """The `step` given to `save`; 0 if the file of another program has no valid step."""
         message = (self._file.metadata() or {}).get("step", "0")
         return int(message) if message.isdecimal() and len(message) < 19 else 0
 

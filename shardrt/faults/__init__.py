@@ -1,6 +1,6 @@
-"""What goes wrong between ranks: who failed, who hangs, who is left over, and what each did last.
+"""What goes wrong between ranks: which rank failed, hangs or is left over, and what each rank did last.
 
-Above comm, which knows a supervisor and a recorder (comm/supervision.py, comm/interceptors.py). Nothing here
-communicates but the end of a job: what else ranks tell each other goes through the mesh that a watch is
-given.
+This package is above comm, which knows a supervisor and a recorder (comm/supervision.py,
+comm/interceptors.py). Only the end of a job communicates here. All other messages between ranks go through
+the mesh that a watch is given.
 """

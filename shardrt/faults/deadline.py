@@ -1,7 +1,7 @@
-"""A timer of the C library that ends this process, whatever its interpreter does or holds.
+"""A timer of the C library that ends this process, even if Python code holds the interpreter lock.
 
-A thread of the library's own calls _exit(code): SIGEV_THREAD of timer_create(3). faulthandler can do it, too,
-but with exit code 1 alone.
+A thread of the C library calls _exit(code): SIGEV_THREAD of timer_create(3). faulthandler can end a process
+too, but only with exit code 1.
 """
 
 import ctypes
@@ -28,13 +28,13 @@ class _Event(ctypes.Structure):
 
 
 class Deadline:
-    """Ends the process with `code` when the time that was set last is over. Raises OSError.
+    """Ends the process with `code` when the latest time set is over. Raises OSError.
 
-    words: what goes to stderr then, by warnx(3), which puts the program's name before it.
+    words: the message to stderr, by warnx(3), which puts the program's name before it.
     """
 
     def __init__(self, code: int, words: str = "") -> None:
-        self._library = ctypes.CDLL("librt.so.1", use_errno=True)  # and libc, which newer ones have it in
+        self._library = ctypes.CDLL("librt.so.1", use_errno=True)  # newer systems have it in libc
         self._words = ctypes.c_char_p(words.replace("%", "%%").encode())
         self._timers = [self._timer("_exit", code)]
         if words:
@@ -56,14 +56,14 @@ class Deadline:
             self._library.timer_settime(timer, 0, after, None)
 
     def close(self) -> None:
-        """Never, and give back what it takes."""
+        """Cancel the timer and free it."""
         for timer in self._timers:
             self._library.timer_delete(timer)
 
 
 @contextmanager
 def within(seconds: float, words: str) -> Iterator[None]:
-    """A block that ends the process as one that hangs, with these words, when it takes longer; 0: it may."""
+    """End the process as hung, with these words, if the block takes longer than `seconds`; 0: no limit."""
     if not seconds:
         yield
         return

@@ -1,8 +1,8 @@
-"""Who waits where, and for whom: read off the flights of several ranks, of a run that hangs or has ended.
+"""Which rank waits where, and for which ranks: read from the flights of a run that hangs or has ended.
 
 A collective has the same number on every rank of its communicator. So a rank that waits in number 42 of
-"gather" waits for those whose latest call there has a lower number, and the rank that is behind waits for no
-other.
+"gather" waits for the ranks whose latest call there has a lower number. The rank that is behind waits for no
+rank.
 """
 
 import re
@@ -36,7 +36,7 @@ def waits_for(flight: Flight, flights: Sequence[Flight]) -> list[int]:
 
 
 def behind(flights: Sequence[Flight]) -> list[int]:
-    """The ranks for which others wait and which wait for nobody; where all wait in a circle, all of those."""
+    """The ranks for which others wait and which wait for no rank; if all wait in a circle, all of them."""
     waits = {flight.rank: waits_for(flight, flights) for flight in flights}
     awaited = sorted({rank for ranks in waits.values() for rank in ranks})
     return [rank for rank in awaited if not waits.get(rank)] or awaited  # one may not have begun a file
@@ -47,8 +47,8 @@ def blame(
 ) -> str:
     """A line that names the rank that is behind, and what for. hosts: by rank, named if there are several.
 
-    now: as `table` has it; then also one that was stopped in the very collective in which others wait.
-    Where none is, it must be one of the hosts of which no record is seen.
+    now: as in `table`. With it, a rank that was stopped in the collective in which others wait counts too.
+    If no rank is behind, the rank must be on a host without visible records.
     """
     found = behind(flights)
     waits = {flight.rank: waits_for(flight, flights) for flight in flights}
@@ -69,7 +69,7 @@ def blame(
 
 
 def unseen(flights: Sequence[Flight], hosts: Sequence[str]) -> list[int]:
-    """The ranks of hosts of which there is no record. hosts: by rank."""
+    """The ranks of hosts without a record. hosts: by rank."""
     seen = {hosts[flight.rank] for flight in flights} if hosts else set()
     return [rank for rank, host in enumerate(hosts) if host not in seen]
 
@@ -117,7 +117,7 @@ def standing(flight: Flight, flights: Sequence[Flight], now: float | None) -> st
 
 
 def table(some: Sequence[Flight], flights: Sequence[Flight], now: Mapping[int, float]) -> list[str]:
-    """A line per rank of `some`, and those that stand alike together. now: by rank, as `standing` has it."""
+    """A line per rank of `some`; ranks that stand alike share a line. now: by rank, as in `standing`."""
     groups: dict[str, list[int]] = {}
     for flight in some:
         groups.setdefault(standing(flight, flights, now.get(flight.rank)), []).append(flight.rank)
@@ -138,7 +138,7 @@ def _silence(flight: Flight, now: float) -> float:
 
 
 def _wait_for_stopped(flights: Sequence[Flight], now: Mapping[int, float]) -> dict[int, list[int]]:
-    """By rank that lives and is in a collective, the ranks that are in it too and give no sign of life."""
+    """For each living rank in a collective, the ranks in the same collective that give no sign of life."""
     silent = [flight.rank for flight in flights if _silence(flight, now.get(flight.rank, 0.0)) > SILENT]
     inside = {flight.rank: (call.communicator, call.call) for flight in flights if (call := flight.open_call)}
     return {
@@ -149,7 +149,7 @@ def _wait_for_stopped(flights: Sequence[Flight], now: Mapping[int, float]) -> di
 
 
 def _together(flights: Sequence[Flight], hosts: Sequence[str]) -> str:
-    """A line for ranks of several hosts that are all in collectives, and none behind; "" if not."""
+    """A line if ranks of several hosts are all in collectives and none is behind; else ""."""
     inside = sorted({str(flight.open_call) for flight in flights if flight.open_call})
     if len(set(hosts)) < 2 or not all(flight.open_call for flight in flights):
         return ""

@@ -41,20 +41,20 @@ MISMATCH = 70  # ranks are out of step; EX_SOFTWARE of sysexits.h
 HANG = 124  # as timeout(1) has it
 
 _PATIENCE = 1.0  # seconds: for MPI to end the job before this process just ends; for all ranks to leave
-_TURN = 1.0  # seconds for the rank that is to tell of what many ranks fail at
+_TURN = 1.0  # seconds for the rank that reports an error of many ranks
 _LAST = 2.0  # seconds for all hosts before the last
-_FORWARDING = 0.1  # seconds: MPICH's launcher loses what it has not passed on when the job is aborted
-_SILENCE = 0.1  # seconds until a rank that has left tells those that go on
+_FORWARDING = 0.1  # seconds: on an abort MPICH's launcher loses output not yet forwarded
+_SILENCE = 0.1  # seconds until a rank that has left sends a message to running ranks
 _LEFT = 1  # tag of that message
 
 
 @dataclass
 class _Process:
-    """What this module keeps for the process, whose sys.exit and excepthooks it replaces: there is one."""
+    """The state of this module, one per process: it replaces the process's sys.exit and excepthooks."""
 
     job: "_Job | None" = None  # with install_hooks
     witnesses: list[Callable[[str], None]] = field(default_factory=list)
-    memory: Callable[[], str] | None = None  # what a rank that is out of memory prints as well
+    memory: Callable[[], str] | None = None  # a rank that is out of memory prints this too
     exit_status: Any = None  # of the sys.exit that ended the program
 
 
@@ -64,16 +64,16 @@ _process = _Process()
 def install_hooks(mpi: Any, node: Any) -> None:
     """From now on an uncaught exception, in any thread, aborts the job: `mpi` (all ranks). Once per process.
 
-    So do KeyboardInterrupt (exit code 130) and `sys.exit` with a code other than 0, unless all ranks call
-    it; for that, `sys.exit` is replaced for the whole process. If a rank ends in another way while others
-    wait for it, the others raise PeerFailed. `node` is the communicator of the ranks on this node: the first
-    of them to fail prints its traceback, the others a line each. Of several hosts that of rank 0 goes first:
-    often ranks of all fail alike, and one message will do. Collective over both.
+    KeyboardInterrupt aborts it too (exit code 130), and so does `sys.exit` with a code other than 0, unless
+    all ranks call it. For that, `sys.exit` is replaced for the whole process. If a rank ends in another way
+    while others wait for it, the others raise PeerFailed. `node` is the communicator of this node's ranks:
+    the first to fail prints its traceback, the others print a line each. Of several hosts, rank 0's host
+    prints first: ranks often fail alike, and one message suffices. Collective over both.
     """
     if _process.job is not None:
         return
     job = _process.job = _Job(mpi, mpi.allgather(socket.gethostname()) if node.size < mpi.size else [])
-    sys.excepthook = job.on_exception  # before anything that one rank alone may fail at
+    sys.excepthook = job.on_exception  # before anything that can fail on one rank alone
     threading.excepthook = job.on_thread_exception
     sys.exit = _exit
     atexit.register(job.on_program_end)
@@ -83,7 +83,7 @@ def install_hooks(mpi: Any, node: Any) -> None:
 
 
 def tell(witness: Callable[[str], None]) -> None:
-    """Have `witness(how)` called when this rank is about to end the job."""
+    """Call `witness(how)` when this rank is about to end the job."""
     _process.witnesses.append(witness)
 
 
@@ -93,7 +93,7 @@ def forget(witness: Callable[[str], None]) -> None:
 
 
 def describe_memory(function: Callable[[], str]) -> None:
-    """A rank that runs out of memory will also print `function()`, such as the memory plan."""
+    """Make a rank that runs out of memory also print `function()`, such as the memory plan."""
     _process.memory = function
 
 
@@ -107,12 +107,12 @@ def end_job(report: str, code: int) -> None:
 
 
 def ending() -> bool:
-    """Whether this rank has come to its end, and only waits for the others, or ends the job."""
+    """Whether this rank has finished and waits for the others, or is ending the job."""
     return _process.job is not None and _process.job.at_end
 
 
 def exit_code() -> int:
-    """The code with which this program ends, by what it gave to sys.exit."""
+    """The exit code of this program, from the argument of sys.exit."""
     status = _process.exit_status
     return status if isinstance(status, int) else int(status is not None)
 
@@ -142,7 +142,7 @@ def code_of(error: BaseException) -> int:
 
 
 def refusal(error: BaseException) -> Refused | None:
-    """What the system refused, of which `error` is a consequence. Python has no error for threads alone."""
+    """The refusal of the system that caused `error`. Python has no error class for threads alone."""
     root = _root(error, Refused)
     if root is None:
         root = _root(error, RuntimeError)
@@ -178,7 +178,7 @@ class _Job:
         self._lock = threading.Lock()
 
     def share_lock(self, node: Any) -> None:
-        """Have one file as the lock of all ranks of the node, where the system lets them. Collective."""
+        """Make one file the lock of all ranks of the node, if the system permits it. Collective."""
         path = node.bcast(f"/proc/{os.getpid()}/fd/{self._file}")
         own = self._file
         if node.rank != 0:
@@ -196,7 +196,7 @@ class _Job:
 
     def on_thread_exception(self, args: Any) -> None:
         """threading.excepthook"""
-        if not issubclass(args.exc_type, SystemExit):  # which ends only its thread, as in Python
+        if not issubclass(args.exc_type, SystemExit):  # SystemExit ends only its thread, as in Python
             self._fail(f"thread {args.thread.name if args.thread else '?'}", args.exc_value)
 
     def on_program_end(self) -> None:
@@ -209,7 +209,7 @@ class _Job:
         programs = self._leaving.Ibarrier()
         if code and not _done(programs, _PATIENCE):
             self.end(f"{self._name} called sys.exit({_process.exit_status!r})\n", code)
-        finish_streams()  # a rank of which a stream takes part in a collective has not left
+        finish_streams()  # a rank with a stream in a collective has not left
         everyone = self._leaving.Ibarrier()
         for function in supervision.last_words:
             function()
@@ -223,7 +223,7 @@ class _Job:
             function()
 
     def departed(self) -> set[int]:
-        """Take in the messages of those that have left."""
+        """Receive the messages of the ranks that have left."""
         while (message := self._leaving.Improbe(tag=_LEFT)) is not None:
             word = bytearray(8)
             message.Recv(word)
@@ -231,7 +231,7 @@ class _Job:
         return set(self._departed)
 
     def _wait_for(self, everyone: Any) -> None:
-        """Tell the other ranks that this one has left: whoever waits for it in MPI would wait forever."""
+        """Send the others a message that this rank has left: a rank that waits for it would wait forever."""
         word = self._mpi.rank.to_bytes(8, "little")
         others = (rank for rank in range(self._mpi.size) if rank != self._mpi.rank)
         self._farewells = [self._leaving.Isend(word, rank, _LEFT) for rank in others]
@@ -243,9 +243,9 @@ class _Job:
         last = traceback.format_exception_only(error)[-1].strip()
         short, code = f"{self._name} failed as well: {last}\n", code_of(error)
         if code == MISMATCH or _root(error, PeerFailed):
-            short = ""  # the first to say so has said it for all
+            short = ""  # the first report is for all
         refused, how, more = refusal(error), "failed", ""
-        if refused is not None:  # as a rule by all ranks alike: one line is for all
+        if refused is not None:  # usually all ranks are refused alike: one line for all
             limit = _limit() if code == OUT_OF_MEMORY else ""
             line = f"error: {self._name}: {refused}{limit}\n"
             return self.end("", code, line, last, self._turn(error))
@@ -255,7 +255,7 @@ class _Job:
         self.end(short, code, full, last, self._turn(error))
 
     def _turn(self, error: BaseException) -> float:
-        """Seconds in which the rank that is to tell of an error may end the job before this one speaks."""
+        """Seconds in which the rank that reports an error may end the job before this rank speaks."""
         mismatch = _root(error, CollectiveMismatch)
         if mismatch is not None and mismatch.is_leader:
             return 0.0
@@ -263,9 +263,9 @@ class _Job:
         return own if mismatch is None else max(own, _TURN)
 
     def _wait_turn(self, seconds: float) -> None:
-        """Let MPI go on meanwhile: the rank that is to speak may not have this one's last message yet."""
+        """Wait while MPI progresses: the rank that speaks may not have this rank's last message yet."""
         deadline = time.monotonic() + seconds
-        with suppress(Exception):  # from MPI, whatever it is: this rank ends
+        with suppress(Exception):  # any error of MPI: this rank ends
             while time.monotonic() < deadline:
                 self._leaving.Iprobe()
                 time.sleep(0.01)
@@ -275,7 +275,7 @@ class _Job:
     ) -> None:
         """Write `report` (or `first_report`, if this is the node's first) and end the job.
 
-        turn: seconds before, in which another rank may do so.
+        turn: seconds to wait before, in which another rank may end the job.
         """
         self.at_end = True
         _call_witnesses(how or report)
@@ -283,7 +283,7 @@ class _Job:
         end.daemon = True
         try:
             end.start()
-        except (RuntimeError, MemoryError):  # no memory for a thread: Abort alone has to do
+        except (RuntimeError, MemoryError):  # no memory for a thread: only Abort remains
             end = None
         self._wait_turn(turn)
         # A rank that comes later aborts only after this is written.
@@ -293,19 +293,19 @@ class _Job:
             _say(first_report if first and first_report else report)
         time.sleep(_FORWARDING)
         self._mpi.Abort(code)
-        if end is not None:  # Abort may return before the job has ended: going on would say that we left
+        if end is not None:  # Abort may return early: going on would report that this rank left
             end.join()
         os._exit(code)
 
 
 def turn(host: str, hosts: Sequence[str], each: float, last: float) -> float:
-    """Seconds in which hosts before this one may speak: `each` for one, but no more than `last` for all."""
+    """Seconds in which earlier hosts may speak: `each` per host, at most `last` in all."""
     order = list(dict.fromkeys(hosts))
     return order.index(host) * min(each, last / max(1, len(order) - 1))
 
 
 def _done(request: Any, patience: float) -> bool:
-    """Whether a request is, within so many seconds."""
+    """Whether a request completes within `patience` seconds."""
     deadline = time.monotonic() + patience
     while not request.Test():
         if time.monotonic() > deadline:
@@ -315,7 +315,7 @@ def _done(request: Any, patience: float) -> bool:
 
 
 def _root(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
-    """The error of this kind of which `error` is a consequence, or that it is."""
+    """The error of this kind that is `error` or caused it."""
     while error is not None and not isinstance(error, kind):
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error
@@ -348,16 +348,16 @@ def _call_witnesses(how: str) -> None:
 
 
 def _say(report: str) -> None:
-    """To stderr, whose reader may be gone, in one write: lines of ranks don't mix."""
+    """Write to stderr in one write, so lines of ranks don't mix. The reader may be gone."""
     with suppress(OSError):
         sys.stderr.write(encodable(printable(report, lines=True), sys.stderr))
         sys.stderr.flush()
 
 
 def _secure_segments() -> None:
-    """Take the name from MPICH's shared segment, or every job that is aborted leaves 2 MB in /dev/shm.
+    """Unlink MPICH's shared segment: otherwise every aborted job leaves 2 MB in /dev/shm.
 
-    Before, take the room for all of it: a store into a hole of a full /dev/shm would kill the process.
+    First allocate all of its pages: a store into a hole of a full /dev/shm would kill the process.
     """
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "/dev/shm/mpich_shm_" in line}
@@ -370,7 +370,7 @@ def _secure_segments() -> None:
 
 @contextmanager
 def _locked(file: int) -> Iterator[bool]:
-    """Hold the node's lock; gives whether no rank of this node held it before."""
+    """Hold the node's lock; yields whether no rank of this node held it before."""
     fcntl.lockf(file, fcntl.LOCK_EX)
     first = os.pread(file, 1, 0) == b""
     os.pwrite(file, b"x", 0)

@@ -1,4 +1,4 @@
-"""The flight recorder: what a rank did last, in a file that outlives it.
+"""The flight recorder: the latest actions of a rank, in a file that outlives the rank.
 
 A ring of the latest records in a memory-mapped file: a collective entered or done, a phase begun. The pages
 belong to the file, so they are there after SIGKILL, and any process of the host reads them while the rank
@@ -39,7 +39,7 @@ _ENDED = struct.Struct("<d 232s")  # wall, how
 # Number (again at the end: a record cut off by a kill shows), times, elements, step, call, codes, names.
 _RECORD = struct.Struct("<Q d d q I I B B B B 24s 52s Q")
 _MOST = 1 << 20  # ranks
-_PEER = re.compile(r"\brank (\d{1,7})$")  # at the end of what is recorded of a message, which is kept
+_PEER = re.compile(r"\brank (\d{1,7})$")  # at the end of a message's record, which is kept
 _BEAT_AT, _ENDED_AT, _RING_AT = 128, 192, 512
 _SIZE = _RING_AT + RECORDS * _RECORD.size
 
@@ -52,9 +52,9 @@ class Recorder:
     """Writes the flight file of one rank. Any thread may call it; a record takes no lock."""
 
     def __init__(self, folder: Path, rank: int, size: int, ahead: float = 0.0) -> None:
-        """Make folder/rank-N.bin; where that can't be done, what is recorded is only in memory.
+        """Make folder/rank-N.bin; if that fails, keep the records only in memory.
 
-        ahead: seconds by which this host's clock is before that of rank 0.
+        ahead: seconds by which this host's clock is ahead of rank 0's clock.
         """
         self._ahead = ahead
         self.rank = rank
@@ -63,7 +63,7 @@ class Recorder:
         self.step = 0
         self.phase = "set-up"
         self.ended = ""
-        self.meshes = 0  # whose communicators are recorded
+        self.meshes = 0  # how many meshes have their communicators recorded
         self.inside: dict[bytes, float] = {}  # seconds in collectives so far, by communicator
         self._began = time.time()
         self._numbers = count(1)
@@ -82,16 +82,16 @@ class Recorder:
         return self._file
 
     def move(self, folder: Path) -> None:
-        """Continue in a file of the same name in another folder, with all that was recorded.
+        """Continue in a file of the same name in another folder, with all earlier records.
 
-        Without a file where the system allows none: a full disk is no reason to stop.
+        If the system allows no file, continue without one: a full disk is no reason to stop.
         """
         host = socket.gethostname().encode()[:64]
         facts = _MAGIC, self.rank, self.size, os.getpid(), RECORDS, self._began, host, self._ahead
         _HEADER.pack_into(self._memory, 0, *facts)
         path, before = folder / f"rank-{self.rank}.bin", self._file
         try:
-            os.makedirs(os.path.realpath(folder), exist_ok=True)  # of a link, what it points to
+            os.makedirs(os.path.realpath(folder), exist_ok=True)  # the target of a link
             self._memory = _mapped_copy(path, self._memory[:])
             self._file = path
         except OSError:
@@ -107,9 +107,9 @@ class Recorder:
         self._write(BEGUN, b"", 0, 0, tail(action, 52), 0, 0)
 
     def part(self, phase: str, action: str = "") -> None:
-        """A part of a step begins. Evaluations and set-ups have forwards, too: they stay what they are.
+        """A phase inside a step begins. Evaluations and set-ups have forwards too: they keep their phase.
 
-        action: of a pipeline, what of it, "F3 of stage 1".
+        action: the action of a pipeline, as "F3 of stage 1".
         """
         if self.phase in _IN_STEP and (action or self.phase != phase):
             self.mark(phase, action=action)
@@ -118,12 +118,12 @@ class Recorder:
         """Run a collective between a record that it was entered and one that it is done; gives its result."""
         start = self._write(ENTERED, *facts)
         result = function(*args)
-        # A communicator is used by one stream, so nobody else changes its sum.
+        # Only one stream uses a communicator, so no other thread changes its sum.
         self.inside[facts[0]] = self.inside.get(facts[0], 0.0) + self._write(DONE, *facts) - start
         return result
 
     def facts(self, communicator: str, number: int, operation: str, unit: str, array: Any) -> tuple:
-        """What is recorded of a collective: the `number`-th call of a communicator, for `unit`."""
+        """The recorded facts of a collective: the `number`-th call of a communicator, for `unit`."""
         names = self._names
         if unit not in names:
             names[unit] = tail(unit, 52)
@@ -133,11 +133,11 @@ class Recorder:
         return names[communicator], number, self._codes[operation], names[unit], elements, kind
 
     def beat(self) -> None:
-        """A sign of life, with the memory that is taken."""
+        """Record a sign of life, with the resident memory."""
         _BEAT.pack_into(self._memory, _BEAT_AT, time.monotonic(), time.time(), resident_bytes())
 
     def end(self, how: str) -> None:
-        """Say how this rank's part ends; the first reason counts."""
+        """Record how this rank ends; the first reason counts."""
         if how and not self.ended:
             self.ended = how
             _ENDED.pack_into(self._memory, _ENDED_AT, time.time(), _head(how, 232))
@@ -153,7 +153,7 @@ class Recorder:
         elements: int,
         kind: int,
     ) -> float:
-        """Gives the time of the record, in seconds."""
+        """Write a record; returns its time, in seconds."""
         number = next(self._numbers)  # atomic, so that threads never share a place
         now = time.monotonic()
         _RECORD.pack_into(
@@ -178,14 +178,14 @@ class Recorder:
 
 
 def _mapped_copy(path: Path, content: bytes) -> mmap.mmap:
-    """A file with this content, mapped, which appears when it is whole. Raises OSError."""
+    """Make a file with this content and map it. Its name appears when it is complete. Raises OSError."""
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
             # Written, not left as a hole: a store into a hole of a full disk would kill the process.
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # some file systems find room only then
+            os.fsync(file.fileno())  # some file systems allocate blocks only here
         with open(temporary, "r+b") as file:
             memory = mmap.mmap(file.fileno(), len(content))
         temporary.replace(path)
@@ -232,7 +232,7 @@ class Record:
         return f"{self.operation} #{self.call} of {self.communicator}{size}{unit}"
 
     def peer(self, world: int) -> int | None:
-        """The rank, of all that run, at the other end of a message; None where the record does not say."""
+        """The world rank at the other end of a message; None if the record does not name it."""
         group, message = members(self.communicator, world), _PEER.search(self.unit)
         if group is None or message is None or int(message[1]) >= len(group):
             return None
@@ -241,7 +241,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Flight:
-    """The contents of a flight file. Wall times, but of the start, are by the clock of rank 0's host."""
+    """The contents of a flight file. Wall times, except the start, are by the clock of rank 0's host."""
 
     rank: int
     size: int
@@ -262,9 +262,9 @@ class Flight:
 
     @property
     def open_call(self) -> Record | None:
-        """The collective or message that this rank is in; of several streams' collectives the first entered.
+        """The collective or message that this rank is in; if several streams are in one, the first entered.
 
-        A message is awaited by the program itself, whatever its streams are in (see comm/links.py).
+        The program's own thread waits for messages, so a message comes before collectives (comm/links.py).
         """
         last = self.last_calls()
         still = [record for record in last.values() if record.state == ENTERED]
@@ -272,7 +272,7 @@ class Flight:
 
     @property
     def place(self) -> str:
-        """The phase, and of a pipeline the action in it: "backward, B3 of stage 1"."""
+        """The phase, and in a pipeline its action: "backward, B3 of stage 1"."""
         begun = next((record for record in reversed(self.records) if record.state == BEGUN), None)
         return self.last.phase if begun is None else str(begun)
 
@@ -287,12 +287,12 @@ class Flight:
 
     @property
     def life_monotonic(self) -> float:
-        """The same by the clock of its host that only goes on."""
+        """The same by the monotonic clock of its host."""
         return max(self.beat_monotonic, self.last.monotonic)
 
 
 def read(path: Path) -> Flight:
-    """The contents of a flight file. Raises DamagedFlight, which names it, or OSError."""
+    """The contents of a flight file. Raises DamagedFlight, which names the file, or OSError."""
     try:
         data = read_regular(path, _SIZE)
     except Refused as error:
@@ -317,7 +317,7 @@ def read(path: Path) -> Flight:
 
 
 def members(name: str, world: int) -> Sequence[int] | None:
-    """The ranks of the communicator that is called so; None where its name was too long to say."""
+    """The ranks of the communicator with this name; None if the name was too long to record."""
     message = re.search(r"^\w*(?:\[([\d:,]+)\])?(?:~\d+)?$", name)
     if not message:
         return None
@@ -358,7 +358,7 @@ def resident_bytes() -> int:
 
 
 def _record(data: bytes, place: int, ahead: float) -> Record | None:
-    """The record at a place of the ring; None where there is none, or a part of one."""
+    """The record at a place of the ring; None if there is no record or an incomplete one."""
     number, mono, wall, elements, step, call, *codes, name, unit, again = _RECORD.unpack_from(
         data, _RING_AT + place * _RECORD.size
     )
@@ -376,7 +376,7 @@ def _is_time(seconds: float) -> bool:
 
 
 def tail(text: str, size: int) -> bytes:
-    """The end of a name, which tells it from others."""
+    """The end of a name, which distinguishes it from others."""
     return text.encode()[-size:]
 
 

@@ -1,7 +1,7 @@
-"""Ends a rank that nobody else would: whose launcher is gone, or which hangs after the end of its program.
+"""Ends a rank that no launcher would end: its launcher is gone, or it hangs after the end of its program.
 
-A thread of each rank that a launcher started, from before MPI to the end of the process. A training loop
-asks `lost` in every step and saves first; where no loop does, the rank ends at once with exit code 129.
+It is a thread in each rank with a launcher, from before MPI to the end of the process. A training loop
+calls `lost` in every step and saves first. Without such a loop the rank ends at once with exit code 129.
 """
 
 import faulthandler
@@ -20,7 +20,7 @@ from shardrt.faults.deadline import Deadline
 
 __all__ = ["LOST", "heeded", "leaving", "lost", "start"]
 
-UNOWNED = 129  # 128 + SIGHUP: who started it has hung up
+UNOWNED = 129  # 128 + SIGHUP: the launcher has hung up
 LOST = "the loss of its launcher"
 EXIT = 30.0  # seconds that a rank may take for its exit handlers, or for a thread while others wait
 _LOOK = 0.5  # seconds
@@ -44,7 +44,7 @@ def lost() -> str:
 
 @contextmanager
 def heeded() -> Iterator[None]:
-    """Inside, whoever runs asks `lost` now and then, and stops by himself."""
+    """Inside, the training loop calls `lost` regularly and stops by itself."""
     if _guard is None:
         yield
         return
@@ -56,7 +56,7 @@ def heeded() -> Iterator[None]:
 
 
 def leaving(is_lost: bool) -> None:
-    """The rank stops by itself from now on, though its loop be over.
+    """Mark that the rank stops by itself from now on, even if its loop is over.
 
     is_lost: some rank has lost its launcher.
     """
@@ -67,13 +67,13 @@ def leaving(is_lost: bool) -> None:
 
 
 def allow_exit(seconds: float) -> None:
-    """How long exit handlers may take, and threads for which other ranks wait; 0: for ever."""
+    """Limit exit handlers, and threads for which other ranks wait, to `seconds`; 0: no limit."""
     if _guard is not None:
         _guard.exit = seconds
 
 
 class _Guard:
-    """The thread, and what it knows."""
+    """The guard's thread and its state."""
 
     def __init__(self, rank: int, variable: str) -> None:
         self.rank = rank
@@ -103,7 +103,7 @@ class _Guard:
             self._stopped = self._stopped + passed if trouble == "stopped" else 0.0
             if trouble == "gone" or self._stopped >= _STOPPED:
                 self.lose()
-        if self.reason and failure.ending():  # it may wait for a rank that has ended itself
+        if self.reason and failure.ending():  # it may wait for an ended rank
             self._waiting += passed
             if self._waiting > _GRACE:
                 os._exit(failure.exit_code() or UNOWNED)
@@ -111,13 +111,13 @@ class _Guard:
             failure.end_job(f"rank {self.rank} has lost its launcher\n", UNOWNED)
 
     def lose(self) -> None:
-        """Nobody looks after this rank any more."""
+        """Mark that no launcher looks after this rank any more."""
         if not self.reason:
             self.reason = LOST
             _to_nobody()
 
     def has_launcher(self) -> bool:
-        """Whether it is there, and not stopped, now."""
+        """Whether the launcher is running and not stopped."""
         return not self.reason and (self._launcher is None or not self._launcher.trouble())
 
     def _look_at_exit(self, passed: float) -> None:
@@ -144,7 +144,7 @@ class _Guard:
 
 
 def _to_nobody() -> None:
-    """What is printed from now on goes nowhere: the reader of a pipe is gone, or will never read."""
+    """Discard all later output: the reader of a pipe is gone, or will never read."""
     null = os.open(os.devnull, os.O_WRONLY)
     for file in (1, 2):
         with suppress(OSError):
@@ -156,7 +156,7 @@ def _to_nobody() -> None:
 
 @supervision.after_all_programs
 def _end() -> None:
-    """Of an exit that MPI's own comes after, which asks the launcher, and waits for all ranks."""
+    """Before MPI's own exit, which asks the launcher and waits for all ranks: end or limit this process."""
     if _guard is not None and not _guard.has_launcher():
         with suppress(OSError):
             sys.stdout.flush()

@@ -13,11 +13,11 @@ from shardrt._environment import launcher
 
 __all__ = ["end_job"]
 
-_FORWARDING = 0.1  # seconds in which MPICH's helper passes on what was printed
+_FORWARDING = 0.1  # seconds in which MPICH's helper forwards output
 
 
 class Launcher(NamedTuple):
-    """A process, and when it started, since numbers of processes come again."""
+    """A process and its start time, since the system reuses process ids."""
 
     pid: int
     started: str
@@ -31,27 +31,27 @@ class Launcher(NamedTuple):
 
 
 def find(variable: str) -> Launcher | None:
-    """That of this process, of which `variable` is set for its ranks; None where there is no /proc."""
+    """The launcher of this process, which sets `variable` for its ranks; None without /proc."""
     pid = launcher(variable)
     started = _stat(pid)[2]
     return Launcher(pid, started) if started else None
 
 
 def end_job(code: int) -> None:
-    """Have MPICH end all ranks, from one on which MPI has not started, and never will.
+    """Make MPICH end all ranks, from a rank on which MPI has not started and never will.
 
-    Its helper is told in the words of PMI 1: else those that have started wait for this rank. Open MPI's
-    mpirun ends a job by itself when a rank ends with a code other than 0, and so does srun with
-    --kill-on-bad-exit=1; without it the watchdog of the others does.
+    The message to its helper is in PMI 1: otherwise started ranks would wait for this rank. Open MPI's
+    mpirun ends a job by itself when a rank ends with a code other than 0. So does srun with
+    --kill-on-bad-exit=1; without that option, the watchdog of the other ranks ends the job.
     """
-    if "PMI_FD" in os.environ and "MPI_LOCALNRANKS" in os.environ:  # which no other sets together
+    if "PMI_FD" in os.environ and "MPI_LOCALNRANKS" in os.environ:  # only MPICH sets both
         time.sleep(_FORWARDING)
         with suppress(OSError, ValueError):
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
 
 
 def _stat(pid: int) -> tuple[str, str, str]:
-    """State, parent and start of a process; empty strings where there is none."""
+    """State, parent and start time of a process; empty strings if there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,7 @@
-"""A lock on a run's folder, held by the process of rank 0: two jobs that write one run leave neither's.
+"""A lock on a run's folder, held by the process of rank 0: two jobs that write one run would ruin both.
 
-The kernel holds it for as long as the process lives, however slow the disk is, and gives it back however the
-process ends. Nothing is left to be removed.
+The kernel holds the lock while the process lives, and releases it however the process ends. Nothing is left
+to remove.
 """
 
 import errno
@@ -23,14 +23,14 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 class Locked(ValueError):
     """Another job that is alive has this run, or a file server has not noticed that its host is gone."""
 
-    exit_code = 69  # nothing is wrong with the job: later it may have the run; EX_UNAVAILABLE of sysexits.h
+    exit_code = 69  # the job itself is fine and may succeed later; EX_UNAVAILABLE of sysexits.h
 
 
 def lock(directory: Path, patience: float | None = None) -> int:
     """A descriptor that holds the lock of a run's folder until it is closed, or the process ends.
 
-    Waits up to `patience` seconds (15) for a job that has it. Raises Locked, naming the folder and that job's
-    process, if it still has it then; OSError. Warns where the file system has no locks.
+    Waits up to `patience` seconds (15) for a job that holds it. Raises Locked, naming the folder and that
+    job's process, if the job still holds it; OSError. Warns if the file system has no locks.
     """
     file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     deadline = time.monotonic() + (_PATIENCE if patience is None else patience)
@@ -52,9 +52,9 @@ def lock(directory: Path, patience: float | None = None) -> int:
 
 @contextmanager
 def unused(directory: Path) -> Iterator[bool]:
-    """Whether no job has a run's folder, nor takes it inside the block; False where that can't be known.
+    """Whether no job holds a run's folder, nor takes it inside the block; False if that can't be known.
 
-    It can't in a folder without a lock, and on a file system without locks.
+    It can't be known in a folder without a lock, or on a file system without locks.
     """
     try:
         file = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -87,7 +87,7 @@ def _taken(file: int) -> bool:
 
 
 def _sign(file: int) -> None:
-    """Say who has it, for those that are refused; a full disk is no reason not to go on."""
+    """Write which process holds the lock, for refused jobs. A full disk is no reason to stop."""
     try:
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)

@@ -1,7 +1,7 @@
-"""Whether other hosts answer, for a rank that hangs: asked over TCP, of ssh's port and one that nobody has.
+"""Whether other hosts answer, for a rank that hangs: it connects by TCP to ssh's port and an unused one.
 
-A host that is there accepts or refuses at once; one whose link or power is gone says nothing. A firewall may
-drop what comes to a port, or say that the host can't be reached: one answer of one port counts.
+A running host accepts or refuses at once; a host without link or power does not answer. A firewall may drop
+packets to a port, or answer that the host is unreachable: one answer from one port counts.
 """
 
 import errno
@@ -19,7 +19,7 @@ _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 
 
 def addresses(hosts: Mapping[str, object]) -> dict[str, str]:
-    """The addresses of each host that is known by its name here, IPv4 and IPv6, with commas between them."""
+    """The addresses of each host whose name resolves here, IPv4 and IPv6, separated by commas."""
     found = {}
     for host in hosts:
         with suppress(OSError, UnicodeError):
@@ -29,7 +29,7 @@ def addresses(hosts: Mapping[str, object]) -> dict[str, str]:
 
 
 def answering(known: Mapping[str, str], seconds: float) -> set[str]:
-    """Which of these hosts, by name and `addresses`, answer within so many seconds."""
+    """The hosts of `known` (name to `addresses`) that answer within `seconds`."""
     answers: set[str] = set()
     deadline = time.monotonic() + seconds
     with ExitStack() as links, selectors.DefaultSelector() as asked:
@@ -48,7 +48,7 @@ def answering(known: Mapping[str, str], seconds: float) -> set[str]:
 
 
 def _asked(address: str, port: int) -> socket.socket:
-    """A connection that begins. Raises OSError where there is no way to the address."""
+    """Begin a connection. Raises OSError if there is no route to the address."""
     found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     family, *_, whole = found[0]
     link = socket.socket(family, socket.SOCK_STREAM)

@@ -1,7 +1,7 @@
-"""What a rank that speaks for all says of a hang: of its own host, and of others as far as they are heard.
+"""The report of a hang by the rank that speaks for all: on its own host, and on hosts that it hears.
 
-Clocks of other hosts are not compared with this one's: whether their ranks live is seen by whether their
-signs of life go on while this rank listens.
+Clocks of other hosts are not compared with this host's clock. A rank of another host lives if its signs of
+life go on while this rank listens.
 """
 
 import re
@@ -21,9 +21,9 @@ _TURNS = 4  # in which hosts are asked
 
 
 class Heard(NamedTuple):
-    """What is known of all ranks."""
+    """The known state of all ranks."""
 
-    flights: list[Flight]  # as they were first; but for the signs of life, which are the latest
+    flights: list[Flight]  # as first read, with the latest signs of life
     now: dict[int, float]  # by rank: monotonic time of its host
     message: list[str]  # a line for each flight that can't be read
     silent: list[str]  # hosts that do not answer any more
@@ -32,9 +32,9 @@ class Heard(NamedTuple):
 def listen(
     folder: Path, rank: int, hosts: Sequence[str], addresses: Mapping[str, str], beat: Callable[[], None]
 ) -> Heard:
-    """The flights in a folder, and what comes from other hosts in a while; at once where there are none.
+    """The flights in a folder, and signs of life from other hosts; returns at once if there are none.
 
-    hosts: by rank. addresses: of other hosts that did answer. beat: called now and then.
+    hosts: by rank. addresses: of other hosts that did answer. beat: called regularly meanwhile.
     """
     flights, message = read_all(folder)
     before, began = {flight.rank: flight for flight in flights}, time.monotonic()
@@ -77,13 +77,13 @@ def hang(recorder: Recorder, heard: Heard, hosts: Sequence[str], idle: float, li
 
 
 def is_guess(report: str, heard: Heard, hosts: Sequence[str]) -> bool:
-    """Whether a report blames no rank of which something is seen, and another host may know better."""
+    """Whether a report blames no rank with a visible record, and another host may know better."""
     hidden = diagnosis.unseen(heard.flights, hosts)
     return bool(hidden) and not heard.silent and set(diagnosis.blamed(report)[1]) <= set(hidden)
 
 
 def speaker(report: Path, hosts: Sequence[str]) -> str:
-    """The host of the rank that has written a report; "" if it has not yet said so much."""
+    """The host of the rank that has written a report; "" if the report does not name it yet."""
     try:
         found = re.match(r"hang: no progress on rank (\d+)", report.read_text(errors="replace"))
     except OSError:

@@ -1,9 +1,9 @@
-"""The watchdog: ends a job that has stopped making progress, and says who waits where and for whom.
+"""The watchdog: ends a job without progress, and reports which rank waits where and for which rank.
 
-A thread per rank looks twice a second whether the flight recorder has gone on. It makes no MPI and no NCCL
-call but the last one, Abort. Of the ranks that run out of patience the first speaks for all, of all hosts
-whose records it sees; and whoever its host can't be heard by, since the link is gone, speaks as well. Below
-it a timer of the C library, which needs no interpreter lock, ends a rank whose watchdog itself can't run.
+A thread per rank checks twice a second whether the flight recorder has advanced. Its only MPI or NCCL call
+is the last one, Abort. The first rank at its limit speaks for all hosts whose records it sees. A host that
+can't hear that rank's host, because the link is gone, speaks too. As a second layer, a timer of the C
+library, which needs no interpreter lock, ends a rank whose watchdog itself can't run.
 """
 
 import faulthandler
@@ -42,16 +42,16 @@ _SIGNAL = signal.SIGUSR2  # asks a rank for its stacks
 _GATHERING = 0.3  # seconds in which the others write their stacks
 _SPEAKING = 25.0  # seconds that speaking may take at most
 _HEARING = 1.0  # seconds for a host to answer
-_REPORTING = 4.0  # seconds in which the first that speaks has written its report
-_TURN = 1.5  # seconds for a host that knows better, and for each before one's own, to end the job
+_REPORTING = 4.0  # seconds in which the first rank to speak has written its report
+_TURN = 1.5  # seconds for a host that knows better, and for each earlier host, to end the job
 _LAST = 4.0  # seconds for all hosts before the last
-_STEPS = 64  # of which the median is taken
+_STEPS = 64  # latest steps, for the median
 _LIKE_EVAL = ("eval", "sample", "end")
 _PREFIX = "shardrt-flight-"  # of temporary directories
-_CLOCKS = 1.0  # seconds by which clocks of hosts differ without a word
-_SHORTEST, _LONGEST = 0.05, 1e7  # seconds: what timers can do, and what is not a slip
+_CLOCKS = 1.0  # seconds by which clocks of hosts may differ without a warning
+_SHORTEST, _LONGEST = 0.05, 1e7  # seconds: shortest timer; longer is taken for a typing error
 _KEPT = 86400.0  # seconds for which reports of hangs stay in temporary directories
-_YOUNG = 60.0  # seconds after which a directory that nobody holds is left over
+_YOUNG = 60.0  # seconds after which a directory without holder is a leftover
 
 
 def check_limit(name: str, seconds: float) -> None:
@@ -64,10 +64,10 @@ def check_limit(name: str, seconds: float) -> None:
 class Limits:
     """Seconds without progress after which a rank considers the job hung; 0: never.
 
-    Raises ValueError for what is not 0 or 0.05 to 1e7.
+    Raises ValueError for a value that is not 0 or 0.05 to 1e7.
     """
 
-    step: float = 30.0  # or 20 median steps, if that is more
+    step: float = 30.0  # or 20 median steps, whichever is more
     set_up: float = 300.0  # before the first step, in it, and in the next, until there is a median
     save: float = 600.0
     evaluation: float = 300.0
@@ -79,7 +79,7 @@ class Limits:
             check_limit(name, getattr(self, name))
 
     def of(self, phase: str, steps: int, median: float) -> float:
-        """The limit in a phase, when `steps` steps have been done that took `median` seconds."""
+        """The limit in a phase, after `steps` steps with a median of `median` seconds."""
         if phase == "save":
             return self.save
         if phase in _LIKE_EVAL:
@@ -92,8 +92,8 @@ class Limits:
 class Watch:
     """Records what this rank does, and watches it, inside a with block. Collective.
 
-    The flight files lie in a temporary directory until `keep` says where. Ranks that are threads are
-    recorded and not watched.
+    The flight files are in a temporary directory until `keep` names a folder. Ranks that are threads are
+    recorded but not watched.
     """
 
     def __init__(self, mesh: DeviceMesh, limits: Limits | None = None) -> None:
@@ -124,7 +124,7 @@ class Watch:
         self.record(mesh)
 
     def record(self, mesh: DeviceMesh) -> None:
-        """Record the calls of this mesh's communicators as well."""
+        """Record the calls of this mesh's communicators too."""
         recording.record(mesh, self.recorder)
         self._meshes.append(mesh)
 
@@ -157,7 +157,7 @@ class Watch:
         self.recorder.mark(name)
 
     def _end_step(self) -> None:
-        """Keep how long a step took, but for the first, in which kernels are compiled."""
+        """Keep the duration of a step, except the first, in which kernels are compiled."""
         if self._step_began:
             if self._steps_done:
                 self._durations.append(time.monotonic() - self._step_began)
@@ -175,7 +175,7 @@ class Watch:
             self._open_stacks()
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
-            if len(set(self._hosts)) > 1:  # beside it: names may take long to find
+            if len(set(self._hosts)) > 1:  # in a thread: resolving names may take long
                 threading.Thread(target=self._look_around, name="reach", daemon=True).start()
         return self
 
@@ -226,7 +226,7 @@ class Watch:
                 self._speak(idle, limit)
 
     def _look_around(self) -> None:
-        """Find the other hosts that answer, so that it is seen when one does not any more."""
+        """Find the other hosts that answer, to notice later when a host stops answering."""
         threads.enter()
         own = self._hosts[self.recorder.rank]
         known = reach.addresses(dict.fromkeys(host for host in self._hosts if host != own))
@@ -251,10 +251,10 @@ class Watch:
                 self._deadline.set(seconds + _GATHERING if limit else 0)
 
     def _speak(self, idle: float, limit: float) -> None:
-        """End the job: the first rank that comes here with the report, the others in silence."""
+        """End the job: the first rank that comes here writes the report, the others write nothing."""
         if self._deadline is not None:
             self._deadline.set(_SPEAKING)
-        if self._is_gone(self._hosts[0]):  # or this host is, and nobody would hear it: others go first
+        if self._is_gone(self._hosts[0]):  # or this host is, and no rank would hear it: others go first
             self._rest(_REPORTING)
         try:
             with open(self._folder / REPORT, "x", encoding="utf-8") as file:
@@ -271,7 +271,7 @@ class Watch:
         failure.end_job(report, failure.HANG)
 
     def _report(self, idle: float, limit: float) -> str:
-        """Where each rank stands, and which one is behind; each is asked for its stacks."""
+        """Where each rank stands, and which rank is behind; asks each rank for its stacks."""
         self._ask_for_stacks(read_all(self._folder)[0])
         recorder, hosts = self.recorder, self._hosts
         heard = reports.listen(self._folder, recorder.rank, hosts, self._addresses, recorder.beat)
@@ -281,9 +281,9 @@ class Watch:
         return report
 
     def _unheard(self, idle: float, limit: float) -> str:
-        """What this rank must say itself, for the one that has spoken is where nobody hears it; "" if not.
+        """The report that this rank must write because no rank hears the first speaker's host; else "".
 
-        One of each host is enough, and they go one after the other.
+        One rank per host is enough; hosts take turns.
         """
         own = self._hosts[self.recorder.rank]
         if not self._addresses or self._hosts.index(own) != self.recorder.rank:
@@ -300,7 +300,7 @@ class Watch:
         return ""
 
     def _is_gone(self, host: str) -> bool:
-        """Whether another host answered when this watch began, and does not now."""
+        """Whether another host answered when this watch began, but does not answer now."""
         address = self._addresses.get(host)
         return address is not None and not reach.answering({host: address}, _HEARING)
 
@@ -312,7 +312,7 @@ class Watch:
             time.sleep(min(left, _BEAT))
 
     def _ask_for_stacks(self, flights: list[Flight]) -> None:
-        """Have every rank of this host write its stacks, those that hold the interpreter lock as well."""
+        """Make every rank of this host write its stacks, even ranks that hold the interpreter lock."""
         self._dump_own()
         own = next((flight for flight in flights if flight.rank == self.recorder.rank), None)
         for flight in flights:
@@ -331,7 +331,7 @@ class Watch:
             faulthandler.dump_traceback(self._stacks, all_threads=True)
 
     def _open_stacks(self) -> None:
-        """A file for stacks in the folder, instead of the one that there was."""
+        """Open a file for stacks in the folder, in place of the earlier file."""
         if self._kind == "thread":
             return
         try:
@@ -347,7 +347,7 @@ class Watch:
             before.close()
 
     def _close_stacks(self) -> None:
-        """Close the file; it goes if nothing is in it."""
+        """Close the file; remove it if it is empty."""
         self._arm(0)
         faulthandler.unregister(_SIGNAL)
         with self._lock:
@@ -360,7 +360,7 @@ class Watch:
             path.unlink()
 
     def _forget_temporary(self) -> None:
-        """The temporary directory goes with the last rank that leaves it."""
+        """Remove the temporary directory if this is the last rank that leaves it."""
         if self._temporary is None:
             return
         if self._hold is not None:
@@ -380,9 +380,9 @@ def _first(mesh: DeviceMesh, path: str) -> str:
 
 
 def _ahead(mesh: DeviceMesh, hosts: Sequence[str]) -> float:
-    """Seconds by which this host's clock is ahead of rank 0's, told by rank 0 where it is much. Collective.
+    """Seconds by which this host's clock is ahead of rank 0's. Rank 0 warns of much. Collective.
 
-    Ranks have just met, so it is wrong by no more than a message takes.
+    Ranks have just met, so the error is at most the time of a message.
     """
     if len(set(hosts)) == 1:
         return 0.0
@@ -397,7 +397,7 @@ def _ahead(mesh: DeviceMesh, hosts: Sequence[str]) -> float:
 
 
 def _temporary_folder() -> str:
-    """A new one, or what is no folder where there is no room. What killed jobs have left is removed."""
+    """A new temporary folder; os.devnull if there is no room. Removes leftovers of killed jobs."""
     root = Path(tempfile.gettempdir())
     for path in root.glob(f"{_PREFIX}*"):
         with suppress(OSError):
@@ -423,7 +423,7 @@ def _remove_leftover(path: Path) -> None:
 
 
 def _held(folder: Path) -> int | None:
-    """The directory, open and locked for as long as this process lives, so that nobody takes it for left."""
+    """The directory, open and locked while this process lives, so that no job takes it for a leftover."""
     try:
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)

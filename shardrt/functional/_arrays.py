@@ -1,4 +1,4 @@
-"""What several ops need: arguments as tensors, arrays for results, gradients summed to a shape. No op."""
+"""Helpers of several ops: arguments as tensors, arrays for results, gradients summed to a shape. No op."""
 
 from math import prod
 from typing import Any
@@ -32,7 +32,7 @@ def indices(op: str, name: str, values: Any, size: int, ignore: int | None = Non
     """Numbers from 0 to size - 1, or `ignore`, as a C-contiguous int64 array on the device.
 
     values: an array, a tensor, nested lists, or a range, which unlike an array can be in a captured graph.
-    What is on a GPU already is not looked at, because the host would have to wait for it.
+    An array that is on a GPU already is not checked, because the host would have to wait for it.
 
     Raises TypeError for other than integers, ValueError that names the first one outside.
     """
@@ -57,7 +57,7 @@ def _array_of(op: str, name: str, values: Any) -> np.ndarray:
         array = np.asarray(values)
     except ValueError as error:  # lists of several lengths
         raise ValueError(f"{op}: {name} must be lists of equal lengths, or an array") from error
-    return array if array.size else array.astype(np.int64)  # an empty list has no type of its own
+    return array if array.size else array.astype(np.int64)  # an empty list has no element type
 
 
 def check_floats(op: str, **tensors: "Tensor | None") -> None:
@@ -107,7 +107,7 @@ def asarray(values: Any, dtype: Any = None) -> Array:
 
 
 def empty_rows(count: int, columns: int, dtype: Any) -> Array:
-    """An uninitialised (count, columns) for products, on the current device: rows may be padded."""
+    """An uninitialised (count, columns) for matmuls, on the current device: rows may be padded."""
     return device.current().empty_rows(count, columns, dtype)
 
 
@@ -122,7 +122,7 @@ def empty_like(x: Array) -> Array:
 
 
 def for_product(x: Array, other: Array) -> Array:
-    """x as a product with `other` takes it: in bfloat16, as bits, if the other is that."""
+    """x as a matmul with `other` takes it: bits of bfloat16, if `other` is bits of bfloat16."""
     return x if product_dtype(x, other) == x.dtype else packed(x)
 
 
@@ -141,18 +141,18 @@ def unpacked(bits: Array) -> Array:
 
 
 def operands(x: Array, weight: Variable) -> tuple[Array, Array]:
-    """What goes into their product: both in bfloat16, as bits, where the weight was gathered so."""
+    """The operands of their matmul: both as bits of bfloat16, where the weight was gathered in bfloat16."""
     matrix = contiguous(weight.lent_bits())
     return for_product(x, matrix), matrix
 
 
 def product_dtype(x: Array, other: Array) -> np.dtype:
-    """The type in which a product with `other` takes x."""
+    """The type in which a matmul with `other` takes x."""
     return other.dtype if other.dtype == np.uint16 else x.dtype
 
 
 def computed(x: Array) -> np.dtype:
-    """The type that a product of `x` comes in: float32 if it is bits."""
+    """The result type of a matmul of `x`: float32 if it is bits."""
     return np.dtype(np.float32) if x.dtype == np.uint16 else x.dtype
 
 

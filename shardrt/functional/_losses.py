@@ -1,4 +1,4 @@
-"""What the cross entropies share: targets that are checked, reductions, rows by chunks. No op."""
+"""Helpers of the cross entropies: checked targets, reductions, chunks of rows. No op."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -29,7 +29,7 @@ def checked(
 
 
 def counted(targets: Array, ignore_index: int, reduction: str) -> Array | None:
-    """What the sum of the losses is divided by, which stays on the device; None for nothing."""
+    """The divisor of the sum of the losses, which stays on the device; None for no division."""
     return (targets != ignore_index).sum() if reduction == "mean" else None
 
 
@@ -44,7 +44,7 @@ def reduced(losses: Array, targets: Array, reduction: str, count: Array | None) 
 
 
 def scale_of(dy: Array, reduction: str, count: Array | None) -> Array | None:
-    """What the gradient of every row is multiplied by, one float64 on the device; None for 1."""
+    """The factor of the gradient of every row, one float64 on the device; None for 1."""
     if reduction == "none":
         return None
     scale = dy.astype(np.float64)
@@ -52,7 +52,7 @@ def scale_of(dy: Array, reduction: str, count: Array | None) -> Array | None:
 
 
 def chunks(memory: Array, count: int) -> Iterator[tuple[slice, Array]]:
-    """(rows, their part of the memory) until all `count` rows have had their turn."""
+    """Yields (rows, their slice of the memory) until all `count` rows are done."""
     for start in range(0, count, max(1, len(memory))):
         stop = min(start + len(memory), count)
         yield slice(start, stop), memory[: stop - start]

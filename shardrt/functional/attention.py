@@ -1,5 +1,5 @@
-"""Attention without the matrix of weights in memory: what backward needs beside its inputs and output is one
-number per query, the logarithm of its sum of exponentials (Dao et al., FlashAttention, 2022).
+"""Attention without the matrix of weights in memory. Next to inputs and output, backward needs one
+number per query: the logarithm of its sum of exponentials (Dao et al., FlashAttention, 2022).
 """
 
 from collections.abc import Sequence
@@ -233,7 +233,7 @@ def split_heads(x: Array, heads: Sequence[int]) -> list:
 
 
 def _inner_unit(x: Array) -> Array:
-    """x itself if its last stride is that of an element, else a copy."""
+    """x itself if its last stride is one element, else a copy."""
     return x if x.strides[-1] == x.dtype.itemsize else x.copy()
 
 

@@ -18,8 +18,8 @@ Array = Any
 class BatchNorm(Function):
     """In training the statistics are the batch's. With a communicator both directions sum over its ranks.
 
-    The gradient is that of the sum of the ranks' losses: a rank's input moves the statistics that all ranks
-    use, so the means in dx are over all of them; dweight and dbias are this rank's part, as every
+    The gradient is of the sum of the ranks' losses: a rank's input moves the statistics that all ranks
+    use, so the means in dx are over all of them; dweight and dbias are this rank's summand, as every
     parameter's gradient is until it is reduced.
     """
 

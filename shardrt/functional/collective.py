@@ -8,8 +8,8 @@ directions (copy_to and reduce_from are f and g of Shoeybi et al., Megatron-LM, 
     copy_to            I -> R   identity        / all-reduce
     reduce_from        P -> I   all-reduce      / identity
     gather             V -> R   all-gather      / reduce-scatter
-    gather_same        V -> I   all-gather      / own part
-    scatter_to         I -> V   own part        / all-gather
+    gather_same        V -> I   all-gather      / own slice
+    scatter_to         I -> V   own slice       / all-gather
     reduce_scatter_to  P -> V   reduce-scatter  / all-gather
     all_to_all         V -> V   all-to-all      / all-to-all
     all_to_all_rows    V -> V   all-to-all      / all-to-all    (with counts per peer)
@@ -69,8 +69,8 @@ class CopyTo(Waiting):
 def copy_to(x: "Tensor", communicator: Communicator, beside: Stream | None = None) -> "Tensor":
     """`x`, which all ranks have, for each to use in its own way; its gradient is the sum of the ranks'.
 
-    beside: a stream for that sum, which is then under way while a product for a weight runs, if the op behind
-    has one. (None: it is made in the stream of the ops, after the product.)
+    beside: a stream for that sum, which then overlaps a matmul for a weight, if the preceding op
+    has one. (None: the sum runs in the stream of the ops, after the matmul.)
     """
     return CopyTo.apply(tensor(x), communicator, beside)
 
@@ -124,10 +124,10 @@ def gather(
 ) -> "Tensor":
     """The ranks' `x` one behind the other along `axis`, for each rank to use in its own way.
 
-    The gradient is this rank's part of the sum of the ranks' gradients.
+    The gradient is this rank's slice of the sum of the ranks' gradients.
 
     Args:
-        x: this rank's part.
+        x: this rank's slice.
         communicator: the ranks.
         axis: the axis of `x`.
         beside: as in copy_to.
@@ -152,7 +152,7 @@ class GatherSame(Function):
 def gather_same(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
     """The ranks' `x` one behind the other along `axis`, for all to go on with alike.
 
-    The gradient, which all ranks have, is cut: each takes its part.
+    The gradient, which all ranks have, is split: each rank takes its slice.
     """
     x = tensor(x)
     return GatherSame.apply(x, communicator, _axis("gather_same", x, axis))
@@ -170,7 +170,7 @@ class ScatterTo(Function):
 
 
 def scatter_to(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
-    """This rank's part, along `axis`, of an `x` that all ranks have. Raises ValueError if it can't be cut."""
+    """This rank's slice, along `axis`, of an `x` that all ranks have. ValueError if it can't be split."""
     x = tensor(x)
     return ScatterTo.apply(x, communicator, _divided("scatter_to", x, communicator, axis))
 
@@ -187,7 +187,7 @@ class ReduceScatterTo(Function):
 
 
 def reduce_scatter_to(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
-    """This rank's part, along `axis`, of the sum of the ranks' `x`. Raises ValueError if it can't be cut."""
+    """This rank's slice, along `axis`, of the sum of the ranks' `x`. ValueError if it can't be split."""
     x = tensor(x)
     return ReduceScatterTo.apply(x, communicator, _divided("reduce_scatter_to", x, communicator, axis))
 
@@ -204,9 +204,9 @@ class AllToAll(Function):
 
 
 def all_to_all(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
-    """Part r of `x` along `axis` goes to rank r; part r of the result came from there.
+    """Chunk r of `x` along `axis` goes to rank r; chunk r of the result came from rank r.
 
-    Raises ValueError if `x` can't be cut into equal parts for the ranks.
+    Raises ValueError if `x` can't be split into equal chunks for the ranks.
     """
     x = tensor(x)
     return AllToAll.apply(x, communicator, _divided("all_to_all", x, communicator, axis))
@@ -234,8 +234,8 @@ def all_to_all_rows(
     """The first sent[0] rows of `x` go to rank 0, the next sent[1] to rank 1; received[r] come from rank r.
 
     Rows are along the first axis. Any count may be 0, and all of them: the result is then empty, and has a
-    gradient all the same. It is what `all_to_all_single` with splits is in PyTorch. The gradient goes the
-    other way round.
+    gradient all the same. It is PyTorch's `all_to_all_single` with splits. The gradient goes the
+    opposite way.
     Raises ValueError for what are not counts of the rows of `x` for each rank. Where a rank sends another
     number than its peer expects, all ranks get a CollectiveMismatch; NCCL compares nothing.
 
@@ -269,7 +269,7 @@ class Exchange(Function):
 
 
 def exchange(x: "Tensor", communicator: Communicator, *, to: int | None, source: int | None) -> "Tensor":
-    """Send `x` to rank `to`; the result is what rank `source` sent, or zeros where that is None.
+    """Send `x` to rank `to`; the result is the tensor that rank `source` sent, or zeros where that is None.
 
     A send alone has no `source`, and a receive alone no `to`, but an `x` of the shape that comes, whose
     values do not matter. The gradient goes the other way round. Raises ValueError for a rank that is none,
@@ -312,7 +312,7 @@ def gathered(x: Array, communicator: Communicator, axis: int = 0, tag: str = "")
 def sum_scattered(
     x: Array, communicator: Communicator, axis: int = 0, tag: str = "", beside: Stream | None = None
 ) -> Array:
-    """This rank's part along `axis` of the sum of the ranks' arrays. 16-bit types are summed in float32."""
+    """This rank's slice along `axis` of the sum of the ranks' arrays. 16-bit types are summed in float32."""
     parts = _parts(x.astype(dtypes.exact(x.dtype), copy=False), communicator.size, axis)
     total = empty(parts.shape[1:], parts.dtype)
     with filled(beside) as stream:
@@ -321,7 +321,7 @@ def sum_scattered(
 
 
 def exchanged(x: Array, communicator: Communicator, axis: int = 0, tag: str = "") -> Array:
-    """The ranks' parts along `axis` that are for this one, each rank's in order."""
+    """The ranks' slices along `axis` that are for this rank, in order of ranks."""
     parts = _parts(x, communicator.size, axis)
     received = empty_like(parts)
     stream = device.current().current_stream
@@ -339,7 +339,7 @@ def exchanged_rows(
 ) -> Array:
     """The ranks' rows for this one: sent[r] of this rank's go to rank r, received[r] come from there.
 
-    rows: of the result, 0 behind what came.
+    rows: the count of rows of the result. Rows after the received ones are 0.
     """
     width, used = prod(x.shape[1:]), sum(received)
     y = empty((rows, *x.shape[1:]), x.dtype)
@@ -356,14 +356,14 @@ def exchanged_rows(
 
 
 def own_part(x: Array, communicator: Communicator, axis: int = 0) -> Array:
-    """A copy of this rank's part of an array that all ranks have."""
+    """A copy of this rank's slice of an array that all ranks have."""
     count = x.shape[axis] // communicator.size
     own = slice(communicator.rank * count, (communicator.rank + 1) * count)
     return x[(*(slice(None),) * axis, own)].copy()
 
 
 def _parts(x: Array, ranks: int, axis: int) -> Array:
-    """(ranks, part of x): equal parts along `axis`, contiguous each; no copy along the first."""
+    """(ranks, part of x): equal slices along `axis`, contiguous each; no copy along the first."""
     cut = x.reshape(*x.shape[:axis], ranks, x.shape[axis] // ranks, *x.shape[axis + 1 :])
     order = (axis, *range(axis), *range(axis + 1, cut.ndim))
     moved = cut.transpose(order)

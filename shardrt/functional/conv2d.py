@@ -43,7 +43,7 @@ class Conv2d(Function):
             factor, numbers = operands(factor, weight)
             kernels().conv2d.backward_input(factor, numbers, dx, *geometry)
         into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
-        whole = None if into[1] is None else dy  # the sum over it is of what is not rounded
+        whole = None if into[1] is None else dy  # the bias sums the gradient before rounding
         return dx, *autograd.call_or_defer(_add_gradients, x, factor, whole, geometry, into=into), None, None
 
 
@@ -155,7 +155,7 @@ def conv_transpose2d(
     """Each element of x times a weight, added up in windows of the result: conv2d's gradient of its input.
 
     x: (batch, channels, height, width). weight: (channels, outputs / groups, rows, columns). bias: (outputs,)
-    or None. stride: from window to window. padding: how much is cut off at each border. output_padding: rows
+    or None. stride: from window to window. padding: width removed at each border. output_padding: rows
     and columns more at the end, fewer than `stride`. Gives (batch, outputs, (height - 1) * stride - 2 *
     padding + dilation * (rows - 1) + output_padding + 1, ...). All float32 or all float64.
 

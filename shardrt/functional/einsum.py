@@ -1,4 +1,4 @@
-"""Einstein's sums, as matrix products of two operands after the other."""
+"""Einstein's sums, as a sequence of matmuls of two operands."""
 
 from math import prod
 from string import ascii_letters
@@ -48,7 +48,7 @@ def _parsed(formula: str, tensors: list["Tensor"]) -> tuple[list[str], str]:
         hidden = max(hidden, count)
     everything = "".join(inputs)
     spare = free[len(free) - hidden :]
-    if not arrow:  # as NumPy: what is there once, in the order of the alphabet
+    if not arrow:  # as NumPy: the letters that occur once, in the order of the alphabet
         once = sorted(letter for letter in set(everything) - set(spare) if everything.count(letter) == 1)
         output = "..." * ("..." in left) + "".join(once)
     output = output.replace("...", spare)
@@ -61,7 +61,7 @@ def _parsed(formula: str, tensors: list["Tensor"]) -> tuple[list[str], str]:
 
 
 def _pair(a: str, x: "Tensor", b: str, y: "Tensor", needed: str, sizes: dict[str, int]) -> tuple:
-    """(letters, tensor) of the product of two operands, summed over what nobody needs any more."""
+    """(letters, tensor) of two operands multiplied, summed over letters that no later operand needs."""
     a, x = _summed(a, x, b + needed)
     b, y = _summed(b, y, a + needed)
     both = [letter for letter in a if letter in b]

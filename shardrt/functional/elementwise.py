@@ -1,7 +1,7 @@
 """Arithmetic of two tensors, with NumPy's broadcasting; a gradient is summed back to its input's shape.
 
 Two float dtypes do not mix. Numbers, Python's, NumPy's or arrays without dimensions, take the tensor's dtype;
-so do a float tensor without dimensions beside one that has some, and integers beside floats. Where an input
+so do a float tensor without dimensions next to one that has some, and integers next to floats. Where an input
 is saved for backward, it is only if the other's gradient is wanted. For ops of one tensor see unary.py.
 """
 
@@ -202,7 +202,7 @@ class Where(Function):
 
 
 def where(condition: Any, x: Operand, y: Operand) -> "Tensor":
-    """x where the condition holds, y elsewhere; what is not taken has gradient 0, be it nan.
+    """x where the condition holds, y elsewhere; elements not taken have gradient 0, even nan.
 
     condition: booleans, an array or a tensor. Raises TypeError for another condition; else as `add`.
     """
@@ -288,7 +288,7 @@ def _operands(op: str, x: Operand, y: Operand, integers_as: Any = None) -> list:
         operands[0] = tensor(x)
     tensors = [operand for operand in operands if isinstance(operand, Variable)]
     floats = [t for t in tensors if dtypes.floating(t.value_dtype)]
-    # As in PyTorch, what has no dimensions does not decide beside what has some.
+    # As in PyTorch, tensors without dimensions don't decide the type next to others.
     kinds = {t.value_dtype for t in floats if t.ndim} or {t.value_dtype for t in floats}
     if len(kinds) > 1:
         given = " with ".join(str(t.value_dtype) for t in tensors)

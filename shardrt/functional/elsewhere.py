@@ -72,7 +72,7 @@ TENSOR |= dict.fromkeys(
     _IN_PLACE,
 )
 
-# In torch itself; what shardrt.functional has is added by shardrt/__init__.py.
+# In torch itself; shardrt/__init__.py adds what shardrt.functional has.
 TORCH = FUNCTION | {
     "save": "use shardrt.checkpoint.save or CheckpointManager, or numpy.savez of full_state_dict(model)",
     "load": "use shardrt.checkpoint.load(path, model), or model.load_state_dict(arrays)",

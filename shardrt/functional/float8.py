@@ -1,9 +1,9 @@
-"""A linear layer whose three products are in float8: per-tensor scaling, current scaling.
+"""A linear layer whose three matmuls are in float8: per-tensor scaling, current scaling.
 
 x, the weight and the gradient of the result are each cast with a scale that comes from their own largest
-absolute value: the first two to E4M3, the gradient to E5M2. Results, the bias and its gradient stay what they
-are. Each product reads both operands along its inner dimension, so backward takes the transposes: that of x
-is what forward saves, a byte for each element; the weight, which comes and goes with its unit, is cast again.
+absolute value: x and the weight to E4M3, the gradient to E5M2. Results, the bias and its gradient keep their
+type. Each matmul reads both operands along its inner dimension, so backward takes the transposes. Forward
+saves the transpose of x, a byte for each element. The weight is freed with its unit, and is cast again.
 """
 
 import warnings
@@ -17,11 +17,11 @@ from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import empty, kernels, rows
 
 Array = Any
-MULTIPLE = 16  # of all sizes of such a product
+MULTIPLE = 16  # of all sizes of such a matmul
 
 
 class Operand(NamedTuple):
-    """A matrix as a product takes it, dense along the inner dimension."""
+    """A matrix as a matmul takes it, dense along the inner dimension."""
 
     bits: Array
     kind: str
@@ -58,9 +58,9 @@ class Float8Linear(Function):
 
 
 def takes(x: Variable, weight: Variable) -> bool:
-    """Whether the product of x with a weight that is told to be in float8 can be: by the rows of x.
+    """Whether the matmul of x with a weight marked for float8 can be in float8: by the rows of x.
 
-    The other sizes were looked at when the weight was told so. In training it warns, once, where it can't.
+    The other sizes were checked when the weight was marked. In training it warns, once, where it can't.
     """
     count = prod(x.shape[:-1])
     fits = count > 0 and count % MULTIPLE == 0
@@ -73,7 +73,7 @@ def takes(x: Variable, weight: Variable) -> bool:
 def _cast(x: Array, kind: str, lying: bool, transposed: bool, scale: Array | None = None) -> tuple:
     """x as it lies, (rows, columns), and its transpose, each where it is wanted, else None.
 
-    scale: what an earlier cast of these numbers gave.
+    scale: the scale that an earlier cast of these numbers gave.
     """
     x, known = rows(contiguous(x)), scale is not None
     if not (lying or transposed):

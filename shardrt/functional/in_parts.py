@@ -1,10 +1,10 @@
-"""Products with a weight in parts: the same calls, and so the same bits, on however many ranks it is cut.
+"""Matmuls with a weight in parts: the same calls, so bitwise identical results, on any number of ranks.
 
-Each part of a weight, of its outputs or of its inputs, has products of its own, in forward and for all
-gradients. Sums over parts are added as neighbours, (0 + 1) + (2 + 3), and a sum over ranks goes on with that
-(comm/reduction.py). Parts are powers of two. For weights that parallel.set_tensor_invariant has been told of.
+Each part of a weight, of its outputs or of its inputs, has separate matmuls, in forward and for all
+gradients. Sums over parts are added as neighbours, (0 + 1) + (2 + 3), and a sum over ranks goes on likewise
+(comm/reduction.py). Parts are powers of two. Used for the weights that parallel.set_tensor_invariant marks.
 
-On a GPU, and in bfloat16 on the CPU, arrays of a product are copied to memory of their own: strides decide
+On a GPU, and in bfloat16 on the CPU, operands of a matmul are copied to separate memory: strides decide
 there which algorithm computes it, on a GPU alignment too.
 """
 
@@ -27,9 +27,9 @@ Array = Any
 class InParts:
     """Which parts of a weight (outputs, inputs) this rank has.
 
-    axis: 0 where outputs are cut, 1 for inputs. parts: where each lies along that axis; in several places
-    where layers lie side by side. goes_on: whether ranks add up what is summed here. Then sums of 16-bit
-    products stay float32 until they have.
+    axis: 0 where outputs are split, 1 for inputs. parts: where each lies along that axis; in several places
+    where layers lie side by side. goes_on: whether ranks add up these sums. Then sums of 16-bit
+    matmuls stay float32 until the ranks have added them.
     """
 
     axis: int
@@ -38,7 +38,7 @@ class InParts:
 
     @property
     def places(self) -> list[slice]:
-        """Of all parts, one after the other."""
+        """All parts, in order."""
         return [place for part in self.parts for place in part]
 
     def sum_dtype(self, dtype: Any) -> Any:
@@ -68,7 +68,7 @@ class Columns(Function):
         return kept[0]
 
     def _input(self, x: Array, low: Array) -> SavedTensor | None:
-        """What is saved of x. low: x as the matmul takes it."""
+        """x as backward's matmuls need it. low: x as the matmul takes it."""
         return to_save(self, 0, x, low, cheap=False) if self.needs[1] else None
 
     def backward(self, dy: Array) -> tuple:
@@ -93,7 +93,7 @@ class Columns(Function):
 def _add_column_gradients(
     x: Array | None, factor: Array, dy: Array, how: InParts, weight: Variable | None, bias: Variable | None
 ) -> tuple:
-    """factor: dy as products take it."""
+    """factor: dy as matmuls take it."""
     weight_token = bias_token = None
     if weight is not None:
         dweight, accumulate, weight_token = weight.gradient_target()
@@ -107,7 +107,7 @@ def _add_column_gradients(
 
 
 class Rows(Function):
-    """Inputs in parts: the result is a sum over parts, or this rank's share of one."""
+    """Inputs in parts: the result is a sum over parts, or this rank's summand of one."""
 
     __slots__ = ()
     handles = (1,)
@@ -153,9 +153,9 @@ def _add_row_gradient(x: Array, dy: Array, how: InParts, weight: Variable) -> tu
 
 
 def add_neighbours(out: Array, count: int, product: Callable[[int, Array], None], dtype: Any) -> None:
-    """out = the sum of what product(0, array), product(1, array), ... write, added as neighbours.
+    """out = the sum of the results of product(0, array), product(1, array), ..., added as neighbours.
 
-    out: (rows, columns), dense, of `dtype`, which the products have, or float32. count: a power of two. With
+    out: (rows, columns), dense, of `dtype`, the type of the results, or float32. count: a power of two. With
     16 bits, the sums are float32. It takes memory for log2(count) more of `out`, and for another one where
     `out` has another type.
     """
@@ -181,8 +181,8 @@ def multiplied(
 ) -> None:
     """product(*factors, out): factors and `out` may be parts of arrays.
 
-    accumulate: None for a product that is not told. own: `out` is no part of another array. Where the host
-    has only a vector to multiply, NumPy decides by strides how, so it gets dense copies.
+    accumulate: None for a product without that argument. own: `out` is no part of another array. If the host
+    multiplies by a vector, strides decide which routine NumPy calls, so it gets dense copies.
     """
     more = () if accumulate is None else (accumulate,)
     host, vector = as_it_lies(factors[0]), any(1 in array.shape for array in (*factors[:2], out))
@@ -202,12 +202,12 @@ def apart(x: Array) -> Array:
 
 
 def dense(x: Array) -> Array:
-    """A copy in memory of its own, which plans count."""
+    """A copy in separate memory, which plans count."""
     y = empty(x.shape, x.dtype)
     y[...] = x
     return y
 
 
 def as_it_lies(x: Array) -> bool:
-    """Whether matmuls with x have the same bits however it lies in memory: not oneDNN's of bfloat16."""
+    """Whether matmuls with x are bitwise identical for any strides of x: false for oneDNN's bfloat16."""
     return x.dtype != np.uint16 and device.current().matmul_ignores_place()

@@ -1,9 +1,9 @@
-"""Gradients that are sums over time, in parts of it: what in_parts.py is for sums over a cut dimension.
+"""Gradients that are sums over time, in parts of the time: like in_parts.py, for sums over time.
 
-With sequence parallelism ranks have a part of the time each, and all of the parameters of norms, of positions
-and of what is added to each position. Their gradients are then summed at once, by the backward of each op:
+With sequence parallelism each rank has a slice of the time, and all of the parameters of norms, of positions
+and of vectors added to each position. Their gradients are then summed at once, by the backward of each op:
 over the rows of each part of the time, over the parts as neighbours, and over ranks. For parameters that
-parallel.set_tensor_invariant has told so.
+parallel.set_tensor_invariant marks.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Array = Any
 
 @dataclass(frozen=True)
 class InTime:
-    """count: parts of the time that this rank has. communicator: of the ranks that have the others."""
+    """count: parts of the time on this rank. communicator: of the ranks with the other parts."""
 
     count: int
     communicator: Communicator
@@ -41,7 +41,7 @@ class InTime:
         return [(..., slice(i * each, (i + 1) * each), slice(None)) for i in range(self.count)]
 
     def total(self, product: Callable[[int, Array], None], shape: tuple[int, int], dtype: Any) -> Array:
-        """The sum over parts and ranks of what product(part, array) writes."""
+        """The sum over parts and ranks of the results of product(part, array)."""
         out = empty(shape, dtypes.exact(dtype))
         add_neighbours(out, self.count, product, out.dtype)
         return self.joined(out)
@@ -53,7 +53,7 @@ class InTime:
 
 
 def put(handle: Variable | None, gradient: Array) -> Any:
-    """Add the gradient of a parameter to what it has; the token for it."""
+    """Add the gradient of a parameter to its sum so far; gives the token for it."""
     if handle is None:
         return None
     target, accumulate, token = handle.gradient_target()

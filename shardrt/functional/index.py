@@ -166,7 +166,7 @@ def one_hot(values: Any, num_classes: int = -1) -> Array:
 
 
 def _placed(op: str, x: Any, axis: int, index: Any) -> tuple["Tensor", tuple]:
-    """(x, what names the elements of x that gather takes, for NumPy)."""
+    """(x, the index by which NumPy finds the elements of x that gather takes)."""
     x = tensor(x)
     (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
     index = indices(op, "index", index, x.shape[axis])

@@ -23,8 +23,8 @@ def interpolate(
     """(batch, channels, height, width) at another size, as in PyTorch, without antialiasing.
 
     size, or scale_factor: one for both axes, or (vertical, horizontal). mode: "nearest", "bilinear" or
-    "bicubic". recompute_scale_factor: the factor is that of the sizes, which are integers. Costs the products
-    with a matrix (new, old) for each axis. Raises ValueError for what doesn't fit, TypeError for other than
+    "bicubic". recompute_scale_factor: the factor comes from the integer sizes. Costs matmuls
+    with a matrix (new, old) for each axis. Raises ValueError for bad arguments, TypeError for other than
     floats.
     """
     x = tensor(x)
@@ -55,7 +55,7 @@ def interpolate(
 
 @cache
 def _matrix(mode: str, old: int, new: int, step: float, align_corners: bool) -> np.ndarray:
-    """(new, old): what each new element is made of."""
+    """(new, old): the weights of the old elements in each new element."""
     if align_corners:
         centres = np.arange(new) * ((old - 1) / (new - 1) if new > 1 else 0.0)
     else:

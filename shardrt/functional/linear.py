@@ -48,7 +48,7 @@ class Linear(Function):
         return kept[0]
 
     def _input(self, x: Array, low: Array) -> SavedTensor | None:
-        """What is saved of x. low: x as the matmul takes it."""
+        """x as backward's matmuls need it. low: x as the matmul takes it."""
         return to_save(self, 0, x, low) if self.needs[1] else None
 
     def backward(self, dy: Array) -> tuple:
@@ -61,7 +61,7 @@ class Linear(Function):
             factor, matrix = operands(factor, weight)
             dx = self._input_gradient(matrix, factor)
         into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
-        whole = None if into[1] is None else dy  # the sum over it is of what is not rounded
+        whole = None if into[1] is None else dy  # the bias sums the gradient before rounding
         if x is not None:
             x = for_product(unpack(x), factor)
         return dx, *autograd.call_or_defer(_add_gradients, x, factor, whole, into=into)
@@ -194,7 +194,7 @@ def linear_gelu(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> 
 
 
 def _otherwise(x: "Tensor", weight: "Tensor", bias: "Tensor | None") -> "Tensor | None":
-    """By what a parameter says of products with it; None if it says nothing."""
+    """The rule that a parameter sets for matmuls with it; None if it sets none."""
     how = getattr(weight, "in_parts", None)
     if how is not None:
         return _in_parts(x, weight, bias, how)

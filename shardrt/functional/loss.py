@@ -1,4 +1,4 @@
-"""Cross entropy: from logits, or from what a head makes them of, all at once or some rows at a time."""
+"""Cross entropy: from logits, or from the inputs of a head, all at once or some rows at a time."""
 
 from typing import Any
 
@@ -111,7 +111,7 @@ def _smoothed(
         return loss
     spread = -mean(logs if weight is None else logs * weight, -1)
     spread = where(targets != ignore_index, spread, 0.0)
-    if reduction == "mean":  # over what the loss at the target is divided by
+    if reduction == "mean":  # over the divisor of the loss at the target
         ones = nll_loss(logs.detach() * 0 - 1, targets, reduction="sum", **how)
         spread = sum(spread) / ones
     elif reduction == "sum":
@@ -120,9 +120,9 @@ def _smoothed(
 
 
 class LinearCrossEntropy(Function):
-    """Nobody else has the logits: they become their gradient, as early as the kernels see fit.
+    """No other op has the logits: the kernels overwrite them with their gradient as early as they can.
 
-    Where products take bits, only _SOME rows of logits are there at a time, and the gradient is kept in bits.
+    Where matmuls take bits of bfloat16, only _SOME rows of logits exist at a time; their gradient is bits.
     """
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""Matrix products, batched, with broadcasting of the batch. For a layer's weight see linear.py."""
+"""Matmuls, batched, with broadcasting of the batch. For a layer's weight see linear.py."""
 
 from math import prod
 from typing import Any
@@ -51,7 +51,7 @@ def matmul(x: "Tensor", y: "Tensor") -> "Tensor":
     if y.ndim == 1:
         z = matmul(x, reshape(y, (*y.shape, 1)))
         return reshape(z, z.shape[:-1])
-    if x.ndim > 2 and y.ndim == 2:  # one large product instead of many small ones
+    if x.ndim > 2 and y.ndim == 2:  # one large matmul instead of many small ones
         z = MatMul.apply(reshape(x, (-1, x.shape[-1])), y)
         return reshape(z, (*x.shape[:-1], y.shape[-1]))
     return MatMul.apply(x, y)
@@ -71,5 +71,5 @@ def _product(x: Array, y: Array) -> Array:
 
 
 def _matrix(x: Array) -> Array:
-    """A matrix that BLAS can read: one of its strides is that of an element."""
+    """A matrix that BLAS can read: one of its strides is one element."""
     return x if x.dtype.itemsize in x.strides else contiguous(x)

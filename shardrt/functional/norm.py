@@ -73,7 +73,7 @@ class AddLayerNorm(Repeatable):
 
 
 def _layer_normed(saved: tuple) -> Array:
-    """The result, from what is saved."""
+    """The result, computed again from the saved arrays."""
     x, weight, bias, mean, rstd, eps = saved
     y, shift = empty_like(x), None if bias is None else contiguous(bias.lent())
     found = (empty_like(mean), empty_like(rstd), eps)  # the same as were found then
@@ -116,7 +116,7 @@ def layer_norm(
 
     x: (..., *normalized_shape); a row is all the elements of its last axes. weight (1 if None), bias (0 if
     None): of normalized_shape. All float32 or all float64, or x in 16 bits with float32 parameters: then
-    computed in float32 and rounded. eps is added to the variance. Raises ValueError for sizes that don't fit,
+    computed in float32 and rounded. eps is added to the variance. Raises ValueError for wrong sizes,
     TypeError for other dtypes.
     """
     x, weight, bias, shape = _by_rows("layer_norm", x, normalized_shape, weight, bias)
@@ -220,7 +220,7 @@ class AddRMSNorm(Repeatable):
 
 
 def _rms_normed(saved: tuple) -> Array:
-    """The result, from what is saved."""
+    """The result, computed again from the saved arrays."""
     x, weight, rstd, eps = saved
     y = empty_like(x)
     kernels().rms_norm.forward(rows(x), contiguous(weight.lent()), rows(y), empty_like(rstd), eps)

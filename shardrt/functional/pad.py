@@ -1,4 +1,4 @@
-"""Padding: zeros, another number, or what a border repeats."""
+"""Padding: zeros, another number, or repeated elements of the border."""
 
 from collections.abc import Sequence
 from typing import Any

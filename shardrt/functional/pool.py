@@ -82,8 +82,8 @@ def avg_pool2d(
 ) -> "Tensor":
     """The mean of each window, in which the padding counts as zeros. Arguments as in max_pool2d.
 
-    count_include_pad: False takes the mean over what is of x alone. divisor_override: what the sum of a
-    window is divided by, instead of its size.
+    count_include_pad: False takes the mean over elements of x alone. divisor_override: the divisor of the sum
+    of a window, instead of its size.
     """
     only("avg_pool2d", "F.pad x", ceil_mode=(ceil_mode, False))
     x, shape, geometry = _checked("avg_pool2d", x, kernel_size, stride, padding)

@@ -1,8 +1,8 @@
 """Tokens to experts: which experts a token goes to, its way there and back, and the losses of balance.
 
-A copy is one choice of one token. Rows are copies in order of (expert, token), so that each expert has its
-rows side by side, and a token's choices are in ascending order of experts. What is chosen has no gradient;
-how much it counts has.
+A copy is one choice of one token. Rows are copies in order of (expert, token), so each expert's rows are
+contiguous, and a token's choices are in ascending order of experts. The choice of experts has no gradient;
+the experts' weights have one.
 """
 
 from collections.abc import Callable, Sequence
@@ -125,7 +125,7 @@ class Combine(Function):
 
 
 class GroupedLinear(Function):
-    """A product for each expert of each source, of its rows with its weight."""
+    """A matmul for each expert of each source, of its rows with its weight."""
 
     __slots__ = ()
     handles = (1,)
@@ -195,7 +195,7 @@ def route(
     logits (tokens, experts), float32 or float64 -> weights (tokens, k), experts, int64 (tokens, k) in
     ascending order, on the device, and probabilities (tokens, experts), which sum to 1, for `balance_loss`.
 
-    score: what an expert's score is: "softmax" over all experts (Mixtral, Qwen3-MoE, OLMoE), "sigmoid" of its
+    score: an expert's score: "softmax" over all experts (Mixtral, Qwen3-MoE, OLMoE), "sigmoid" of its
     logit (DeepSeek-V3), or "softmax_of_chosen", over the k alone. The weights are the scores of the k
     highest, of which the lowest expert goes first where they tie; divided by their sum if `renormalise`,
     times `scale`. bias (experts,): is added to the scores where experts are chosen, and to nothing else
@@ -245,7 +245,7 @@ def expert_order(
     experts: int64 (tokens, k) in ascending order, as `route` gives them. capacity: the most rows that an
     expert takes (None: all); of more, those of the highest `priority` stay, then those of the first tokens.
     priority: (tokens, k), not negative, needed with a capacity: their weights, say. The host waits for the
-    device, which tells it how many rows each expert has.
+    device to learn how many rows each expert has.
 
     Raises ValueError for a capacity without a priority, or below 0, and for other shapes or types.
     """
@@ -282,10 +282,10 @@ def dispatch(x: "Tensor", order: ExpertOrder) -> "Tensor":
 
 
 def combine(x: "Tensor", weights: "Tensor", order: ExpertOrder) -> "Tensor":
-    """What the experts gave, back to the tokens: (order.rows, width) -> (tokens, width).
+    """Combine the experts' outputs into the tokens: (order.rows, width) -> (tokens, width).
 
-    Each token gets the sum of its rows times its `weights`, (tokens, k), in ascending order of experts. What
-    was dropped adds nothing. weights: float32, float64 with a float64 x. Raises ValueError for other sizes,
+    Each token gets the sum of its rows times its `weights`, (tokens, k), in ascending order of experts.
+    Dropped rows add nothing. weights: float32, float64 with a float64 x. Raises ValueError for other sizes,
     TypeError for other dtypes.
     """
     x, weights = _matrix("combine", "x", x), tensor(weights)
@@ -303,7 +303,7 @@ def grouped_linear(x: "Tensor", weight: "Tensor", counts: Sequence[int] | np.nda
     """A linear layer for each group of rows: (rows, inputs) -> (rows, outputs).
 
     weight: (groups, outputs, inputs). counts: how many rows each group has, on the host; a group's rows are
-    side by side. Rows behind the last group give 0. On the CPU each group's product has the bits of F.linear;
+    contiguous. Rows after the last group give 0. On the CPU each group's result is bitwise equal to F.linear;
     on a GPU groups of few rows have one launch together, and in 16 bits cuBLAS has one call for all. counts
     (sources, groups): so it is for each of several sources, whose rows lie one behind the other, and their
     gradients of the weight are added as neighbours, (0 + 1) + (2 + 3).

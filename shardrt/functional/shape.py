@@ -1,6 +1,6 @@
-"""Shapes: views where NumPy gives views, so most of these cost nothing. Their backwards are views as well.
+"""Shapes: views where NumPy gives views, so most of these cost nothing. Their backwards are views too.
 
-A view shares memory with what it is a view of, as in NumPy.
+A view shares memory with its base, as in NumPy.
 """
 
 from collections.abc import Sequence
@@ -177,7 +177,7 @@ class Split(Function):
 def split(x: "Tensor", sizes: int | Sequence[int], axis: int = 0) -> tuple:
     """Pieces along an axis: of the given sizes, or of one size, the last perhaps smaller.
 
-    Raises ValueError if the sizes don't add up to that of the axis.
+    Raises ValueError if the sizes don't add up to the size of the axis.
     """
     x = tensor(x)
     (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
@@ -261,7 +261,7 @@ def flip(x: "Tensor", axis: int | Sequence[int]) -> "Tensor":
 
 @also(dims="axis", shifts="shift")
 def roll(x: "Tensor", shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> "Tensor":
-    """Moved by `shift` along an axis; what leaves at one end comes in at the other.
+    """Moved by `shift` along an axis; elements that leave at one end enter at the other.
 
     Or by shift[i] along axis[i]. axis: None for the elements of all axes in a row. Raises ValueError for
     other numbers of shifts than of axes.

@@ -86,9 +86,9 @@ def binary_cross_entropy_with_logits(
     reduction: str = "mean",
     pos_weight: Any = None,
 ) -> "Tensor":
-    """Minus the logarithm of what sigmoid(x) gives to the target, a number in [0, 1].
+    """Minus the logarithm of the probability that sigmoid(x) gives to the target, a number in [0, 1].
 
-    weight: a factor of each loss; pos_weight: of what the target 1 contributes. Both broadcast.
+    weight: a factor of each loss; pos_weight: a factor of the term of target 1. Both broadcast.
     """
     name = "binary_cross_entropy_with_logits"
     deprecated(name, size_average, reduce)
@@ -106,7 +106,7 @@ def binary_cross_entropy(
     reduce: None = None,
     reduction: str = "mean",
 ) -> "Tensor":
-    """Minus the logarithm of what probabilities x give to the target; a logarithm is -100 at the least."""
+    """Minus the logarithm of the probability x of the target; a logarithm is -100 at the least."""
     deprecated("binary_cross_entropy", size_average, reduce)
     x, target = _alike("binary_cross_entropy", x, target)
     loss = -(mul(_bounded_log(x), target) + mul(_bounded_log(1 - x), 1 - target))
@@ -123,7 +123,7 @@ def kl_div(
 ) -> "Tensor":
     """target * (log(target) - x) for log-probabilities x; of targets, too, if log_target.
 
-    reduction: "batchmean" as well: the sum over the size of the first axis.
+    reduction: also "batchmean": the sum over the size of the first axis.
     """
     deprecated("kl_div", size_average, reduce)
     x, target = _alike("kl_div", x, target)

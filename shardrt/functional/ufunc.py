@@ -26,7 +26,7 @@ _OWN = {
 
 
 def applied(ufunc: Any, method: str, arguments: tuple, options: dict[str, Any]) -> Any:
-    """What a ufunc of NumPy or CuPy gives for `arguments`, of which one is a tensor.
+    """The result of a ufunc of NumPy or CuPy for `arguments`, of which one is a tensor.
 
     A tensor, if the function is one of shardrt.functional and there are no options; else an array.
     Raises TypeError where a gradient would be lost, and for a tensor as `out`.

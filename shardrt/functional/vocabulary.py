@@ -1,11 +1,11 @@
-"""Embedding, cross entropy and logits of a vocabulary whose rows are cut over the ranks of an axis.
+"""Embedding, cross entropy and logits of a vocabulary whose rows are split over the ranks of an axis.
 
-Rank r has the rows [first, first + count) of a weight (vocab, width). The losses need logits of all words
-nowhere: each rank computes those of its own and reduces a row to two numbers: the logarithm of the sum of its
-exponentials, and the logit of the target, 0 where that is another rank's. One all-gather of these for a call,
+Rank r has the rows [first, first + count) of a weight (vocab, width). The losses nowhere need logits of all
+words: each rank computes its own words' logits and reduces a row to two numbers: the logarithm of the sum of
+exponentials, and the logit of the target (0 on other ranks). One all-gather of these for a call,
 whatever its chunks, gives all ranks the loss: 8 (n - 1) bytes per row (16 in float64). Backward needs none.
 Megatron-LM has three all-reduces of one number per row, one after the other: 24 (n - 1) / n bytes in a ring,
-which is more at 2 ranks, the same at 3, less from 4 on. Either is little beside a row of the input.
+which is more at 2 ranks, the same at 3, less from 4 on. Either is little next to a row of the input.
 
 Kinds of the values along the axis, as in collective.py (targets and indices are I):
 
@@ -15,11 +15,11 @@ Kinds of the values along the axis, as in collective.py (targets and indices are
                                                         before it, which sums it
     gather_logits         logits V               -> I   for sampling, and for losses that are not here
 
-Parts are those of `rows_of`: as equal as can be, and two neighbours of 2 n parts are one of n parts. A part
+Slices come from `rows_of`: as equal as can be, and two neighbours of 2 n slices are one of n slices. A slice
 is padded where an all-gather wants equal ones (gather_logits), never the weight.
 
-With a weight that is multiplied in parts (in_parts.py), each part of a rank has its own products and its own
-two numbers for each row; those of all parts are joined in their order, so the loss has the same bits on any
+With a weight that is multiplied in parts (in_parts.py), each part of a rank has separate matmuls and
+two numbers for each row. All parts' numbers are joined in order, so the loss is bitwise identical on any
 number of ranks.
 """
 
@@ -120,7 +120,7 @@ def embedding(values: Any, weight: "Tensor", part: VocabularyPart) -> "Tensor":
 
     values: integers (...) of [0, part.vocab), the same on all ranks. weight: (part.count, width), this rank's
     rows, the only ones that get a gradient from here. The sum of the ranks' results (..., width) is what the
-    whole weight gives; each of its rows is one rank's to the bit.
+    whole weight gives; each of its rows is bitwise one rank's.
 
     Raises what F.embedding does, and ValueError for a weight of other than part.count rows.
     """
@@ -182,7 +182,7 @@ def cross_entropy(
     reduction: str = "mean",
     inplace: bool = False,
 ) -> "Tensor":
-    """F.cross_entropy of the whole vocabulary, from this rank's part of the logits.
+    """F.cross_entropy of the whole vocabulary, from this rank's slice of the logits.
 
     logits: (..., part.count), of the words from part.first on. targets: integers (...) of [0, part.vocab) or
     ignore_index, the same on all ranks, as is the loss. The rest is as in F.cross_entropy, errors too.
@@ -200,8 +200,8 @@ def cross_entropy(
 class VocabularyLinearCrossEntropy(Function):
     """With chunk 0 the logits are kept, and become their gradient; else backward makes them again.
 
-    That is in backward on a GPU as well, not already when they are read as in LinearCrossEntropy: what all
-    ranks' exponentials add up to is known only then. It costs to read the own part of the logits once more.
+    On a GPU too, that is in backward, not when the logits are read as in LinearCrossEntropy: the sum of all
+    ranks' exponentials is known only then. Costs one more read of the rank's slice of the logits.
     """
 
     __slots__ = ()
@@ -270,9 +270,9 @@ def _add_weight_gradient(x: Array, dlogits: list[Array], words: "_Words", weight
 
 
 class _Words:
-    """This rank's rows of the weight, all at once or in parts, and the products with them.
+    """This rank's rows of the weight, all at once or in parts, and the matmuls with them.
 
-    places: of each part among the rows; firsts: the first word of each.
+    places: of each part among the rows; firsts: the first word of each part.
     """
 
     def __init__(self, weight: Variable, part: VocabularyPart) -> None:
@@ -330,7 +330,7 @@ def linear_cross_entropy(
 ) -> "Tensor":
     """F.linear_cross_entropy of the whole vocabulary, from this rank's rows of the weight.
 
-    x: (..., inputs), the same values on all ranks; its gradient is what this rank adds to a sum. weight:
+    x: (..., inputs), the same values on all ranks; its gradient is this rank's summand of a sum. weight:
     (part.count, inputs). targets: integers (...) of [0, part.vocab) or ignore_index, the same on all ranks,
     as is the loss. chunk: rows of logits at a time, 0 for all, as in F.linear_cross_entropy: chunk *
     part.count elements. The rest is as there, errors too.
@@ -375,7 +375,7 @@ class GatherLogits(Function):
 def gather_logits(logits: "Tensor", part: VocabularyPart) -> "Tensor":
     """(..., part.count) of each rank -> (..., part.vocab), the same on all.
 
-    The gradient, which all ranks have, is cut: each takes its part. ValueError for another width.
+    The gradient, which all ranks have, is split: each takes its slice. ValueError for another width.
     """
     op = "vocabulary.gather_logits"
     logits = tensor(logits)
@@ -395,7 +395,7 @@ def _forward(
 
 
 def _joined(pairs: Array, targets: Array, part: VocabularyPart, ignore_index: int) -> tuple[Array, Array]:
-    """(losses, log of the sum of exponentials) of the whole vocabulary, the same bits on all ranks.
+    """(losses, log of the sum of exponentials) of the whole vocabulary, bitwise identical on all ranks.
 
     pairs: (parts of this rank, 2, rows).
     """

@@ -25,7 +25,7 @@ class Waiting(Function):
 
 
 class _State(threading.local):
-    """The state of this thread. Ranks may be threads of one process; each has a state of its own."""
+    """The state of this thread. Ranks may be threads of one process; each has its own state."""
 
     def __init__(self) -> None:
         # run -> op -> calls for the wait of that op. If the run raises, its calls go with it.

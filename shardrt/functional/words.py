@@ -1,4 +1,4 @@
-"""PyTorch's words for arguments, beside NumPy's: x.sum(dim=1) is x.sum(axis=1)."""
+"""PyTorch's argument names, next to NumPy's: x.sum(dim=1) is x.sum(axis=1)."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -8,10 +8,10 @@ F = TypeVar("F", bound=Callable)
 
 
 def also(_refused: dict[str, tuple] | None = None, /, **words: str) -> Callable[[F], F]:
-    """Let a function be called with PyTorch's words as well: also(dim="axis").
+    """Let a function also be called with PyTorch's argument names: also(dim="axis").
 
-    Type checkers know the function's own words only. _refused: words of what the function can't do: the value
-    that asks for nothing, and what to do instead, which the TypeError says for other values.
+    Type checkers know only the function's own names. _refused: names of arguments that the function does not
+    support: the value that asks for nothing, and the advice of the TypeError for other values.
     """
     refused = _refused or {}
 
@@ -44,7 +44,7 @@ torch_words = also(dim="axis", keepdim="keepdims")
 
 
 def only(op: str, instead: str, **given: tuple[Any, Any]) -> None:
-    """Refuse what PyTorch's op can do and this one can't: each argument is (what it got, what it takes).
+    """Refuse arguments that only PyTorch's op supports: each argument is (what it got, what it takes).
 
     Raises ValueError that names the argument and says what to do instead.
     """

@@ -8,7 +8,7 @@ from shardrt.tensor import Tensor
 
 
 class Identity(Module):
-    """Gives back what it gets; arguments of its making are not looked at."""
+    """Returns its input; arguments of its constructor are ignored."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A whole array on one rank, put together from the parts of all."""
+"""A whole array on one rank, put together from the chunks of all ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +14,9 @@ from shardrt.nn.overlaps import put
 def collected(
     control: Communicator, own: np.ndarray, shape: tuple[int, ...], parts: Sequence[Extents]
 ) -> Any:
-    """A host array of `shape` on rank 0, put together from the ranks' parts; None elsewhere. Collective.
+    """A host array of `shape` on rank 0, put together from the ranks' chunks; None elsewhere. Collective.
 
-    own: what this rank has, a host array. parts: by rank, the elements that each one has.
+    own: this rank's chunk, a host array. parts: by rank, the elements that each rank has.
     """
     here = device.current()
     if control.rank > 0:

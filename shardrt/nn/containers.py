@@ -7,7 +7,7 @@ from shardrt.nn.public import Module, Parameter
 
 
 class ModuleList(Module):
-    """Modules by index; called by whoever holds the list. A slice is a list that shares its modules."""
+    """Modules by index; called by the module with the list. A slice is a list that shares its modules."""
 
     def __init__(self, modules: Iterable[Module] = ()) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class ModuleList(Module):
         return self
 
     def insert(self, index: int, module: Module) -> None:
-        """Put a module before that of this index; those after it have other names from now on."""
+        """Put a module before this index; the modules after it change their names."""
         modules = list(self)
         modules.insert(index, _held(self, module, Module))
         self._refill(modules)
@@ -80,7 +80,7 @@ class Sequential(ModuleList):
 
 
 class ModuleDict(Module):
-    """Modules by name; called by whoever holds the dictionary."""
+    """Modules by name; called by the module that holds the dictionary."""
 
     def __init__(self, modules: Mapping[str, Module] | Iterable[tuple[str, Module]] = ()) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ def _held(container: Module, item: Any, kind: type) -> Any:
 
 
 def _key(container: Module, name: Any) -> str:
-    """A name that can be part of a parameter's, and that the container has no other use for."""
+    """A name that can be part of a parameter's name, and that is no attribute of the container."""
     if not isinstance(name, str) or not name or "." in name:
         raise ValueError(f"{type(container).__name__}: a name is a string without dots, got {name!r}")
     if name not in container._modules and name not in container._parameters and hasattr(container, name):

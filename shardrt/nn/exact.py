@@ -1,4 +1,4 @@
-"""Norms as exact sums of integers, rounded once: their bits do not depend on how an array is cut, ever.
+"""Norms as exact sums of integers, rounded once: bitwise identical however an array is sharded.
 
 A float32 is a whole number times a power of two, so is its square; sums of those by exponent are integers of
 two limbs (kernels/cpu/reduce.py, exact_power_sums). (The long accumulator of Kulisch and Miranker, The

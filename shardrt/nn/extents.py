@@ -1,7 +1,7 @@
 """Which elements of a parameter a rank has: integers only, no arrays and no ranks.
 
 The elements are a tuple of Extents, counted in memory order. A shard of a parameter is one extent. Columns of
-a matrix are one extent as well: a run for each row, at a stride. Rows of several fused matrices are an extent
+a matrix are one extent too: a run for each row, at a stride. Rows of several fused matrices are an extent
 for each matrix. The order of the extents is the order in which the rank keeps the elements.
 """
 

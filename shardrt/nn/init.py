@@ -1,7 +1,7 @@
-"""What parameters start as. A specification fills any piece of a parameter, and only that.
+"""Initial values of parameters. A specification fills any piece of a parameter, and only that piece.
 
 Element i of a parameter is a function of (seed, the parameter's name, i), by a counter-based generator: a
-rank makes its shard alone, and the values are the same bits at every world size.
+rank makes its shard alone, and the values are bitwise identical at every world size.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Array = Any
 
 
 class Initialiser(Protocol):
-    """What a parameter asks of a specification; any frozen dataclass with this method will do."""
+    """The protocol of a specification; any frozen dataclass with this method will do."""
 
     def fill(self, out: Array, seed: int, key: int, offset: int) -> None:
         """Write elements [offset, offset + out.size) of the parameter behind `key` into 1-D `out`."""
@@ -26,7 +26,7 @@ class InitialiserOfRuns(Protocol):
     """One that knows its values, and gives columns of a matrix at once rather than row by row."""
 
     def fill_extent(self, out: Array, extent: Extent) -> None:
-        """Write the elements `runs` of the parameter, each of several in a row of its own, into 1-D `out`."""
+        """Write the elements `runs` of the parameter, each of several in a separate row, into 1-D `out`."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class AsNamed:
-    """What `init` makes of the parameter behind this key, whatever it is called now: for copies."""
+    """The initial values by `init` for the parameter of this key, also after a renaming: for copies."""
 
     init: Initialiser
     key: int

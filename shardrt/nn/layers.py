@@ -1,6 +1,6 @@
 """Layers of a transformer: parameters and one call of functional each. Defaults are PyTorch's.
 
-`init` says what a weight starts as (nn.init), `dtype` is float32 unless given.
+`init` is the initial value of a weight (nn.init), `dtype` is float32 unless given.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ __all__ = ["Dropout", "Embedding", "LayerNorm", "Linear", "RMSNorm"]
 class Linear(Module):
     """(..., in_features) -> (..., out_features): x times weight transposed, plus bias.
 
-    init: what the weight starts as, the bias then at 0. Left out, both start evenly from
+    init: the initial weight, the bias then at 0. Left out, both start evenly from
     +-1 / sqrt(in_features), as in PyTorch. gelu: GELU of it, in the tanh form (F.linear_gelu).
     """
 
@@ -71,7 +71,7 @@ class Embedding(Module):
         )
 
     def forward(self, indices: Any) -> Tensor:
-        words = self.weight.words  # of a vocabulary that is cut over ranks
+        words = self.weight.words  # of a vocabulary that is split over ranks
         return F.embedding(indices, self.weight) if words is None else words.embedding(indices, self.weight)
 
 

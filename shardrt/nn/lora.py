@@ -24,7 +24,7 @@ Targets = tuple[str, ...] | Callable[[str, Linear], bool]  # paths of layers, or
 
 @dataclass(frozen=True)
 class LowRank:
-    """The `adapter` that add_lora gives a Linear: adds the product of the layer's `lora_a` and `lora_b`."""
+    """The `adapter` that add_lora gives a Linear: adds the output of the layer's `lora_a` and `lora_b`."""
 
     scale: float
     dropout: float
@@ -46,9 +46,9 @@ def add_lora(
 ) -> Module:
     """Freeze `model` and give its linear layers trainable adapters; gives `model` back.
 
-    rank: of the product, at most the smaller side of each layer. alpha: the product is scaled by
+    rank: of the two matrices, at most the smaller side of each layer. alpha: their product is scaled by
     alpha / rank; 2 * rank if None. targets: shell patterns for the layers' paths ("*.qkv"), or a function of
-    (path, layer). dropout: of what goes into the adapters.
+    (path, layer). dropout: of the adapters' input.
 
     Load weights before and call fully_shard after: frozen parameters are then sharded and never reduced.
     Raises ValueError if no layer is picked, for numbers that cannot be, or after fully_shard.
@@ -84,12 +84,12 @@ def adapted_layers(model: Module) -> list[Linear]:
 
 
 def lora_parameters(model: Module) -> list[Parameter]:
-    """The adapters' parameters: what the optimizer gets, and what is worth saving of a trained model."""
+    """The adapters' parameters: those to optimize, and those to save of a trained model."""
     return [p for layer in adapted_layers(model) for p in (layer.lora_a, layer.lora_b)]
 
 
 def merge_lora(model: Module) -> Module:
-    """Add every adapter's product to its layer's weight; gives `model` back, which computes the same.
+    """Add every adapter's matrix to its layer's weight; gives `model` back, which computes the same.
 
     Adapters of a plain model are taken out, and its layers are as they were before add_lora, still frozen.
     Those of a model that is sharded, or has stages, stay, with B zero; where it is sharded, call it inside

@@ -1,8 +1,8 @@
 """Mixture of experts: a router sends each token to few of many MLPs, whose results are put together.
 
 (Shazeer et al., Outrageously Large Neural Networks, 2017; Lepikhin et al., GShard, 2020.) docs/experts.md has
-the formulas. Between `F.dispatch` and `F.combine` there is one call, of `Experts`: whoever has experts on
-other ranks goes around that.
+the formulas. Between `F.dispatch` and `F.combine` there is one call, of `Experts`: a wrapper for experts on
+other ranks wraps that call.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Array = Any
 
 
 class Routing(NamedTuple):
-    """What a router decides. weights: (tokens, k), float32. loss: a number, 0 where it has none, or sums."""
+    """A router's decision. weights: (tokens, k), float32. loss: a number, 0 where it has none, or sums."""
 
     weights: Tensor
     order: ExpertOrder
@@ -55,12 +55,12 @@ class Router(Module):
         return F.linear(F.cast(x, self.weight.dtype), self.weight)
 
     def count(self, order: ExpertOrder) -> None:
-        """Add to `load`, in training; not where a forward is run again, or to see what memory it takes."""
+        """Add to `load`, in training; not where a forward is run again, or in a dry run."""
         if self.training and not random.rewound() and autograd.running() is None:
             self.load += order.chosen
 
     def balance_along(self, mesh: DeviceMesh) -> None:
-        """Let the balance loss be that of the tokens of all ranks of `mesh`, beside those of before.
+        """Let the balance loss count the tokens of all ranks of `mesh`, and of earlier calls' meshes.
 
         Collective over the root of `mesh`. Raises ValueError where its ranks have other stages.
         """
@@ -154,7 +154,7 @@ class TopKRouter(Router):
 class Top2Gate(Router):
     """(tokens, width) -> Routing, as FairScale's gate of this name (fairscale/nn/moe/top2gate.py).
 
-    The first expert is that of the highest logit, the second that of the highest of the others with Gumbel
+    The first expert has the highest logit, the second the highest of the others with Gumbel
     noise added, in training; so it is drawn with the probability that the softmax gives it. An expert takes
     2 tokens / n_experts rows: first choices before second ones, then the first tokens. A token's weights are
     the softmax of the choices that were taken, over their sum. The loss is the mean over experts of
@@ -195,11 +195,11 @@ class Experts(Module):
     """MLPs side by side: (rows, width), counts -> (rows, width), the rows of an expert one behind the other.
 
     counts: int (experts,) on the host, how many rows each expert has. capacity: the most that one can have;
-    this module does not need it, but who has experts on other ranks. activation: "swiglu", "gelu",
+    this module does not need it, but a wrapper for experts on other ranks does. activation: "swiglu", "gelu",
     "gelu_tanh", "relu" or "silu". Parameters: `up` (experts, hidden, width), of a SwiGLU (experts, 2 hidden,
-    width) with the gate before what it opens; `down` (experts, width, hidden). No biases.
+    width) with the gate before the gated rows; `down` (experts, width, hidden). No biases.
 
-    init, down_init: what they start as; left out, evenly from +-1 / sqrt(inputs), as nn.Linear.
+    init, down_init: initial values; left out, evenly from +-1 / sqrt(inputs), as nn.Linear.
     """
 
     def __init__(
@@ -260,13 +260,13 @@ class MoE(Module):
 
 
 def balance_over(model: Module, mesh: DeviceMesh) -> None:
-    """Let each balance loss be that of the tokens of all ranks of `mesh`, those with parts of the batch.
+    """Let each balance loss count the tokens of all ranks of `mesh`, which have parts of the batch.
 
-    Each rank then has the choices of all of them and the probabilities of its own tokens: where the ranks
+    Each rank then has all ranks' choices and the probabilities of its own tokens: where the ranks
     have equally many, the mean over ranks is the balance loss of one rank with all tokens, and so is its
     gradient. (Without it, it is the mean of the ranks' own balance losses, which depends on how the batch is
-    cut.) An all-reduce of an integer for each expert, in each forward of each router. Ranks with parts of the
-    same samples, by TokenParallel or ContextParallel, are counted besides. Call it on every rank.
+    split.) An all-reduce of an integer per expert, in each forward of each router. Ranks with parts of the
+    same samples, by TokenParallel or ContextParallel, are counted too. Call it on every rank.
 
     Raises ValueError if `model` has no router of this package, TopKRouter or Top2Gate, and for a `mesh` along
     which ranks have other stages.
@@ -313,7 +313,7 @@ def update_expert_bias(model: Module, rate: float = 1e-3) -> None:
     """Once per step, behind the optimizer's: balance without a loss, where routers have an expert_bias.
 
     Moves it up by `rate` where an expert was chosen less often than the mean, down where more often, counted
-    over all ranks that train the model, and begins the count anew (Wang et al., Auxiliary-Loss-Free Load
+    over all ranks that train the model, and restarts the count (Wang et al., Auxiliary-Loss-Free Load
     Balancing, 2024). model: the whole, also where it has stages. Collective where a router has one.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]

@@ -1,4 +1,4 @@
-"""Extents of one whole: what two have in common, whether some are the whole, and values put into the whole.
+"""Extents of one whole: their overlaps, whether some are the whole, and values put into the whole.
 
 Files and their readers need this.
 """
@@ -14,7 +14,7 @@ __all__ = ["miscounted", "overlaps", "within"]
 
 
 def overlaps(extents: Extents, other: Extent) -> Iterator[tuple[int, int, int]]:
-    """(place, other_place, count) of what both have: `count` neighbours, from there on in each of them."""
+    """(place, other_place, count) of each overlap: `count` neighbours, from there on in each of them."""
     place = 0
     for extent in extents:
         for number in within(extent, other.first, other.stop):
@@ -34,7 +34,7 @@ def miscounted(pieces: Iterable[Extent], size: int) -> tuple[int, int] | None:
 
         z**first * (1 - z**length) * (1 - z**(count * stride)) / ((1 - z) * (1 - z**stride))
 
-    and pieces are the whole where their numerators, of four terms each, add up to that of the whole.
+    and pieces are the whole where their numerators, of four terms each, add up to the numerator of the whole.
     """
     pieces = list(pieces)
     stride = max((extent.stride for extent in pieces if extent.count > 1), default=1)

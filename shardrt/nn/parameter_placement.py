@@ -42,7 +42,7 @@ SHARD, REPLICATE, PARTIAL = "shard", "replicate", "partial"
 class ParameterPlacement:
     """Of a parameter of shape `whole`, along the one axis of `mesh`.
 
-    The kinds are DTensor's. SHARD: each rank has elements of its own. REPLICATE: each rank has all elements,
+    The kinds are DTensor's. SHARD: each rank has its own elements. REPLICATE: each rank has all elements,
     and equal gradients. PARTIAL: each rank has all elements; its gradient is one term of a sum over ranks.
 
     Attributes:
@@ -74,7 +74,7 @@ class ParameterPlacement:
 
     @property
     def cut_axes(self) -> MeshLayout:
-        """Axes along which each rank has elements of its own."""
+        """Axes along which each rank has its own elements."""
         return self.axes if self.kind == SHARD else ()
 
     @property
@@ -112,7 +112,7 @@ class ParameterPlacement:
         return self.parts[rank] if self.kind == SHARD else contiguous(0, int(np.prod(self.whole)))
 
     def in_whole(self, extents: Extents) -> Extents:
-        """Some elements of what this rank has, as elements of the whole."""
+        """Some elements of this rank, as elements of the whole."""
         if self.kind != SHARD:
             return extents
         found: Extents = ()
@@ -129,7 +129,7 @@ class ParameterPlacement:
 
     @property
     def communicator(self) -> Communicator:
-        """Over the ranks of the axis, for what hosts tell each other."""
+        """Over the ranks of the axis, for messages between hosts."""
         return self.mesh.communicator("control")
 
     def storage(self, parameter: Parameter, array: Array | None = None) -> "PlacedStorage":
@@ -137,16 +137,16 @@ class ParameterPlacement:
         return PlacedStorage(parameter, array)
 
     def joined(self, own: np.ndarray) -> np.ndarray | None:
-        """The whole, of a parameter or of optimizer state, from what the ranks have: host arrays.
+        """The whole, of a parameter or of optimizer state, from the ranks' arrays: host arrays.
 
-        If the parameter is cut, the call is collective over the axis, and gives None on all but the axis's
+        If the parameter is split, the call is collective over the axis, and gives None on all but the axis's
         first rank. Otherwise it gives `own`.
         """
         return collected(self.communicator, own, self.whole, self.parts) if self.kind == SHARD else own
 
 
 class PlacedStorage(LocalStorage):
-    """All that this rank has of a parameter that other ranks hold or train as well."""
+    """This rank's elements of a parameter that other ranks hold or train too."""
 
     def __init__(self, parameter: Parameter, array: Array | None = None) -> None:
         super().__init__(parameter, array)
@@ -189,10 +189,10 @@ class PlacedStorage(LocalStorage):
 def set_placement(parameter: Parameter, placement: ParameterPlacement) -> None:
     """Place `parameter` as `placement` says: its `shape` is this rank's from now on.
 
-    Call it before the parameter has values, and once; a parameter that all ranks have alike may still be cut.
+    Call it before the parameter has values, and once; a parameter that all ranks have may still be split.
 
     Raises:
-        ValueError: names the parameter, for a second cut.
+        ValueError: names the parameter, for a second split.
         RuntimeError: names the parameter, if it has values, or is sharded.
     """
     described = f"parameter {parameter.name!r}"

@@ -1,7 +1,7 @@
 """Piece: a part of a model's forward, for a pipeline (parallel/stage.py).
 
-A model gives its pieces in order by a method `pieces()`. Called one after the other, each with what the one
-before it gave, they are its forward.
+A model gives its pieces in order by a method `pieces()`. Called in order, each with the output of the piece
+before it, they are the model's forward.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,10 +17,10 @@ Uses = tuple[Module | Parameter, ...]
 class Piece:
     """`run(x, batch)` -> x, with the modules and parameters that it uses.
 
-    x: what lies between two pieces, a tensor, or tuples, lists, dicts of them; None for the first. batch: the
-    arguments of the model's forward by name, the same for all pieces. uses: those that no other piece uses.
-    tied: those that an earlier one uses as well, such as an embedding that is also the head. What a piece
-    does not name it must not use: it may be absent.
+    x: the value between two pieces, a tensor, or tuples, lists, dicts of them; None for the first. batch: the
+    arguments of the model's forward by name, the same for all pieces. uses: modules that no other piece uses.
+    tied: modules that an earlier piece uses too, such as an embedding that is also the head. A piece must not
+    use modules that it does not name: they may be absent.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Piece:
         return _parameters((*self.uses, *self.tied))
 
     def tied_parameters(self) -> list[Parameter]:
-        """Those that an earlier piece uses as well."""
+        """Modules that an earlier piece uses too."""
         return _parameters(self.tied)
 
 

@@ -1,8 +1,8 @@
 """Where parameters and modules are, once parallelize_module or pipeline_stages has spread a model over ranks.
 
-Every rank of a pipeline has the whole tree of modules, with its names. Of what only other ranks' stages use
-it has no values: such a parameter is absent. What two stages use is on the ranks of both, as two copies, and
-belongs to the first.
+Every rank of a pipeline has the whole tree of modules, with its names. It has no values of parameters that
+only other ranks' stages use: such a parameter is absent. Parameters that two stages use are on the ranks of
+both, as two copies, and belong to the first stage.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,8 +40,8 @@ class PipelinePlacement:
 
     The stages that use it, in ascending order, and the rank of each on the one axis of `mesh`.
 
-    copies: of what two ranks have, these two; None elsewhere, and on other ranks. twin: it is what the later
-    of two stages on one rank uses (parallel/tied_replica.py).
+    copies: of a parameter that two ranks have; None elsewhere, and on other ranks. twin: the later
+    of two stages on one rank uses it (parallel/tied_replica.py).
     """
 
     mesh: DeviceMesh
@@ -67,7 +67,7 @@ class PipelinePlacement:
 
     @property
     def axes(self) -> MeshLayout:
-        """Along what of the root mesh ranks have other stages (comm/mesh_layout.py)."""
+        """The layout of the root mesh along which ranks have other stages (comm/mesh_layout.py)."""
         return self.mesh.axes
 
     @property
@@ -77,7 +77,7 @@ class PipelinePlacement:
 
     @property
     def control(self) -> Communicator:
-        """Over the ranks that have the other stages beside this one's, for what hosts tell each other."""
+        """Over the ranks that have the other stages, for messages between hosts."""
         return self.mesh.communicator("control")
 
     @property

@@ -1,7 +1,7 @@
 """Module and Parameter as users have them: nn.Module and nn.Parameter.
 
-Each extends its class of the runtime (nn/module.py, nn/parameter.py), which fsdp runs, by what fsdp does not
-need: initial values, operators, hooks, modes, buffers, state dicts and copies.
+Each extends its class of the runtime (nn/module.py, nn/parameter.py), which fsdp runs, by features that fsdp
+does not need: initial values, operators, hooks, modes, buffers, state dicts and copies.
 """
 
 import copy
@@ -35,8 +35,8 @@ class Parameter(parameter.Parameter, Tensor):
 
     `data` is the whole array. While the parameter is sharded, reading or writing it raises a RuntimeError
     that names the parameter; in the forward of its unit it can be read. `shard` and `grad` are the part that
-    this rank holds: a 1-D array of a sharded parameter, the whole array of a plain one. What other ranks may
-    read is read-only (NumPy's ValueError); write a shard inside `with parameter.writing()`. The first use of
+    this rank holds: a 1-D array of a sharded parameter, the whole array of a plain one. Arrays that peers
+    may read are read-only (ValueError); write a shard in `with parameter.writing()`. The first use of
     a sharded model, even the reading of a `shard`, makes the shards of all its units and is collective: every
     rank must come to it.
 
@@ -47,7 +47,7 @@ class Parameter(parameter.Parameter, Tensor):
         dtype: float32 or float64; integers and booleans if it is frozen.
 
     Raises:
-        TypeError: for what is no shape or no rule of nn.init, and for integers that require a gradient.
+        TypeError: for a bad shape, for no rule of nn.init, and for integers that require a gradient.
         ValueError: for a shape without dimensions or with a negative size.
     """
 
@@ -73,7 +73,7 @@ class Parameter(parameter.Parameter, Tensor):
 
     @property
     def words(self) -> Any:
-        """How rows of a vocabulary that is cut, or could be, are looked up and make logits; else None."""
+        """How rows of a vocabulary that is split, or could be, are looked up and make logits; else None."""
         return self._words if self.placement is None else self.placement.words
 
     @words.setter
@@ -103,7 +103,7 @@ class Parameter(parameter.Parameter, Tensor):
     def writing(self) -> Iterator[Array]:
         """Lend `shard` to be written inside a with block: a custom update, an average of weights.
 
-        Collective: every rank comes here for the same parameters, even if its part is empty, because a
+        Collective: every rank comes here for the same parameters, even if its shard is empty, because a
         slower rank may still read the old values. The next forward uses the new ones.
         """
         start, stop = self.storage.range_of(self)
@@ -115,7 +115,7 @@ class Parameter(parameter.Parameter, Tensor):
 
     @property
     def grad(self) -> Array | None:
-        """The gradient of the part that this rank holds: in the parameter's shape if it is all, else 1-D."""
+        """The gradient of this rank's shard: in the parameter's shape if it is all, else 1-D."""
         return super().grad
 
     @grad.setter
@@ -145,7 +145,7 @@ class Parameter(parameter.Parameter, Tensor):
             self.init.fill(out[place : place + length], self.seed, key, first)
 
     def load(self, values: Any) -> None:
-        """Set this rank's part, if it has one, from the whole array `values`.
+        """Set this rank's shard, if it has one, from the whole array `values`.
 
         Raises ValueError, which names the parameter, if the shape differs.
         """
@@ -187,7 +187,7 @@ class Parameter(parameter.Parameter, Tensor):
         )
 
     def register_hook(self, hook: Any) -> RemovableHandle:
-        """Raises RuntimeError: the whole gradient of a parameter never exists as one array of its own."""
+        """Raises RuntimeError: the whole gradient of a parameter never exists as one array."""
         raise RuntimeError(
             f"parameter {self.name!r}: register_hook is for the results of ops; the gradient of a parameter "
             "is added up in its place: use register_post_accumulate_grad_hook"
@@ -196,7 +196,7 @@ class Parameter(parameter.Parameter, Tensor):
     def register_post_accumulate_grad_hook(self, hook: Callable[["Parameter"], None]) -> RemovableHandle:
         """Call hook(parameter) at the end of each backward that has added to `parameter.grad`.
 
-        The gradient is this rank's part, reduced over the ranks; the hook may read and change it. Under
+        The gradient is this rank's shard, reduced over the ranks; the hook may read and change it. Under
         no_sync, and with set_world_invariant before the last micro-batch of a step, the hook is not called,
         since nothing is complete. A rank whose backward did not come to the parameter does not call it
         either. An optimizer that updates in backward has updated before.
@@ -334,7 +334,7 @@ class Module(module.Module):
             name: name of the attribute.
             values: an array; with `value`, a shape.
             value: the array is full of this number, float32 unless `dtype` is given.
-            dtype: element type; None: that of `values`.
+            dtype: element type; None: the type of `values`.
             persistent: False: state dicts do not hold it, and it is a plain attribute.
 
         Raises:
@@ -369,7 +369,7 @@ class Module(module.Module):
 
     @property
     def batch_block(self) -> random.Block | None:
-        """Which block of the batch's tensors this rank has in here; None: that of its rank in the world."""
+        """Which block of the batch's tensors this rank has in here; None: the block of its world rank."""
         above = self
         while above is not None and above._block is None:
             above = above.parent
@@ -388,7 +388,7 @@ class Module(module.Module):
     def register_forward_pre_hook(
         self, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> RemovableHandle:
-        """Call hook(module, args) before each forward; what it returns, unless None, are the new arguments.
+        """Call hook(module, args) before each forward; its result, unless None, replaces the arguments.
 
         Hooks run where forward runs: parameters are gathered, inputs cast, and recomputation calls the hooks
         again.
@@ -403,7 +403,7 @@ class Module(module.Module):
     def register_forward_hook(
         self, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> RemovableHandle:
-        """Call hook(module, args, output) after each forward; what it returns, unless None, is the output.
+        """Call hook(module, args, output) after each forward; its result, unless None, replaces the output.
 
         with_kwargs: hook(module, args, kwargs, output). Else as register_forward_pre_hook.
         """
@@ -447,7 +447,7 @@ class Module(module.Module):
     def state_dict(self) -> dict[str, np.ndarray]:
         """Name -> whole array, not copied, of parameters and then buffers.
 
-        Raises RuntimeError if parameters are sharded or cut: see full_state_dict.
+        Raises RuntimeError if parameters are sharded or split: see full_state_dict.
         """
         parameters = dict(self.named_parameters())
         if cut := [name for name, p in parameters.items() if p.shape != p.whole_shape]:
@@ -462,11 +462,11 @@ class Module(module.Module):
         strict: bool = True,
         broadcast_from_rank0: bool = False,
     ) -> None:
-        """Set every parameter and buffer from whole arrays; a rank takes its parts, one parameter at a time.
+        """Set every parameter and buffer from whole arrays; a rank takes its shards, one parameter at a time.
 
         Args:
             state: name -> whole array.
-            strict: False leaves what `state` does not have as it is (adapters that are kept alone, say).
+            strict: False leaves parameters without an entry as they are (for saved adapters, say).
             broadcast_from_rank0: rank 0 alone has a `state`, and sends it array by array; collective.
 
         Raises:
@@ -545,7 +545,7 @@ def _set_buffer(name: str, array: Any, values: Any) -> None:
 
 
 def _barrier(parameters: Iterable[Parameter]) -> None:
-    """Wait until every rank that holds a part of these parameters has come here."""
+    """Wait until every rank that holds a shard of these parameters has come here."""
     communicators = []
     for each in parameters:
         _ = each.shard  # there is a communicator once the storage is built

@@ -23,7 +23,7 @@ def everyone(model: Module, call: str) -> Communicator | None:
 
 
 def ranks_of(model: Module) -> Communicator | None:
-    """The communicator of all ranks that train `model`; None if it is neither sharded nor cut."""
+    """The communicator of all ranks that train `model`; None if it is neither sharded nor split."""
     for parameter in model.parameters():
         if parameter.place is not None:
             return parameter.place.everyone
@@ -46,6 +46,6 @@ def is_stage_leader(model: Module) -> bool:
 
 
 def shared(storages: Iterable[Storage]) -> bool:
-    """Whether other ranks have other parts of the data, as far as these storages, which are built, know."""
+    """Whether other ranks have other parts of the data, judged by these built storages."""
     apart = [storage for storage in storages if not isinstance(storage, LocalStorage)]
     return any(storage.everyone is not None and storage.everyone.size > 1 for storage in apart)

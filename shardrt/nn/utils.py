@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 Array = Any
-Pieces = dict[Communicator | None, list[Array]]  # of gradients, by whom their ranks talk
+Pieces = dict[Communicator | None, list[Array]]  # of gradients, by their ranks' communicator
 Squares = list[tuple[Array, Communicator | None, DeviceMesh | None]]  # pairs of squares, and their ranks
 
 
@@ -79,9 +79,9 @@ def clip_grad_norm_on_device_(
     """As clip_grad_norm_ of order 2, but the host does not wait for the norm: a float64 tensor, read later.
 
     So it can be captured in a CUDA graph, also on several ranks where the mesh's communicators are NCCL's. On
-    a GPU the norm and the gradients have the bits of clip_grad_norm_. On the CPU the norm is a plain float64
+    a GPU the norm and the gradients are bitwise as clip_grad_norm_'s. On the CPU the norm is a plain float64
     sum, whose last bits depend on how the gradients are sharded. leave_nonfinite: where the norm is nan or
-    infinite, the gradients stay as they are.
+    infinite, the gradients stay unchanged.
 
     Raises ValueError as clip_grad_norm_ does, and for gradients that are on the host though the device is
     not.
@@ -141,7 +141,7 @@ def _plain_sum(squares: Squares, others: DeviceMesh | None) -> Array:
 
 
 def _pairs_of_all(squares: Squares, others: DeviceMesh | None) -> Array:
-    """(n, 2), on the device: pairs whose sum is that of the squares on all ranks, to about 100 bits.
+    """(n, 2), on the device: pairs that add up to the sum of the squares on all ranks, to about 100 bits.
 
     So its root is the norm that `_norm` finds, and the same on all ranks that have copies of a shard.
     """
@@ -156,7 +156,7 @@ def _pairs_of_all(squares: Squares, others: DeviceMesh | None) -> Array:
 
 
 def _everyones_pairs(pairs: Array, ranks: DeviceMesh | None) -> Array:
-    """A pair of each rank, the sum of its own; the host does not wait.
+    """A pair of each rank, the sum of its squares; the host does not wait.
 
     By the communicator for reductions, in their stream: it is there if these ranks shard parameters, else it
     is made now. NCCL sums nothing: it may add in another order on ranks that have copies.
@@ -180,7 +180,7 @@ def grad_norm(parameters: Iterable[Parameter], norm_type: float = 2.0) -> float:
 
     norm_type: a positive number, or infinity for the largest |g|. Each element is counted once, however the
     parameters are sharded; one all-reduce of a few numbers per communicator. The sum is carried to about 100
-    bits and rounded once, so the norm has the same bits at every world size if the gradients have; with
+    bits and rounded once, so the norm is bitwise identical at every world size if the gradients are; with
     fsdp.set_world_invariant it is exact. nan on every rank if there is one anywhere. Call it on every rank.
 
     Raises ValueError if `norm_type` is not positive, or with set_world_invariant not 1, 2 or infinity.
@@ -208,7 +208,7 @@ def _check_norm_type(function: str, norm_type: float) -> None:
 
 
 def _refuse_mixed(call: str, parameters: list[Parameter]) -> None:
-    """Gradients that nobody reduces differ between ranks, and so would the norm, and the clipped rest."""
+    """Raise ValueError for sharded next to plain parameters, whose gradients no unit reduces."""
     trained = [parameter for parameter in parameters if parameter.requires_grad and not parameter.absent]
     alone = [parameter for parameter in trained if isinstance(parameter.storage, LocalStorage)]
     if alone and shared(parameter.storage for parameter in trained):
@@ -241,7 +241,7 @@ def _norm(
 def _on_host(
     by_communicator: Pieces, numbers_of: Callable[[list[Array]], tuple[Array, list[int]]]
 ) -> dict[Communicator | None, np.ndarray]:
-    """What kernels say of the pieces, on the host, by communicator; one copy, and one wait, for each device.
+    """The kernels' results for the pieces, on the host, by communicator; one copy and one wait per device.
 
     numbers_of: gives, of pieces of one device, rows in one array, and how many of them are each piece's.
     """
@@ -260,7 +260,7 @@ def _on_host(
 
 
 def _copies(parameters: list[Parameter]) -> set[Storage]:
-    """The storages of what ranks of another stage count: of copies alone (fsdp.group.GroupKey.tied)."""
+    """The storages that ranks of another stage count: of copies alone (fsdp.group.GroupKey.tied)."""
     return {parameter.storage for parameter in parameters if not parameter.counts}
 
 
@@ -291,7 +291,7 @@ def _tables(pieces: list[Array], p: int) -> tuple[Array, list[int]]:
 
 
 def _power_sums(pieces: list[Array], p: float) -> tuple[Array, list[int]]:
-    """Float64 pairs (n, 2) whose exact sum is that of |g| ** p over pieces of one device; n may be 0.
+    """Float64 pairs (n, 2) whose exact sum is the sum of |g| ** p over pieces of one device; n may be 0.
 
     Written into one array: so the host waits once if it wants them, and a CUDA graph can have them captured.
     (To join arrays, CuPy uploads a table of where they are.)
@@ -307,7 +307,7 @@ def _power_sums(pieces: list[Array], p: float) -> tuple[Array, list[int]]:
 
 
 def _everyones_sums(communicator: Communicator | None, sums: np.ndarray) -> list[float]:
-    """Numbers whose exact sum is that of |g| ** p over all ranks: one (high, low) of each, not added yet."""
+    """Numbers whose exact sum is the sum of |g| ** p over all ranks: a (high, low) of each, not added yet."""
     values = sums.ravel().tolist()
     if communicator is None:
         return values

@@ -19,8 +19,8 @@ Pair = tuple[int, int]
 class Conv2d(Module):
     """(batch, in_channels, height, width) -> (batch, out_channels, ...): see functional.conv2d.
 
-    init: what the weight starts as, the bias then at 0. Left out, both start evenly from +-1 / sqrt(fan_in),
-    the numbers that an output sums, as in PyTorch. Raises ValueError for sizes that don't fit.
+    init: the initial weight, the bias then at 0. Left out, both start evenly from +-1 / sqrt(fan_in),
+    the numbers that an output sums, as in PyTorch. Raises ValueError for wrong sizes.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Conv2d(Module):
 class ConvTranspose2d(Conv2d):
     """(batch, in_channels, height, width) -> (batch, out_channels, ...): see functional.conv_transpose2d.
 
-    The weight is that of the convolution the other way, from out_channels to in_channels, and starts as its.
+    The weight has the shape and initial values of the opposite convolution, out_channels to in_channels.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ def synchronise_batch_norm(model: Module, mesh: DeviceMesh) -> Module:
     """Let every batch norm of `model` take its statistics from the batches of all ranks; gives `model` back.
 
     One collective per layer in each direction, in training only. Every rank must run the same layers in the
-    same order. The running statistics are then the same bits on all ranks. Collective.
+    same order. The running statistics are then bitwise identical on all ranks. Collective.
     """
     layers = [module for module in model.modules() if isinstance(module, BatchNorm2d)]
     communicator = mesh.communicator("batch_norm") if layers and mesh.size > 1 else None

@@ -9,7 +9,7 @@ from shardrt.nn.parameter import Parameter
 from shardrt.optim.optimizer import Optimizer, check_betas
 from shardrt.optim.slices import Update
 
-STATE = {"m": "exp_avg", "v": "exp_avg_sq"}  # moments, and what PyTorch calls them
+STATE = {"m": "exp_avg", "v": "exp_avg_sq"}  # moments, and their names in PyTorch
 
 
 class AdamW(Optimizer):
@@ -42,7 +42,7 @@ class AdamW(Optimizer):
 
     @property
     def rounds(self) -> bool:
-        """A subclass with an update of its own may know nothing of copies in 16 bits."""
+        """A subclass with its own update may know nothing of copies in 16 bits."""
         return type(self).update is AdamW.update
 
     def check(self, group: dict) -> None:

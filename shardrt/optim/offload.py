@@ -5,7 +5,7 @@
     download  staging slot -> host        of chunk i - 1; then to its file, where the host array is one
 
 Only arrays on the host are staged, the others are used where they are. With placement.step "host" nothing is
-staged and the host's kernels run. Bits do not depend on any of this. docs/offload.md has the costs.
+staged and the host's kernels run. Results are bitwise identical in all cases. docs/offload.md has the costs.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _ALIGNMENT = 16  # elements: every array in a slot begins a cache line
 
 
 def slot_bytes(count: int, itemsize: int, placement: HostPlacement, states: float) -> int:
-    """Bytes that one staging slot needs for a shard of `count` elements with `states` arrays of state.
+    """Bytes that one staging slot needs for a shard of `count` elements with `states` state arrays.
 
     One in half as many bytes counts as half an array.
     """
@@ -73,7 +73,7 @@ class Updates:
 
     def __init__(self, here: Device, slices: list[Slice]) -> None:
         self.device = here
-        self._issued = here.new_event()  # compute has issued what comes before the update
+        self._issued = here.new_event()  # compute has issued the work before the update
         self._streams = {
             step: self._device_of(step).new_stream("optimizer")
             for step in sorted({piece.storage.placement.step for piece in slices})

@@ -1,4 +1,4 @@
-"""Optimizer: parameter groups over flat storages. What an update computes is in sgd.py and adamw.py.
+"""Optimizer: parameter groups over flat storages. The updates themselves are in sgd.py and adamw.py.
 
 An optimizer never sees a parameter's shape. Each storage (a sharded unit's, or one plain parameter's) is a
 flat 1-D array of which every group owns some ranges; one fused kernel pass updates all of them: here, or, for
@@ -58,19 +58,19 @@ class Optimizer:
     `param_groups` is the list of groups; schedules change its "lr".
     settings: those that a group may have ("lr", "weight_decay", ...), each with its value where it has not.
     state: names of the arrays, as long as each shard, that an update keeps, each with PyTorch's name of it.
-    low_state: those of them that are kept in bfloat16, as bits, for float32 parameters.
+    low_state: state arrays kept in bfloat16, as bits, for float32 parameters.
     constants: settings that all groups share, by PyTorch's names.
     in_backward: update each sharded unit as soon as backward has reduced its gradient, with the settings that
     its group has then; step() only waits. Not together with anything that needs all gradients before the
     first update: clipping, GradScaler. Plain parameters are updated in step().
 
     Parameters that are absent (nn/place.py) are left to the ranks that have them.
-    A parameter that is frozen has no state until it is trained. A subclass that `rounds` writes "rounded" of
-    an Update as well, where it is there.
+    A parameter that is frozen has no state until it is trained. A subclass that `rounds` writes "rounded"
+    of an Update too, where it is there.
 
-    Raises TypeError for what are no Parameters, ValueError for none of them, a parameter in two groups, an
-    unknown or negative setting, other parameters of a unit than those that another optimizer has, or an
-    update on the host of what is not all there.
+    Raises TypeError for other than Parameters, ValueError for none of them, a parameter in two groups, an
+    unknown or negative setting, parameters of a unit of which another optimizer has others, or an
+    update on the host of shards and state that are not all there.
     """
 
     rounds = False
@@ -96,7 +96,7 @@ class Optimizer:
         self.constants = {} if constants is None else constants
         self._settings = settings
         self._device = device.current()
-        self.slices: list[Slice] = []  # what it updates, storage by storage
+        self.slices: list[Slice] = []  # the updated slices, storage by storage
         self._waiting: list[Member] = []  # frozen, and in no slice
         self._add(given if isinstance(given[0], dict) else [{"params": given}])
 
@@ -123,7 +123,7 @@ class Optimizer:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, if backward has not done it already.
 
-        closure: computes the loss anew, with its gradients, before the update; what it gives is given back.
+        closure: computes the loss again, with its gradients, before the update; its result is returned.
         """
         loss = None
         if closure is not None:
@@ -142,7 +142,7 @@ class Optimizer:
                 here.append(piece)
             else:
                 self._issue(piece)
-        if here:  # beside those that were issued
+        if here:  # next to those that were issued
             self._update_here(here)
         if self.updates is not None:
             self.updates.wait()
@@ -150,7 +150,7 @@ class Optimizer:
         return loss
 
     def numbers(self, group: dict, steps: int) -> tuple[float, ...]:
-        """What the kernel wants to know of a range of `group` in step `steps`, from 1."""
+        """The kernel's numbers for a range of `group` in step `steps`, from 1."""
         raise NotImplementedError
 
     def update(self, kernels: ModuleType, update: Update) -> None:
@@ -161,7 +161,7 @@ class Optimizer:
         """Raise ValueError for settings of a group that can't be."""
 
     def checked(self, own: dict) -> dict:
-        """A group with settings of its own and the others as they are if not told. Raises ValueError."""
+        """A group with its own settings and defaults for the rest. Raises ValueError."""
         group = _group(self._settings, own)
         self.check(group)
         return group
@@ -169,7 +169,7 @@ class Optimizer:
     def _add(self, given: list[dict]) -> None:
         groups = [self.checked(group) for group in given]
         members = members_of([*self.param_groups, *groups])
-        # What ranks of other stages have, they update.
+        # Ranks of other stages update their own parameters.
         new = [m for m in members if m[1] >= len(self.param_groups) and m[0].updated]
         self._take_in([member for member in new if member[0].requires_grad])
         self._waiting += [member for member in new if not member[0].requires_grad]
@@ -280,7 +280,7 @@ class Optimizer:
             )
         piece.storage.applied = True
         run = autograd.running()
-        if run is not None:  # what comes after backward finds the new parameters, also where it raises
+        if run is not None:  # code after backward finds the new parameters, also where it raises
             run.in_any_case(self.updates.wait)
         self._issue(piece)
 

@@ -68,7 +68,7 @@ class GradScaler:
         return self._enabled
 
     def get_scale(self) -> float:
-        """What the loss is multiplied by now."""
+        """The present factor of the loss."""
         return self._scale if self._enabled else 1.0
 
     def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
@@ -165,9 +165,9 @@ class GradScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave.
+        """Load the result of `state_dict`.
 
-        Raises ValueError if that is empty, of a scaler not enabled, or holds what no scaler has; nothing is
+        Raises ValueError if that is empty, of a scaler not enabled, or has wrong entries; nothing is
         changed then.
         """
         if not self._enabled:
@@ -195,7 +195,7 @@ class GradScaler:
 
 
 def _check(name: str, scale: float, growth: float, backoff: float, interval: int) -> None:
-    """Raise ValueError for settings that can't be; `name` is what the scale is called."""
+    """Raise ValueError for impossible settings; `name` is the name of the scale."""
     if not scale > 0:
         raise ValueError(f"GradScaler: {name} must be positive, got {scale}")
     if not _SMALLEST <= scale <= _LARGEST:
@@ -222,12 +222,12 @@ def _unscale(piece: Slice, factor: float) -> float:
 
 
 def _others(optimizer: Optimizer) -> Communicator | None:
-    """What joins the ranks of all stages of a pipeline; None for other parameters."""
+    """The group of ranks of all stages of a pipeline; None for other parameters."""
     return along_pipeline(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _agreed(optimizer: Optimizer, found: float, scaled: bool) -> tuple[float, bool]:
-    """The worst that any rank has found, and whether any has scaled; each passes on what it was told."""
+    """The worst result of any rank, and whether any has scaled; each rank passes on the received values."""
     own = [piece.storage.communicator for piece in optimizer.slices]
     others = _others(optimizer)
     communicators: dict[Communicator | None, None] = dict.fromkeys([*own, others])

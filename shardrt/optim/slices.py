@@ -1,6 +1,6 @@
-"""Slices: what an optimizer owns of each flat storage, and one update of it as arrays and ranges.
+"""Slices: an optimizer's share of each flat storage, and one update of it as arrays and ranges.
 
-Parameters become ranges here; what follows (the kernels, offload) never sees a parameter's shape.
+Parameters become ranges here; later code (the kernels, offload) never sees a parameter's shape.
 """
 
 import weakref
@@ -26,14 +26,14 @@ Row = tuple[int, int, int]  # start, stop, and the position of a member that lie
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """What one step updates of a slice: positions of members, and the ranges of the shard that they fill."""
+    """The range of one step's update: positions of members, and the ranges of the shard that they fill."""
 
     members: Array
     rows: tuple[Row, ...]
 
 
 class Slice:
-    """What an optimizer keeps for one storage: its parameters, its state arrays, the numbers of updates.
+    """An optimizer's data for one storage: its parameters, its state arrays, the numbers of updates.
 
     members: (parameter, group) of each parameter in it. steps: how often each was updated, int64 (members,).
     """
@@ -50,7 +50,7 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """That of the first parameter in it, for messages."""
+        """The name of the first parameter in it, for messages."""
         return self.members[0][0].name
 
     def add(self, members: list[Member]) -> None:
@@ -59,7 +59,7 @@ class Slice:
         self.set_steps([*self.steps.tolist(), *(0 for _ in members)])
 
     def claim(self, optimizer: Any) -> None:
-        """Note that `optimizer` updates this. Raises ValueError if another one updates other parts of it.
+        """Note that `optimizer` updates this. Raises ValueError if another one updates parts of it.
 
         A storage has one gradient, which the first of the two to call zero_grad would forget for both.
         """
@@ -78,7 +78,7 @@ class Slice:
         self._cut = None  # members that are updated together may have been apart, or the other way round
 
     def due(self) -> Cut:
-        """What a step updates now: each member that is trained and has a gradient. Nothing is counted."""
+        """The members that a step updates now: trained, and with a gradient. Nothing is counted."""
         due = [p.requires_grad and self.storage.has_gradient(p) for p, _ in self.members]
         if self._cut is None or due != self._due:
             self._due, self._cut = due, self._cut_of(due, joined=True)
@@ -103,7 +103,7 @@ class Slice:
         return Cut(members, tuple(sorted(rows)))
 
     def update(self, ranges: Array, rounds: bool) -> "Update":
-        """What an update reads and writes: "shard", "gradient" and the state by name; 1-D, equally long.
+        """Arrays that an update reads and writes: "shard", "gradient", the state by name; 1-D, equally long.
 
         rounds: and "rounded", the storage's copy of the shard in 16 bits.
         """
@@ -114,7 +114,7 @@ class Slice:
         return Update(arrays | {"rounded": rounded.array}, ranges, rounded.kind)
 
     def rows(self, cut: Cut, numbers: Callable[[int, int], tuple[float, ...]]) -> list[tuple[float, ...]]:
-        """Each range with what a kernel wants to know of it: numbers(group, which update this is, from 1)."""
+        """Each range with the kernel's numbers for it: numbers(group, which update this is, from 1)."""
         known: dict[tuple[int, int], tuple[float, ...]] = {}
         table = []
         for start, stop, position in cut.rows:
@@ -184,7 +184,7 @@ def by_storage(members: list[Member]) -> dict[Storage, list[Member]]:
 
 
 def refuse_partly_sharded(slices: list[Slice]) -> None:
-    """ValueError for plain parameters beside sharded ones: they would drift apart between ranks unseen."""
+    """ValueError for plain parameters next to sharded ones: they would drift apart between ranks unseen."""
     plain = [piece for piece in slices if isinstance(piece.storage, LocalStorage)]
     forgotten = [piece.name for piece in plain if not piece.storage.ignored]
     if forgotten and shared(piece.storage for piece in slices):
@@ -195,7 +195,7 @@ def refuse_partly_sharded(slices: list[Slice]) -> None:
 
 
 def exact_state(values: np.ndarray) -> np.ndarray:
-    """State as numbers, on the host: float32 of what is kept in bfloat16."""
+    """State as numbers, on the host: bfloat16 state as float32."""
     return (values.astype(np.uint32) << 16).view(np.float32) if values.dtype == BITS else values
 
 

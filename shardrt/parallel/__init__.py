@@ -1,4 +1,4 @@
-"""Modules that are cut over ranks, along an axis of the mesh beside those of the data.
+"""Modules that are split over ranks, along an axis of the mesh next to the axes of the data.
 
 Read in this order: axis, saved, conversion, styles, vocabulary, context, tokens, experts, tensor, invariant.
 Pipelines: cut, times, twin, stage, table, schedules, carrier, step, memory, whole, pipeline.

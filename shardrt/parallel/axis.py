@@ -1,7 +1,7 @@
-"""Axis: the ranks over which modules are cut, and how activations go from one kind to another there.
+"""Axis: the ranks over which modules are split, and how activations go from one kind to another there.
 
 The kinds are those of functional/collective.py. Between modules an activation is the same on all ranks (I),
-or with sequence parallelism each rank's own part of the time (V), which is the axis before the last.
+or with sequence parallelism each rank's slice of the time (V), which is the axis before the last.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ TIME = -2
 
 
 def recorded() -> bool:
-    """Whether what runs has a backward. The first run of what is recomputed has one, though unrecorded."""
+    """Whether the running op has a backward. The first run of recomputed ops has one, though unrecorded."""
     runs_twice = autograd.in_first_run() is not None or autograd.in_second_run() is not None
     return runs_twice or autograd.is_grad_enabled()
 
@@ -34,7 +34,7 @@ class Batch:
 
     def __init__(self, root: DeviceMesh) -> None:
         self.root = root
-        self.same: MeshLayout = ()  # the axes of the root mesh whose ranks have the same part
+        self.same: MeshLayout = ()  # the axes of the root mesh whose ranks have the same slice of the batch
         self.chunks: tuple[tuple[int, ...], int] = (0,), 1  # of that part's time, which it has, of how many
 
     @property
@@ -47,14 +47,14 @@ class Batch:
 
 
 def batch_of(model: Module, root: DeviceMesh) -> Batch:
-    """That of a model, made at the first call."""
+    """The batch block of a model, made at the first call."""
     if not isinstance(model._block, Batch):
         model.set_batch_block(Batch(root))
     return model._block
 
 
 class Axis:
-    """mesh: of one axis. sequence: whether activations between modules are cut along time, for backward."""
+    """mesh: of one axis. sequence: whether activations between modules are split along time, for backward."""
 
     def __init__(self, mesh: DeviceMesh, sequence: bool, batch: Batch) -> None:
         self.mesh = mesh
@@ -64,7 +64,7 @@ class Axis:
 
     @property
     def in_parts(self) -> bool:
-        """Whether activations between modules are cut now. Without a backward they are few, and whole.
+        """Whether activations between modules are split now. Without a backward they are few, and whole.
 
         So evaluation and generation take any number of positions. What the outermost call began with holds
         for all of it, also for what it runs without recording.
@@ -92,11 +92,11 @@ class Axis:
 
     @property
     def communicator(self) -> Communicator:
-        """What activations and their gradients go over."""
+        """The process group of activations and their gradients."""
         return self.mesh.communicator("tensor")
 
     def block(self) -> random.Block:
-        """Which block this rank has of an activation between modules, which may be cut along time."""
+        """Which block this rank has of an activation between modules, which may be split along time."""
         return self.batch().cut(self.rank, self.size) if self.in_parts else self.batch()
 
     def cut(
@@ -116,24 +116,24 @@ class Axis:
         return collective.copy_to(x, self.communicator, self._beside())
 
     def _beside(self) -> Stream | None:
-        """The stream in which gradients are summed while a product for a weight runs; None: they are not.
+        """The stream in which gradients are summed while a matmul for a weight runs; None: no such stream.
 
         Not where a call keeps the thread that makes it, as on the CPU: the stream would be a thread, which
-        takes the core that the product wants (3 to 19 % more of its time; docs/tensor_parallel.md).
+        takes the core that the matmul wants (3 to 19 % more of its time; docs/tensor_parallel.md).
         """
         if self.communicator.keeps_host:
             return None
         return self.mesh.stream("tensor")
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum of what ranks made in their own way: P -> I or V."""
+        """The sum of the ranks' partial results: P -> I or V."""
         if self.in_parts:
             self.part_of_time(x.shape[TIME])
             return collective.reduce_scatter_to(x, self.communicator, TIME)
         return collective.reduce_from(x, self.communicator)
 
     def part_of_time(self, positions: int) -> slice:
-        """This rank's part of so many positions. Raises ValueError where they can't be cut."""
+        """This rank's slice of so many positions. Raises ValueError where they can't be split."""
         each, rest = divmod(positions, self.size)
         if rest:
             raise ValueError(
@@ -143,12 +143,12 @@ class Axis:
 
 
 class Alone:
-    """In the place of an axis where one rank has everything: nothing is cut, and nothing goes anywhere."""
+    """Replaces an axis where one rank has everything: nothing is split, and no rank sends anything."""
 
     rank, size = 0, 1
 
     def __init__(self, sequence: bool) -> None:
-        self.sequence = sequence  # whether activations would be cut along time
+        self.sequence = sequence  # whether activations would be split along time
         self.communicator = SingleCommunicator()
 
     def enter(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Carrier: brings what a stage gives to the stage beside it, on another rank by a link, or on this one."""
+"""Carrier: brings a stage's output to the next stage, on another rank by a link, or on this rank."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ Arrays = tuple[Array | None, ...]
 
 
 class Carrier:
-    """What goes on from stage to stage of one rank's pipeline: kind "F", and back: "B".
+    """Values that pass between stages of one rank's pipeline: kind "F", and back: "B".
 
     A message is known by kind, the stage that sends it, and the micro-batch. Its arrays have the shapes that
     all messages of its `key` have. kept: TableStats.kept, if the table's own actions send. Without it, each
@@ -53,7 +53,7 @@ class Carrier:
             self._links.expect(kind, source, key=(kind, stage, key), tag=label)
 
     def receive(self, kind: str, stage: int, micro_batch: int) -> tuple[Arrays, Any]:
-        """What `stage` has sent, and its form. The arrays are the caller's.
+        """The values that `stage` has sent, and their form. The arrays are the caller's.
 
         They are copies: a slot of the link is for the next message, while backward may need these for long.
         """
@@ -110,7 +110,7 @@ def flat(output: Any, stage: str) -> tuple[list[Tensor], Any]:
 
 
 def nested(tensors: Iterator[Tensor], form: Any) -> Any:
-    """What a stage gives, from its tensors in order."""
+    """A stage's output, rebuilt from its tensors in order."""
     if form is None:
         return None
     if form == "tensor":
@@ -122,7 +122,7 @@ def nested(tensors: Iterator[Tensor], form: Any) -> Any:
 
 
 def key_of(model: Module, batch: Any, kind: str = "step") -> Hashable:
-    """What tells messages of one micro-batch from those of others: shapes, and whether it is for training.
+    """Tells apart the messages of different micro-batches: by shapes, and whether it is for training.
 
     kind: of what is run, where batches of the same shapes may be used otherwise.
     """
@@ -130,7 +130,7 @@ def key_of(model: Module, batch: Any, kind: str = "step") -> Hashable:
 
 
 def shapes_of(tree: Any) -> Hashable:
-    """Shapes and types of the arrays and tensors in what a micro-batch is, however deep."""
+    """Shapes and types of the arrays and tensors in a micro-batch, however deep."""
     found: list[tuple] = []
 
     def seen(array: Any) -> Any:

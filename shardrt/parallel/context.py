@@ -27,7 +27,7 @@ Array = Any
 
 
 class SequencePart(NamedTuple):
-    """What a rank has of some sequences: (batch, time / ranks) each, positions (time / ranks,).
+    """A rank's slice of some sequences: (batch, time / ranks) each, positions (time / ranks,).
 
     starts: where the document of each token begins in the whole sequence, on the device; or None.
     """
@@ -41,7 +41,7 @@ class SequencePart(NamedTuple):
 def shard_sequence(
     tokens: Array, targets: Array = None, *, mesh: DeviceMesh, starts: Array = None
 ) -> SequencePart:
-    """This rank's part of sequences that all ranks of the one axis of `mesh`, as mesh["cp"], have alike.
+    """This rank's slice of sequences that all ranks of the one axis of `mesh`, as mesh["cp"], have alike.
 
     tokens, targets: (batch, time), arrays of the host or the device. starts: F.document_starts of the whole
     sequences. Of 2 n chunks of time, rank r of n has r and 2n - 1 - r: with causal attention, equal work.
@@ -76,13 +76,13 @@ def context_plan(model: Module) -> dict[str, Style]:
 
 
 class Context:
-    """What an attention module asks, as its `context`: where a sequence lies, and how it attends there."""
+    """Used by an attention module, as its `context`: where a sequence lies, and how it attends there."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
 
     def in_parts(self, positions: Array | None) -> bool:
-        """Whether a call with these positions is for parts of sequences; without them it is for the whole.
+        """Whether a call with these positions is for slices of sequences; without them it is for the whole.
 
         Raises ValueError for positions of another part than this rank's, and where gradients of the whole are
         wanted, which would count once for each rank.
@@ -115,9 +115,9 @@ class Context:
 
 
 class Summing:
-    """Around the whole model: its gradients are those of a part of each sequence, until they are added up.
+    """Around the whole model: its gradients are of a slice of each sequence, until ranks add them up.
 
-    Raises ValueError where nobody will, RuntimeError where the model is not the whole any more.
+    Raises ValueError where no unit adds them up, RuntimeError where the model is not the whole any more.
     """
 
     layer, every_entry = WrapperOrder.MODEL, False
@@ -160,7 +160,7 @@ class Summing:
 class ContextParallel(Style):
     """A module with causal attention, whose sequences lie on the ranks of the axis: GPT's and Llama's here.
 
-    In a plan of its own, on an axis of its own. Such a module has a class attribute `context`, None, which
+    In a separate plan, on a separate axis. Such a module has a class attribute `context`, None, which
     becomes a Context: where `context.in_parts(positions)`, it asks `context.attend` in place of
     F.self_attention (models/attend.py).
     """
@@ -181,7 +181,7 @@ class ContextParallel(Style):
 
 
 def lay_out_sequences(model: Module, mesh: DeviceMesh, modules: Iterable[tuple[Module, Style]]) -> None:
-    """parallelize_module for a plan of this style. Raises ValueError for other styles beside it."""
+    """parallelize_module for a plan of this style. Raises ValueError for other styles next to it."""
     check_alone(ContextParallel, modules, "on an axis of its own")
     for role in (ROLE, "control"):
         mesh.communicator(role)

@@ -1,4 +1,4 @@
-"""What is attached to modules that are cut: it converts what goes in and comes out."""
+"""Wrappers of split modules: they convert inputs and outputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from shardrt.tensor import Tensor
 
 
 def check_whole(module: Module) -> None:
-    """Raise RuntimeError where the model that was cut is not the whole any more."""
+    """Raise RuntimeError where the model that was split is not the whole any more."""
     if module.parent is not None:
         raise RuntimeError(
             f"parallelize_module: it was called on what is {module.name!r} of another module now; put "
@@ -24,7 +24,7 @@ def check_whole(module: Module) -> None:
 
 
 class Converting:
-    """Around the forward of a module that is cut."""
+    """Around the forward of a module that is split."""
 
     layer, every_entry = WrapperOrder.CONVERSION, False
 
@@ -64,7 +64,7 @@ class Row(Converting):
 
     def run(self, module: Module, forward: Callable, /, x: Tensor) -> Tensor:
         state, bias = module.__dict__, module.bias
-        state["bias"] = None  # the sum gets it, not each part of the sum
+        state["bias"] = None  # the bias is added to the sum, not to each summand
         try:
             y = F.cast(self.axis.leave(forward(x)), x.value_dtype.name)  # float32 so far, if it is in parts
         finally:
@@ -73,7 +73,7 @@ class Row(Converting):
 
 
 class OwnTime(Converting):
-    """An embedding of positions or of words: each rank looks up those of its part of the time."""
+    """An embedding of positions or of words: each rank looks up its slice of the time."""
 
     def run(self, module: Module, forward: Callable, /, indices: Any) -> Tensor:
         if not self.axis.in_parts:
@@ -83,7 +83,7 @@ class OwnTime(Converting):
 
 
 class WholeTime(Converting):
-    """What leaves the module is put together again, for all ranks to go on with alike."""
+    """Gathers the module's output, so that all ranks go on with the same tensor."""
 
     def run(self, module: Module, forward: Callable, /, x: Tensor) -> Tensor:
         y = forward(x)
@@ -91,7 +91,7 @@ class WholeTime(Converting):
 
 
 class Deciding(Converting):
-    """Around the whole model: its modules agree whether activations are cut along time.
+    """Around the whole model: its modules agree whether activations are split along time.
 
     Raises RuntimeError where it is not the whole any more: dropout outside would differ between the ranks.
     """

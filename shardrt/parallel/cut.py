@@ -1,4 +1,4 @@
-"""Where a list of costs is cut into neighbouring parts: numbers only, no models and no ranks."""
+"""Where a list of costs is split into neighbouring parts: numbers only, no models and no ranks."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -8,7 +8,7 @@ from math import inf
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
     """Where each of `parts` parts begins, none of them empty.
 
-    The largest sum of a part is as small as can be; of all such cuts the sum of squares is. costs: at least
+    The largest sum of a part is as small as can be; of all such splits the sum of squares is. costs: at least
     as many as parts, none negative.
     """
     limit = _best(costs, parts, inf, lambda before, cost: max(before, cost))[0]
@@ -18,7 +18,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
 def _best(
     costs: Sequence[float], parts: int, limit: float, joined: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """(the least value of a cut whose parts are within `limit`, that cut).
+    """(the least value of a split whose parts are within `limit`, that split).
 
     joined(value of the parts before, cost of one more): the value of both.
     """

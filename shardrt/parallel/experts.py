@@ -1,6 +1,6 @@
-"""Experts that are cut over ranks: each rank has some, and rows go to the ranks of theirs and back.
+"""Experts that are split over ranks: each rank has some, and rows travel to their experts' ranks and back.
 
-(Lepikhin et al., GShard, 2020.) Every rank has tokens of its own, a part of the batch, as in data
+(Lepikhin et al., GShard, 2020.) Every rank has its own tokens, a part of the batch, as in data
 parallelism. The rows that an expert gets lie in order of (source rank, token): they are those that one rank
 would have, with the tokens of all of them in order of rank.
 """
@@ -36,7 +36,7 @@ class ExpertParallel(Style):
     """An nn.Experts of which each rank has E / n experts, neighbours; rows go to the ranks of theirs.
 
     The ranks of the axis have different tokens: other samples, other parts of them by ContextParallel, or by
-    TokenParallel. A plan with this style has no other; plans for those axes come before it or behind. All
+    TokenParallel. A plan with this style has no other; plans for those axes come before it or after it. All
     that it does not name is left to fully_shard, along axes with the data of all ranks (docs/experts.md).
 
     planned: how many rows a memory plan gives each rank where nothing limits them, as a multiple of those in
@@ -62,7 +62,7 @@ class ExpertParallel(Style):
 
 
 def spread_experts(model: Module, mesh: DeviceMesh, modules: Sequence[tuple[Module, Style]]) -> None:
-    """parallelize_module for a plan of this style. Raises ValueError for what can't be beside it."""
+    """parallelize_module for a plan of this style. Raises ValueError for styles that can't be combined."""
     check_alone(ExpertParallel, modules, "on an axis whose ranks have different tokens")
     planned = [parameter.placement for module, _ in modules for parameter in module._parameters.values()]
     for placement in planned:
@@ -88,7 +88,7 @@ def spread_experts(model: Module, mesh: DeviceMesh, modules: Sequence[tuple[Modu
 
 
 def _cut_experts(weight: Parameter, axis: Axis) -> None:
-    """Each rank has the weights of its own experts, one behind the other."""
+    """Each rank has the weights of its own experts, in order."""
     whole, each = weight.shape, weight.shape[0] // axis.size
     size = weight.size // axis.size
     parts = tuple(contiguous(rank * size, size) for rank in range(axis.size))
@@ -109,9 +109,9 @@ def expert_plan(model: Module, planned: float = ExpertParallel.planned) -> dict[
 
 
 def most_rows(model: Module) -> dict[str, float]:
-    """Name of each nn.Experts that is cut -> the most rows this rank got, as a multiple of those it sent.
+    """Name of each split nn.Experts -> the most rows this rank got, as a multiple of the rows it sent.
 
-    Of all forwards since parallelize_module: 1 in balance. What is more than ExpertParallel.planned needs
+    Of all forwards since parallelize_module: 1 in balance. A value above ExpertParallel.planned needs
     more memory than was planned.
     """
     found = ((name, module.around(ToExperts)) for name, module in model.named_modules())
@@ -119,7 +119,7 @@ def most_rows(model: Module) -> dict[str, float]:
 
 
 class ToExperts(Converting):
-    """Around Experts: rows go to the ranks of their experts, and what those give comes back."""
+    """Around Experts: rows go to the ranks of their experts, and the experts' outputs come back."""
 
     def __init__(self, axis: Axis, planned: float) -> None:
         super().__init__(axis)
@@ -147,7 +147,7 @@ class ToExperts(Converting):
     def _counts_of_all(self, counts: np.ndarray, rows: int, limit: int, module: Module) -> np.ndarray:
         """int64 (ranks, experts here): how many rows each rank has for each expert of this one.
 
-        Where nothing is computed it is what is planned: all of `limit`, or where that is 0 a multiple of this
+        In a dry run it is the planned number: all of `limit`, or where that is 0 a multiple of this
         rank's rows.
         """
         n, here, control = self.axis.size, device.current(), self.axis.mesh.communicator("control")

@@ -1,8 +1,8 @@
-"""set_tensor_invariant: the ranks along which modules are cut change no bit.
+"""set_tensor_invariant: results are bitwise identical on any number of ranks that split the modules.
 
-Where ranks could cut a sum, it is made in parts on any number of them (functional/in_parts.py): what leaves
-RowwiseParallel, the gradient of what goes into ColwiseParallel, the head of a VocabParallel, and gradients of
-what SequenceParallel leaves whole.
+Where ranks could split a sum, it is made in parts on any number of them (functional/in_parts.py): outputs of
+RowwiseParallel, the gradient of ColwiseParallel's input, the head of a VocabParallel, and gradients of
+parameters that SequenceParallel leaves whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ from shardrt.parallel.tensor import chosen_by, in_sequence
 
 
 def set_tensor_invariant(model: Module, parts: int = 4, *, plan: Mapping[str, Style] | None = None) -> None:
-    """Compute the same bits on 1, 2, ..., `parts` ranks along the axis of parallelize_module.
+    """Compute bitwise identical results on 1, 2, ..., `parts` ranks along the axis of parallelize_module.
 
     Call it on the outermost module, after parallelize_module and before the model is used; on one rank it
-    takes a `plan` where parallelize_module was not called. Every product with a weight that the plan cuts is
+    takes a `plan` where parallelize_module was not called. Every matmul with a weight that the plan splits is
     then made in `parts` parts, by the same calls on any number of ranks, and sums over parts are added as
     neighbours, (0 + 1) + (2 + 3). docs/determinism.md says what else must be the same, and what it costs. On
     a GPU the process computes by deterministic algorithms from now on (shardrt.use_deterministic_algorithms).
@@ -49,7 +49,7 @@ def set_tensor_invariant(model: Module, parts: int = 4, *, plan: Mapping[str, St
 def _styles(
     model: Module, plan: Mapping[str, Style] | None
 ) -> tuple[Axis | Alone, Sequence[tuple[Module, Style]]]:
-    """The axis along which the model is cut, or could be, and its modules with their styles."""
+    """The axis along which the model is split, or could be, and its modules with their styles."""
     known = placement_of(model)
     planned = known.axis is not None
     if plan is None and not planned:

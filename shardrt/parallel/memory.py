@@ -1,7 +1,7 @@
-"""What a rank of a pipeline will need, before the first step: units of its stages, what is in flight, links.
+"""A pipeline rank's memory, before the first step: units of its stages, arrays in flight, links.
 
-A dry run computes nothing (fsdp/dry_run.py), so what other ranks would send need only have the right
-shapes. The stages tell each other those first, one after the other; then each rank runs its row of the table.
+A dry run computes nothing (fsdp/dry_run.py), so other ranks' messages need only have the right
+shapes. The stages first send each other those shapes, in order; then each rank runs its row of the table.
 """
 
 from collections import deque
@@ -34,12 +34,12 @@ def pipeline_plan(
     inputs: Inputs | None = None,
     optimizer_states: float = 2,
 ) -> MemoryPlan:
-    """Bytes that training takes on this rank, as memory_plan says; "links": slots for what others send.
+    """Bytes that training takes on this rank, as memory_plan says; "links": slots for received messages.
 
     Its own messages are activations until the table proves that they have been used (TableStats.kept).
 
     loss, batches, inputs: those of Pipeline.step. Collective, over the ranks of all stages too. Raises as
-    memory_plan does, and on all ranks of the pipeline what a stage's first forward would raise.
+    memory_plan does, and on all ranks of the pipeline the error of a stage's first forward.
     """
     if not isinstance(pipeline, StagedModel) or not callable(loss):
         got = f"{type(pipeline).__name__} and {type(loss).__name__}"
@@ -60,7 +60,7 @@ def pipeline_plan(
 
 
 def step_alone(pipeline: StagedModel, work: Work) -> None:
-    """A step where nothing goes to other ranks (Device.dry_run), which tell each other shapes. Collective."""
+    """A step that sends only shapes to other ranks (Device.dry_run). Collective."""
     _run(pipeline, work, _messages(pipeline, work))
 
 
@@ -84,7 +84,7 @@ def _without_tied_replicas(pipeline: StagedModel) -> Iterator[None]:
 
 
 def _messages(pipeline: StagedModel, work: Work) -> Messages:
-    """What stages send, of batches of all shapes that there are. Collective."""
+    """The messages of the stages, for batches of all shapes. Collective."""
     keys: dict[Hashable, int] = {}
     for number, batch in enumerate(work.batches):
         keys.setdefault(key_of(pipeline.model, batch), number)
@@ -113,7 +113,7 @@ def _messages(pipeline: StagedModel, work: Work) -> Messages:
 
 
 def _sent(pipeline: StagedModel, work: Work, row: list[Action], messages: Messages) -> list[Message]:
-    """What a stage of this rank sends in these forwards, without computing it."""
+    """The messages of a stage of this rank in these forwards, without computing them."""
     stage, carrier = pipeline.stage(row[0].stage), _Shapes(messages)
     units = whole_of("pipeline_plan", stage)
     with _without_tied_replicas(pipeline):
@@ -133,12 +133,12 @@ def _by_link(pipeline: StagedModel, messages: Messages) -> dict[Link, list[tuple
 
 
 def _arrays(shapes: tuple[Shape | None, ...]) -> Arrays:
-    """Arrays of these shapes that nobody has written, in memory that does not count."""
+    """Uninitialised arrays of these shapes, in memory that does not count."""
     return tuple(None if shape is None else np.empty(shape[0], np.dtype(shape[1])) for shape in shapes)
 
 
 class _Shapes:
-    """In place of a Carrier: brings arrays of the known messages' shapes, and notes what is sent."""
+    """Replaces a Carrier: brings arrays of the known messages' shapes, and notes the sent messages."""
 
     def __init__(self, messages: Messages) -> None:
         self._messages = messages
@@ -163,7 +163,7 @@ class _Shapes:
 
 
 class _Links:
-    """In place of Links: what is sent goes nowhere, what is received has the right shapes."""
+    """Replaces Links: sent arrays go nowhere, received arrays have the right shapes."""
 
     def __init__(self, messages: Messages) -> None:
         self._messages = messages

@@ -4,7 +4,7 @@
 2021, section 2.2; Qi et al., Zero Bubble Pipeline Parallelism, 2024.) What runs when is data: a Table, which
 has been checked before anything runs. step.py has what an action does.
 
-Each stage has its micro-batches in ascending order, so all tables give the same bits.
+Each stage has its micro-batches in ascending order, so all tables give bitwise identical results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +40,8 @@ class Pipeline(StagedModel):
     Shard the stages afterwards, blocks first: fully_shard(stage, mesh=mesh["dp_shard"]). Their units are
     gathered once in a step and reduced once, unless the table has UNSHARD and RESHARD.
 
-    Collective. Raises ValueError for a model that can't be cut so, and for a table that does not end, is for
-    other numbers than those given beside it, or is another one on other ranks.
+    Collective. Raises ValueError for a model that can't be split so, and for a table that does not end, has
+    other numbers than the other arguments say, or differs between ranks.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Pipeline(StagedModel):
         """Forward and backward of all micro-batches. Gradients are then where `loss.backward()` leaves them.
 
         loss(output, batch): of one micro-batch, from what the model gives for it, on the last stage alone;
-        gradients are those of the sum of all. inputs(batch): what the model is called with, a mapping from
+        gradients are of the sum of all. inputs(batch): the arguments of the model, a mapping from
         names or a tuple, on every stage; None: the micro-batch is such a mapping or tuple. Without a pipeline
         the same two functions make loss(model(**inputs(batch)), batch).
 
@@ -115,7 +115,7 @@ class Pipeline(StagedModel):
     def evaluate(
         self, measure: Callable[[Any, Any], Any], batches: Sequence[Any], *, inputs: Inputs | None = None
     ) -> list[Any]:
-        """What measure(output, batch) gives for each micro-batch, on the last stage's rank; [] elsewhere.
+        """The result of measure(output, batch) for each micro-batch, on the last stage's rank; [] elsewhere.
 
         Forwards alone, without a backward, of any number of micro-batches. inputs: as for `step`. Collective.
         """
@@ -129,7 +129,7 @@ class Pipeline(StagedModel):
         return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, without a backward: what the last stage gives, on every rank. Collective."""
+        """The model's forward, without a backward: the last stage's output, on every rank. Collective."""
         self._check()
         given = self.arguments(args, kwargs)
         outputs: list[Tensor] = []
@@ -144,7 +144,7 @@ class Pipeline(StagedModel):
 
     @contextmanager
     def using_links(self) -> Iterator[None]:
-        """Give the links up where a with block raises: others must not wait for what is not sent any more."""
+        """Close the links where a with block raises: other ranks must not wait for lost messages."""
         try:
             yield
         except BaseException:
@@ -183,7 +183,7 @@ class Pipeline(StagedModel):
             self._check_alike()
 
     def _check_alike(self) -> None:
-        """Raise ValueError where nobody would reduce the gradients of some stages."""
+        """Raise ValueError where no unit would reduce the gradients of some stages."""
         trained = [stage for stage in self.stages if any(p.requires_grad for p in stage.parameters())]
         alone = [stage.number for stage in trained if not units_below(stage)]
         found = objects.all_gather_object(

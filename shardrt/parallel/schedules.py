@@ -29,7 +29,7 @@ def gpipe(p: int, m: int, v: int = 1) -> Table:
 
 
 def one_f_one_b(p: int, m: int, v: int = 1) -> Table:
-    """As many forwards as there are ranks behind, then by turns one and one backward.
+    """As many forwards as there are ranks behind, then alternating one forward and one backward.
 
     PipeDream-flush: arXiv 2006.09503, section 3.2; 2104.04473, section 2.2.1.
     """
@@ -93,7 +93,7 @@ def zbv_zero_bubble(p: int, m: int, v: int = 2) -> Table:
 
 
 def dual_pipe_v(p: int, m: int, v: int = 2) -> Table:
-    """Two stages per rank, as a V, and by turns a forward of one with a backward of the other.
+    """Two stages per rank, as a V, alternating a forward of one with a backward of the other.
 
     DualPipe, arXiv 2412.19437, section 3.2.1, cut in half: the eight steps of dualpipev.py in
     github.com/deepseek-ai/DualPipe. F and B of a pair run one after the other here. It takes 2p micro-batches
@@ -177,7 +177,7 @@ def _rounds(kind: str, p: int, m: int, v: int, rank: int, each: int) -> Order:
 
 
 def _by_turns(ahead: int, forwards: Order, *others: Sequence[tuple[str, int] | None]) -> Order:
-    """So many forwards first; then one, and one of each of the others, by turns until all are through."""
+    """So many forwards first; then alternating one forward and one of each of the others, to the end."""
     turns = zip_longest(forwards[ahead:], *others)
     return forwards[:ahead] + [action for turn in turns for action in turn if action is not None]
 

@@ -1,7 +1,7 @@
-"""pipeline_stages: cuts a model into the stages of a pipeline, of which each rank along an axis has some.
+"""pipeline_stages: splits a model into the stages of a pipeline, of which each rank along an axis has some.
 
 Every rank builds the whole model, which allocates nothing, and keeps what its stages use, with its names: so
-initial values, masks of dropout and checkpoints are those of the whole. What it does not have is absent
+initial values, masks of dropout and checkpoints are the whole model's. The rest of the model is absent
 (nn/placement.py). Ranks of different stages make their units, and gather and reduce them, without each other.
 """
 
@@ -34,11 +34,11 @@ PLACEMENTS = {"loop": loop, "V": vee}
 class Stage(Module):
     """Some pieces of a model, one after the other. It holds their modules, under their names in the model.
 
-    stage(x, batch) is what the pieces make of x, which the stage before gave (None for the first stage).
+    stage(x, batch) is the pieces' output for x, the output of the stage before (None for the first stage).
     batch: the arguments of the model's forward by name. number=k: this is the model's call k of the step,
     from 0, as a micro-batch is; then dropout draws what it draws where the model is called as one. uses=: how
     often modules that several stages call have drawn in the stages before (random.uses).
-    fully_shard, wrap and what else is said of a model's units may be said of a stage.
+    fully_shard, wrap and other calls for a model's units work on a stage too.
 
     `number` of `count` stages, `first`, `last`; `pieces`; `blocks`, of the model's ModuleLists.
     """
@@ -48,7 +48,7 @@ class Stage(Module):
         take_placement(self, label=f"stage {number}", between_stages=(True, number < count - 1))
         object.__setattr__(self, "model", model)  # not below this: it would have all of it
         self.number, self.count, self.pieces = number, count, list(pieces)
-        self.tied_replicas: list[TiedReplica] = []  # of what an earlier stage of this rank uses as well
+        self.tied_replicas: list[TiedReplica] = []  # of modules that an earlier stage of this rank uses too
         self.blocks: list[Module] = []
         for item in {id(item): item for piece in pieces for item in (*piece.uses, *piece.tied)}.values():
             self._take(item)
@@ -88,7 +88,7 @@ class Stage(Module):
         return super().__call__(x, batch)
 
     def refresh(self) -> None:
-        """Have what an earlier stage of this rank uses as well as that has it now: each call begins so.
+        """Copy the owner's current values to its replicas; each call begins so.
 
         Also before something gathers it. Collective over the ranks of this stage where it was written.
         """
@@ -127,7 +127,7 @@ def pipeline_stages(
     costs: str | Sequence[float] = "parameters",
     batch: Mapping[str, Any] | None = None,
 ) -> list[Stage]:
-    """Cut `model` into stages along the one axis of `mesh`, a slice such as mesh["pp"]; gives this rank's.
+    """Split `model` into stages along the one axis of `mesh`, a slice such as mesh["pp"]; gives this rank's.
 
     The model gives its pieces by a method pieces() (nn.Piece); a stage is some neighbours of them. Call it
     after parallelize_module and add_lora, and before fully_shard, which each rank then calls for its own
@@ -137,11 +137,11 @@ def pipeline_stages(
     stages: how many, one for each rank if None; or where each but the first begins, names or numbers of
         pieces: ["blocks.2", "blocks.4"].
     placement: the rank of each stage: "loop" (0, 1, 0, 1), "V" (0, 1, 1, 0), a list, a mapping from stage to
-        rank, or what has a method rank_of(stage).
+        rank, or an object with a method rank_of(stage).
     costs: of each piece, by which the stages are balanced: "parameters", how many it has; numbers; or "time",
         measured now, on rank 0, with `batch`, a micro-batch: the arguments of the model's forward by name.
 
-    Raises TypeError for what is no Module or DeviceMesh and a model without pieces(); ValueError for more
+    Raises TypeError for other than a Module and a DeviceMesh, and without pieces(); ValueError for more
     stages than pieces, a stage without pieces, a rank without a stage, costs that do not fit, a parameter
     that is in no piece, or in two stages though no piece says that it is tied, a mesh of several axes, a
     module that is cut or balanced along `mesh`, ranks that have another model, seed or cut; RuntimeError for
@@ -192,9 +192,9 @@ def sum_tied(model: Module) -> None:
     """Add up the gradients of each parameter that two stages use, on the ranks of both.
 
     Once in a step, after all its backwards and before clipping and the update: from then on the copies have
-    the same bits. Collective over the ranks of these stages that hold the same shard; nothing where no
-    parameter is tied. The sum is that of the first stage plus that of the last. Both stages must shard it
-    alike. Raises RuntimeError for a parameter that is trained and has no gradient.
+    Once in a step, after all its backwards and before clipping and the update: then the copies are
+    bitwise identical. Collective over the ranks of these stages that hold the same shard; nothing where no
+    parameter is tied. The sum is the first stage's gradient plus the last's. Both stages must shard it
     """
     for twin in (
         twin for stage in stages_of(model) for twin in stage.tied_replicas if twin.own.requires_grad
@@ -281,14 +281,14 @@ def _begins(
 
 
 def listed(must: str, value: Any) -> list:
-    """What is in a list or another collection. Raises TypeError, in these words, for what is none."""
+    """The items of a list or another collection. Raises TypeError, in these words, for other types."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError(f"{must}, got {value!r:.60}")
     return list(value)
 
 
 def _check_batch(model: Module, batch: Any) -> None:
-    """Raise TypeError for what are not the arguments of a model's forward by name."""
+    """Raise TypeError for values that are not the arguments of a model's forward by name."""
     if not isinstance(batch, Mapping):
         got = type(batch).__name__
         raise TypeError(f"pipeline_stages: batch must be the arguments of forward by name, got {got}")
@@ -361,7 +361,7 @@ def _used(model: Module, pieces: list[Piece], begins: list[int]) -> dict[int, tu
 def _check_same_on_all_ranks(
     control: Communicator, model: Module, begins: list[int], ranks: list[int]
 ) -> None:
-    """Raise ValueError for ranks whose stages would be parts of no model."""
+    """Raise ValueError for ranks whose stages are not stages of one model."""
     described = [(p.name, p.whole_shape, p.seed, p.requires_grad) for p in model.parameters()]
     if differing := objects.differing_ranks(control, (described, begins, ranks)):
         raise ValueError(f"pipeline_stages: ranks {differing} have another model, seed or cut than rank 0")
@@ -370,7 +370,7 @@ def _check_same_on_all_ranks(
 def _places(
     mesh: DeviceMesh, ranks: list[int], used: dict[int, tuple[int, ...]]
 ) -> dict[tuple[int, ...], PipelinePlacement]:
-    """For each stage, and those that have something in common, who has it. Collective over `mesh`."""
+    """For each stage, and stages with something in common, the ranks that have it. Collective over `mesh`."""
     alone = {(stage,): PipelinePlacement(mesh, (stage,), (rank,)) for stage, rank in enumerate(ranks)}
     tied = {}
     for stages in sorted({stages for stages in used.values() if len(stages) > 1}):
@@ -380,11 +380,11 @@ def _places(
 
 
 def _again(pieces: list[Piece], number: int, ranks: list[int]) -> list[TiedReplica]:
-    """Twins for what an earlier stage on the same rank as stage `number`, of these pieces, uses as well."""
+    """Replicas of parameters of these pieces that an earlier stage on the rank of stage `number` uses too."""
     tied = {id(p): p for piece in pieces for p in piece.tied_parameters()}.values()
     return [TiedReplica(p) for p in tied if p.place.stages[0] < number and p.place.ranks[0] == ranks[number]]
 
 
 def _place_batch(model: Module, mesh: DeviceMesh) -> None:
-    """Let dropout know that ranks of all stages have the same part of the batch."""
+    """Register for dropout that ranks of all stages have the same part of the batch."""
     batch_of(model, mesh.root).same += mesh.axes

@@ -1,4 +1,4 @@
-"""What a rank does in a step of a pipeline: its row of the table, action by action.
+"""A rank's work in a step of a pipeline: its row of the table, action by action.
 
 F is the forward of a stage for a micro-batch; B its backward; I and W that in two halves, for the gradients
 of inputs and of weights. Links carry activations to the next stage and gradients back, in their own streams.
@@ -26,12 +26,12 @@ from shardrt.parallel.table import Action, Table, TableStats
 from shardrt.tensor import Tensor
 
 Array = Any
-Loss = Callable[[Any, Any], Any]  # of what the model gives, and the micro-batch
-Inputs = Callable[[Any], Mapping[str, Any] | tuple]  # of a micro-batch: what the model is called with
+Loss = Callable[[Any, Any], Any]  # of the model's output, and the micro-batch
+Inputs = Callable[[Any], Mapping[str, Any] | tuple]  # of a micro-batch: the model's arguments
 
 
 class Work(NamedTuple):
-    """Micro-batches; the model's arguments by name for each; and what is made of its output."""
+    """Micro-batches; the model's arguments by name for each; and the use of its output."""
 
     loss: Loss
     batches: Sequence[Any]
@@ -39,9 +39,9 @@ class Work(NamedTuple):
 
 
 class StagedModel:
-    """A model in stages, of which this rank has `stages`: what a step needs of a Pipeline.
+    """A model in stages, of which this rank has `stages`: the fields of a Pipeline that a step needs.
 
-    facts: what Table.check says of the table.
+    facts: the result of Table.check.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StagedModel:
         return any(stage.last for stage in self.stages)
 
     def work(self, call: str, loss: Loss, batches: Sequence[Any], inputs: Inputs | None) -> Work:
-        """That of a step. Raises TypeError, naming the call, for what are no functions and no list.
+        """The work of a step. Raises TypeError, naming the call, for other than functions and a list.
 
         inputs: None where the model is called with the micro-batch itself.
         """
@@ -98,7 +98,7 @@ class StagedModel:
         return {name: count for name, count in random.uses().items() if name not in self._of_one_piece}
 
     def arguments(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call of the model, by name. Raises TypeError for what forward does not take."""
+        """The arguments of a call of the model, by name. TypeError where forward does not take them."""
         try:
             return self._arguments.bind(*args, **kwargs).arguments
         except TypeError as error:
@@ -106,7 +106,7 @@ class StagedModel:
 
 
 def _check_inputs(found: str, given: Any) -> None:
-    """Raise TypeError for what no model can be called with."""
+    """Raise TypeError for values that no model can be called with."""
     if not isinstance(given, tuple | Mapping):
         raise TypeError(
             f"{found} {type(given).__name__}; the model is called with a tuple, or a mapping from names"
@@ -119,7 +119,7 @@ def _names(items: Iterable[Module | Parameter]) -> list[str]:
 
 
 class Step:
-    """One step on this rank: its row of the table, and what is in flight in each stage.
+    """One step on this rank: its row of the table, and the micro-batches in flight in each stage.
 
     row, carrier: others, to run it dry (memory.py), or for forwards alone. kind: see key_of. used: calls of
     the model that have used random numbers, as far as this rank knows.
@@ -188,7 +188,7 @@ class Step:
         self.used = max(self.used, random.calls())
 
     def _received(self, stage: Stage, micro_batch: int) -> tuple[Any, dict[str, int]]:
-        """What the stage before gives, on the tape; and what it tells of random numbers."""
+        """The previous stage's output, on the tape; and the state of random numbers that it sent."""
         arrays, (form, drawn) = self._carrier.receive("F", stage.number - 1, micro_batch)
         key = self._keys[micro_batch]
 
@@ -256,7 +256,7 @@ def by_tree(module: Module) -> bool:
 
 
 class StageInput(Function):
-    """What the stage before has sent, on the tape.
+    """The message of the previous stage, on the tape.
 
     It is the oldest node of the stage's forward, so when backward comes to it, its gradients are complete.
     """
@@ -295,7 +295,7 @@ def _or_zeros(gradient: Array | None, shape: tuple) -> Array:
 
 
 def _check_loss(loss: Any) -> None:
-    """Raise TypeError for what has no backward, where there is one."""
+    """Raise TypeError for an output without a backward, where there is one."""
     if autograd.is_grad_enabled() and not (isinstance(loss, Tensor) and loss.data.size == 1):
         got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(f"Pipeline.step: the loss function must give a tensor of one number, got {got}")

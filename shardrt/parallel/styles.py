@@ -1,4 +1,4 @@
-"""Styles: what a module's parameters become on an axis of the mesh, and what is attached to it.
+"""Styles: how a module's parameters are split on an axis of the mesh, and its wrapper.
 
 (Shoeybi et al., Megatron-LM, 2019, for columns and rows; Korthikanti et al., Reducing Activation
 Recomputation in Large Transformer Models, 2022, for the sequence.)
@@ -24,13 +24,13 @@ __all__ = ["Style"]
 
 
 class Style:
-    """Names what a module is; `apply` makes it that."""
+    """Names a module's style; `apply` converts the module."""
 
     modules: tuple[type[Module], ...] = (Linear,)
 
     @property
     def wanted(self) -> str:
-        """What it is for, in words."""
+        """The modules it is for, in words."""
         return ", ".join(kind.__name__ for kind in self.modules)
 
     def fits(self, module: Module) -> bool:
@@ -39,13 +39,13 @@ class Style:
         return known and any(type(module).forward is kind.forward for kind in self.modules)
 
     def apply(self, module: Module, axis: Axis) -> None:
-        """Cut the parameters of `module`, and attach what converts activations. Raises ValueError."""
+        """Split the parameters of `module`, and wrap it to convert activations. Raises ValueError."""
         raise NotImplementedError
 
     def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
         """Have its weight multiplied in so many parts, of all ranks together. After `apply`.
 
-        parts: a multiple of the number of ranks. Raises ValueError if they do not divide what is cut.
+        parts: a multiple of the number of ranks. Raises ValueError if they do not divide the split size.
         """
         raise ValueError(
             f"set_tensor_invariant: {type(self).__name__}, which {module.name!r} has, knows no sums in parts"
@@ -53,7 +53,7 @@ class Style:
 
 
 def check_alone(kind: type[Style], chosen: Iterable[tuple[Module, Style]], where: str) -> None:
-    """Raise ValueError where a plan has other styles beside one that needs a plan of its own."""
+    """Raise ValueError where a plan has other styles next to one that needs a separate plan."""
     other = next((style for _, style in chosen if not isinstance(style, kind)), None)
     if other is not None:
         raise ValueError(
@@ -66,7 +66,7 @@ def check_alone(kind: type[Style], chosen: Iterable[tuple[Module, Style]], where
 class ColwiseParallel(Style):
     """A Linear of which each rank computes some outputs: rows of its weight, and of its bias.
 
-    parts: how many layers side by side it is, each of which is cut: 3 for q, k, v. A tuple gives their widths
+    parts: how many layers side by side it is, each of them split: 3 for q, k, v. A tuple gives their widths
     in heads, which stay whole: (heads, kv_heads, kv_heads). Where there are more ranks than heads of a part,
     neighbours compute a head together, and each gets all of it.
     """
@@ -98,7 +98,7 @@ class ColwiseParallel(Style):
         module.weight.in_parts = InParts(0, tuple(map(tuple, found)), goes_on=axis.size > 1)
 
     def _sizes(self, module: Module, n: int) -> list[int]:
-        """Rows of each part, of all `n` ranks. Raises ValueError for what can't be cut."""
+        """Rows of each part, of all `n` ranks. Raises ValueError for sizes that can't be split."""
         rows = module.weight.whole_shape[0]
         heads = (1,) * self.parts if isinstance(self.parts, int) else self.parts
         if not heads or min(heads) < 1 or rows % sum(heads):
@@ -121,7 +121,7 @@ class ColwiseParallel(Style):
         return [each * count for count in heads]
 
     def _shared(self, axis: Axis, sizes: list[int]) -> list[tuple[int, Communicator | None]]:
-        """For each part: its elements here, and what joins the ranks that compute a head of it together."""
+        """For each part: its elements here, and the group of ranks that compute a head of it together."""
         shared = []
         for place, size in enumerate(sizes):
             heads = axis.size if isinstance(self.parts, int) else self.parts[place]
@@ -137,7 +137,7 @@ class ColwiseParallel(Style):
 class RowwiseParallel(Style):
     """A Linear of which each rank has some inputs: columns of its weight. The results are summed.
 
-    Each rank's input is what a ColwiseParallel layer gave it. The bias is whole, and added once.
+    Each rank's input is the output of a ColwiseParallel layer. The bias is whole, and added once.
     """
 
     def apply(self, module: Module, axis: Axis) -> None:
@@ -165,11 +165,11 @@ class RowwiseParallel(Style):
 
 @dataclass(frozen=True)
 class SequenceParallel(Style):
-    """A module that acts on each position by itself, on this rank's part of the time.
+    """A module that acts on each position separately, on this rank's slice of the time.
 
-    output: "part", or "whole": what leaves it is put together again, for all ranks to go on with alike. Where
-    a plan has this style, what goes into ColwiseParallel and comes out of RowwiseParallel and VocabParallel
-    is such a part; it is gathered, again in backward, and summed into parts.
+    output: "part", or "whole": the output is gathered, for all ranks to go on with alike. Where
+    a plan has this style, inputs of ColwiseParallel and outputs of RowwiseParallel and VocabParallel
+    are such slices; each is gathered, again in backward, and summed into slices.
     """
 
     output: str = "part"
@@ -213,7 +213,7 @@ def _check_divided(module: Module, parts: int, count: int, what: str) -> None:
 
 
 def _sum_in_time(parameter: Parameter, axis: Axis | Alone, parts: int) -> None:
-    """What it gets is summed over the ranks by each op, so it has the same gradient on all of them."""
+    """Each op sums its gradient over the ranks, so all ranks have the same gradient."""
     if axis.size > 1:
         set_placement(parameter, ParameterPlacement.of_all(REPLICATE, axis.mesh, parameter.shape))
     parameter.in_parts = InTime(parts // axis.size, axis.communicator)
@@ -248,5 +248,5 @@ def _cut_columns(weight: Parameter, axis: Axis) -> None:
 
 
 def partial(parameter: Parameter, axis: Axis) -> None:
-    """All ranks have it, and what each adds to its gradient is summed."""
+    """All ranks have it, and the ranks' gradients are summed."""
     set_placement(parameter, ParameterPlacement.of_all(PARTIAL, axis.mesh, parameter.shape))

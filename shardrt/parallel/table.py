@@ -1,12 +1,12 @@
-"""A pipeline is a table: what each rank does, in which order. Integers only; it knows no model and no device.
+"""A pipeline is a table: the actions of each rank, in order. Integers only; it knows no model and no device.
 
-A rank runs its row from left to right. What a stage needs of another rank is received before the action that
-uses it, what it makes is sent behind the action that makes it; a send waits for nobody, and receives of a
+A rank runs its row from left to right. A stage's input from another rank is received before the action that
+uses it, its output is sent after the action that makes it; a send never waits, and receives of a
 link are posted in order of use. So a table says all of a step: `check` proves that it ends and counts what it
 holds, `replay` says when each action runs. Executor, memory plan and pictures read the same table.
 
     F  forward of a stage for a micro-batch        B  its whole backward: I and W at once
-    I  gradients of its inputs                     W  the weight gradients that I put off
+    I  gradients of its inputs                     W  the weight gradients that I deferred
     UNSHARD, RESHARD  the stage's parameters are gathered, and released
 
 Letters and notation are PyTorch's (torch/distributed/pipelining/schedules.py, _Action). Its OVERLAP_F_B, an F
@@ -34,7 +34,7 @@ PARTS = {"F": "F", "B": "IW", "I": "I", "W": "W"}
 MEMORY = ("UNSHARD", "RESHARD")
 
 Cost = float | Sequence[float]
-Key = tuple[str, int, int]  # what an action makes: F, B (of an I as well) or W, stage, micro-batch
+Key = tuple[str, int, int]  # the result of an action: F, B (of an I as well) or W, stage, micro-batch
 
 
 class Action(NamedTuple):
@@ -62,7 +62,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class TableStats:
-    """What a table holds at most, however fast its ranks and links are.
+    """The most that a table holds at a time, however fast its ranks and links are.
 
     activations: by rank: micro-batches of its stages between F and B, or F and W. late: those of them between
         I and W.
@@ -89,8 +89,8 @@ class Replay:
     """When actions run, in the unit of the costs; start and end lie as the table's `ranks`.
 
     idle: by rank: the part of the makespan in which it computes nothing; the step of all ranks ends with the
-        last of them, as one that clips by the global norm does. bubble: that of the rank with the most work.
-        What others are idle beyond it, they are for want of balance.
+        last of them, as one that clips by the global norm does. bubble: the idle part of the busiest rank.
+        Other ranks idle longer because the stages are not balanced.
     """
 
     start: tuple[tuple[Any, ...], ...]
@@ -138,7 +138,7 @@ class Table:
         order of uses. No rank waits for ever.
 
         Raises ValueError with the rank, the action and its place in the row, from 0, for what fails first;
-        TypeError for what is not made of Actions and integers.
+        TypeError for a table that is not made of Actions and integers.
         """
         _check_types(self)
         _check_actions(self)
@@ -235,16 +235,16 @@ class Table:
         return "".join(",".join(map(str, row)) + "\n" for row in self.ranks)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as a CSV file like PyTorch's. What reduces is not in it; the last of a stage does."""
+        """Write it as a CSV file like PyTorch's, without reductions; a stage's last action reduces."""
         Path(path).write_text(str(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Table":
-        """Read a CSV file: what `save` or PyTorch's _dump_csv wrote, or a schedule of one's own.
+        """Read a CSV file: written by `save`, by PyTorch's _dump_csv, or by the user.
 
         A line per rank; cells may be empty. SEND, RECV and REDUCE_GRAD are left out, as their places follow
         from the other actions. The table is not checked. Raises ValueError with line and cell, from 1, for
-        what is no action, and for a file that is no text.
+        a cell that is no action, and for a file that is no text.
         """
         rows = []
         try:
@@ -287,7 +287,7 @@ def _read(cells: list[str], where: str) -> Iterator[Action]:
                 )
 
 
-# What actions make and need. A need is met on the own rank at once, else when the message is there.
+# Needs and results of actions. A need on the same rank is met at once, else when the message is there.
 
 
 def _made(action: Action) -> Key:
@@ -307,14 +307,14 @@ def _needs(table: Table, action: Action) -> list[Key]:
 
 
 def _link(table: Table, rank: int, action: Action) -> Link | None:
-    """The link over which what it made goes, if it goes to another rank."""
+    """The link over which its result travels, if it goes to another rank."""
     user = action.stage + {"F": 1, "B": -1, "I": -1}.get(action.kind, table.stages)
     if not 0 <= user < table.stages or table.rank_of(user) == rank:
         return None
     return Link(rank, table.rank_of(user), "F" if action.kind == "F" else "B")
 
 
-# What `check` proves, one after the other; each may rely on those before it.
+# The proofs of `check`, in order; each may rely on the earlier proofs.
 
 
 def _at(table: Table, rank: int, place: int) -> str:
@@ -418,7 +418,7 @@ Messages = dict[Link, list[tuple[int, Key]]]  # place in the row and what is sen
 
 
 def _messages(table: Table) -> tuple[Messages, Messages]:
-    """What senders send over each link, and what receivers use of it."""
+    """The messages that senders send over each link, and those that receivers use of it."""
     sends: Messages = defaultdict(list)
     uses: Messages = defaultdict(list)
     for rank, place, action in _actions(table):
@@ -447,11 +447,11 @@ def _name(key: Key) -> str:
 
 
 def _order(table: Table) -> list[tuple[int, int]]:
-    """(rank, place) of all actions, each behind what it needs. Raises ValueError with a deadlock's circle."""
+    """(rank, place) of all actions, each after its needs. Raises ValueError with a deadlock's circle."""
     done: set[Key] = set()
     order: list[tuple[int, int]] = []
     places = [0] * len(table.ranks)
-    waiting: dict[Key, list[int]] = defaultdict(list)  # what for -> ranks
+    waiting: dict[Key, list[int]] = defaultdict(list)  # need -> ranks
     ready = [*range(len(table.ranks))]
     while ready:
         rank = ready.pop()
@@ -474,7 +474,7 @@ def _order(table: Table) -> list[tuple[int, int]]:
 
 
 def _circle(table: Table, needs: dict[int, Key], places: list[int]) -> str:
-    """In words: of ranks that wait, those that wait for one another. needs: what each of them waits for."""
+    """In words: the waiting ranks that wait for one another. needs: what each rank waits for."""
     makers = {_made(action): (rank, place) for rank, place, action in _actions(table)}
     path = [min(needs)]
     while True:

@@ -1,4 +1,4 @@
-"""parallelize_module: cuts the modules of a model over the ranks of an axis, as a plan says."""
+"""parallelize_module: splits the modules of a model over the ranks of an axis, as a plan says."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -21,21 +21,21 @@ M = TypeVar("M", bound=Module)
 
 
 def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) -> M:
-    """Cut modules of `model` along the one axis of `mesh`, a slice such as mesh["tp"]; gives `model` back.
+    """Split modules of `model` along the one axis of `mesh`, a slice such as mesh["tp"]; gives `model` back.
 
     Every rank of the axis computes with the same batch, and has the same activations between the modules that
-    are cut, or with SequenceParallel its part of their time. (With ExpertParallel ranks have tokens of their
-    own, and what the plan does not name is left as it is, for fully_shard.) Parameters keep their names;
-    `shape` is that of what this rank has, `whole_shape` that of all. Initial values, masks of dropout and
-    checkpoints are those of the whole model. Call it on the outermost module, before fully_shard, which cuts
-    what is left over other axes of the same mesh, before weights are loaded and the optimizer is made.
+    are split, or with SequenceParallel its slice of their time. (With ExpertParallel each rank has its own
+    tokens, and modules that the plan does not name are left to fully_shard.) Parameters keep their names;
+    `shape` is the shape on this rank, `whole_shape` the whole. Initial values, masks of dropout and
+    checkpoints are the whole model's. Call it on the outermost module, before fully_shard, which shards
+    the rest over other axes of the same mesh, before weights are loaded and the optimizer is made.
     Collective.
 
-    plan: path -> style; "*" in a path stands for any one name: "blocks.*.mlp.up". What the plan does not name
-    is the same on all ranks. On an axis of one rank nothing is changed.
+    plan: path -> style; "*" in a path stands for any one name: "blocks.*.mlp.up". Modules without a style
+    are the same on all ranks. On an axis of one rank nothing is changed.
 
     Raises ValueError for a path that names no module, a module that is named twice, a model that has a plan
-    already, a parameter that is tied to a module that is not cut, sizes or heads that the ranks do not
+    already, a parameter that is tied to a module that is not split, sizes or heads that the ranks do not
     divide, a mesh of several axes, ranks that have another model, seed or plan; TypeError for a module that a
     style does not fit; RuntimeError for a parameter that is sharded, has values or an optimizer, or a stage.
     """
@@ -62,7 +62,7 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
 
 
 def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Style]]) -> None:
-    """parallelize_module for columns, rows, words and what lies between: tensor parallelism."""
+    """parallelize_module for columns, rows, words and modules in between: tensor parallelism."""
     for parameter in model.parameters():
         if parameter.placement is not None and not parameter.placement.own_data:
             raise ValueError(
@@ -118,7 +118,7 @@ _WITH_A_PLAN_OF_ITS_OWN = {ContextParallel: lay_out_sequences, ExpertParallel: s
 
 
 def _check_same_on_all_ranks(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Style]]) -> None:
-    """Raise ValueError for ranks whose model, seed or plan differs: they would train parts of no model."""
+    """Raise ValueError for ranks whose model, seed or plan differs: they would not train one model."""
     described: list = [(module.name, type(style).__name__) for module, style in chosen]
     described += [
         (p.name, p.whole_shape, p.seed, p.placement and p.placement.kind) for p in model.parameters()
@@ -130,7 +130,7 @@ def _check_same_on_all_ranks(model: Module, mesh: DeviceMesh, chosen: list[tuple
 
 
 def in_sequence(styles: Iterable[Style]) -> bool:
-    """Whether activations between modules are cut along time."""
+    """Whether activations between modules are split along time."""
     return any(isinstance(style, SequenceParallel) for style in styles)
 
 
@@ -156,7 +156,7 @@ def chosen_by(model: Module, plan: Mapping[str, Style], call: str) -> list[tuple
 
 
 def _check_tied(model: Module, mesh: DeviceMesh, chosen: set[Module]) -> None:
-    """Raise ValueError where a module that is not cut along `mesh` has a parameter that is."""
+    """Raise ValueError where a module that is not split along `mesh` has a parameter that is."""
     for path, module in model.named_modules():
         for parameter in module._parameters.values() if module not in chosen else ():
             placement = parameter.placement

@@ -1,8 +1,8 @@
-"""Twins: what two stages on one rank use, as two parameters: one for each, so that gradients add up for each.
+"""Tied replicas: a parameter that two stages on one rank use is two parameters, so each sums its gradients.
 
-The twin is what the later stage uses. It has a gradient of its own and, where stages are sharded, a shard of
-its own, which is copied from the owner's when that was written. Nobody else knows it: optimizers, norms and
-checkpoints have the owner.
+The later stage uses the replica. The replica has its own gradient and, where stages are sharded, its own
+shard, which is copied from the owner's after each write of the owner. Optimizers, norms and
+checkpoints have the owner only.
 """
 
 from collections.abc import Collection
@@ -20,7 +20,7 @@ Array = Any
 
 
 class Alias(PlacedStorage):
-    """The values of another parameter that is not sharded, with a gradient of its own."""
+    """The values of another parameter that is not sharded, with a separate gradient."""
 
     def __init__(self, parameter: Parameter, of: LocalStorage) -> None:
         super().__init__(parameter)
@@ -67,16 +67,16 @@ class TiedReplica:
                 device.of(shard).copy(shard, own.shard)
 
     def add_gradient(self) -> None:
-        """Add what the twin has to the owner's gradient, and forget it. RuntimeError if one has none."""
+        """Add the replica's gradient to the owner's, and drop it. RuntimeError if one has none."""
         gradient, more = gradient_of(self.own), gradient_of(self.parameter)
         gradient += more
         self.parameter.storage.zero_grad()
 
 
 def with_tied_replicas(module: Module, tied_replicas: Collection[TiedReplica]) -> Module:
-    """`module` with tied_replicas in the place of their owners; what has none in it is the same.
+    """`module` with tied_replicas in place of their owners; a module without any stays the same.
 
-    Another object, that nobody is the parent of, with the same name.
+    A new object, without a parent, with the same name.
     """
     by_owner = {id(twin.own): twin.parameter for twin in tied_replicas}
     parameters = {name: by_owner.get(id(p), p) for name, p in module._parameters.items()}
@@ -94,7 +94,7 @@ def with_tied_replicas(module: Module, tied_replicas: Collection[TiedReplica]) -
 
 
 def gradient_of(tied: Parameter) -> Array:
-    """That of all micro-batches of a step, to be added to another. RuntimeError where there is none."""
+    """The sum over all micro-batches of a step, to be added to another. RuntimeError where there is none."""
     tied.storage.refuse_applied("sum_tied")
     gradient = tied.storage.complete_gradient()
     if gradient is None:

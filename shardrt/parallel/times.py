@@ -36,7 +36,7 @@ def piece_times(model: Module, batch: Mapping[str, Any], repeats: int = 3) -> li
 
 @contextmanager
 def _buffers_as_they_are(model: Module) -> Iterator[None]:
-    """What a with block writes to the model's buffers, running statistics say, is undone."""
+    """Undo what a with block writes to the model's buffers, such as running statistics."""
     before = [(array, array.copy()) for _, array in model.named_buffers()]
     try:
         yield

@@ -1,8 +1,8 @@
 """Tokens that lie on the ranks of a tensor-parallel axis where experts are: each rank routes a part of them.
 
 With sequence parallelism they lie so already. Without it all ranks of the axis have the same tokens, of which
-each takes its part, and what becomes of them is put together again. So nobody routes a token twice, and what
-is in there, the router and what is with it, has on each rank a part of its gradient.
+each rank takes its slice, and the outputs are gathered. So no two ranks route the same token, and
+parameters inside, the router's among them, have a part of their gradient on each rank.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from shardrt.tensor import Tensor
 class TokenParallel(Style):
     """An nn.MoE of which each rank has everything, for a part of the tokens.
 
-    Nothing in it has a style of its own in the same plan. Its experts may be cut besides, by ExpertParallel
+    Nothing in it has its own style in the same plan. Its experts may also be split, by ExpertParallel
     on an axis that is made of this one and of those of the data (docs/experts.md).
     """
 
@@ -44,9 +44,9 @@ class TokenParallel(Style):
 
 
 class OwnTokens(Converting):
-    """Around an nn.MoE: it gets this rank's tokens; its loss is that of all ranks of the axis together.
+    """Around an nn.MoE: it gets this rank's tokens; its loss is over all ranks of the axis together.
 
-    Raises ValueError where gradients are recorded and the tokens can't be cut. Without gradients they may
+    Raises ValueError where gradients are recorded and the tokens can't be split. Without gradients they may
     stay whole, on all ranks alike: then the ranks do the same.
     """
 

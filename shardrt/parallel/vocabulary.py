@@ -1,4 +1,4 @@
-"""VocabParallel, and Words: what a weight whose rows are words says of itself.
+"""VocabParallel, and Words: how a weight describes its rows if its rows are words.
 
 Each rank has the rows of its own words. nn.Embedding, F.linear_cross_entropy and the head of the language
 models ask the weight, by `weight.words`.
@@ -32,7 +32,7 @@ class Words:
         self.part = VocabularyPart(axis.communicator, vocab)
 
     def embedding(self, indices: Any, weight: Tensor) -> Tensor:
-        """As F.embedding of the whole weight; with sequence parallelism this rank's part of the time."""
+        """As F.embedding of the whole weight; with sequence parallelism this rank's slice of the time."""
         return self.axis.leave(vocabulary.embedding(indices, weight, self.part))
 
     def linear_cross_entropy(self, x: Tensor, weight: Tensor, targets: Any, **how: Any) -> Tensor:
@@ -73,7 +73,7 @@ class VocabParallel(Style):
         if isinstance(module, Linear):
             module.wrap_forward(Logits(axis))
         if weight.words is not None and weight.words.axis is axis:
-            return  # it is tied, and cut already
+            return  # it is tied, and split already
         vocab, width = weight.shape
         if vocab < axis.size:
             raise ValueError(f"VocabParallel: {module.name!r} has {vocab} rows for {axis.size} ranks")

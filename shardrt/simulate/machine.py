@@ -1,8 +1,8 @@
 """A machine that programs are priced on: what its processors, links and host can do, from a TOML file.
 
 Times are seconds, sizes bytes; bandwidths are bytes per second and rank, of links each way. A file says where
-its figures come from (`origin`, `date`) and whether anybody measured them on that machine (`measured`): what
-is priced on one that was not is an estimate.
+its figures come from (`origin`, `date`) and whether they were measured on that machine (`measured`):
+otherwise a priced program is an estimate.
 
     machine = Machine.load("h100-8")            # of shardrt/simulate/machines
     machine = Machine.load("mine.toml")
@@ -22,7 +22,7 @@ __all__ = ["Machine"]
 
 FOLDER = Path(__file__).parent / "machines"
 
-_SIZED = ("linear.", "matmul.")  # products whose three sizes are m, n, k
+_SIZED = ("linear.", "matmul.")  # matmuls whose three sizes are m, n, k
 
 Curve = Sequence[Sequence[float]]  # (size, efficiency) at ascending sizes; straight between, over log size
 
@@ -50,7 +50,7 @@ class Processor:
     """What runs kernels: a GPU, or the cores of a rank.
 
     flops: the peak by dtype; "" is that of kernels that name none. constant: seconds of each launch, besides.
-    units: how many tiles of a product run at once. whole: a kernel keeps the processor to itself, though it
+    units: how many tiles of a matmul run at once. whole: a kernel keeps the processor to itself, though it
     may wait for memory; else other streams use what it leaves.
     """
 
@@ -77,7 +77,7 @@ class Processor:
         return computing, moving
 
     def _filled(self, kernel: Kernel, work: Work) -> float:
-        """Which part of the units the tiles of a product keep busy; the last wave may be small."""
+        """The fraction of the units that the tiles of a matmul keep busy; the last wave may be small."""
         if not kernel.tile or len(work.sizes) < 3:
             return 1.0
         rows, columns = (ceil(size / each) for size, each in zip(work.sizes, kernel.tile, strict=False))

@@ -1,4 +1,4 @@
-"""What comes before what, in the programs of one or several ranks, whatever the speed of anything.
+"""The order of items in the programs of one or several ranks, independent of any speed.
 
 The host of each rank is a thread, and so is each of its streams, but for those whose work the host does
 itself (Program.by_host: ops on a CPU), which are the host's thread. What a thread does comes in order. Beside
@@ -8,7 +8,7 @@ that, and that is all:
 - what follows a Wait in its stream, and a HostWait on the host, comes after what the mark was recorded behind
 - no rank begins a collective before all recorded ranks of its group have come to it, and none leaves a
   reduction before all have read
-- what is received comes after what was done before it was sent; a send waits for nobody
+- a receive comes after everything before its send; a send waits for no rank
 
 A *point* is an item's place in its thread. Points are numbered so that what must come first has the lower
 number. A *join* of a point is a point of another thread that comes before it.
@@ -37,7 +37,7 @@ from shardrt.device.program import (
 )
 
 Thread = tuple[int, str]  # rank in the world, and stream or HOST
-Join = tuple[int, str]  # a point, and the site of the wait that joins it, "" where nobody can leave it out
+Join = tuple[int, str]  # a point, and the site of the wait that joins it, "" if the join can't be left out
 
 # A collective of several recorded ranks is up to three points: it has come, it moves bytes, it leaves.
 COME, MOVE, LEAVE = "come", "move", "leave"

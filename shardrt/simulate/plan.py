@@ -1,4 +1,4 @@
-"""The fastest ways to train on a machine, within its memory: candidates are simulated, and compared.
+"""The fastest ways to train on a machine, within its memory: simulates and compares candidates.
 
     found = search(candidates, lambda candidate: simulated(...), {"device": 76e9})
     found.best[0].report.ms
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def binds(self) -> str:
-        """Which of these is most."""
+        """The largest of these shares."""
         return max(self.shares, key=self.shares.__getitem__)
 
 
@@ -214,7 +214,7 @@ class _Search:
         return True
 
     def _cost(self, candidate: Candidate) -> float:
-        """It costs no less than this."""
+        """A lower bound of the candidate's cost."""
         less = [cost for saves, cost in self.costs[candidate.beside] if _no_lower(saves, candidate.saves)]
         if candidate.computes is not None:
             known = self.least[candidate.computes].items()
@@ -306,7 +306,7 @@ def _no_lower(these: Sequence[int], others: Sequence[int]) -> bool:
 
 
 def _line(error: BaseException, said: str) -> str:
-    """Why a script ended: the error that it told, or the exception."""
+    """Why a script ended: the error that it printed, or the exception."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     if isinstance(error, SystemExit):
         if isinstance(error.code, str):

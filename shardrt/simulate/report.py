@@ -37,7 +37,7 @@ FORMULA = (
     "MFU: matrix products and attention of forward, once, and of backward, over the peak; recomputed ones "
     "don't count. Causal attention counts the pairs it sees: 6 N + 6 L C T for each token. HFU: all that run"
 )
-_SHOWN = 6  # rows of a list that people read
+_SHOWN = 6  # rows of a list in the text output
 
 
 class NoStep(ValueError):
@@ -59,7 +59,7 @@ class Report:
     """tokens: targets of the loss, of all ranks in a step; 0 where no loss was seen. mfu, hfu: parts of 1.
 
     split: ms of the compute stream, which add up to the step. streams: ms that each stream is busy.
-    exposed: ms of collectives beside which nothing runs, by name and unit; "" all together.
+    exposed: ms of collectives while nothing else runs, by name and unit; "" all together.
     memory: place -> category -> bytes when that place has most. modules: the same bytes, place -> module or
     unit -> category; "" is what none has alone. device_bytes: recorded rank -> its bytes on the device, when
     they are most. links: link -> call -> bytes sent.
@@ -155,16 +155,16 @@ def report(
 
 
 def _of_products(work: Work) -> int:
-    """Operations of its products, without those of what a kernel does beside them: activations, biases."""
+    """Operations of its matmuls, without a kernel's other operations: activations, biases."""
     if family(work) == "linear":
         return 2 * prod(work.sizes) if len(work.sizes) == 3 else 0
     return work.flops if family(work) in PRODUCTS else 0
 
 
 def _flops(works: list[Work]) -> tuple[float, float]:
-    """Operations of products: of forward once and backward; and all that ran.
+    """Operations of matmuls: of forward once and backward; and all that ran.
 
-    Forward has as many as the larger of backward's two products: by inputs, and by weights.
+    Forward has as many as the larger of backward's two matmuls: for inputs, and for weights.
     """
     flops: Counter[str] = Counter()
     for work in works:
@@ -178,7 +178,7 @@ def _flops(works: list[Work]) -> tuple[float, float]:
 
 
 def _peak(works: list[Work], machine: Machine) -> tuple[str, float]:
-    """The dtype of most products, and how many operations of it a second has."""
+    """The dtype of most matmuls, and the peak operations per second in it."""
     by_dtype: Counter[str] = Counter()
     for work in works:
         by_dtype[work.dtype] += _of_products(work)

@@ -1,4 +1,4 @@
-"""Shadow memory: who wrote each byte last, and who has read it since.
+"""Shadow memory: the last writer of each byte, and its readers since.
 
 FastTrack (Flanagan and Freund 2009, "FastTrack: Efficient and Precise Dynamic Race Detection", PLDI) keeps of
 each place in memory the last write and the reads since, each as (thread, clock): what went before them was

@@ -41,7 +41,7 @@ class Candidate:
     saves: of two that have `beside` alike, one of which no number here is higher is no faster. computes: of
     two that have this alike, one of which no number in `keeps` is higher computes no less in forward and
     backward, and reduces gradients as often; strategies and units may differ.
-    mesh: whose ranks have the same parts. states: whose parameters, gradients and optimizer's state are in as
+    mesh: whose ranks have the same parts. states: whose parameters, gradients and optimizer state are in as
     many parts and in the same places.
     """
 
@@ -136,7 +136,7 @@ class _Space:
                     kept = _EVERY * saves[0] + saves[1]
                     copied = (kept, -kept) if offloaded else (_MOST, _MOST)
                     extra = tuple(others.values())
-                    # In a pipeline more micro-batches are faster; else each makes products smaller.
+                    # In a pipeline more micro-batches are faster; else each makes matmuls smaller.
                     alike, fewer = (on, 0) if mesh["parallel.pp"] != "1" else (on[0], -count)
                     keeps = fewer, int(parts["reduce_each"].lower() != "true"), *saves
                     computes = alike, tuple(again.values()) if saves[0] < 0 else (), extra
@@ -238,7 +238,7 @@ class _Space:
                 yield {"fsdp.strategy": name, "fsdp.copies": copies}
 
     def _data(self, mesh: Options) -> int:
-        """How many ranks have parts of the batch."""
+        """How many ranks have slices of the batch."""
         return max(1, self._ranks // prod(_number(name, mesh[name]) for name in AXES))
 
     # -- what saves memory

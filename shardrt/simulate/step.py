@@ -1,4 +1,4 @@
-"""A step of a script on ranks that are not there, recorded, priced and told.
+"""A step of a script on simulated ranks, recorded, priced and reported.
 
 `simulate` prints it of one command, and `plan` compares those of many: both call this.
 """

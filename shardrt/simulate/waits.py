@@ -37,7 +37,7 @@ Sites = int  # a set of sites: bit n stands for the nth
 
 @dataclass(frozen=True)
 class WaitSite:
-    """All waits of one site. what: who waits for whom, and how often. verdict: NEEDED, COVERED or NEVER.
+    """All waits of one site. what: waiting and awaited sides, counted. verdict: NEEDED, COVERED or NEVER.
 
     covered_by: the smallest set of other sites without which it is needed; empty if that is large, or was not
     found among very many ways. prevents: the race that would be there without it and them, if it is known.
@@ -80,7 +80,7 @@ def waits(programs: Sequence[Program]) -> list[WaitSite]:
 
 
 def _sites(programs: Sequence[Program]) -> dict[str, Counter[str]]:
-    """By site, who waits for whom."""
+    """By site, the waiting and the awaited."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
     for number, program in enumerate(programs):
         recorded = {item.mark: item.stream for item in program.items if isinstance(item, Record)}

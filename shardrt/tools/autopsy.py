@@ -1,4 +1,4 @@
-"""What became of a run: from the flight files of its ranks and its metrics, whoever is still alive."""
+"""What became of a run: from the flight files of its ranks and its metrics, whether it runs or has ended."""
 
 import socket
 import time
@@ -17,17 +17,17 @@ from shardrt.untrusted import Refused, read_regular, strict_json
 DATA = 65  # nothing here can be read
 _LARGEST = 1 << 30  # bytes of a text
 _ALIVE = 5.0  # seconds since the last beat
-_SAME = 300.0  # seconds between the begins of a rank and of a process that may be it
-_EAR = 0.2  # seconds from look to look of one that listens
-_ASKED = "exit code 75"  # how a rank ended that was asked to stop, and has saved
+_SAME = 300.0  # seconds between the starts of a rank and of a process that may be this rank
+_EAR = 0.2  # seconds between two looks while listening
+_ASKED = "exit code 75"  # the end of a rank that saved and stopped on request
 
 
 def examine(run: Path, listening: float = 0.0) -> dict[str, Any]:
-    """Everything that is known, as JSON has it; `code` is the exit code of the command.
+    """All known facts, in JSON types; `code` is the exit code of the command.
 
     listening: seconds to wait for signs of life of ranks of other hosts that have not said how they ended;
-    0: they live for 5 seconds after the last, by the clock of this host. Raises OSError if there is no such
-    folder.
+    0: a rank counts as alive for 5 seconds after its last sign, by this host's clock. Raises OSError if there
+    is no such folder.
     """
     if not run.is_dir():
         raise FileNotFoundError(2, "no such folder", str(run))
@@ -40,7 +40,7 @@ def examine(run: Path, listening: float = 0.0) -> dict[str, Any]:
     if not flights and not message:
         message = [f"{folder}: no flight files"]
     hang = _text(folder / REPORT)
-    # A launcher may let a stopped rank go on for a moment before it ends it: what the watchdog saw counts.
+    # A launcher may resume a stopped rank for a moment before it ends the rank: the watchdog's record counts.
     blame, behind = diagnosis.blamed(hang)
     if not hang and not _all_done(flights) and not _all_asked(flights):
         blame, behind = diagnosis.blame(flights), diagnosis.behind(flights)
@@ -61,7 +61,7 @@ def examine(run: Path, listening: float = 0.0) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """The same facts as lines of text."""
     metrics = found["metrics"]
     message = [f"{found['run']}: {found['verdict']}"]
     if metrics:
@@ -84,13 +84,13 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def first_to_end(flights: list[Flight], living: Set[int]) -> int | None:
-    """The rank that ended first of those that did not end well; None if all did, or none has ended.
+    """The first rank to end badly; None if all ended well, or none has ended.
 
-    living: the ranks that are still there.
+    living: the ranks that still run.
 
-    A rank that said why comes before those that were killed with it, which say nothing. Among ranks that were
-    all killed it is the one that was silent first, of those for which others wait if there are such. The
-    launcher kills the others within milliseconds, so this may be wrong where several are behind.
+    A rank that recorded a reason comes before ranks that were killed with it, which record none. If all were
+    killed, it is the first silent rank, among the ranks for which others wait if there are any. The launcher
+    kills the others within milliseconds, so the answer may be wrong if several ranks are behind.
     """
     over = [flight for flight in flights if flight.rank not in living]
     ended = [flight for flight in over if flight.ended not in ("done", _ASKED)]
@@ -164,7 +164,7 @@ def _alive(flight: Flight) -> bool:
         return False
     status, began = _process(flight.pid)
     if _is_here(flight) and status in ("", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-        return False  # or nobody has asked yet how it ended
+        return False  # or its parent has not yet read its exit status
     stopped = status == psutil.STATUS_STOPPED and abs(began - flight.began) < _SAME
     return stopped or time.time() - flight.life < _ALIVE
 
@@ -174,7 +174,7 @@ def _is_here(flight: Flight) -> bool:
 
 
 def _heard(folder: Path, flights: list[Flight], seconds: float) -> set[int]:
-    """Which of these ranks give a sign of life while this process listens, whatever clocks say."""
+    """The ranks that give a sign of life while this process listens, independent of clocks."""
     before = {flight.rank: flight.life for flight in flights}
     living: set[int] = set()
     deadline = time.monotonic() + seconds
@@ -186,7 +186,7 @@ def _heard(folder: Path, flights: list[Flight], seconds: float) -> set[int]:
 
 
 def _process(pid: int) -> tuple[str, float]:
-    """The status of a process of this machine, "" where there is none, and when it began."""
+    """The status of a process of this machine ("" if there is no process) and its start time."""
     try:
         process = psutil.Process(pid)
         return process.status(), process.create_time()
@@ -195,7 +195,7 @@ def _process(pid: int) -> tuple[str, float]:
 
 
 def _metrics(path: Path) -> dict[str, Any]:
-    """The last step in metrics.jsonl; {} if there is none. Lines that are no JSON are passed over."""
+    """The last step in metrics.jsonl; {} if there is none. Skips lines that are not JSON."""
     last: dict[str, Any] = {}
     for line in _text(path).splitlines():
         try:

@@ -29,7 +29,7 @@ def add_to(commands: Any) -> None:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print the report; gives the exit code."""
+    """Print the report; returns the exit code."""
     if options.hosts is not None and options.path is not None:
         raise Refused("doctor: a run, or --hosts FILE, not both")
     if options.hosts is not None:

@@ -1,7 +1,7 @@
-"""Whether hosts are fit to train together: what `shardrt doctor --hosts FILE` asks before the first step.
+"""Whether hosts are fit to train together: the checks of `shardrt doctor --hosts FILE`.
 
-One process on each host, started as ranks are, tells its versions and its memory. Together they compare their
-clocks, look for a file that the first has written, and send each other data, pair by pair.
+One process on each host, started like a rank, reports its versions and its memory. Together the processes
+compare clocks, look for a file that the first has written, and send each other data, pair by pair.
 """
 
 import json
@@ -31,13 +31,13 @@ _BYTES = 4 << 20  # of a transfer
 _SEEN = 5.0  # seconds until a file of another host is seen
 _SHM = 64 << 20
 _SHOWN = 8  # of the first and of the last lines of a launcher that fails: ssh speaks first, Python last
-_SLOW = 4  # times slower than the fastest pair, which is told
+_SLOW = 4  # a pair so many times slower than the fastest is reported
 
 
 def hosts_of(path: Path) -> list[str]:
-    """Those in a host file, each once, with its user where it says one (`me@node1`).
+    """The hosts in a host file, each once, with its user if the file names one (`me@node1`).
 
-    Raises OSError; Refused where there are none, or a line is not read.
+    Raises OSError; Refused if there are no hosts, or a line can't be read.
     """
     found: dict[str, str] = {}
     for host in map(host_of, host_lines(path)):
@@ -48,9 +48,9 @@ def hosts_of(path: Path) -> list[str]:
 
 
 def examine(hosts: Sequence[str], mpirun: Sequence[str]) -> dict[str, Any]:
-    """Everything, as JSON has it; `code` is the exit code of the command, `lacking` says why it is not 0.
+    """All facts, in JSON types; `code` is the exit code of the command, `lacking` says why it is not 0.
 
-    mpirun: the command, and options of its own.
+    mpirun: the launcher's command and its options.
     """
     names = [host.rpartition("@")[2] for host in hosts]
     known = reach.addresses(dict.fromkeys(names))
@@ -71,7 +71,7 @@ def examine(hosts: Sequence[str], mpirun: Sequence[str]) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """The same facts as lines of text."""
     message = [
         f"{host['host']}: {host['cores']} cores, {host['shm'] / 1e9:.1f} GB in /dev/shm, clock "
         f"{host['clock']:+.3f} s, shardrt {host['versions']['shardrt']}, Python {host['versions']['python']}"
@@ -102,7 +102,7 @@ def _lacking(found: dict[str, Any]) -> list[str]:
             message.append(f"{host['host']} knows no host of the name {unknown}, and can't say if it is lost")
         if host["shm"] < _SHM:
             message.append(f"{host['host']}: /dev/shm has less than 64 MB free")
-    pairs = found["pairs"] if len(hosts) > 2 else []  # two have nothing to be compared with
+    pairs = found["pairs"] if len(hosts) > 2 else []  # one pair has nothing to be compared with
     best = max((pair[way] for pair in pairs for way in ("there", "back")), default=0.0)
     for pair in pairs:
         slowest = min(pair["there"], pair["back"])
@@ -113,14 +113,14 @@ def _lacking(found: dict[str, Any]) -> list[str]:
 
 
 def launcher() -> list[str]:
-    """The mpirun beside this Python, or that of the system; [] where there is none."""
+    """The mpirun next to this Python, or the system's mpirun; [] if there is none."""
     beside = Path(sys.executable).parent / "mpirun"
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     return [found] if found else []
 
 
 def _started(hosts: Sequence[str], mpirun: Sequence[str], seconds: float) -> dict[str, Any] | str:
-    """What the processes found, or what went wrong."""
+    """The findings of the processes, or an error message."""
     if not mpirun:
         return "no mpirun: pip install mpich"
     try:
@@ -139,7 +139,7 @@ def _started(hosts: Sequence[str], mpirun: Sequence[str], seconds: float) -> dic
 
 
 def placed(version: str, hosts: Sequence[str]) -> list[str]:
-    """Options for one process on each host, of a launcher by what it says of its version.
+    """Options for one process on each host, for the launcher with this version text.
 
     Open MPI's says "Open MPI" or "PRRTE", MPICH's "HYDRA build details", and Intel's, which is made of
     MPICH's, "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build ...".
@@ -150,7 +150,7 @@ def placed(version: str, hosts: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """One process of each host, under mpirun: the first prints what all have found."""
+    """The program of one process per host, under mpirun: the first process prints the findings of all."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -177,7 +177,7 @@ def main() -> None:
 
 
 def _clock(world: Any) -> float:
-    """Seconds by which this host's clock is ahead of the first one's: that of the shortest of some trips."""
+    """Seconds by which this host's clock is ahead of the first host's, from the shortest of several trips."""
     best, ahead = float("inf"), 0.0
     for rank in range(1, world.size):
         for _ in range(_TRIPS):
@@ -195,7 +195,7 @@ def _clock(world: Any) -> float:
 
 
 def _sees(world: Any) -> bool:
-    """Whether this host sees a file that the first one writes to the current directory."""
+    """Whether this host sees a file that the first host writes to the current directory."""
     mark = None
     if world.rank == 0:
         mark = Path.cwd() / f".seen-{os.urandom(6).hex()}"
@@ -215,7 +215,7 @@ def _sees(world: Any) -> bool:
 
 
 def _pair(world: Any, here: int, there: int) -> dict[str, float]:
-    """Of two hosts: seconds of a message, bytes per second in each direction; as the first one sees it."""
+    """Seconds of a message and bytes per second in each direction between two hosts, as the first sees it."""
     import numpy as np
 
     data, little = np.zeros(_BYTES, np.uint8), np.zeros(1, np.uint8)

@@ -1,4 +1,4 @@
-"""A command line of mpirun, MPICH's or Open MPI's: its hosts and ranks, and the same without some hosts."""
+"""A command line of mpirun (MPICH or Open MPI): its hosts and ranks, and the command without some hosts."""
 
 import re
 from collections import Counter
@@ -20,7 +20,7 @@ _SLOTS = re.compile(r"\sslots\s*=\s*(\d+)")
 
 
 class Host(NamedTuple):
-    """One of a list or file. login: with its user, where one is told (me@node1); ranks: 1 where none are."""
+    """A host of a list or file. login: the name, with its user if given (me@node1). ranks: 1 if not given."""
 
     login: str
     name: str
@@ -28,7 +28,7 @@ class Host(NamedTuple):
 
 
 def host_lines(path: Path) -> list[str]:
-    """Those of a host file, MPICH's (`node1:8`) or Open MPI's (`node1 slots=8`), without comments.
+    """The lines of a host file (MPICH's `node1:8` or Open MPI's `node1 slots=8`), without comments.
 
     Raises OSError.
     """
@@ -38,7 +38,7 @@ def host_lines(path: Path) -> list[str]:
 
 
 def host_of(line: str) -> Host:
-    """What it says. Raises Refused, for a range of hosts or an address of IPv6 too."""
+    """Parse a line. Raises Refused, also for a range of hosts or an IPv6 address."""
     found, message = _HOST.fullmatch(line), _SLOTS.search(line)
     if found is None:
         raise Refused(f"{line!r} is not read as a host; HOST or HOST:RANKS is")
@@ -46,7 +46,7 @@ def host_of(line: str) -> Host:
 
 
 class _Place(NamedTuple):
-    """Where the value of an option is; `name=` stands before it where both are one word."""
+    """The position of an option's value; `name=` precedes the value if both are one word."""
 
     index: int
     before: str
@@ -56,8 +56,8 @@ class _Place(NamedTuple):
 class Command:
     """The words of a command.
 
-    ranks: how many it starts, None where it does not say so; hosts: those that it names, each with its ranks
-    (at most, where all of them are there), none where it names none. srun's are Slurm's to choose.
+    ranks: how many ranks it starts, None if it does not say. hosts: the hosts that it names, each with its
+    ranks (the most, if all hosts are up); empty if it names none. With srun, Slurm chooses the hosts.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -74,19 +74,19 @@ class Command:
         self._ranks = self._place(_RANKS)
         self.ranks = None if self._ranks is None else _number(self._ranks.value, "ranks")
         self._list = self._file = None
-        self._lines: list[tuple[str, str]] = []  # of each host its name, and what the command says of it
+        self._lines: list[tuple[str, str]] = []  # name of each host, and its text in the command
         self.hosts: dict[str, int] = {}
         if "srun" not in (Path(word).name for word in self.words[: self._options]):
             self._list, self._file = self._place(_HOSTS), self._place(_FILES)
             self._read_hosts()
 
     def _launcher(self) -> int:
-        """How many words are before the program."""
+        """The number of words before the program."""
         named = (i for i, word in enumerate(self.words) if i and Path(word).name.startswith("python"))
         return next(named, len(self.words))
 
     def _place(self, names: tuple[str, ...]) -> _Place | None:
-        """Of the first of these options of the launcher."""
+        """The place of the first of these launcher options."""
         for index, word in enumerate(self.words[: self._options]):
             name, equals, value = word.partition("=")
             if index and name in names and equals:
@@ -121,12 +121,12 @@ class Command:
         total = slots.total()
         if not total:
             raise Refused("run: the command names no host that has a rank")
-        # More ranks than slots go round the hosts again, as with MPICH where no slots are told.
+        # More ranks than slots wrap around the hosts, as with MPICH if no slots are given.
         rounds = max(self.ranks, total)
         self.hosts = {host: -(-rounds * count // total) for host, count in slots.items()}
 
     def _per_host(self) -> int:
-        """Ranks of each host where an option says so; else 0."""
+        """Ranks of each host if an option gives them; else 0."""
         each, by = self._place(_PER_HOST), self._place(_MAPS)
         if each is not None:
             return _number(each.value, "ranks per host")
@@ -134,10 +134,10 @@ class Command:
         return int(found[1]) if found else 0
 
     def most(self, lost: Collection[str], refused: Collection[int] = ()) -> int | None:
-        """The most ranks for the other hosts that are none of `refused`: 0 for none, None where not known.
+        """The most ranks for the remaining hosts, not in `refused`; 0: none, None: unknown.
 
-        Below all that there is room for are divisors of the command's own number: what that shares equally
-        (batches, groups of ranks), they do.
+        The first choice is all available room. Smaller numbers are divisors of the command's own number, so
+        that batches and groups of ranks divide equally.
         """
         if self.ranks is None:
             return None
@@ -147,7 +147,7 @@ class Command:
         return next((n for n in (most, *fewer) if n not in refused), 0)
 
     def on(self, lost: Collection[str], ranks: int | None, file: Path) -> list[str]:
-        """The words for so many ranks on the other hosts. A file of those is written where it takes one."""
+        """The words for `ranks` ranks on the other hosts. Writes a host file if the launcher takes one."""
         words = list(self.words)
         if self._ranks is not None:
             words[self._ranks.index] = f"{self._ranks.before}{ranks}"

@@ -1,4 +1,4 @@
-"""What a machine has for training: versions, cores, memory, limits, rights; and whether ranks can meet."""
+"""The facts of a machine for training: versions, cores, memory, limits, rights; and whether ranks connect."""
 
 import json
 import os
@@ -26,7 +26,7 @@ _LIMITS = {
     "address space": resource.RLIMIT_AS,
     "file size": resource.RLIMIT_FSIZE,
 }
-_PATIENCE = 60  # seconds for a process that is asked something
+_PATIENCE = 60  # seconds for a process to answer
 _MPI = """
 import json
 from mpi4py import MPI
@@ -62,7 +62,7 @@ for kind in ("gather", "control"):
 
 
 def examine() -> dict[str, Any]:
-    """Everything, as JSON has it; `code` is the exit code of the command, `lacking` says why it is not 0."""
+    """All facts, in JSON types; `code` is the exit code of the command, `lacking` says why it is not 0."""
     packages = {name: _version(name) for name in _NEEDED}
     mpi = _asked([sys.executable, "-c", _MPI])
     for_gpus = {name: _version(name) for name in _FOR_GPUS if _version(name)}
@@ -97,7 +97,7 @@ def examine() -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """The same facts as lines of text."""
     memory, shm, mpi = found["memory"], found["shared memory"], found["mpi"]
     rows = [
         ("shardrt", f"{found['shardrt']}, Python {found['python']}, {found['system']}"),
@@ -118,7 +118,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def _folded(name: str, text: str) -> list[str]:
-    """`text` beside its name, in lines that fit 80 columns; a path stays in one piece."""
+    """`text` next to its name, in lines of at most 80 columns; a path is not broken."""
     lines = textwrap.wrap(text, 78 - len(name), break_long_words=False, break_on_hyphens=False) or [""]
     return [f"{name if i == 0 else ' ' * len(name)}  {line}" for i, line in enumerate(lines)]
 
@@ -136,7 +136,7 @@ def kernel_cache(sources: Path) -> dict[str, Any]:
 
 
 def _self_test() -> str:
-    """ "well", or what went wrong when two ranks added up some numbers."""
+    """ "well", or the error when two ranks summed some numbers."""
     mpirun = launcher()
     if not mpirun:
         return "no mpirun: pip install mpich"
@@ -145,8 +145,8 @@ def _self_test() -> str:
 
 
 def _asked(command: list[str]) -> Any:
-    """What a process answers as JSON, None for nothing; the last line that it complains with if it fails."""
-    # Open MPI refuses root, and more ranks than cores, unless it is told.
+    """The JSON that a process prints, None for no output; the last line of its errors if it fails."""
+    # Open MPI refuses root, and more ranks than cores, unless these variables permit them.
     variables = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     variables["PRTE_MCA_rmaps_default_mapping_policy"] = "slot:oversubscribe"
     paths = [str(_PACKAGE.parent), os.environ.get("PYTHONPATH", "")]

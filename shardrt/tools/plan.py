@@ -30,7 +30,7 @@ from shardrt.untrusted import say
 NONE_FITS = 1
 TRAINING = ("models.train", "shardrt.models.train")  # whose options are known
 _PARTS = (COMPUTING, COMMUNICATION, HOST, MEMORY)
-_SHOWN = 5  # lines of refusals that people read
+_SHOWN = 5  # lines of refusals in the text output
 _BEST = 10
 _MINUTES = 5
 
@@ -68,7 +68,7 @@ def add_to(commands: Any) -> None:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Search, print; gives the exit code."""
+    """Search and print; returns the exit code."""
     command = options.command[options.command[:1] == ["--"] :]
     try:
         machine = Machine.load(options.machine)
@@ -104,7 +104,7 @@ def plan(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Space:
-    """What is tried, and how a candidate is said. words: of the command's own settings."""
+    """The settings to try, and the words for a candidate. words: of the command's own settings."""
 
     options: argparse.Namespace
     command: Sequence[str]
@@ -112,7 +112,7 @@ class _Space:
     words: Mapping[str, str]
 
     def changed(self, candidate: Candidate) -> list[str]:
-        """What stands behind the command for it."""
+        """The words appended to the command for a candidate."""
         options = candidate.options
         return words_for({name: word for name, word in options.items() if self.words.get(name) != word})
 
@@ -121,7 +121,7 @@ class _Space:
         return [*self.command, *self.changed(candidate)]
 
     def simulate(self, candidate: Candidate) -> str:
-        """The command that simulates it, for a shell."""
+        """The command that simulates a candidate, for a shell."""
         chosen = self.options
         words = ["--ranks", str(chosen.ranks), "--machine", chosen.machine]
         words += ["--steps", str(chosen.steps)] if chosen.steps != 2 else []
@@ -131,7 +131,7 @@ class _Space:
 def _space(
     options: argparse.Namespace, command: Sequence[str], machine: Machine, vary: Mapping[str, Sequence[str]]
 ) -> _Space:
-    """Raises ValueError, OSError for settings that can't be."""
+    """The search space. Raises ValueError or OSError for invalid settings."""
     name, *arguments = command[command[:1] == ["-m"] :] or [""]
     if name not in TRAINING:
         if not vary:
@@ -189,7 +189,7 @@ def _above_zero(text: str) -> float:
 
 
 def _progress(found: Found, all_of: int) -> None:
-    """On a terminal, a line that changes."""
+    """On a terminal, update a progress line."""
     if sys.stderr.isatty():
         left_out = (
             len(found.too_large) + len(found.slower) + sum(each.skipped for each in found.refused.values())
@@ -305,7 +305,7 @@ def _figures(each: Plan) -> str:
 
 
 def _failures(found: Found, space: _Space) -> list[str]:
-    """Why the best that failed did."""
+    """Why the best failed candidates failed."""
     lines = []
     if found.over:
         each = found.over[0]

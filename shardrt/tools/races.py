@@ -1,4 +1,4 @@
-"""`python -m shardrt races -- script.py`: whether waits put every two conflicting uses of memory in order.
+"""`python -m shardrt races -- script.py`: whether waits order every two conflicting uses of memory.
 
 Exit code 0 where there is no race, 1 where there is one, 2 where there is no script, 65 where it fails or
 does nothing.
@@ -37,7 +37,7 @@ def add_to(commands: Any) -> None:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Record the script, print the proof; gives the exit code."""
+    """Record the script and print the proof; returns the exit code."""
     if options.shared and options.device == "cuda":
         say("error: --shared: only CPUs share memory, not --device cuda", file=sys.stderr)
         return USAGE
@@ -65,7 +65,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _reported(programs: Sequence[Program]) -> str:
-    """Of what the proof is."""
+    """The subject of the proof."""
     which = ", ".join(str(program.rank) for program in programs)
     steps = min(sum(isinstance(item, Step) for item in program.items) for program in programs)
     items = sum(len(program.items) for program in programs)

@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Write the page; gives the exit code. Raises BadRun, OSError."""
+    """Write the page; returns the exit code. Raises BadRun, OSError."""
     run = read_run(options.path)
     if not run.about:
         raise BadRun(f"{options.path}: the record of the run is missing from its metrics")

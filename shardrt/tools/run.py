@@ -1,7 +1,7 @@
-"""`python -m shardrt run -- mpirun ... --name NAME --resume auto`: a command that fails is started again.
+"""`python -m shardrt run -- mpirun ... --name NAME --resume auto`: restarts a command that fails.
 
-A job that lost a rank, a host or its patience goes on from its newest whole checkpoint, on the hosts that
-still answer. One that would fail in the same way again ends with its exit code (docs/failures.md).
+A job that lost a rank or a host, or that hung, continues from its newest complete checkpoint on the hosts
+that still answer. A job that would fail in the same way again ends with its exit code (docs/failures.md).
 """
 
 import argparse
@@ -28,7 +28,7 @@ from shardrt.train import errors
 from shardrt.untrusted import Refused, say
 
 STOPPED, INTERRUPTED = 75, 130
-AGAIN = {  # exit codes of what would come again, or was meant
+AGAIN = {  # exit codes of failures that would repeat, or of intended ends
     errors.USAGE: "a setting is wrong",
     errors.DATA: "a data file, a checkpoint or a folder can't be used",
     failure.MISMATCH: "ranks are out of step",
@@ -39,14 +39,14 @@ AGAIN = {  # exit codes of what would come again, or was meant
     INTERRUPTED: "it was interrupted",
 }
 _LONGEST = 60.0  # seconds between two starts
-_VAIN = 3  # starts in a row that save nothing, after which there is no other
+_VAIN = 3  # starts in a row without a new checkpoint, after which the command gives up
 _ANSWER = 2.0  # seconds for a host
 _LOOK = 0.2
 _SIGNS = 1.0  # seconds between two looks at the ranks' signs of life
-# Seconds without any after which a launcher is ended, which waits for ever for a host that is gone: when its
-# watchdog has spoken, and when none has (the job was about to start) and a host does not answer.
+# Seconds without a sign of life until the launcher is ended, which would wait forever for a lost host. One
+# holds after the watchdog's report; the other if there is no report (at start) and a host does not answer.
 _ENDING, _SILENCE = 10.0, 30.0
-_QUIET = 60.0  # seconds without any after which it is told, where nothing is ended
+_QUIET = 60.0  # seconds without a sign of life until a warning, if nothing is ended
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -65,7 +65,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Until it is done, would fail again, or is to stop; gives the exit code. Raises Refused, OSError."""
+    """Run until done, a repeating failure or a stop; returns the exit code. Raises Refused, OSError."""
     command = Command([word for i, word in enumerate(options.command) if i or word != "--"])
     folder = run_folder(command.words)
     if options.log is not None:
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     if command.ranks is not None and command.ranks < least:
         raise Refused(f"run: the command starts {command.ranks} ranks, and --min-ranks is {least}")
     patience = _Patience(options.restarts, options.back_off)
-    refused: set[int] = set()  # numbers of ranks that the job could not be shared by
+    refused: set[int] = set()  # numbers of ranks that could not share the job
     start, code = 0, errors.DATA
     with _Stop() as stop, tempfile.TemporaryDirectory(prefix="shardrt-hosts-") as scratch:
         while True:
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Patience:
-    """Whether there is another start, and after what `wait`, in seconds."""
+    """Decides whether to start again, and after which `wait`, in seconds."""
 
     def __init__(self, restarts: int, back_off: float) -> None:
         self._restarts, self._back_off = restarts, back_off
@@ -127,7 +127,7 @@ class _Patience:
         self.wait = 0.0
 
     def ended(self, progress: bool) -> str:
-        """A start has failed, and had saved a newer checkpoint or not: why there is no other; ""."""
+        """After a failed start: why to give up, or "". progress: whether it saved a newer checkpoint."""
         if progress:
             self._used = self._vain = 0
             self.wait = 0.0
@@ -135,16 +135,16 @@ class _Patience:
         return f"{_VAIN} starts in a row have saved nothing" if self._vain == _VAIN else self.waited()
 
     def waited(self) -> str:
-        """There was no start, for want of hosts or of the run's lock: why there is none now; ""."""
+        """If no start was possible, for lack of hosts or the run's lock: why to give up, or ""."""
         self._used += 1
         self.wait = min(2 * self.wait, max(_LONGEST, self._back_off)) or self._back_off
         return f"of --restarts {self._restarts} none is left" if self._used > self._restarts else ""
 
 
 class _Stop:
-    """Signals that ask for a stop go on to the job, once, and are kept in mind: `asked` names the last.
+    """Forwards signals that ask for a stop to the job, once. `asked` names the last signal.
 
-    What is to be ignored (nohup) stays ignored.
+    An ignored signal (nohup) stays ignored.
     """
 
     def __init__(self) -> None:
@@ -166,14 +166,14 @@ class _Stop:
         return f"{self.asked} asked it to stop" if self.asked else ""
 
     def start(self, words: list[str]) -> subprocess.Popen:
-        """The job, in a process group of its own, so that it has what a terminal sends from here alone."""
+        """Start the job in its own process group: the terminal's signals reach it only from here."""
         self._job = subprocess.Popen(words, stdin=subprocess.DEVNULL, process_group=0)
         if self.asked:  # just now
             self._job.send_signal(self.code - 128)
         return self._job
 
     def sleep(self, wait: float) -> None:
-        """So many seconds, or until a stop is asked for."""
+        """Sleep `wait` seconds, or until a stop is asked for."""
         end = time.monotonic() + wait
         while not self.asked and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _LOOK))
@@ -185,7 +185,7 @@ class _Stop:
 
 
 def run_folder(words: Sequence[str]) -> Path:
-    """runs/NAME of a training command. Raises Refused for one that would not go on where it was."""
+    """runs/NAME of a training command. Raises Refused for a command that would not resume."""
     text = " ".join(words)
     name = re.search(r"(?:^| )--name[ =](\S+)", text)
     if name is None or not re.search(r"(?:^| )--resume[ =]auto(?: |$)", text):
@@ -194,13 +194,13 @@ def run_folder(words: Sequence[str]) -> Path:
 
 
 def newest(folder: Path) -> int:
-    """The step of the newest checkpoint of a run that is whole; 0 if there is none."""
+    """The step of a run's newest complete checkpoint; 0 if there is none."""
     found = [path.parent.name[5:] for path in (folder / "checkpoints").glob(f"step-*/{MANIFEST}")]
     return max((int(step) for step in found if step.isdigit()), default=0)
 
 
 def _one(words: list[str], folder: Path, hosts: Mapping[str, str], stop: _Stop, tell: "_Log") -> int:
-    """One start on these hosts, whose addresses are given, to its end; gives the exit code."""
+    """Run one start on these hosts (name to addresses) to its end; returns the exit code."""
     report = folder / "flight" / REPORT
     old = _written(report)
     job = stop.start(words)
@@ -235,7 +235,7 @@ def _one(words: list[str], folder: Path, hosts: Mapping[str, str], stop: _Stop, 
 
 
 def _written(path: Path) -> int | None:
-    """When a file was, ns by the clock of its file system, which is not ours; None if it is not there."""
+    """When a file was written, in ns by its file system's clock, not ours; None if there is no file."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -243,7 +243,7 @@ def _written(path: Path) -> int | None:
 
 
 class _Log:
-    """Of one start: lines to stderr, and records to a file. Where either is lost, the job goes on."""
+    """The log of one start: lines to stderr, and records to a file. If either fails, the job goes on."""
 
     def __init__(self, path: Path | None, start: int) -> None:
         self._path = path
@@ -262,6 +262,6 @@ class _Log:
     def _say(self, text: str) -> None:
         try:
             say(f"shardrt run, start {self._start}: {text}", file=sys.stderr)
-        except OSError:  # nobody reads it, or the terminal is gone: nor is what waits written there
+        except OSError:  # the reader or the terminal is gone: pending lines are dropped too
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), sys.stderr.fileno())

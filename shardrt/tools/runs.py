@@ -1,6 +1,6 @@
-"""Reads what a run has left, while it goes on or after it was killed: whatever of it is there.
+"""Reads the files of a run, while it goes on or after it was killed, as far as they exist.
 
-The files may be damaged, or another's: what is not as a run writes it is refused here.
+The files may be damaged or foreign: this module refuses content that a run does not write.
 """
 
 import csv
@@ -24,12 +24,12 @@ _TRACED = re.compile("step [0-9]{1,15}")
 
 
 class BadRun(ValueError):
-    """No run, nothing in it yet, or damaged."""
+    """There is no run, or it is empty or damaged."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's records, sorted by kind, its settings, its trace, its pipeline and what the doctor says."""
+    """A run's records, sorted by kind, its settings, its trace, its pipeline and the doctor's findings."""
 
     path: Path
     about: dict[str, Any]
@@ -43,17 +43,17 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """What the rate counts: "token", "image"."""
+        """The unit of the rate: "token", "image"."""
         return printable(self.about.get("unit", "token"))
 
     @property
     def total(self) -> int | None:
-        """How many steps it is to have; None where that is not known."""
+        """The planned number of steps; None if not known."""
         return self.about.get("steps")
 
 
 def read_run(path: Path) -> Run:
-    """Raises BadRun or Refused in one line, OSError."""
+    """Read a run. Raises BadRun or Refused in one line, OSError."""
     records = read_records(path / METRICS)
     found: dict[str, list[dict[str, Any]]] = {"run": [], "step": [], "evaluation": [], "end": []}
     for record in records:
@@ -84,7 +84,7 @@ def read_table(path: Path) -> Table:
 
 
 def pipeline_described(facts: dict[str, Any]) -> str:
-    """A pipeline in a line."""
+    """Describe a pipeline in a line."""
     return (
         f"{printable(facts['schedule'])}, {len(facts['stages'])} stages, {facts['micro_batches']} "
         f"micro-batches, idle for {100 * facts['bubble']:.0f} % where forward takes half of backward"
@@ -92,7 +92,7 @@ def pipeline_described(facts: dict[str, Any]) -> str:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line that is cut off is left out.
+    """The records of a metrics.jsonl, without a truncated last line.
 
     Raises BadRun, Refused, OSError.
     """
@@ -113,7 +113,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """A record of a line; None if it is none."""
+    """The record of a line; None if the line is not a record."""
     try:
         record = strict_json(line)
     except ValueError:  # no JSON, or no UTF-8
@@ -148,7 +148,7 @@ def _is_table_of_numbers(value: Any) -> bool:
     return isinstance(value, dict) and all(map(number, value.values()))
 
 
-_FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of other kinds of records
+_FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # fields read from other kinds of records
     "run": {
         **dict.fromkeys(("architecture", "unit"), _is_text),
         **dict.fromkeys(("steps", "ranks"), natural),
@@ -163,7 +163,7 @@ _FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of othe
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace of ours. Raises BadRun, Refused, OSError."""
+    """The events of a shardrt trace. Raises BadRun, Refused, OSError."""
     data = read_regular(path, LARGEST)
     try:
         events = strict_json(data)["traceEvents"]
@@ -171,7 +171,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
             raise TypeError
     except (ValueError, KeyError, TypeError):
         raise BadRun(f"{path}: not a whole trace") from None
-    for event in events:  # drawn with fonts, which have no characters for the rest
+    for event in events:  # the fonts lack other characters
         event["name"] = printable(event["name"])
         if event["ph"] == "X":
             event["cat"] = printable(event["cat"])
@@ -179,7 +179,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_event(event: dict[str, Any]) -> bool:
-    """Whether an event has what a picture needs. Raises KeyError, TypeError if it is none at all."""
+    """Whether an event has the fields of a picture. Raises KeyError, TypeError if it is not an event."""
     if not (isinstance(event["name"], str) and isinstance(event["ph"], str)):
         return False
     if not natural(event["pid"], _MOST_RANKS):
@@ -189,6 +189,6 @@ def _is_event(event: dict[str, Any]) -> bool:
 
 
 def traced_step(event: dict[str, Any]) -> int | None:
-    """The number of the step that an event is the span of, in the compute stream; None if of none."""
+    """The number of the step whose compute-stream span this event is; None for other events."""
     spans = event["ph"] == "X" and event["cat"] == "compute"
     return int(event["name"][5:]) if spans and _TRACED.fullmatch(event["name"]) else None

@@ -1,4 +1,4 @@
-"""What the commands that record a script have in common: which one, how many ranks, what its end means."""
+"""Shared by the commands that record a script: the script, the number of ranks, the meaning of its end."""
 
 import argparse
 import sys
@@ -26,7 +26,7 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 
 def of_script(options: argparse.Namespace, recorded: Callable[[Sequence[str]], R]) -> tuple[int, R | None]:
-    """(0, what `recorded` gives of the script), or the exit code where there is none or it fails: told."""
+    """(0, result of `recorded`), or (exit code, None) after a message if the script is missing or fails."""
     try:
         return 0, recorded(options.command[options.command[:1] == ["--"] :])
     except NoScript as error:
@@ -57,7 +57,7 @@ def whole(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """For argparse: 0 or more of them, not for ever."""
+    """For argparse: a finite number of seconds, 0 or more."""
     number = float(text)
     if not 0 <= number < inf:
         raise argparse.ArgumentTypeError(f"{text} is not 0 or more")

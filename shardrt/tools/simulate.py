@@ -1,4 +1,4 @@
-"""`python -m shardrt simulate --ranks N --machine M -- SCRIPT ...`: a step on ranks that are not there.
+"""`python -m shardrt simulate --ranks N --machine M -- SCRIPT ...`: a step on simulated ranks.
 
 Exit code 0; 2 where there is no such script, machine or rank, 65 where the script fails or makes no step.
 """
@@ -60,7 +60,7 @@ def add_to(commands: Any) -> None:
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """Record, price, print; gives the exit code."""
+    """Record, price and print; returns the exit code."""
     try:
         machine = Machine.load(options.machine)
         if options.mesh and prod(options.mesh) != options.ranks:
@@ -104,7 +104,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _stands_for(record: str, ranks: int) -> dict[int, range]:
-    """Each recorded rank speaks for itself and those up to the next."""
+    """Each recorded rank stands for itself and the ranks up to the next recorded rank."""
     firsts = sorted({int(rank) if rank.isdecimal() else -1 for rank in record.split(",")})
     if firsts[0] != 0 or firsts[-1] >= ranks:
         raise ValueError(f"--record: ranks from 0 up to {ranks - 1}, and 0 among them, not {record}")
@@ -112,7 +112,7 @@ def _stands_for(record: str, ranks: int) -> dict[int, range]:
 
 
 def _write_trace(done: Simulated, path: Path) -> None:
-    """The last step, as one of a run that is traced."""
+    """Write the last step like the trace of a real run."""
     found = done.report
     events = events_of(traced(done.timing, done.spans), found.rank, done.timing.window(0)[0])
     named = names_of(found.rank, f"{found.machine}, simulated", events)

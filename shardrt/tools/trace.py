@@ -1,4 +1,4 @@
-"""`python -m shardrt trace RUN`: one traced step of one rank as an SVG; and where the time of steps went."""
+"""`python -m shardrt trace RUN`: one traced step of one rank as an SVG, and a breakdown of step times."""
 
 import argparse
 import re
@@ -34,7 +34,7 @@ PART_COLOURS = {part: COLOURS.get(phase, "#9d755d") for phase, part in _PARTS.it
 PART_COLOURS |= {"weight gradients": "#54a24b", "data": "#b279a2", COLLECTIVES: COLOURS["all_reduce"]}
 
 
-# An action of a pipeline: kind, micro-batch and stage. Colours: of a rank's stages by turns.
+# An action of a pipeline: kind, micro-batch and stage. Colours alternate between a rank's stages.
 ACTION = re.compile(r"([FBIW])(\d{1,9}) of stage (\d{1,9})")
 _ACTION_PARTS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
 ACTION_COLOURS = {
@@ -43,8 +43,8 @@ ACTION_COLOURS = {
     "I": ("#f58518", "#ffbf79"),
     "W": ("#54a24b", "#88d27a"),
 }
-_ROUNDED = 2e-3  # microseconds by which the end of a span may seem to lie behind what follows at once
-_FIRST = ("gather", "compute", "reduce")  # streams from above, then the others
+_ROUNDED = 2e-3  # microseconds by which a span may seem to end after its successor begins
+_FIRST = ("gather", "compute", "reduce")  # streams from the top, then the others
 _PIXELS = 850  # of a step's picture
 _ACTION_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 
@@ -61,7 +61,7 @@ def add_to(commands: Any) -> None:
 
 
 def draw(options: argparse.Namespace) -> int:
-    """Write the picture and say where the step's time went; gives the exit code."""
+    """Write the picture and print the breakdown of the step's time; returns the exit code."""
     folder = options.path if options.path.is_dir() else options.path.parent
     path = folder / TRACE if folder == options.path else options.path
     if not path.exists() and (folder / "metrics.jsonl").exists():
@@ -78,7 +78,7 @@ def draw(options: argparse.Namespace) -> int:
         whole = options.rank is None and has_actions(events)
         drawn = pipeline_picture(events, number) if whole else picture(events, rank, number)
         drawn = printable(drawn, lines=True)
-    except ValueError as error:  # names that matplotlib takes for formulas, and are none
+    except ValueError as error:  # names that matplotlib parses as formulas
         raise BadRun(f"{options.path}: can't be drawn ({error})") from None
     output.write_text(drawn, encoding="utf-8")
     for each in ranks_of(events) if whole else [rank]:
@@ -120,13 +120,13 @@ def spans_in(events: list[Event], rank: int, step: int) -> dict[str, list[Event]
 
 
 def split(events: list[Event], rank: int, step: int) -> dict[str, float]:
-    """Milliseconds of the compute stream by what it did. The parts add up to the step.
+    """Milliseconds of the compute stream by activity. The activities add up to the step.
 
-    A span counts for what is not in a span inside it. "waiting for streams" is communication, and copies,
-    that compute did not hide; collectives in compute are those of clipping and of the ranks' agreeing.
+    A span counts without the spans inside it. "waiting for streams" is communication and copies that compute
+    did not hide. Collectives in compute come from clipping and from agreement between ranks.
     """
     parts: dict[str, float] = {}
-    around: list[tuple[float, str]] = []  # end and part of the spans that are going on
+    around: list[tuple[float, str]] = []  # end and activity of the open spans
     for event in spans_in(events, rank, step)["compute"]:
         while around and around[-1][0] <= event["ts"] + _ROUNDED:
             around.pop()
@@ -140,7 +140,7 @@ def split(events: list[Event], rank: int, step: int) -> dict[str, float]:
 
 
 def _part(name: str) -> str:
-    """The part of a step that a span of the compute stream belongs to."""
+    """The activity of a span of the compute stream."""
     action = ACTION.fullmatch(name)
     return _ACTION_PARTS[action[1]] if action else _PARTS.get(name.partition(" ")[0], COLLECTIVES)
 
@@ -159,7 +159,7 @@ def picture(events: list[Event], rank: int, step: int) -> str:
 
 
 def rows_of(events: list[Event], rank: int, step: int) -> tuple[dict[str, list[charts.Bar]], dict[str, str]]:
-    """What `picture` draws of a step: the bars of each stream, in ms, and what their colours mean."""
+    """The contents of `picture`: the bars of each stream, in ms, and the meaning of their colours."""
     spans = spans_in(events, rank, step)
     begin = spans["compute"][0]["ts"]
     order = [s for s in _FIRST if s in spans] + sorted(spans.keys() - {*_FIRST})
@@ -201,17 +201,17 @@ class Acted:
 
     @property
     def busy(self) -> float:
-        """Milliseconds for which it did not wait."""
+        """Milliseconds without its waits."""
         return self.stop - self.start - sum(stop - start for start, stop in self.waits)
 
     def parts(self) -> list[tuple[float, float]]:
-        """When it did not wait."""
+        """The intervals between its waits."""
         edges = [self.start, *(edge for wait in self.waits for edge in wait), self.stop]
         return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]
 
 
 def actions_in(events: list[Event], rank: int, step: int, begin: float | None = None) -> list[Acted]:
-    """A rank's actions of a step, in order. begin: of time, in us; that of the rank's step if None."""
+    """A rank's actions of a step, in order. begin: time 0, in us; the start of the rank's step if None."""
     found: list[Acted] = []
     spans = spans_in(events, rank, step)["compute"]
     begin = spans[0]["ts"] if begin is None else begin
@@ -226,7 +226,7 @@ def actions_in(events: list[Event], rank: int, step: int, begin: float | None = 
 
 
 def _actions(events: list[Event], step: int) -> dict[int, list[Acted]]:
-    """By rank, its actions of a step; all in the time of the first that began."""
+    """The actions of a step by rank; time 0 is the first start of all ranks."""
     began = {
         rank: steps_of(events, rank)[step]["ts"]
         for rank in ranks_of(events)
@@ -239,8 +239,8 @@ def _actions(events: list[Event], step: int) -> dict[int, list[Acted]]:
 def pipeline_picture(events: list[Event], step: int) -> str:
     """One step of a pipeline, for a page: a row for each rank, its actions, and grey where they wait.
 
-    A bar has its action's kind and micro-batch; of a rank's stages each second one is paler. Waits that are
-    shorter than a pixel belong to their action.
+    A bar shows its action's kind and micro-batch. Every second stage of a rank is paler. Waits shorter than a
+    pixel belong to their action.
     """
     rows, legend, pale = {}, {"wait": COLOURS["wait"]}, ""
     ranks = _actions(events, step)
@@ -269,10 +269,10 @@ def pipeline_picture(events: list[Event], step: int) -> str:
 
 
 def idle(events: list[Event], step: int, table: Table) -> list[tuple[int, float, float, float]]:
-    """(rank, ms from the first action of all to the last, ms idle, ms idle in the replay), of a pipeline.
+    """For each rank of a pipeline: (rank, ms from the first action to the last, ms idle, ms idle in replay).
 
-    Idle is what is in no action, and waits in actions. The replay has the mean times of F, B, I and W of each
-    stage, as they were measured, and nothing else. Raises ValueError for a table of another run.
+    Idle is the time outside actions plus the waits in actions. The replay uses only the measured mean times
+    of F, B, I and W of each stage. Raises ValueError for a table of another run.
     """
     own, times = _actions(events, step), {}
     for acted in (acted for actions in own.values() for acted in actions):

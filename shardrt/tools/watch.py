@@ -19,7 +19,7 @@ from shardrt.train.screen import Screen
 from shardrt.untrusted import open_regular, say
 
 EVERY = 0.5  # seconds from one look at the metrics to the next
-_LOOKS = 4  # of these to one at the flight files
+_LOOKS = 4  # looks at the metrics per look at the flight files
 
 
 def add_to(commands: Any) -> None:
@@ -32,7 +32,7 @@ def add_to(commands: Any) -> None:
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Follow a run, or say how it stands; gives the exit code. Raises BadRun, OSError."""
+    """Follow a run, or print its state; returns the exit code. Raises BadRun, OSError."""
     metrics, teller = Metrics(options.path / METRICS), Teller()
     if options.once:
         return once(options.path, metrics, teller)
@@ -44,7 +44,7 @@ def watch(options: argparse.Namespace) -> int:
 
 
 def once(path: Path, metrics: "Metrics", teller: "Teller") -> int:
-    """The run, its latest step and evaluation, and how it stands."""
+    """Print the run, its latest step and evaluation, and its state."""
     latest = {record["kind"]: record for record in metrics.new()}
     for kind in ("run", "step", "evaluation"):
         if kind in latest:
@@ -58,7 +58,7 @@ def once(path: Path, metrics: "Metrics", teller: "Teller") -> int:
 
 
 def follow(path: Path, metrics: "Metrics", teller: "Teller") -> int:
-    """Print what is there, then what comes, until the last record or the flight files say that it ended."""
+    """Print old records, then new ones, until the last record or the flight files show the end."""
     look = 0
     while True:
         over = look % _LOOKS == 0 and ended(path)  # before the last records are read
@@ -81,7 +81,7 @@ def ended(path: Path) -> bool:
 
 
 class Metrics:
-    """The records of a metrics.jsonl that grows, each once."""
+    """The records of a growing metrics.jsonl, each once."""
 
     def __init__(self, path: Path) -> None:
         if not path.parent.is_dir():
@@ -93,7 +93,7 @@ class Metrics:
         self._read = 0  # bytes
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """What has come since; of a line only when it is whole. Raises BadRun for a damaged one; Refused."""
+        """The new records, each once its line is complete. Raises BadRun for a damaged line; Refused."""
         with open_regular(self._path, LARGEST) as file:
             facts = os.fstat(file.fileno())
             resumed = self._file not in (None, (facts.st_dev, facts.st_ino))
@@ -105,27 +105,27 @@ class Metrics:
         records = [parsed(line) for line in lines]
         if None in records:
             raise BadRun(f"{self._path}: a line is damaged: {lines[records.index(None)][:60]!r}")
-        if resumed:  # what was before the last start has been printed
+        if resumed:  # records before the last start have been printed
             starts = [place for place, record in enumerate(records) if record["kind"] == "run"]
             records = records[starts[-1] :] if starts else records
         yield from records
 
 
 class Teller:
-    """Records as aligned lines. What the run said of itself decides what a line says."""
+    """Formats records as aligned lines. The run's own description decides the columns."""
 
     def __init__(self) -> None:
         self._steps, self._unit = 0, "token"
         self.screen = Screen()
 
     def tell(self, record: dict[str, Any]) -> None:
-        """Print a record; on a terminal with how far the run is in a line below."""
+        """Print a record; on a terminal, with a progress line below."""
         self.screen.say(self.line(record))
         if record["kind"] == "step":
             self.screen.show("training", record["step"], self._steps)
 
     def line(self, record: dict[str, Any]) -> str:
-        """One line. Raises BadRun for a record that lacks something."""
+        """Format a record as one line. Raises BadRun for a record that lacks a field."""
         try:
             return self._line(record)
         except (LookupError, TypeError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""A training script's needs beside the library: settings, data, the loop, metrics and progress lines."""
+"""Parts of a training script next to the library: settings, data, the loop, metrics and progress lines."""

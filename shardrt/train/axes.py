@@ -9,7 +9,7 @@ DATA = ("dp_replicate", "dp_shard")
 
 
 def data_of(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that have other parts of the batch than this one; `mesh` itself where all have.
+    """The ranks that have other parts of the batch than this rank; `mesh` itself where all have.
 
     Collective at the first time.
     """
@@ -34,17 +34,17 @@ def shards_of(mesh: DeviceMesh) -> DeviceMesh:
 def folded(mesh: DeviceMesh, ep: int) -> DeviceMesh:
     """All ranks that have other tokens than this one, as axes "efsdp" and "ep": neighbours along the latter.
 
-    Collective at the first time. Raises ValueError where `ep` cuts across an axis.
+    Collective at the first time. Raises ValueError where `ep` splits an axis.
     """
     names = mesh.mesh_dim_names
     return mesh.fold("ep", ep, over=names and tuple(name for name in names if name != "pp"))
 
 
 def counts(mesh: DeviceMesh, *, but: str = "") -> bool:
-    """Whether sums over all ranks are to count what this one made of its part of the batch.
+    """Whether sums over all ranks count this rank's result for its part of the batch.
 
     Of the ranks that compute one part together, one does; but all that have other parts of its sequences do.
-    but: an axis along which only one has made any.
+    but: an axis along which only one rank has a result.
     """
     along = zip(mesh.mesh_dim_names or (), mesh.coordinate, strict=False)
     return not any(place for name, place in along if name not in (*DATA, "cp", but))

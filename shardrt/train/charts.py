@@ -1,4 +1,4 @@
-"""Charts by matplotlib: as SVG text, in a page or a file of its own, which loads nothing; or as a picture.
+"""Charts by matplotlib: as SVG text, in a page or a separate file, which loads nothing; or as a picture.
 
 matplotlib is imported where one is drawn. One version of it makes the same bytes of the same numbers.
 """
@@ -43,7 +43,7 @@ _LOOK = {
 
 @dataclass(frozen=True)
 class Series:
-    """A line through points; None among the values, or what is not finite, or huge, leaves a gap."""
+    """A line through points; values that are None, not finite, or huge leave a gap."""
 
     label: str
     xs: Sequence[float]
@@ -83,7 +83,7 @@ def look() -> Iterator[None]:
 def lines(title: str, series: Sequence[Series], *, y: str, from_zero: bool = False) -> "Axes":
     """A line chart over the steps, with a legend. Says so where there is nothing to draw.
 
-    from_zero: the axis begins there, so that what hardly changes does not look like a jump.
+    from_zero: the axis begins at 0, so that small changes do not look like a jump.
     """
     axes = _axes(title, 460, 240)
     for one, colour in zip(series, cycle(COLOURS), strict=False):
@@ -144,7 +144,7 @@ def schedule(
 
     axes, message = _axes("", width, 80 + 40 * len(rows)), []
     stop = max((bar.stop for own in rows.values() for bar in own), default=1.0) or 1.0
-    pixels = (width - 110) / stop  # per millisecond, beside the names of the rows
+    pixels = (width - 110) / stop  # per millisecond, next to the names of the rows
     labelled = [bar for own in rows.values() for bar in own if not bar.faint]
     short = not all(_fits(bar.label, (bar.stop - bar.start) * pixels) for bar in labelled)
     for row, own in enumerate(rows.values()):
@@ -166,7 +166,7 @@ def schedule(
 
 @look()
 def svg(axes: "Axes", message: Sequence[str] = (), title: str = "") -> str:
-    """A chart as SVG text. told: what a browser says of the bars under the pointer, in their order."""
+    """A chart as SVG text. told: a browser's tooltips for the bars, in their order."""
     from matplotlib import rcParams
 
     title, made = title or axes.get_title(loc="left"), StringIO()

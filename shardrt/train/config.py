@@ -39,14 +39,14 @@ class Nonfinite(Enum):
 
 
 class Algorithm(Enum):
-    """What updates the weights."""
+    """The algorithm that updates the weights."""
 
     adamw = "adamw"
     lion = "lion"
 
 
 class Folder(Enum):
-    """What the folder of checkpoints is."""
+    """The kind of checkpoint folder."""
 
     shared = "shared"  # the same on all hosts
     hosts = "hosts"  # each host has its own
@@ -77,7 +77,7 @@ class OptimizerConfig:
     warmup_steps: int = 50  # steps of linear warm-up
     weight_decay: float = 0.1  # of weight matrices and embeddings
     betas: tuple[float, float] = (0.9, 0.95)  # decay of AdamW's two moments; Lion's two
-    clip_norm: float = 1.0  # the global norm of the gradients is cut to this; inf never clips
+    clip_norm: float = 1.0  # the global norm of the gradients is clipped to this; inf never clips
     clip_type: float = 2.0  # which norm: 1, 2, 3, ... or inf
     on_nonfinite: Nonfinite = Nonfinite.stop  # gradients that are nan or infinite: stop, or skip the update
     in_backward: bool = False  # update each unit as soon as its gradient is reduced; needs clip_norm = inf
@@ -114,7 +114,7 @@ class OptimizerConfig:
 
 
 class Reduction(Enum):
-    """Who adds up over NCCL."""
+    """The adder of sums over NCCL."""
 
     nccl = "nccl"
     tree = "tree"
@@ -124,11 +124,11 @@ class Reduction(Enum):
 class FSDPConfig:
     """How the parameters are sharded, one unit for each block."""
 
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD  # what stays gathered when
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD  # which arrays stay gathered, and when
     blocks: int = 1  # neighbouring blocks that are one unit: fewer and larger messages, and more memory
     prefetch: int = 1  # units gathered ahead of the one that computes
     copies: int = 1  # of every shard, for the hybrid strategies: each is held by ranks / copies ranks
-    # Who adds up what ranks send over NCCL: itself, or our kernels by a fixed tree, as world-invariant needs.
+    # The adder of sums over NCCL: NCCL, or our kernels by a fixed tree, as world-invariant needs.
     reduction: Reduction = Reduction.nccl
     check_copies: int = 100  # steps from one comparison of copies to the next, and before saves; 0: never
 
@@ -149,11 +149,11 @@ class FSDPConfig:
 class ParallelConfig:
     """How many ranks compute one part of a batch together, each with a part of the model."""
 
-    tp: int = 1  # tensor parallelism: heads, hidden units and vocabulary are cut over so many ranks
-    sequence: bool = False  # with it, what lies between the layers is cut along time: less memory
-    # The same bits at every tp up to this, a power of two: sums are made in so many parts; 0: they are not.
+    tp: int = 1  # tensor parallelism: heads, hidden units and vocabulary are split over so many ranks
+    sequence: bool = False  # with it, activations between layers are split along time: less memory
+    # Bitwise identical at every tp up to this, a power of two: sums are made in so many parts; 0: not.
     tensor_invariant: int = 0
-    cp: int = 1  # context parallelism: sequences are cut along time over so many ranks, for attention as well
+    cp: int = 1  # context parallelism: sequences are split along time over so many ranks, also in attention
     ep: int = 1  # expert parallelism: the experts of a layer are spread over so many of all ranks beside pp
     # Rows of experts, over those in balance, for which memory is planned where there is no capacity_factor.
     expert_rows: float = 2.0
@@ -179,7 +179,7 @@ class ParallelConfig:
 
     @property
     def together(self) -> int:
-        """How many ranks have something of one part of the batch."""
+        """The number of ranks that have something of one part of the batch."""
         return self.pp * self.cp * self.tp
 
     @property
@@ -206,7 +206,7 @@ class Precision(Enum):
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """What parameters are computed and gradients are sent in; the weights that are updated stay float32."""
+    """The type of parameters in ops, and of gradients in messages; the updated weights stay float32."""
 
     param: Precision = Precision.float32  # parameters are gathered and computed in; float16 scales the loss
     reduce: Precision = Precision.float32  # gradients are sent in
@@ -222,7 +222,7 @@ class PrecisionConfig:
 
 
 class Recompute(Enum):
-    """What a recomputed block keeps for backward."""
+    """What a recomputed block keeps for backward: its inputs, or results too."""
 
     none = "none"
     full = "full"
@@ -238,16 +238,16 @@ class Update(Enum):
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What saves memory, and costs time. None of it changes a bit of the result."""
+    """Options that save memory, and cost time. All results are bitwise identical to those without them."""
 
-    recompute: Recompute = Recompute.none  # blocks in backward: full keeps their inputs, matmul products too
+    recompute: Recompute = Recompute.none  # blocks in backward: full keeps their inputs, matmul results too
     recompute_every: int = 1  # only each k-th block
-    offload_activations: bool = False  # what blocks save for backward waits on the host
+    offload_activations: bool = False  # the blocks' saved arrays wait on the host
     offload_parameters: bool = False  # the shards wait on the host
     offload_gradients: bool = False  # the sharded gradients wait on the host
     offload_optimizer: bool = False  # the optimizer's state waits on the host
     update_on: Update = Update.device  # host: update there, where all three are
-    directory: Path | None = None  # for files, instead of host memory, with offloaded states
+    directory: Path | None = None  # for files, instead of host memory, with offloaded optimizer state
 
     def __post_init__(self) -> None:
         _at_least("memory.recompute_every", self.recompute_every, 1)
@@ -283,11 +283,11 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """Trainable products of small matrices beside frozen layers, instead of all weights (docs/lora.md)."""
+    """Trainable low-rank matrices next to frozen layers, instead of all weights (docs/lora.md)."""
 
-    rank: int = 0  # of the products; 0 trains all weights
-    alpha: float = 0.0  # products are scaled by alpha / rank; 0 for 2 * rank
-    dropout: float = 0.0  # of what goes into them
+    rank: int = 0  # of the matrices; 0 trains all weights
+    alpha: float = 0.0  # their outputs are scaled by alpha / rank; 0 for 2 * rank
+    dropout: float = 0.0  # of their inputs
     targets: tuple[str, ...] = ("*",)  # patterns for the paths of the layers that get one
 
     def __post_init__(self) -> None:
@@ -305,7 +305,7 @@ class LoRAConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved for going on from there, and when; in steps."""
+    """The contents and the times of checkpoints, in steps."""
 
     every: int = 0  # steps from one checkpoint to the next, and one at the end; 0 for none
     keep_last: int = 3  # the newest ones that stay
@@ -329,7 +329,7 @@ class WatchdogConfig:
     set_up: float = 300  # before the first step, and in the first two
     save: float = 600  # while a checkpoint is written
     evaluation: float = 300  # in evaluations, while text is generated, and at the end
-    exit: float = 30  # in what Python and MPI do when the program has ended
+    exit: float = 30  # in Python's and MPI's shutdown after the program
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -343,7 +343,7 @@ class WatchdogConfig:
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """What is printed and written to metrics.jsonl, and when; in steps."""
+    """The printed figures and those in metrics.jsonl, and their times, in steps."""
 
     log_interval: int = 10  # steps from one progress line to the next
     eval_interval: int = 100  # steps from one evaluation to the next
@@ -375,7 +375,7 @@ class ReportConfig:
 class SampleConfig:
     """The text that is generated at the end."""
 
-    prompt: str = "import "  # what it begins with
+    prompt: str = "import "  # the beginning of the text
     length: int = 300  # bytes to generate; 0 for none
     temperature: float = 0.8  # 0 always takes the likeliest byte
     top_k: int = 40  # draw from this many likeliest bytes; 0 for all
@@ -389,7 +389,7 @@ class SampleConfig:
 
 
 def load(kind: type[Settings], path: Path | None, *, size: str | None = None) -> Settings:
-    """Settings of dataclass `kind` from a TOML file; what is left out keeps its default.
+    """Settings of dataclass `kind` from a TOML file; missing settings keep their defaults.
 
     path: None for an empty file.
 
@@ -487,12 +487,12 @@ def is_enum(kind: Any) -> bool:
 
 
 def sole_type(kind: Any) -> Any:
-    """The type of a field without None, which stands for what a file leaves out."""
+    """The type of a field without None; None stands for settings that a file leaves out."""
     return next(k for k in get_args(kind) if k is not NoneType) if isinstance(kind, UnionType) else kind
 
 
 def plain(value: Any) -> Any:
-    """Settings in the types of TOML and JSON. What is None is left out."""
+    """Settings in the types of TOML and JSON. None is left out."""
     if is_dataclass(value):
         found = {field.name: plain(getattr(value, field.name)) for field in fields(value)}
         return {name: each for name, each in found.items() if each is not None}

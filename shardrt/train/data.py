@@ -32,7 +32,7 @@ _LEFT_OUT = {"dist-packages", "encodings", "idle_test", "idlelib", "site-package
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Text in two parts, and where it is from."""
+    """Text in two parts, and its source."""
 
     source: str
     digest: str  # of all of it
@@ -41,10 +41,10 @@ class Corpus:
     kind: str = "bytes"  # or "tokens"
     bytes_per_token: float = 1.0
     documents: np.ndarray | None = None  # int64: where each begins, in both parts together
-    end: int | None = None  # the token behind each document, if there is one
+    end: int | None = None  # the token after each document, if there is one
 
     def gzip_bits_per_byte(self) -> float | None:
-        """What gzip -9 makes of the held-out text: a figure to compare a model with. None for tokens."""
+        """The size of the held-out text after gzip -9, to compare a model with. None for tokens."""
         if self.kind != "bytes":
             return None
         if self.digest not in _gzipped:  # a plan asks it of each setting
@@ -115,7 +115,7 @@ def _cut(source: str, size: int, block_size: int, kind: str) -> int:
 def window_start(length: int, sample: int, block_size: int, seed: int) -> int:
     """Where sample number `sample` begins: each epoch takes all windows once, in another order.
 
-    An epoch also moves the windows by another offset, so that they are cut elsewhere.
+    An epoch also moves the windows by another offset, so that their borders move.
     """
     offset_range = min(block_size, length - block_size)
     count = (length - offset_range) // block_size
@@ -174,7 +174,7 @@ def _standard_library() -> list[bytes]:
     root = Path(sysconfig.get_path("stdlib"))
     names = []
     for folder, below, files in os.walk(root):
-        below[:] = [each for each in below if _is_library_code(f"{each}/")]  # what is installed may be large
+        below[:] = [each for each in below if _is_library_code(f"{each}/")]  # installed code may be large
         names += [
             (Path(folder) / file).relative_to(root).as_posix() for file in files if file.endswith(".py")
         ]

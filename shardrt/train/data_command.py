@@ -94,7 +94,7 @@ def _text_of(line: bytes, field: str, place: str) -> bytes:
 
 
 def _end(tokenizer: Tokenizer, options: argparse.Namespace) -> list[int]:
-    """What is put behind each document."""
+    """The end token, put after each document."""
     last = [] if options.end is None else [tokenizer.token_to_id(options.end)]
     if last == [None]:
         raise BadTokens(f"{options.tokenizer}: has no token {options.end!r}")

@@ -22,9 +22,9 @@ __all__ = ["DATA", "DIFFERS", "NONFINITE", "USAGE", "describe_error", "launched_
 USAGE = 2  # a setting or the command line
 DATA = 65  # a data file, or a checkpoint; EX_DATAERR of sysexits.h
 DIFFERS = 78  # ranks have other settings, code or data than each other; EX_CONFIG
-_LONGEST = 4000  # characters of a message: what a file holds may be in it
+_LONGEST = 4000  # characters of a message, which may quote a file
 NONFINITE = 80  # the loss, its gradients or the weights are nan or infinite
-COPIES = 82  # ranks that hold copies of a shard hold other bits
+COPIES = 82  # ranks that hold copies of a shard differ
 
 
 @contextmanager
@@ -33,12 +33,12 @@ def one_line(
 ) -> Iterator[None]:
     """A block in which an exception of `kinds` ends the run with its message and exit code `code`.
 
-    One that has an `exit_code` of its own ends it with that.
+    An exception with an `exit_code` ends the process with that code.
 
     Without a mesh (MPI has not started), every rank is taken to fail alike, and rank 0 speaks. With one, the
     block is collective: all ranks learn at its end whether one failed, the lowest of those speaks, all exit.
-    So nothing that one rank alone may fail at can come before a collective inside the block.
-    SHARDRT_DEBUG shows the traceback as well.
+    So nothing that can fail on one rank alone may come before a collective inside the block.
+    SHARDRT_DEBUG also shows the traceback.
     """
     failure = None
     try:

@@ -1,6 +1,6 @@
-"""A one-dimensional array in a file, of which only what is used is read.
+"""A one-dimensional array in a file, of which only the used ranges are read.
 
-Not a memory map: where a mapped file is cut short, or its disk fails, the process is killed by SIGBUS. Here
+Not a memory map: where a mapped file is truncated, or its disk fails, the process is killed by SIGBUS. Here
 it is an OSError.
 """
 

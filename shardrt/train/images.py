@@ -79,8 +79,8 @@ class Images:
     read: Callable[[int], np.ndarray]
     strict: bool = False  # an image that can't be read is an error, and not passed over
     digest: str = ""  # of the pixels, or of the names and sizes of files
-    files: tuple[str, ...] = ()  # that of each image, where they are in files
-    skipped: set[int] = field(default_factory=set)  # those that were passed over on this rank
+    files: tuple[str, ...] = ()  # file of each image, where they are in files
+    skipped: set[int] = field(default_factory=set)  # images that this rank passed over
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -113,7 +113,7 @@ def load_folder(path: str | Path, *, channels: int = 3, on_corrupt: str = "skip"
 
     PATH/train/CLASS/... and PATH/val/CLASS/..., or PATH/CLASS/..., of which every fifth image of a class, by
     name, is held out. channels: 3 for colours, 1 for grey, whatever the files have. on_corrupt: "skip" passes
-    over what can't be read when its turn comes and counts it in `skipped`, "error" raises Corrupt.
+    over an unreadable image in its turn and counts it in `skipped`, "error" raises Corrupt.
 
     Raises ValueError, naming the folder, if it is not there, has no images, or fewer than two classes, and if
     a class is in one part only; also if Pillow is not there.

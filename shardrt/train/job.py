@@ -1,4 +1,4 @@
-"""A run from its recipe to the loop and what comes after it: checks, model, memory plan, run directory."""
+"""A run from its recipe to the end of the loop: checks, model, memory plan, run directory."""
 
 import time
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ def launch(recipe: Recipe) -> None:
 
 
 def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
-    """One run, watched. What can be wrong with the input is found before anything is written."""
+    """One run, watched. All checks of the input come before the first write."""
     began = time.perf_counter()
     with one_line(DIFFERS, mesh):
         check_same(mesh, {"settings": settings.plain(recipe), **versions()})
@@ -89,7 +89,7 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
 
 
 def go(job: Job, plan: MemoryPlan, began: float) -> None:
-    """What is left when the run has its directory: resume, train, save, finish."""
+    """The rest of a run when it has its directory: resume, train, save, finish."""
     recipe, mesh, model, run, watch = job.recipe, job.mesh, job.model, job.run, job.watch
     if recipe.checkpoint.folder is not settings.Folder.hosts:
         with one_line(DATA, mesh):
@@ -114,7 +114,7 @@ def go(job: Job, plan: MemoryPlan, began: float) -> None:
     ):
         try:
             loop.train(job, first)
-        except (FloatingPointError, ReplicasDiffer):  # of all ranks; what they save now is from before
+        except (FloatingPointError, ReplicasDiffer):  # of all ranks; a save now would be from before
             loop.report_saved(run, job.checkpoints.wait)
             raise
     # Rank 0 gathers and writes; the others take part and need no directory.
@@ -137,7 +137,7 @@ def go(job: Job, plan: MemoryPlan, began: float) -> None:
 
 
 def rows_of_experts(job: Job) -> dict[str, float]:
-    """{"most_rows": that came to a rank, over those it sent}, told; {} without parallel.ep. Collective."""
+    """{"most_rows": rows that a rank got, over those it sent}; {} without parallel.ep. Collective."""
     chosen = job.recipe.parallel
     if chosen.ep == 1:
         return {}
@@ -281,7 +281,7 @@ def shard(
     for modules in ends:
         fully_shard(modules, mesh=data, mp_policy=uncast, reshard_after_forward=False, **chosen)
     fully_shard(top, mesh=data, mp_policy=recipe.precision.policy(outermost=outermost), **chosen)
-    set_gradient_divide_factor(top, 1.0)  # the loss is divided by what all ranks have instead
+    set_gradient_divide_factor(top, 1.0)  # the loss is divided by the count of all ranks instead
     if recipe.invariant:
         set_world_invariant(top, recipe.micro_batches)
 
@@ -315,7 +315,7 @@ def planned_memory(
 
 
 def run_log(recipe: Recipe) -> RunLog:
-    """Rank 0's log, in a directory of its own, or in that of the run that is resumed."""
+    """Rank 0's log, in a new directory, or in the directory of the resumed run."""
     if recipe.tensorboard:
         tensorboard.check()  # before a directory is made
     if recipe.resume == "auto":
@@ -352,7 +352,7 @@ def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: 
 
 
 def resume(job: Job) -> tuple[int, list[str]]:
-    """(the step to go on from: 0, or that of the checkpoint that was restored; what to tell the reader).
+    """(the step to go on from: 0, or that of the restored checkpoint; a message for the reader).
 
     Raises CheckpointError, having removed the run's directory if it is a new one.
     """
@@ -434,7 +434,7 @@ def _precision(recipe: Recipe, mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def introduce(job: Job, plan: MemoryPlan) -> None:
-    """What is trained, on what, and where it goes: for the reader, and in metrics.jsonl."""
+    """The model, the data and the destination of a run: for the reader, and in metrics.jsonl."""
     run, recipe, mesh, task, model = job.run, job.recipe, job.mesh, job.task, job.model
     parameters = sum(map(whole_size, model.parameters()))
     trained = sum(whole_size(parameter) for parameter in model.parameters() if parameter.requires_grad)

@@ -69,7 +69,7 @@ def train(job: Job, first: int) -> None:
             job.watch.phase("report")
             if done % recipe.report.log_interval == 0 or done in (1, steps):
                 report(job, done, losses, norm, lr, stopwatch)
-            nn.update_expert_bias(job.model)  # behind the report, which tells of this step's load
+            nn.update_expert_bias(job.model)  # after the report, which shows this step's load
             if not isfinite(norm):  # no update can be left out that backward has made, nor one before it
                 check_weights(job, done)
             if done % recipe.report.eval_interval == 0 or done == steps:
@@ -95,7 +95,7 @@ def batches_of(recipe: Recipe, mesh: DeviceMesh, task: Task, step: int) -> list[
 
 
 def part_of(task: Task, mesh: DeviceMesh, batch: Any) -> Any:
-    """Of a batch that ranks along "cp" have alike, this rank's part; else all of it."""
+    """This rank's slice of a batch that ranks along "cp" have alike; else all of it."""
     return task.part(batch, mesh["cp"]) if "cp" in (mesh.mesh_dim_names or ()) else batch
 
 
@@ -125,7 +125,7 @@ def backward(
     """Forward and backward of this rank's micro-batches; gives their shares of the mean loss, not yet read.
 
     The loss of a micro-batch is divided by the count over all samples of the step, on all ranks, so gradients
-    add up to that of one large batch, however it is cut. Of a pipeline, the last stage's rank has them.
+    add up to one large batch's, however it is split. Of a pipeline, the last stage's rank has them.
     """
     count = task.count(range(step * recipe.batch_size, (step + 1) * recipe.batch_size))
     share, pipeline = Shares(task, scaler, count), pipeline_of(model)
@@ -242,7 +242,7 @@ def report(job: Job, done: int, losses: list[Any], norm: float, lr: float, stopw
 
 
 def finite(record: dict[str, float]) -> dict[str, float | None]:
-    """With None for what JSON has not."""
+    """With None for values that JSON lacks."""
     return {name: value if isfinite(value) else None for name, value in record.items()}
 
 
@@ -327,7 +327,7 @@ class Copies:
 
 
 def extra_of(job: Job) -> dict[str, Any]:
-    """What a checkpoint holds beside parameters and the optimizer's state."""
+    """The contents of a checkpoint next to parameters and the optimizer's state."""
     return {"scaler": job.scaler.state_dict(), **job.origin}
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its directory, metrics.jsonl with one JSON object per line, the loss curve.
+"""The files of a run: its directory, metrics.jsonl with one JSON object per line, the loss curve.
 
 Everything that shows a run reads metrics.jsonl. Only rank 0 writes.
 """
@@ -68,12 +68,12 @@ def _is_plain(name: str) -> bool:
 
 
 class RunLog:
-    """What rank 0 prints and writes to the run's directory; where `directory` is None, it does neither.
+    """Rank 0's prints and writes to the run's directory; where `directory` is None, it does neither.
 
-    metrics.jsonl holds the records, loss.png their curves. tensorboard: write events as well. While it is
+    metrics.jsonl holds the records, loss.png their curves. tensorboard: write events too. While it is
     open, no other job can have the run (lock.py): raises Locked, naming the directory, if one has it.
 
-    A disk that is full, or a directory that goes away, ends no run: it is told once, records wait in memory
+    A full disk, or a directory that goes away, ends no run: one message says so, records wait in memory
     until they can be written, and a directory that was moved or removed is made again, with all records.
     """
 
@@ -158,7 +158,7 @@ class RunLog:
             self._reported = False
 
     def _begin_again(self) -> None:
-        """Make the directory, which was moved or removed, or the file in it, with what the old one holds."""
+        """Make the moved or removed directory again, or the file in it, with the contents of the old one."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if not _is(self._lock, self.directory / LOCK):
             taken = lock(self.directory, patience=0)
@@ -228,7 +228,7 @@ def _drop_unfinished_line(path: Path) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line that was cut off when a run was killed is left out."""
+    """The records of a metrics.jsonl; a last line that a killed run left incomplete is left out."""
     lines = path.read_text(encoding="utf-8").split("\n")
     return [strict_json(line) for line in lines[:-1] if line]
 
@@ -262,7 +262,7 @@ def over_ranks(mesh: DeviceMesh, op: str, *values: float) -> tuple[float, ...]:
 
 
 def exact_sum(mesh: DeviceMesh, values: list[float]) -> float:
-    """The sum of all ranks' values, rounded once: the same bits however they are shared. Collective."""
+    """The sum of all ranks' values, rounded once: bitwise identical however they are shared. Collective."""
     return fsum(value for own in all_gather_object(mesh.communicator("control"), values) for value in own)
 
 

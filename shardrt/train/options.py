@@ -1,6 +1,6 @@
 """The command line of settings: an option for each field of a dataclass, whose comment is its help.
 
-Words become what would stand in the TOML file, so both are checked by the same code (config.py).
+Arguments become values as in the TOML file, so the same code checks both (config.py).
 """
 
 import argparse
@@ -49,7 +49,7 @@ def command_line(
 ) -> Settings:
     """Settings of dataclass `kind` from the arguments; a field without a default is positional.
 
-    start: the settings without arguments, which makes --config an option as well, whose value is not used;
+    start: the settings without arguments, which also makes --config an option, whose value is not used;
     by default those of `kind()`. file: where they are from. Prints help on rank 0 and exits where asked to.
     Raises ValueError that names the option.
     """
@@ -149,7 +149,7 @@ def _sections(kind: Any, start: Any, prefix: str = "") -> Iterator[tuple[str, li
 
 
 def _add(group: Any, option: _Option) -> None:
-    """Tell argparse of it. Values stay words: _value says what is wrong with them."""
+    """Add it to argparse. Values stay strings: _value checks them."""
     kind, many = option.kind, {}
     if get_origin(kind) is tuple:
         inner = get_args(kind)
@@ -168,7 +168,7 @@ def _add(group: Any, option: _Option) -> None:
 
 
 def _value(option: _Option, words: list[str]) -> Any:
-    """What words mean, in the types of TOML. Raises ValueError that names the option."""
+    """The value of a string, in the types of TOML. Raises ValueError that names the option."""
     kind, flag = option.kind, "--" + option.name.replace("_", "-")
     if get_origin(kind) is tuple:
         return [_one(get_args(kind)[0], word, flag) for word in words]

@@ -56,7 +56,7 @@ def written(recipe: Recipe) -> Table | None:
 def cut(recipe: Recipe, mesh: DeviceMesh, model: Module, data_ranks: int) -> Pipeline:
     """The pipeline of `model`, which goes through it from now on. Collective.
 
-    Raises ValueError in the words of the command line for what can't be.
+    Raises ValueError, in the command line's terms, for impossible settings.
     """
     chosen = recipe.parallel
     table = written(recipe) or _made(recipe, model, data_ranks)
@@ -116,7 +116,7 @@ def _check_pieces(model: Module, stages: int) -> None:
 
 @dataclass(frozen=True)
 class Described:
-    """What is told of a pipeline, on every rank. plan: of the rank that takes most memory."""
+    """The report of a pipeline, on every rank. plan: of the rank that takes most memory."""
 
     facts: dict[str, Any]  # for the log
     lines: list[str]
@@ -128,7 +128,7 @@ def described(recipe: Recipe, mesh: DeviceMesh, pipeline: Pipeline, plan: Memory
     """Collective. plan: of this rank."""
     own = {s.number: f"{s.pieces[0].name} to {s.pieces[-1].name}" for s in pipeline.stages}
     everyone = all_gather_object(mesh.communicator("control"), [own, plan.device, plan.host])
-    together = len(everyone) // len(pipeline.table.ranks)  # the first axis is that of the pipeline
+    together = len(everyone) // len(pipeline.table.ranks)  # the first axis is the pipeline's
     plans, pieces = {}, {}
     for rank in range(len(pipeline.table.ranks)):
         ranks = everyone[rank * together : (rank + 1) * together]
@@ -176,5 +176,5 @@ class Shares:
 
     def __call__(self, output: Any, batch: Any) -> Tensor:
         loss = self._task.loss(output, batch) * self._factor
-        self.losses.append(Tensor(loss.data))  # without what led to it
+        self.losses.append(Tensor(loss.data))  # without its graph
         return self._scaler.scale(loss)

@@ -11,7 +11,7 @@ from shardrt.device import threads
 class Prefetched:
     """`make(step)` for steps from `first` on, made by a daemon thread up to `depth` steps ahead. An iterator.
 
-    What the thread raises is raised by `next` at the step it belongs to. `close` ends the thread.
+    `next` raises the thread's exception at the step it belongs to. `close` ends the thread.
     """
 
     def __init__(self, make: Callable[[int], Any], first: int, stop: int, depth: int = 2) -> None:
@@ -49,7 +49,7 @@ class Prefetched:
             threads.enter()
             try:
                 entry = make(step), None
-            except BaseException as error:  # told to whoever waits for the batch
+            except BaseException as error:  # passed to the caller that waits for the batch
                 entry = None, error
             if self._closed.is_set():
                 return

@@ -26,8 +26,8 @@ _SHORT = {"token": "tok", "image": "img"}
 class Stopwatch:
     """Wall-clock time per step over the steps since the last reading.
 
-    per_step: tokens, images or what `unit` says, over all ranks. ideal: seconds of a step in which products
-    alone take time, and run as fast as this machine can; 0 where that is not known.
+    per_step: tokens, images or `unit`, over all ranks. ideal: seconds of a step in which only matmuls
+    take time, and run as fast as this machine can; 0 where that is not known.
     """
 
     def __init__(self, total_steps: int, per_step: int, unit: str = "token", ideal: float = 0.0) -> None:
@@ -39,7 +39,7 @@ class Stopwatch:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Time from now on, `step` steps being done: what ran before (an evaluation, say) is left out."""
+        """Time from now on, `step` steps being done: earlier work (an evaluation, say) is left out."""
         self._step, self._since = step, time.perf_counter()
 
     def read(self, step: int) -> dict[str, float]:
@@ -110,7 +110,7 @@ def expert_figures(mesh: DeviceMesh, loads: Mapping[str, np.ndarray]) -> dict[st
 
 
 def product_flops() -> float:
-    """Operations per second of a product of square float32 matrices here and now; the best of several.
+    """Operations per second of a matmul of square float32 matrices here and now; the best of several.
 
     Large enough that starting it does not count. With ranks that share a machine, all measure at once.
     """
@@ -127,7 +127,7 @@ def product_flops() -> float:
 
 def _seconds_of(a: Tensor) -> float:
     begin = time.perf_counter()
-    F.matmul(a, a)[0, 0].item()  # the number is there when the product is done, on every device
+    F.matmul(a, a)[0, 0].item()  # the number is there when the matmul is done, on every device
     return time.perf_counter() - begin
 
 
@@ -139,8 +139,8 @@ def memory_mb() -> float:
 def step_line(record: dict[str, Any], total_steps: int, unit: str = "token", width: int = 80) -> str:
     """One line of at most `width` columns for a record of metrics.jsonl about training steps.
 
-    What does not fit is left out, the least important first; it stands in metrics.jsonl all the same. mfu,
-    model FLOPs utilisation: as a part of what this machine's matrix products reach when nothing else runs;
+    Figures that do not fit are left out, the least important first; metrics.jsonl has them all. mfu,
+    model FLOPs utilisation: as a part of this machine's matmul rate when nothing else runs;
     not shown above 1, where something else did run as that was measured.
     """
     mixed = "expert_load" in record

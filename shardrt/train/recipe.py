@@ -13,24 +13,24 @@ __all__ = ["Recipe"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run. Every setting can stand in the TOML file as well."""
+    """A run. Every setting can also stand in the TOML file."""
 
-    architecture: str = ""  # what is trained; it decides which other settings there are
-    size: str = ""  # of the model by its name, as gpt2-xl; what [model] says goes over it
+    architecture: str = ""  # of the trained model; it decides which other settings there are
+    size: str = ""  # of the model by its name, as gpt2-xl; settings in [model] override it
     name: str = ""  # of the folder in runs/; empty for date and time
-    data: tuple[Path, ...] = ()  # what is trained on; empty: what needs no download
-    seed: int = 0  # of the initial weights, the order of the samples, dropout and what is generated
+    data: tuple[Path, ...] = ()  # to train on; empty: data that need no download
+    seed: int = 0  # of the initial weights, the order of the samples, dropout and generated text
     steps: int = 1000  # updates of the weights
     batch_size: int = 16  # samples per step, over all ranks
     resume: str = ""  # "auto": the newest whole checkpoint of run `name`; or the directory of a checkpoint
-    micro_batches: int = 1  # parts of a step's batch that go through the model one after the other
+    micro_batches: int = 1  # parts of a step's batch that go through the model in sequence
     reduce_each: bool = False  # reduce after each part: more traffic, less memory than once at the end
-    # per-world: the same bits at one number of ranks; world-invariant: at all, and micro_batches are those of
+    # per-world: bitwise identical at one number of ranks; world-invariant: at all; micro_batches are those of
     # all ranks together.
     deterministic: settings.Determinism = settings.Determinism["per-world"]
     threads: int = 0  # of the CPU per rank; 0: its share of the cores, but 1 where ranks change no bit
     ahead: int = 2  # steps whose batches are made ahead, in a thread
-    tensorboard: bool = False  # write its event files as well, to runs/NAME/tensorboard
+    tensorboard: bool = False  # write its event files too, to runs/NAME/tensorboard
     optimizer: settings.OptimizerConfig = settings.OptimizerConfig()
     fsdp: settings.FSDPConfig = settings.FSDPConfig()
     parallel: settings.ParallelConfig = settings.ParallelConfig()
@@ -43,7 +43,7 @@ class Recipe:
 
     ARCHITECTURE: ClassVar[str] = ""
     SIZES: ClassVar[dict[str, Any]] = {}  # the model's settings by name
-    # Where less than 2^31 is beyond all use already, and would keep a machine busy before anything is told.
+    # Where less than 2^31 is beyond all use already, and would keep a machine busy before any message.
     MOST: ClassVar[dict[str, float]] = {
         "seed": 2**64 - 1,
         "batch_size": 2**20,
@@ -105,15 +105,15 @@ class Recipe:
             raise ValueError("reduce_each: a pipeline reduces once per step, so leave it off")
 
     def task(self) -> Task:
-        """What this recipe trains. Reads data. Raises ValueError, OSError for what is wrong with it."""
+        """The task of this recipe. Reads data. Raises ValueError, OSError for bad data."""
         raise NotImplementedError(f"{type(self).__name__}.task")
 
     def resolved(self) -> "Recipe":
-        """With what was left to the data. Reads headers of data. Raises ValueError, OSError."""
+        """With settings that depend on the data. Reads headers of data. Raises ValueError, OSError."""
         return self
 
     def warnings(self) -> list[str]:
-        """Lines about what is allowed, and probably not meant."""
+        """Lines about settings that are allowed, and probably not meant."""
         warmup = self.optimizer.warmup_steps
         if warmup <= self.steps:
             return []
@@ -122,7 +122,7 @@ class Recipe:
 
     @property
     def invariant(self) -> bool:
-        """Whether the number of ranks that have parts of the batch changes no bit."""
+        """Whether results are bitwise identical at any number of ranks with parts of the batch."""
         return self.deterministic is settings.Determinism["world-invariant"]
 
     @property

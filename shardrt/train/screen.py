@@ -1,4 +1,4 @@
-"""What a person sees: whole lines that fit the terminal, and on a terminal colours and one line that moves.
+"""The terminal's view: whole lines that fit it, colours, and one line that moves.
 
 Under a launcher standard output is no terminal, and a launcher passes on whole lines only: then there are
 lines alone, of 80 columns.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # rich is imported where a terminal is written to: models and
 
 __all__ = ["Screen"]
 
-PLAIN_WIDTH = 80  # columns where nobody can say how many there are
+PLAIN_WIDTH = 80  # columns where the terminal's width is unknown
 _EVERY = 0.1  # seconds between two pictures of the line that moves
 _TELL = 10.0  # seconds between two lines about something long, where no line can move
 
@@ -88,7 +88,7 @@ class Screen:
     def show(self, what: str, done: int, total: int, *, lines: bool = False) -> None:
         """How far something is: `done` of `total`.
 
-        lines: for what prints none of its own. Where no line can move, one is printed every ten seconds.
+        lines: for code that prints no lines. Where no line can move, one is printed every ten seconds.
         """
         now, pause = time.perf_counter(), _EVERY if self._live else _TELL
         if done == 0:

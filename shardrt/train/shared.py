@@ -10,7 +10,7 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.objects import all_gather_object, broadcast_object
 from shardrt.faults.diagnosis import ranks
 
-_SEEN = 5.0  # seconds until another host must see a new file: some remember for a while what was not there
+_SEEN = 5.0  # seconds until another host must see a new file: some cache for a while that a file was absent
 
 
 def check_shared(mesh: DeviceMesh, directory: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Job: what a training run is made of, for the files that run it (job.py, loop.py)."""
+"""Job: the parts of a training run, for the files that run it (job.py, loop.py)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,4 +28,4 @@ class Job:
     watch: Watch
     ranks: Ranks
     origin: dict[str, Any]  # settings, data and code, for checkpoints and the log
-    ideal: float  # seconds of a step's matrix products alone, as fast as they can be here; 0: not known
+    ideal: float  # seconds of a step's matmuls alone, as fast as they can be here; 0: not known

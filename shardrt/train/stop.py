@@ -2,7 +2,7 @@
 
 Asked once in a step, by all ranks, who then agree.
 
-A signal may reach one rank only, and clocks differ, so what counts is the answer of all of them.
+A signal may reach one rank only, and clocks differ, so the ranks combine their answers.
 """
 
 import signal
@@ -50,7 +50,7 @@ class StopRequests:
             signal.signal(number, handler)
 
     def reason(self) -> str:
-        """What asks for a stop; "" if nothing does. Collective."""
+        """The reason for a stop; "" if there is none. Collective."""
         found = np.array([self._own()], np.int64)
         stream = device.current().current_stream
         self._mesh.communicator("control").all_reduce(found, op="max", stream=stream)

@@ -40,7 +40,7 @@ class Events:
         self._add(record["step"], summary=self._summary.Summary(value=values))
 
     def rewind(self, step: int) -> None:
-        """What was written of later steps is to be forgotten: the run goes on from there."""
+        """Mark events of later steps as obsolete: the run goes on from there."""
         log = self._event.SessionLog
         self._add(step + 1, session_log=log(status=log.START))
 

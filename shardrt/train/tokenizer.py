@@ -1,6 +1,6 @@
-"""Tokenizers of the package tokenizers, from a tokenizer.json: the library runs in a process of its own.
+"""Tokenizers of the package tokenizers, from a tokenizer.json: the library runs in a separate process.
 
-What a file makes it do, a panic, an abort, memory or time without end, is a BadTokens in one line.
+A panic, an abort, or endless memory or time that a file causes is a BadTokens in one line.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ LARGEST = 256 << 20  # bytes of a tokenizer.json; Gemma's has an eighth of that
 
 
 class Tokenizer:
-    """A tokenizer.json. `name`: the file's, with its hash; `vocabulary`: what all ids are below.
+    """A tokenizer.json. `name`: the file's, with its hash; `vocabulary`: all ids are below it.
 
-    Raises BadTokens, naming the file, for what the library refuses or does not survive, here and in every
-    method; Refused for what is no file to read, OSError.
+    Raises BadTokens, naming the file, for a file that the library refuses or does not survive, in every
+    method; Refused for other than a readable file, OSError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class Tokenizer:
         self.vocabulary: int = self._ask("load", self._content)[0]
 
     def _ask(self, do: str, given: Any, size: int = 0) -> tuple[Any, bytes]:
-        """(what the process says, numbers)."""
+        """(the process's message, numbers)."""
         if self._process is None:
             self._begin()
         size += len(self._content)

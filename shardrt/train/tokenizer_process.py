@@ -57,8 +57,8 @@ def _limit(what: int, most: int) -> None:
 
 
 def _answer(tokenizer: Any, do: str, given: Any) -> tuple[dict[str, Any], bytes]:
-    """What is said as JSON, and numbers."""
-    if do == "load":  # ids may have holes: what all are below is not how many there are
+    """A message as JSON, and numbers."""
+    if do == "load":  # ids may have holes: the bound of all ids is not their count
         ids = tokenizer.get_vocab(with_added_tokens=True).values()
         return {"is": 1 + max(ids, default=-1)}, b""
     if do == "token":
@@ -79,7 +79,7 @@ def send(file: BinaryIO, data: bytes) -> None:
 
 
 def receive(file: BinaryIO) -> bytes | None:
-    """What was sent; None at the end, also in the middle of it."""
+    """The message; None at the end, also in the middle of a message."""
     head = file.read(8)
     size = int.from_bytes(head, "little")
     data = file.read(size) if len(head) == 8 else b""

@@ -1,7 +1,7 @@
 """Token files: tokenised text as one safetensors file, which is read piece by piece and never whole.
 
 Tensors: "tokens", 1-D, uint8, uint16 or uint32, whichever holds the vocabulary; "documents", int64, where
-each document begins. Metadata: what the tokens mean (vocabulary, tokenizer), how many bytes of text they
+each document begins. Metadata: the meaning of the tokens (vocabulary, tokenizer), how many bytes of text they
 stand for, the largest of them, and XXH3-128 of both tensors. Any safetensors reader opens it.
 """
 
@@ -29,7 +29,7 @@ _KEYS = ("format", "vocabulary", "tokenizer", "bytes", "largest", "xxh3_128")
 
 
 class BadTokens(ValueError):
-    """A token file that can't be used; the message names the file and what is wrong."""
+    """A token file that can't be used; the message names the file and its fault."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ def write(
     """Make a token file of documents, one after the other; it appears at `path` when it is whole.
 
     encode: a document's tokens, integers from 0 on and below `vocabulary`, which decides the bits of each.
-    end: what `encode` puts behind each document.
+    end: the token that `encode` puts after each document.
     Raises FileExistsError for a `path` that exists, BadTokens for a token that is not in the vocabulary or if
     there is none, OSError.
     """
@@ -124,7 +124,7 @@ def write(
 
 
 def _header(kind: np.dtype, count: int, padding: int, places: np.ndarray, facts: dict[str, str]) -> bytes:
-    """As safetensors wants it: tensors without holes, so what pads the tokens is a tensor of its own."""
+    """As safetensors wants it: tensors without holes, so the padding of the tokens is a separate tensor."""
     end = count * kind.itemsize
     entries = {"__metadata__": facts, "tokens": _entry(kind, count, 0)}
     if padding:
@@ -142,7 +142,7 @@ def _entry(kind: np.dtype, count: int, start: int) -> dict:
 
 
 def open_tokens(path: Path) -> TokenFile:
-    """Open a token file. Raises BadTokens that says what is wrong with it, OSError if it can't be read."""
+    """Open a token file. Raises BadTokens that names its fault, OSError if it can't be read."""
     from safetensors import SafetensorError, safe_open
 
     open_regular(path).close()  # a missing file is the system's error; the library waits for a pipe
@@ -176,7 +176,7 @@ def open_tokens(path: Path) -> TokenFile:
 
 
 def _natural(facts: dict[str, str], name: str) -> int:
-    """A number of the header. Raises ValueError for what is none, or more than any file has; KeyError."""
+    """A number of the header. Raises ValueError for other values, or more than any file has; KeyError."""
     if not _NUMBER.fullmatch(facts[name]):
         raise ValueError(f"{name!r}: {facts[name][:40]!r}")
     return int(facts[name])
@@ -195,7 +195,7 @@ def _found(path: Path, name: str) -> FileArray:
 
 
 def verify(file: TokenFile) -> None:
-    """Read all of a file. Raises BadTokens that says what differs from what was written."""
+    """Read all of a file. Raises BadTokens that names the difference from the written data."""
     from xxhash import xxh3_128
 
     hasher, largest = xxh3_128(), 0

@@ -1,7 +1,7 @@
 """Trace: some steps of a run on all ranks, in the Trace Event Format of Perfetto and chrome://tracing.
 
 A process per rank, a thread per stream, spans with the names of units, the slots of the arenas in use, and an
-arrow from where an event was recorded to the stream that waited for it: the device keeps what was waited for
+arrow from the record of an event to the stream that waited for it: the device keeps what was waited for
 (shardrt.device.timeline), nothing is guessed from names. docs/watching.md shows how to read one.
 """
 
@@ -50,7 +50,7 @@ class Trace:
         with timeline.record_all(self._mesh.device.clock) as recorded:
             with timeline.span("compute", f"step {number}"):
                 yield
-            finish_streams()  # what still runs belongs to the step
+            finish_streams()  # running work belongs to the step
         self._events += events_of(recorded, self._mesh.rank, self._zero)
         if number == self._steps[-1]:
             self._write()
@@ -68,7 +68,7 @@ class Trace:
 
 
 def check_timed(steps: range) -> None:
-    """Raise ValueError if steps are to be traced on a device that can't tell what its streams did."""
+    """Raise ValueError if steps are to be traced on a device that can't report its streams' work."""
     if steps and not device.current().timed:
         message = f"what streams of {device.current().name!r} do is not recorded"
         raise ValueError(f"report.trace: {message}; Nsight Systems shows it")
@@ -178,7 +178,7 @@ class Arrow:
 def arrows(passed: list[Passed], by_stream: dict[str, list[Span]]) -> Iterator[Arrow]:
     """An arrow for each time that a stream waited for another.
 
-    From what the one had done, or was at, when the event was recorded, to what the other went on with.
+    From the work that one stream had done when it recorded the event, to the next work of the other.
     """
     recorded = {point.mark: point for point in passed if not point.waited}
     lanes = {stream: _Lane(spans) for stream, spans in by_stream.items()}
@@ -222,7 +222,7 @@ class _Lane:
 
 
 def _in_use(recorded: Recording) -> Iterator[tuple[str, float, int]]:
-    """(what, time, slots) whenever the slots of a kind that are lent change, over all arenas of that kind."""
+    """(what, time, slots) at each change of the lent slots of a kind, over all arenas of that kind."""
     now: dict[str, dict[int, int]] = {}
     for count in recorded.counts:
         arenas = now.setdefault(count.name, {})

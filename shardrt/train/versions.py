@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
     return found | {"code": _own_code()}
 
 
-@cache  # what this process has loaded does not change
+@cache  # loaded code does not change in this process
 def _own_code() -> str:
     return code_digest(Path(__file__).parents[1])
 
