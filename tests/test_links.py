@@ -167,7 +167,7 @@ def test_larger_messages_take_larger_slots_and_the_old_ones_go():
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        ({"what": "F3 of stage 0"}, "F3 of stage 0, 6 of float32"),
+        ({"tag": "F3 of stage 0"}, "F3 of stage 0, 6 of float32"),
         ({"shape": (7,)}, "F2 of stage 0, 7 of float32"),
         ({"dtype": "f8"}, "F2 of stage 0, 6 of float64"),
     ],

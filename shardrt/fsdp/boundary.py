@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from shardrt.autograd import Variable
 from shardrt.fsdp.nodes import own_array
 from shardrt.fsdp.unit import Unit
@@ -46,7 +48,8 @@ class UnitBoundary:
             schedule.enter(self.unit)
             if self._input is not None:
                 given = args[between:], kwargs
-                given, kwargs = replaced(given, self._input, (Variable, *ARRAYS))
+                # Not arrays of a GPU: models pass tables in float32 that kernels read as such.
+                given, kwargs = replaced(given, self._input, (Variable, np.ndarray))
                 args = *args[:between], *given
             output = forward(*args, **kwargs)
             if self._output is not None and not to_next_stage:

@@ -31,7 +31,7 @@ class Gathers:
         self.control = control
         self._observers = observers
         self._shards_ready = streams.device.new_event()  # recorded in compute after writes to shards
-        self.written = True  # shards have been written since the last `refresh`
+        self.written = True  # shards have been written since gathers last waited for compute
         # Units gathered since their last reduction: where ranks share memory, peers may still read shards.
         self._peers_may_read: set[Unit] = set()
 
@@ -76,26 +76,42 @@ class Gathers:
             if ends and unit not in entered:
                 self.finish(unit, unit.state_after(needed=False, done=True))
 
-    def refresh(self, entered: Collection[Unit] = ()) -> None:
-        """Before a pass: let later gathers read the shards as they are now.
+    def refresh(self) -> None:
+        """Before a forward: let later gathers read the shards as they are now.
 
-        The optimizer or a load has written them in the compute stream, so gather and upload wait for its work
-        so far. Out-of-date units are released, except `entered` ones, and units that the user holds are
-        gathered again.
+        Out-of-date units are released, and units that the user holds are gathered again.
         """
+        self._await_writes()
+        for unit in self.units:
+            if unit.state is State.STALE:
+                self._release(unit)
+        for unit in self.units:
+            if unit.choices.held:
+                self.ensure(unit)
+                self.finish(unit, State.KEPT)
+
+    def follow_writes(self, entered: Collection[Unit]) -> None:
+        """Before a backward whose forward came before an update: let its gathers wait for the update.
+
+        Units that kept the values of their forward keep them. Where a shared slot is the shard itself, it has
+        the new values: release it, so that the next gather waits for the updates of the other ranks.
+        """
+        if not self.written:
+            return
+        self._await_writes()
+        for unit in self.units:
+            is_shard = any(g.memory.slot_shared and g.memory.shard_in_slot for g in unit.groups)
+            if unit.state is State.STALE and is_shard and unit not in entered:
+                self._release(unit)
+
+    def _await_writes(self) -> None:
+        """Let gather and upload wait for compute, where the optimizer or a load has written shards."""
         streams = self.streams
         streams.compute.record(self._shards_ready)
         streams.gather.wait(self._shards_ready)
         if streams.upload is not streams.gather:
             streams.upload.wait(self._shards_ready)
         self.written = False
-        for unit in self.units:
-            if unit.state is State.STALE and unit not in entered:
-                self._release(unit)
-        for unit in self.units:
-            if unit.choices.held and unit not in entered:
-                self.ensure(unit)
-                self.finish(unit, State.KEPT)
 
     def shards_written(self, unit: Unit) -> None:
         """Mark gathered parameters of `unit` as out of date: its shards have new values."""

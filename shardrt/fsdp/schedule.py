@@ -129,8 +129,7 @@ class Schedule:
             return
         self._reset()
         self._begun.append(run)
-        if self.gathers.written:  # an update came between the forward and this backward of its loss
-            self.gathers.refresh(self.forward.entered)
+        self.gathers.follow_writes(self.forward.entered)
         for observer in self.observers:
             observer.backward_begins()
         if run.second_half:

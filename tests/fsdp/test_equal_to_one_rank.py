@@ -48,20 +48,3 @@ def test_an_unused_parameter_of_a_unit_that_took_part_has_gradient_zero(ranks):
 
 def test_more_ranks_than_some_units_have_lines():
     assert_same_training(lab.train_on(12), lab.train_on(0))
-
-
-def after_an_update(strategy):
-    """Gradients of a loss whose backward comes after the update of another loss."""
-    model, mesh = lab.build(strategy=strategy)
-    optimizer = lab.adamw(model.parameters())
-    kept, other = (lab.loss_of(model, *lab.rows(mesh, *batch)) for batch in lab.batches(2))
-    other.backward()
-    lab.update(optimizer)
-    kept.backward()
-    return lab.gradients(model)
-
-
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "SHARD_OPT"])
-def test_a_loss_kept_over_an_update_meets_the_new_weights_in_every_strategy(strategy):
-    found, expected = (lab.first(2, after_an_update, name) for name in (strategy, "FULL_SHARD"))
-    lab.assert_equal(found, expected)

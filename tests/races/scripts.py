@@ -71,11 +71,11 @@ def accumulated_later():
         optimizer.zero_grad()
 
 
-def kept_loss():
+def kept_loss(**settings):
     """A backward after the update of another loss: it gathers shards that the update has written."""
     mesh, model = init_device_mesh("auto"), GPT(GPTConfig(3, 2, 16, 16, 16))
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, **settings)
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(3):
         first, second = loss_of(model), loss_of(model)
@@ -195,6 +195,7 @@ SCRIPTS = {
     "in pieces": pieces,
     "a loss kept over an update": lambda: record_of(kept_loss, 2),
     "a loss kept over an update, shared": lambda: shared(kept_loss),
+    "a loss kept over an update, in place": lambda: shared(kept_loss, strategy=ShardingStrategy.SHARD_OPT),
     "held, and read before the update": lambda: shared(held),
     "piped": lambda: record_of(piped, 2, stands_for={0: [0], 1: [1]}),
 }

@@ -208,7 +208,7 @@ def issued(programs):
 @pytest.mark.parametrize(
     "name",
     [
-        "fsdp/gathers.py Gathers.refresh: streams.gather.wait(self._shards_ready)",
+        "fsdp/gathers.py Gathers._await_writes: streams.gather.wait(self._shards_ready)",
         "fsdp/options/low_precision.py _cast: streams.gather.record(staged.free)",
         "optim/offload.py Updates.wait: self.device.current_stream.wait(route.updated)",
     ],
