@@ -21,7 +21,8 @@ class Returns(nn.Module):
 
     def forward(self, x):
         self.taken = type(x), x.dtype
-        return {"output": self.linear(F.cast(Tensor(x), "bfloat16")), "weight": self.linear.weight.lent(), "host": np.arange(3)}
+        output = self.linear(F.cast(Tensor(x), "bfloat16"))
+        return {"output": output, "weight": self.linear.weight.lent(), "host": np.arange(3)}
 
 
 def test_arrays_of_cupy_keep_their_type_and_are_copied_out_of_the_slot(gpu):
