@@ -33,7 +33,7 @@ class Communicator(ABC):
 
     All ranks of the group make the same collective calls in the same order, with equal `tag`: the name of
     the unit or array that the call is for ("blocks.3"). If calls differ, each rank gets a CollectiveMismatch
-    that lists every rank's call.
+    that lists every rank's call; NCCL, which compares no calls, hangs until the watchdog ends the job.
 
     With `reduction` "tree", a fixed binary tree over the ranks sums adjacent pairs first: (0 + 1) + 2,
     (0 + 1) + (2 + 3). So sums are bitwise identical on every such backend, every rank, every run.

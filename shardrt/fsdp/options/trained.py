@@ -1,10 +1,10 @@
 """FollowsRequiresGrad: memory and traffic of gradients follow requires_grad, which may change between steps.
 
 A change takes effect at the next forward. Ranks do not exchange it. Instead, the tag of every gather and
-reduction names the set of trained parameters from then on. Ranks compare the tags of each collective anyway:
-if they have made different changes, the first collective raises on every rank. Memory for gradients is
-replaced when the next backward begins. By then, gathers or a barrier have shown that all ranks made the same
-change.
+reduction names the set of trained parameters from then on. On a CPU, ranks compare the tags of each
+collective: if they have made different changes, the first collective raises on every rank. Memory for
+gradients is replaced when the next backward begins. By then, gathers or a barrier have shown that all ranks
+made the same change. NCCL compares no tags: there, only the watchdog ends ranks that differ.
 """
 
 import zlib
