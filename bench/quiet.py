@@ -33,15 +33,15 @@ def watched(run: Callable[[], dict], patience: float) -> dict:
 
 
 def _wait_for_idle(end: float) -> None:
-    message = False
+    reported = False
     while time.monotonic() < end:
         load, _ = load_of_others(lambda: time.sleep(1))
         if load <= DISTURBED:
             return
-        if not message:
+        if not reported:
             left = max(0.0, end - time.monotonic())
             _report(f"other processes use {load:.1f} cores: waiting up to {left:.0f} s for them to end")
-        message = True
+        reported = True
 
 
 def _report(line: str) -> None:

@@ -274,25 +274,23 @@ def lines(result: dict, workload: w.Job) -> list[str]:
 def table(results: list[dict]) -> list[str]:
     """All strategies for a reader."""
     unit = "images" if "images_per_s" in results[0] else "tokens"
-    message = [
+    rows = [
         f"{'ms of a step':<22}{'step':>9}{'compute':>9}{'exposed':>9}{'optimizer':>10}{'other':>7}"
         f"{'gather':>8}{'reduce':>8}{unit + '/s':>10}{'RSS MB':>8}{'PSS MB':>8}{'MFU %':>7}{'MB sent':>9}"
     ]
     for result in results:
         split, streams = result["parts_ms"], result["streams_ms"]
         compute = sum(split[part] for part in COMPUTE)
-        message.append(
+        rows.append(
             f"{result['settings']['strategy']:<22}{result['step_ms_median']:9.1f}{compute:9.1f}{result['exposed_ms']:9.1f}"
             f"{split['optimizer']:10.1f}{split['other']:7.1f}{streams['gather']:8.1f}{streams['reduce']:8.1f}"
             f"{result[unit + '_per_s']:10.1f}{result['peak_rss_mb']:8.0f}{result['peak_pss_mb']:8.0f}"
             f"{100 * result['mfu_of_product']:7.1f}{result['received_mb']:9.1f}"
         )
     if len(results) <= len(STRATEGIES):
-        message.append("without the hybrids, which make 2 copies and need an even number of ranks")
-    message.append(
-        "step = compute + exposed + optimizer + other; gather and reduce: their streams, beside it"
-    )
-    return message
+        rows.append("without the hybrids, which make 2 copies and need an even number of ranks")
+    rows.append("step = compute + exposed + optimizer + other; gather and reduce: their streams, beside it")
+    return rows
 
 
 if __name__ == "__main__":

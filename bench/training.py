@@ -97,10 +97,10 @@ class Training:
             self.optimizer = optim.AdamW(parameters, lr=w.LEARNING_RATE, weight_decay=w.WEIGHT_DECAY)
         begin = time.perf_counter()
         if self.pipeline is not None:
-            forward, message = begin, piped(self.pipeline, inputs, targets)
+            forward, micro_losses = begin, piped(self.pipeline, inputs, targets)
         else:
             loss = loss_of(self.model, inputs, targets)
-            forward, message = time.perf_counter(), [loss]
+            forward, micro_losses = time.perf_counter(), [loss]
             loss.backward()
         backward = time.perf_counter()
         if self.clip is not None:
@@ -108,7 +108,7 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         updated = time.perf_counter()
-        self.losses.append(sum(each.item() for each in message))
+        self.losses.append(sum(each.item() for each in micro_losses))
         return Stamps(begin, forward, backward, updated, time.perf_counter())
 
 

@@ -322,7 +322,7 @@ def _row(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _agree(model: nn.Module, directory: Path, error: OSError | None, writer: FolderWriter | None) -> None:
     """Raise CheckpointError on every rank if rank 0 has an error, and leave nothing behind."""
-    if message := failures(model, error):
+    if errors := failures(model, error):
         if writer is not None:
             writer.abandon()
-        raise CheckpointError(f"{directory} was not written: {'; '.join(message)}") from error
+        raise CheckpointError(f"{directory} was not written: {'; '.join(errors)}") from error

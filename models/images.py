@@ -141,13 +141,13 @@ class ImageClassification:
     def facts(self) -> dict[str, Any]:
         """As Task: where the images are from, which they are, and how they are labelled."""
         labels = np.concatenate([self.train.labels, self.others.labels]).tobytes()
-        message = repr((self.train.classes, self.train.digest, self.others.digest))
+        described = repr((self.train.classes, self.train.digest, self.others.digest))
         return {
             "data": self.train.source,
             "classes": len(self.train.classes),
             "train_images": len(self.train),
             "held_out_images": len(self.others),
-            "digest": "sha256 " + sha256(labels + message.encode()).hexdigest(),
+            "digest": "sha256 " + sha256(labels + described.encode()).hexdigest(),
         }
 
     def introduction(self) -> list[str]:

@@ -164,16 +164,16 @@ class Language:
 
     def facts(self) -> dict[str, Any]:
         """As Task."""
-        corpus, message = self.corpus, {}
+        corpus, result = self.corpus, {}
         if self.gzip is not None:
-            message["gzip_bits_per_byte"] = self.gzip
+            result["gzip_bits_per_byte"] = self.gzip
         return {
             "data": corpus.source,
             "digest": corpus.digest,
             "train_tokens": int(corpus.train.size),
             "held_out_tokens": int(corpus.held_out.size),
             "bytes_per_token": corpus.bytes_per_token,
-            **message,
+            **result,
         }
 
     def introduction(self) -> list[str]:

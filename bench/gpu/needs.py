@@ -107,17 +107,17 @@ class Found:
 
     def lines(self) -> list[str]:
         """For a reader: what is missing, what that costs, and what installs it."""
-        message = [] if self.gpus else ["no GPU: the driver, libcuda.so.1, is missing or sees none"]
-        message += [self.too_old] if self.too_old else []
+        found = [] if self.gpus else ["no GPU: the driver, libcuda.so.1, is missing or sees none"]
+        found += [self.too_old] if self.too_old else []
         costs = dict.fromkeys(TESTS, "the tests can't run") | WITHOUT
         costs |= dict.fromkeys(
             STEP, "neither the tests, nor a step on the CPU, nor kernels one by one can run"
         )
         costs |= dict.fromkeys(BENCHMARKS, "nothing can run")
-        message += [f"{name} is missing: {costs[name]} ({_pip(_wheel(name))})" for name in self.missing]
+        found += [f"{name} is missing: {costs[name]} ({_pip(_wheel(name))})" for name in self.missing]
         if len(self.missing) > 1:
-            message.append(f"all missing packages at once: {_pip(*map(_wheel, self.missing))}")
-        return [*message, *self.troubles]
+            found.append(f"all missing packages at once: {_pip(*map(_wheel, self.missing))}")
+        return [*found, *self.troubles]
 
 
 def not_run(*missing: str) -> str:
@@ -173,15 +173,15 @@ def one_gpu() -> dict[str, str]:
 
 def machine() -> dict[str, str]:
     """Versions, and what nvidia-smi says of the first GPU; what can't be had is left out."""
-    message = {"python": platform.python_version()}
-    message |= {name: version for name in _PACKAGES if (version := _version(name))}
-    return message | {"GPUs": str(gpus())} | _asked(_QUERY.split(","))
+    found = {"python": platform.python_version()}
+    found |= {name: version for name in _PACKAGES if (version := _version(name))}
+    return found | {"GPUs": str(gpus())} | _asked(_QUERY.split(","))
 
 
 def health() -> str:
     """Whether the first GPU is fit to be measured, in words: heat, clock, errors, other users."""
-    message = _asked(list(_HEALTH))
-    said = ", ".join(f"{message[key]} {name}" for key, name in _HEALTH.items() if key in message)
+    figures = _asked(list(_HEALTH))
+    said = ", ".join(f"{figures[key]} {name}" for key, name in _HEALTH.items() if key in figures)
     return said or "nvidia-smi did not answer"
 
 

@@ -191,8 +191,8 @@ def product_gflops(low: bool) -> float:
 def blas(config: str) -> str:
     """The libraries of products among what PyTorch tells of how it was built."""
     lines = (line.strip(" -") for line in config.splitlines())
-    message = [line for line in lines if "Library Version" in line or line.startswith("Intel(R) MKL-DNN")]
-    return "; ".join(line.split(" for ")[0].split(" (Git")[0] for line in message)
+    named = [line for line in lines if "Library Version" in line or line.startswith("Intel(R) MKL-DNN")]
+    return "; ".join(line.split(" for ")[0].split(" (Git")[0] for line in named)
 
 
 def loss_of_parts(options: argparse.Namespace):

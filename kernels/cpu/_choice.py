@@ -156,6 +156,6 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    message = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    name = message.get("model name", platform.machine())
-    return f"{name}, family {message.get('cpu family', '?')} model {message.get('model', '?')}"
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = fields.get("model name", platform.machine())
+    return f"{name}, family {fields.get('cpu family', '?')} model {fields.get('model', '?')}"

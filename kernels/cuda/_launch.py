@@ -102,7 +102,7 @@ class Backend(Protocol):
         """Scratch memory that lives until the kernels launched so far have used it."""
 
     def upload(self, values: np.ndarray) -> Array:
-        """A copy of a small array of the host, made when the current stream comes to it; nobody waits."""
+        """A copy of a small array of the host, made when the current stream comes to it. No wait."""
 
     def gemm_grouped(
         self, a: Array, b: Array, out: Array, groups: Sequence[Group], *, accumulate: bool

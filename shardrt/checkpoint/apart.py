@@ -36,12 +36,12 @@ def attempt(control: Communicator, function: Callable, *args: Any) -> tuple[list
 def keeper(control: Communicator, root: Path, tag: str) -> tuple[list[str], int]:
     """(errors, the first of the ranks that see the same folder). Collective."""
     mark = root / f".seen-{tag}-{control.rank}"
-    message, _ = attempt(control, mark.touch)
+    errors, _ = attempt(control, mark.touch)
     seen = [int(path.name.rpartition("-")[2]) for path in root.glob(f".seen-{tag}-*")]
     control.all_gather_bytes(b"")  # until all have looked
     with suppress(OSError):
         mark.unlink()
-    return message, min(seen, default=control.rank)
+    return errors, min(seen, default=control.rank)
 
 
 def bring(
@@ -55,9 +55,9 @@ def bring(
 
     path: the checkpoint on this rank. wanted: the numbers of the files that this rank reads.
     """
-    message, data = attempt(control, _manifest_here, path)
-    if message:
-        return message
+    errors, data = attempt(control, _manifest_here, path)
+    if errors:
+        return errors
     everyone = control.all_gather_bytes(data)
     found = [each for each in everyone if each]
     if not found:
@@ -65,9 +65,9 @@ def bring(
     if any(each != found[0] for each in found):
         return [f"rank {control.rank}: Damaged: {path.name}: hosts have parts of different checkpoints"]
     manifest = Manifest.parse(found[0], path / MANIFEST)
-    message, own = attempt(control, lambda: list(wanted(manifest)))
-    if message:
-        return message
+    errors, own = attempt(control, lambda: list(wanted(manifest)))
+    if errors:
+        return errors
     here = [number for number, file in enumerate(manifest.files) if is_here(path, file)]
     known = objects.all_gather_object(control, [keeper, sorted(set(own) - set(here)), bool(own), here])
     lacking = {
@@ -80,18 +80,18 @@ def bring(
     if nowhere:
         return [f"rank {control.rank}: FileNotFoundError: {path.name}: no host has {', '.join(nowhere[:6])}"]
     given = [number for number in lacking if owners[number][0] == control.rank]
-    message, _ = attempt(control, _verify, path, manifest, given)
-    if message:
-        return message
+    errors, _ = attempt(control, _verify, path, manifest, given)
+    if errors:
+        return errors
     error = None
     for number, places in lacking.items():
         try:
             _move(control, store.disk, path, manifest.files[number], owners[number][0], places)
         except (ValueError, OSError) as failed:
             error = error or failed
-    message = objects.failures(control, error)
-    if message:
-        return message
+    errors = objects.failures(control, error)
+    if errors:
+        return errors
     lacks = not data and keeper == control.rank and [keeper, True] in [[each[0], each[2]] for each in known]
     return attempt(control, _write, store.disk, path / MANIFEST, found[0] if lacks else b"")[0]
 

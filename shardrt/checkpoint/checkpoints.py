@@ -216,9 +216,9 @@ class CheckpointManager:
         root, tag = objects.broadcast_object(self._control, [str(self.store.root), secrets.token_hex(4)])
         if not self._apart:
             return Path(root), tag
-        message, self._keeper = apart.keeper(self._control, self.store.root, tag)
-        if message:
-            raise CheckpointError(f"step {step} was not saved: {'; '.join(message)}")
+        errors, self._keeper = apart.keeper(self._control, self.store.root, tag)
+        if errors:
+            raise CheckpointError(f"step {step} was not saved: {'; '.join(errors)}")
         return self.store.root, tag
 
     def _advance(self, failed: bool) -> Path | None:
@@ -278,9 +278,7 @@ class CheckpointManager:
         described = [json.loads(data) for data in everyone]
         files = tuple(SavedFile(**{**file, "blocks": tuple(file["blocks"])}) for file, *_ in described)
         pieces = tuple(SavedPiece.of(row) for _, rows, _ in described for row in rows)
-        steps = {
-            name: count for *_, message in (*described, (save.steps,)) for name, count in message.items()
-        }
+        steps = {name: count for *_, counts in (*described, (save.steps,)) for name, count in counts.items()}
         parameters = {
             name: SavedParameter(whole_shape(array), rankfile.kind_of(array.dtype))
             for name, array in named_arrays(self._model)
@@ -289,17 +287,17 @@ class CheckpointManager:
 
     def _agree(self, what: str, error: BaseException | None, folder: Path | None = None) -> None:
         """Raise CheckpointError on every rank if any has an error; rank 0 removes the unfinished files."""
-        message = objects.failures(self._control, error)
-        if not message:
+        errors = objects.failures(self._control, error)
+        if not errors:
             return
-        nonfinite = any(text.partition(": ")[2].startswith("NotFinite: ") for text in message)
+        nonfinite = any(text.partition(": ")[2].startswith("NotFinite: ") for text in errors)
         if folder is not None and self._keeps:
             try:
                 self.store.give_up(folder)
             except OSError:  # the next start removes it
                 pass
         kind = NonfiniteWeights if nonfinite else CheckpointError
-        raise kind(f"{what}: {'; '.join(message)}") from error
+        raise kind(f"{what}: {'; '.join(errors)}") from error
 
     # -- restoring
 
@@ -315,9 +313,9 @@ class CheckpointManager:
         self._check_ranks()
         if self._apart and self._place is None:
             self._place = self._agreed_place(0)
-        message, candidates = self._attempt(self._candidates, path)
-        if message:
-            raise CheckpointError(f"{self.store.root} can't be read: {'; '.join(message)}")
+        errors, candidates = self._attempt(self._candidates, path)
+        if errors:
+            raise CheckpointError(f"{self.store.root} can't be read: {'; '.join(errors)}")
         if self._apart and path is None:  # checkpoints with files on any host, in its own folder
             names = {
                 Path(each).name
@@ -329,16 +327,16 @@ class CheckpointManager:
         for candidate in map(
             Path, candidates if self._apart else objects.broadcast_object(self._control, candidates)
         ):
-            message = self._bring(candidate, weights_only) if self._apart else []
-            if not message:
-                message, manifest = self._attempt(self._checked_manifest, candidate, weights_only)
-            if not message:
-                message, _ = self._attempt(self._load, candidate, manifest, weights_only)
-            if not message:
+            errors = self._bring(candidate, weights_only) if self._apart else []
+            if not errors:
+                errors, manifest = self._attempt(self._checked_manifest, candidate, weights_only)
+            if not errors:
+                errors, _ = self._attempt(self._load, candidate, manifest, weights_only)
+            if not errors:
                 for passed in refused if self._mesh.rank == 0 else ():
                     warnings.warn(printable(f"passed over a checkpoint: {passed}"), stacklevel=2)
                 return manifest.step, manifest.extra
-            refused.append("; ".join(sorted({text.partition(": ")[2] for text in message})))
+            refused.append("; ".join(sorted({text.partition(": ")[2] for text in errors})))
         if refused:
             raise CheckpointError(f"no checkpoint could be restored: {'; '.join(refused)}")
         return 0, {}

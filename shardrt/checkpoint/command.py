@@ -193,19 +193,19 @@ def _gather_over_hosts(directory: Path) -> int:
     control = create()
     if control.size == 1:
         raise Refused("ckpt gather: name copies of other hosts' folders, or start it by mpirun on each host")
-    message, found = apart.attempt(control, lambda: control.rank or [str(path) for path in _found(directory)])
-    if not message:
+    errors, found = apart.attempt(control, lambda: control.rank or [str(path) for path in _found(directory)])
+    if not errors:
         path = _root(directory) / Path(objects.broadcast_object(control, found)[0]).name
 
         def wanted(manifest: Manifest) -> list[int]:
             return [] if control.rank else list(range(len(manifest.files)))
 
-        message = apart.bring(control, Store(path.parent), path, control.rank, wanted)
+        errors = apart.bring(control, Store(path.parent), path, control.rank, wanted)
     if control.rank:
-        return 65 if message else 0
-    for line in message:
+        return 65 if errors else 0
+    for line in errors:
         say(f"error: {line.partition(': ')[2]}", file=sys.stderr)
-    return 65 if message else _is_whole(path, read_manifest(path, part=True))
+    return 65 if errors else _is_whole(path, read_manifest(path, part=True))
 
 
 def _is_whole(path: Path, manifest: Manifest) -> int:

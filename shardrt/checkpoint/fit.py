@@ -66,9 +66,9 @@ def check_fits(model: Module, manifest: Manifest, folder: Path) -> None:
     theirs = {name: (p.shape, DTYPES[p.dtype]) for name, p in manifest.parameters.items()}
     if own.keys() != theirs.keys():
         missing, extra = sorted(own.keys() - theirs.keys()), sorted(theirs.keys() - own.keys())
-        message = [f"it lacks {', '.join(missing[:10])}"] if missing else []
-        message += [f"this model lacks {', '.join(extra[:10])}"] if extra else []
-        raise OtherRun(f"{folder}: it does not fit this model: {'; '.join(message)}")
+        lacks = [f"it lacks {', '.join(missing[:10])}"] if missing else []
+        lacks += [f"this model lacks {', '.join(extra[:10])}"] if extra else []
+        raise OtherRun(f"{folder}: it does not fit this model: {'; '.join(lacks)}")
     for name in own:
         if own[name] != theirs[name]:
             raise OtherRun(f"{folder}: parameter {name!r} is {theirs[name]} there and {own[name]} here")

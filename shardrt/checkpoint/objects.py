@@ -58,18 +58,18 @@ class ObjectStore(Store):
         )
 
     def read(self, path: Path, part: bool = False) -> Manifest:
-        message: list[Exception] = []
+        errors: list[Exception] = []
 
         def readable() -> bool:
             try:
                 read_manifest(path)
             except (OSError, Damaged) as error:
-                message[:] = [error]
+                errors[:] = [error]
                 return False
             return True
 
         if not _until(readable):
-            raise message[0]
+            raise errors[0]
         return read_manifest(path)
 
     def prune(

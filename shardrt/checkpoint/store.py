@@ -90,16 +90,16 @@ class Store:
 
         Returns an error for each path that keeps such a name. Raises OSError if the folder can't be read.
         """
-        message = self._remove_replaced()
+        errors = self._remove_replaced()
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
             if any(kind.fullmatch(path.name) for kind in (STEP, _MADE_WAY, _LEFT)) and not _ours(path):
-                message.append(NotADirectoryError(20, "No folder, so none of ours", str(path)))
+                errors.append(NotADirectoryError(20, "No folder, so none of ours", str(path)))
         for path, found in self._named(_MADE_WAY):
             if not (self.root / found[1]).exists():
-                message += _tried(self.disk.rename, path, self.root / found[1])
+                errors += _tried(self.disk.rename, path, self.root / found[1])
         for path, _ in self._named(_LEFT):
-            message += _tried(self.disk.remove, path)
-        return message
+            errors += _tried(self.disk.remove, path)
+        return errors
 
     def prune(
         self, keep_last: int, keep_every: int = 0, best: int | None = None, newest: int | None = None
@@ -110,15 +110,15 @@ class Store:
         before them. Also removes checkpoints that another of their step replaced. Tries all, then raises the
         first OSError.
         """
-        message, gone = self._remove_replaced(), []
+        errors, gone = self._remove_replaced(), []
         chosen = [(step, path) for step, path in self.checkpoints() if newest is None or step <= newest]
         for step, path in chosen[keep_last:]:
             if step != best and not (keep_every and step % keep_every == 0):
                 failed = _tried(self._discard, path)
                 gone += [] if failed else [step]
-                message += failed
-        if message:
-            raise message[0]
+                errors += failed
+        if errors:
+            raise errors[0]
         return gone
 
     def _named(self, pattern: re.Pattern) -> Iterator[tuple[Path, re.Match]]:
@@ -129,11 +129,11 @@ class Store:
 
     def _remove_replaced(self) -> list[OSError]:
         """Remove checkpoints whose replacement exists; returns the errors."""
-        message = []
+        errors = []
         for path, found in self._named(_MADE_WAY):
             if (self.root / found[1]).exists():
-                message += _tried(self.disk.remove, path)
-        return message
+                errors += _tried(self.disk.remove, path)
+        return errors
 
     def _discard(self, path: Path) -> None:
         """Remove a checkpoint; rename it first, so that half a checkpoint never looks complete."""

@@ -32,8 +32,8 @@ def save(directory: str | Path, model: Module, *, step: int = 0) -> None:
             _write(Path(directory) / WEIGHTS, state, step)
         except OSError as failed:
             error = failed
-    if message := failures(model, error):
-        raise CheckpointError(f"{directory} was not written: {'; '.join(message)}") from error
+    if errors := failures(model, error):
+        raise CheckpointError(f"{directory} was not written: {'; '.join(errors)}") from error
 
 
 def _write(path: Path, state: dict[str, np.ndarray], step: int) -> None:
@@ -79,8 +79,8 @@ def load(directory: str | Path, model: Module, *, broadcast_from_rank0: bool = F
                     file = stack.enter_context(_opened(path))
                 except (OSError, SafetensorError) as failed:
                     error = failed
-            if message := objects.failures(control, error):
-                raise CheckpointError(f"{path} was not read: {message[0]}") from error
+            if errors := objects.failures(control, error):
+                raise CheckpointError(f"{path} was not read: {errors[0]}") from error
             model.load_state_dict(file, broadcast_from_rank0=True)
             return objects.broadcast_object(control, file and file.step)
     except SafetensorError as error:
@@ -118,8 +118,8 @@ class _Tensors(Mapping):
     @property
     def step(self) -> int:
         """The `step` given to `save`; 0 if the file of another program has no valid step."""
-        message = (self._file.metadata() or {}).get("step", "0")
-        return int(message) if message.isdecimal() and len(message) < 19 else 0
+        text = (self._file.metadata() or {}).get("step", "0")
+        return int(text) if text.isdecimal() and len(text) < 19 else 0
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._file.get_tensor(name)

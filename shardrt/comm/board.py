@@ -34,14 +34,14 @@ class Board:
     def meet(self, key: Any, rank: int, value: Any, among: frozenset[int]) -> dict[int, Any]:
         """The values of all ranks `among` for this key, once all are there. Raises PeerFailed."""
         with self._changed:
-            message = self._reported.setdefault(key, {})
-            message[rank] = value
+            values = self._reported.setdefault(key, {})
+            values[rank] = value
             self._changed.notify_all()
-            self._wait(lambda: among <= message.keys(), key)
+            self._wait(lambda: among <= values.keys(), key)
             self._left[key] += 1
             if self._left[key] == len(among):
                 del self._reported[key], self._left[key]
-            return message
+            return values
 
     def put(self, key: Any, value: Any) -> None:
         """Leave a message; `key` says which."""

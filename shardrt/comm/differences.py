@@ -8,11 +8,11 @@ __all__ = ["differences", "differing"]
 
 def differences(everyone: list[Any], name: str = "") -> list[str]:
     """ "a.b: 1 on rank 0, 2 on rank 3" for every leaf that differs between the ranks' nested dicts."""
-    message = []
+    lines = []
     for leaf, values in differing(everyone, name):
         other = next(rank for rank, value in enumerate(values) if value != values[0])
-        message.append(f"{leaf}: {values[0]} on rank 0, {values[other]} on rank {other}")
-    return message
+        lines.append(f"{leaf}: {values[0]} on rank 0, {values[other]} on rank {other}")
+    return lines
 
 
 def differing(nests: list[Any], name: str = "") -> Iterator[tuple[str, list[Any]]]:

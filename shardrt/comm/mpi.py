@@ -227,38 +227,38 @@ class MPICommunicator(Communicator):
     def _send(self, buffer: np.ndarray, peer: int, tag: str, direct: bool) -> None:
         self._outbox.check()
         kept = buffer if direct else buffer.copy()
-        message, sends = self._begin_send(kept, peer, tag, _MESSAGE_TAG + direct)
+        header, sends = self._begin_send(kept, peer, tag, _MESSAGE_TAG + direct)
         if direct:
-            self._finish_send(sends, (message, kept), "send", peer)
+            self._finish_send(sends, (header, kept), "send", peer)
         else:
-            self._outbox.add(sends, (message, kept), peer)
+            self._outbox.add(sends, (header, kept), peer)
 
     def _recv(self, buffer: np.ndarray, peer: int, tag: str, direct: bool) -> None:
         self._outbox.check()
-        message, expected, mpi_tag = bytearray(MESSAGE), pack_message(buffer, tag), _MESSAGE_TAG + direct
-        self._receive(message, peer, mpi_tag)
-        # Receive an unexpected message, too, so that its sender can go on and end.
-        target = buffer if message == expected else array_of(message)
+        header, expected, mpi_tag = bytearray(MESSAGE), pack_message(buffer, tag), _MESSAGE_TAG + direct
+        self._receive(header, peer, mpi_tag)
+        # Receive an unexpected header, too, so that its sender can go on and end.
+        target = buffer if header == expected else array_of(header)
         for piece in _pieces(target):
             self._receive(piece, peer, mpi_tag)
-        if message != expected:
+        if header != expected:
             raise unlike(
-                message, expected, self._patience.world_rank(peer), self._patience.world_rank(self.rank)
+                header, expected, self._patience.world_rank(peer), self._patience.world_rank(self.rank)
             )
 
     def _exchange(self, output: np.ndarray, buffer: np.ndarray, to: int, source: int) -> None:
         self._outbox.check()
-        message, sends = self._begin_send(buffer, to, "", _MESSAGE_TAG)
+        header, sends = self._begin_send(buffer, to, "", _MESSAGE_TAG)
         self._recv(output, source, "", False)
-        self._finish_send(sends, (message, buffer), "exchange", to)
+        self._finish_send(sends, (header, buffer), "exchange", to)
 
     def _begin_send(
         self, buffer: np.ndarray, peer: int, tag: str, mpi_tag: int
     ) -> tuple[bytes, list[MPI.Request]]:
         """(header, sends of header and array). The sends read both until they are done."""
-        message = pack_message(buffer, tag)
-        first = self._mpi.Isend(message, peer, mpi_tag)
-        return message, [first, *(self._mpi.Isend(piece, peer, mpi_tag) for piece in _pieces(buffer))]
+        header = pack_message(buffer, tag)
+        first = self._mpi.Isend(header, peer, mpi_tag)
+        return header, [first, *(self._mpi.Isend(piece, peer, mpi_tag) for piece in _pieces(buffer))]
 
     def _finish_send(self, sends: list[MPI.Request], memory: Any, doing: str, peer: int) -> None:
         try:

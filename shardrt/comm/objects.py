@@ -19,8 +19,8 @@ def all_gather_object(control: Communicator, value: Any) -> list[Any]:
 
 def differing_ranks(control: Communicator, value: Any) -> list[int]:
     """The ranks whose `value` has another repr than rank 0's; [] if all agree. Collective."""
-    message = control.all_gather_bytes(blake2b(repr(value).encode(), digest_size=16).digest())
-    return [rank for rank, digest in enumerate(message) if digest != message[0]]
+    digests = control.all_gather_bytes(blake2b(repr(value).encode(), digest_size=16).digest())
+    return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
 
 
 def broadcast_object(control: Communicator, value: Any) -> Any:
@@ -30,5 +30,5 @@ def broadcast_object(control: Communicator, value: Any) -> Any:
 
 def failures(control: Communicator, error: BaseException | None) -> list[str]:
     """A text "rank 1: ..." for each rank that has an error. Collective."""
-    message = all_gather_object(control, None if error is None else f"{type(error).__name__}: {error}")
-    return [f"rank {rank}: {text}" for rank, text in enumerate(message) if text is not None]
+    texts = all_gather_object(control, None if error is None else f"{type(error).__name__}: {error}")
+    return [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]

@@ -264,12 +264,12 @@ class SimulatedCommunicator(Communicator):
 
     def _reported(self, number: int, own: Any) -> dict[int, Any]:
         """As _meet, for each rank that stands for a rank of the group; `own` if it is not in the group."""
-        message = self._meet(number, own)
-        return {speaker: message.get(speaker, own) for speaker in set(self._speakers)}
+        values = self._meet(number, own)
+        return {speaker: values.get(speaker, own) for speaker in set(self._speakers)}
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
-        message = self._reported(self._keep("all_gather", self.size * len(data)), data)
-        return [message[speaker] for speaker in self._speakers]
+        values = self._reported(self._keep("all_gather", self.size * len(data)), data)
+        return [values[speaker] for speaker in self._speakers]
 
     def _all_gather(self, buffer: Array, tag: str) -> None:
         if block_of(buffer) in self._board.shared:  # all slices are written in this buffer
@@ -277,9 +277,9 @@ class SimulatedCommunicator(Communicator):
         own, others = _apart(buffer, self.rank, self.size)
         number = self._keep("all_gather", buffer.nbytes, own, others)
         if _has_values(buffer):
-            message = self._reported(number, own[0].copy())
+            values = self._reported(number, own[0].copy())
             for row, speaker in zip(buffer.reshape(self.size, -1), self._speakers, strict=True):
-                row[:] = message[speaker]
+                row[:] = values[speaker]
 
     def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, tag: str) -> None:
         reads = [buffer, output] if how.accumulate else [buffer]
@@ -297,12 +297,12 @@ class SimulatedCommunicator(Communicator):
     _all_reduce_small = _all_reduce
 
     def _combined(self, number: int, own: np.ndarray, op: str) -> np.ndarray:
-        message, times = self._reported(number, own.copy()), Counter(self._speakers)
+        values, times = self._reported(number, own.copy()), Counter(self._speakers)
         if op == "sum":
-            return sum(message[speaker] * count for speaker, count in times.items())
+            return sum(values[speaker] * count for speaker, count in times.items())
         if op == "prod":
-            return np.prod([message[speaker] ** count for speaker, count in times.items()], axis=0)
-        return (np.max if op == "max" else np.min)(list(message.values()), axis=0)
+            return np.prod([values[speaker] ** count for speaker, count in times.items()], axis=0)
+        return (np.max if op == "max" else np.min)(list(values.values()), axis=0)
 
     def _broadcast(self, buffer: Array, root: int, tag: str) -> None:
         both = [[buffer], []]
@@ -314,10 +314,10 @@ class SimulatedCommunicator(Communicator):
         number = self._keep("all_to_all", buffer.nbytes, [buffer], [output])
         if _has_values(output):
             sent = sent or equal(buffer.size, self.size)
-            message = self._reported(number, (buffer.copy(), slices(sent)))
+            values = self._reported(number, (buffer.copy(), slices(sent)))
             parts = slices(received or equal(output.size, self.size))
             for part, speaker in zip(parts, self._speakers, strict=True):
-                theirs, cut = message[speaker]
+                theirs, cut = values[speaker]
                 output[part] = np.resize(theirs[cut[self.rank]], part.stop - part.start)
 
     # Messages.

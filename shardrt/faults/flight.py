@@ -318,34 +318,34 @@ def read(path: Path) -> Flight:
 
 def members(name: str, world: int) -> Sequence[int] | None:
     """The ranks of the communicator with this name; None if the name was too long to record."""
-    message = re.search(r"^\w*(?:\[([\d:,]+)\])?(?:~\d+)?$", name)
-    if not message:
+    found = re.search(r"^\w*(?:\[([\d:,]+)\])?(?:~\d+)?$", name)
+    if not found:
         return None
-    if not message[1]:
+    if not found[1]:
         return range(world)
     try:
-        if ":" in message[1]:
-            return range(*map(int, message[1].split(":")))
-        return [int(rank) for rank in message[1].split(",")]
+        if ":" in found[1]:
+            return range(*map(int, found[1].split(":")))
+        return [int(rank) for rank in found[1].split(",")]
     except (ValueError, TypeError):  # no slice: a damaged name
         return None
 
 
 def read_all(folder: Path) -> tuple[list[Flight], list[str]]:
     """The flights of a folder by rank, and a line for each file that can't be read or is missing."""
-    flights, message = [], []
+    flights, errors = [], []
     for path in sorted(folder.glob("rank-*.bin")):
         try:
             flights.append(read(path))
         except DamagedFlight as error:
-            message.append(str(error))
+            errors.append(str(error))
         except OSError as error:
-            message.append(f"{path}: {error.strerror}")
+            errors.append(f"{path}: {error.strerror}")
     flights.sort(key=lambda flight: flight.rank)
-    if flights and not message:
+    if flights and not errors:
         missing = sorted(set(range(flights[0].size)) - {flight.rank for flight in flights})
-        message += [f"no flight file of rank {rank} in {folder}" for rank in missing]
-    return flights, message
+        errors += [f"no flight file of rank {rank} in {folder}" for rank in missing]
+    return flights, errors
 
 
 def resident_bytes() -> int:

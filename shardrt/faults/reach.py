@@ -33,8 +33,8 @@ def answering(known: Mapping[str, str], seconds: float) -> set[str]:
     answers: set[str] = set()
     deadline = time.monotonic() + seconds
     with ExitStack() as links, selectors.DefaultSelector() as asked:
-        for host, message in known.items():
-            for address in message.split(","):
+        for host, listed in known.items():
+            for address in listed.split(","):
                 for port in PORTS:
                     with suppress(OSError):  # no more files, or no IPv6
                         link = links.enter_context(_asked(address, port))

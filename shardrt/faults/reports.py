@@ -36,10 +36,10 @@ def listen(
 
     hosts: by rank. addresses: of other hosts that did answer. beat: called regularly meanwhile.
     """
-    flights, message = read_all(folder)
+    flights, errors = read_all(folder)
     before, began = {flight.rank: flight for flight in flights}, time.monotonic()
     if len(set(hosts)) == 1:
-        return Heard(flights, dict.fromkeys(before, began), message, [])
+        return Heard(flights, dict.fromkeys(before, began), errors, [])
     silent = dict(addresses)
     for turn in range(1, _TURNS + 1):
         for host in reach.answering(silent, LISTENING / _TURNS):
@@ -55,7 +55,7 @@ def listen(
         stands = was is not flight and was.life_monotonic == flight.life_monotonic
         now[flight.rank] = flight.life_monotonic + (LISTENING if stands else 0.0)
         before[flight.rank] = replace(was, beat_monotonic=flight.life_monotonic)
-    return Heard([before[rank] for rank in sorted(before)], now, message, list(silent))
+    return Heard([before[rank] for rank in sorted(before)], now, errors, list(silent))
 
 
 def hang(recorder: Recorder, heard: Heard, hosts: Sequence[str], idle: float, limit: float) -> str:

@@ -154,11 +154,11 @@ class _Clock:
             self._pass(time)
         stuck = [host for host in self.hosts if host.next < len(host.items)]
         if stuck := [*stuck, *(lane for lane in self.lanes.values() if lane.queue)]:
-            message = (
+            places = (
                 f"rank {self.programs[lane.number].rank}, {lane.name}, item {self._next(lane)}"
                 for lane in stuck
             )
-            raise ValueError(f"the programs wait for ever: {'; '.join(message)}")
+            raise ValueError(f"the programs wait for ever: {'; '.join(places)}")
         return self.timing
 
     def _pass(self, time: float) -> None:

@@ -271,16 +271,12 @@ def _waits(timing: Timing, items: list[tuple[int, Item]]) -> tuple[Waited, ...]:
 
 
 def _assumptions(machine: Machine, recorded: int) -> tuple[str, ...]:
-    message = [f"{machine.name}: {machine.origin} ({machine.date})"]
+    lines = [f"{machine.name}: {machine.origin} ({machine.date})"]
     if not machine.measured:
-        message.insert(0, f"measured = false: nobody measured {machine.name}, so these figures are estimates")
-    message.append(
-        "all ranks do the same at the same time" if recorded == 1 else f"{recorded} ranks recorded"
-    )
-    message.append(
-        "memory is what was asked for, without what an allocator rounds up and what libraries take"
-    )
-    return tuple(message)
+        lines.insert(0, f"measured = false: nobody measured {machine.name}, so these figures are estimates")
+    lines.append("all ranks do the same at the same time" if recorded == 1 else f"{recorded} ranks recorded")
+    lines.append("memory is what was asked for, without what an allocator rounds up and what libraries take")
+    return tuple(lines)
 
 
 # -- for people
@@ -327,10 +323,10 @@ def _lines(found: Report) -> list[str]:
 def _of_modules(parts: dict[str, dict[str, int]]) -> str:
     """Those with most."""
     own = {module: sum(categories.values()) / 1e6 for module, categories in parts.items() if module}
-    message = [f"{module} {nbytes:,.1f}" for module, nbytes in list(own.items())[:_SHOWN]]
+    shown = [f"{module} {nbytes:,.1f}" for module, nbytes in list(own.items())[:_SHOWN]]
     if len(own) > _SHOWN:
-        message.append(f"{len(own) - _SHOWN:,} more {sum(list(own.values())[_SHOWN:]):,.1f}")
-    return ", ".join([*message, f"no module's own {sum(parts.get('', {}).values()) / 1e6:,.1f}"])
+        shown.append(f"{len(own) - _SHOWN:,} more {sum(list(own.values())[_SHOWN:]):,.1f}")
+    return ", ".join([*shown, f"no module's own {sum(parts.get('', {}).values()) / 1e6:,.1f}"])
 
 
 def _listed(parts: dict[str, float]) -> str:

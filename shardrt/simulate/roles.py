@@ -90,8 +90,8 @@ def compared(program: Program, other: Program) -> Compared:
         differs = f"other collectives ({', '.join(counts)})"
     elif (taken := _bytes(program)) != (elsewhere := _bytes(other)):
         places = [place for place in {**taken, **elsewhere} if taken[place] != elsewhere[place]]
-        message = [f"{' '.join(place)} {taken[place]:,}, not {elsewhere[place]:,}" for place in places]
-        differs = f"other bytes ({'; '.join(message)})"
+        differences = [f"{' '.join(place)} {taken[place]:,}, not {elsewhere[place]:,}" for place in places]
+        differs = f"other bytes ({'; '.join(differences)})"
     return Compared(program.rank, other.rank, launches(program), launches(other), differs)
 
 

@@ -198,11 +198,11 @@ def _command(command: Sequence[str]) -> Iterator[Any]:
 
 def _target(command: list[str]) -> tuple[str, list[str], bool]:
     """(script or module, its arguments, whether it is a module)."""
-    message = command[0] == "-m" if command else False
-    if len(command) <= message:
+    is_module = command[0] == "-m" if command else False
+    if len(command) <= is_module:
         raise NoScript("no script: say which after --")
-    name, *arguments = command[message:]
-    return name, arguments, message or not (name.endswith(".py") or Path(name).is_file())
+    name, *arguments = command[is_module:]
+    return name, arguments, is_module or not (name.endswith(".py") or Path(name).is_file())
 
 
 def _script(name: str) -> CodeType:

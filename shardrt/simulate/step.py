@@ -64,20 +64,20 @@ def simulated(
             values=values,
         )
 
-    message: list[str] = []
+    notes: list[str] = []
     with spans_kept() as spans_of:
         first = most = recorded(stands_for)
         for more in columns(first, check):
             others = recorded(more)
-            message += [f"roles: {compared(*pair)}" for pair in zip(others, first, strict=True)]
+            notes += [f"roles: {compared(*pair)}" for pair in zip(others, first, strict=True)]
             if launches(others[0]) > launches(most[0]):
                 most = others
         spans = spans_of(most[0])
     timing = price(most, machine, jitter)
     found = report(most, machine, spans, timing=timing)
     if jitter:
-        message.append(
+        notes.append(
             f"ranks come to each collective at independent normal times ({1e3 * jitter:g} ms of standard "
             "deviation), whatever they were before, and it begins with the last"
         )
-    return Simulated(timing, spans, replace(found, assumptions=(*found.assumptions, *message)))
+    return Simulated(timing, spans, replace(found, assumptions=(*found.assumptions, *notes)))

@@ -32,13 +32,13 @@ def examine(run: Path, listening: float = 0.0) -> dict[str, Any]:
     if not run.is_dir():
         raise FileNotFoundError(2, "no such folder", str(run))
     folder = run / "flight"
-    flights, message = read_all(folder)
+    flights, errors = read_all(folder)
     living = {flight.rank for flight in flights if _alive(flight)}
     if listening and (others := [flight for flight in flights if not (flight.ended or _is_here(flight))]):
         living.difference_update(flight.rank for flight in others)
         living |= _heard(folder, others, listening)
-    if not flights and not message:
-        message = [f"{folder}: no flight files"]
+    if not flights and not errors:
+        errors = [f"{folder}: no flight files"]
     hang = _text(folder / REPORT)
     # A launcher may resume a stopped rank for a moment before it ends the rank: the watchdog's record counts.
     blame, behind = diagnosis.blamed(hang)
@@ -52,35 +52,35 @@ def examine(run: Path, listening: float = 0.0) -> dict[str, Any]:
         "first": first_to_end(flights, living) if not hang else None,
         "metrics": _metrics(run / METRICS),
         "hang": hang,
-        "told": message,
+        "told": errors,
     }
     found["verdict"] = _verdict(flights, living, found)
-    well = flights and not message and all(rank["state"] in ("done", "alive") for rank in found["ranks"])
-    well = well or (not message and _all_asked(flights))
+    well = flights and not errors and all(rank["state"] in ("done", "alive") for rank in found["ranks"])
+    well = well or (not errors and _all_asked(flights))
     return found | {"code": DATA if not flights else 0 if well else 1}
 
 
 def lines(found: dict[str, Any]) -> list[str]:
     """The same facts as lines of text."""
     metrics = found["metrics"]
-    message = [f"{found['run']}: {found['verdict']}"]
+    rows = [f"{found['run']}: {found['verdict']}"]
     if metrics:
         loss = metrics.get("loss")
         shown = f"{loss:.4f}" if isinstance(loss, float) else "not finite" if loss is None else loss
-        message.append(f"metrics: last step {metrics.get('step')}, loss {shown}")
+        rows.append(f"metrics: last step {metrics.get('step')}, loss {shown}")
     for rank in found["ranks"]:
         how = f", {rank['how']}" if rank["how"] and rank["how"] != rank["state"] else ""
-        message += [
+        rows += [
             f"rank {rank['rank']} on {rank['host']}: {rank['state']}{how}",
             f"    step {rank['step']}, {rank['phase']}; {rank['resident'] / 1e6:.0f} MB; "
             f"last sign of life {rank['last_sign']}",
             f"    last done: {rank['done'] or 'nothing'}",
         ]
         if rank["entered"] != rank["done"]:
-            message.append(f"    entered after it: {rank['entered'] or 'nothing'}")
+            rows.append(f"    entered after it: {rank['entered'] or 'nothing'}")
     if found["hang"]:
-        message += ["what the watchdog said:", *(f"    {line}" for line in found["hang"].splitlines())]
-    return message + [f"warning: {line}" for line in found["told"]]
+        rows += ["what the watchdog said:", *(f"    {line}" for line in found["hang"].splitlines())]
+    return rows + [f"warning: {line}" for line in found["told"]]
 
 
 def first_to_end(flights: list[Flight], living: Set[int]) -> int | None:
@@ -112,13 +112,13 @@ def _verdict(flights: list[Flight], living: Set[int], found: dict[str, Any]) -> 
         return "done"
     if _all_asked(flights):
         return "asked to stop, and saved: go on with --resume auto"
-    message = ["ended by the watchdog"] if found["hang"] else []
+    causes = ["ended by the watchdog"] if found["hang"] else []
     first = next((rank for rank in found["ranks"] if rank["rank"] == found["first"]), None)
     if first is not None:
-        message.append(f"rank {first['rank']} ended first ({first['how'] or first['state']})")
+        causes.append(f"rank {first['rank']} ended first ({first['how'] or first['state']})")
     if found["blame"]:
-        message.append(found["blame"])
-    return "; ".join(message) or "some ranks are done, others not yet"
+        causes.append(found["blame"])
+    return "; ".join(causes) or "some ranks are done, others not yet"
 
 
 def _rank(flight: Flight, flights: list[Flight], living: Set[int]) -> dict[str, Any]:

@@ -72,44 +72,44 @@ def examine(hosts: Sequence[str], mpirun: Sequence[str]) -> dict[str, Any]:
 
 def lines(found: dict[str, Any]) -> list[str]:
     """The same facts as lines of text."""
-    message = [
+    rows = [
         f"{host['host']}: {host['cores']} cores, {host['shm'] / 1e9:.1f} GB in /dev/shm, clock "
         f"{host['clock']:+.3f} s, shardrt {host['versions']['shardrt']}, Python {host['versions']['python']}"
         for host in found["hosts"]
     ]
-    message += [
+    rows += [
         f"{pair['hosts'][0]} - {pair['hosts'][1]}: {pair['latency'] * 1e3:.3f} ms, "
         f"{pair['there'] / 1e6:.0f} MB/s there, {pair['back'] / 1e6:.0f} MB/s back"
         for pair in found["pairs"]
     ]
-    return message + [f"lacking: {what}" for what in found["lacking"]]
+    return rows + [f"lacking: {what}" for what in found["lacking"]]
 
 
 def _lacking(found: dict[str, Any]) -> list[str]:
     hosts = found["hosts"]
     names = [host["host"] for host in hosts]
-    message = []
+    lacks = []
     for what, values in differing([host["versions"] for host in hosts]):
         other = next(number for number, value in enumerate(values) if value != values[0])
-        message.append(f"hosts differ: {what}: {values[0]} on {names[0]}, {values[other]} on {names[other]}")
+        lacks.append(f"hosts differ: {what}: {values[0]} on {names[0]}, {values[other]} on {names[other]}")
     for host in hosts:
         if abs(host["clock"]) > _CLOCK:
-            message.append(f"{host['host']}: its clock is {host['clock']:+.1f} s from that of {names[0]}")
+            lacks.append(f"{host['host']}: its clock is {host['clock']:+.1f} s from that of {names[0]}")
         if not host["seen"]:
-            message.append(f"{host['host']} does not see what {names[0]} writes to {found['folder']}")
+            lacks.append(f"{host['host']} does not see what {names[0]} writes to {found['folder']}")
         if host["unknown"]:
             unknown = ", ".join(host["unknown"])
-            message.append(f"{host['host']} knows no host of the name {unknown}, and can't say if it is lost")
+            lacks.append(f"{host['host']} knows no host of the name {unknown}, and can't say if it is lost")
         if host["shm"] < _SHM:
-            message.append(f"{host['host']}: /dev/shm has less than 64 MB free")
+            lacks.append(f"{host['host']}: /dev/shm has less than 64 MB free")
     pairs = found["pairs"] if len(hosts) > 2 else []  # one pair has nothing to be compared with
     best = max((pair[way] for pair in pairs for way in ("there", "back")), default=0.0)
     for pair in pairs:
         slowest = min(pair["there"], pair["back"])
         if slowest < best / _SLOW:
             between = " - ".join(pair["hosts"])
-            message.append(f"{between}: {slowest / 1e6:.0f} MB/s, where others reach {best / 1e6:.0f} MB/s")
-    return message
+            lacks.append(f"{between}: {slowest / 1e6:.0f} MB/s, where others reach {best / 1e6:.0f} MB/s")
+    return lacks
 
 
 def launcher() -> list[str]:

@@ -39,10 +39,10 @@ def host_lines(path: Path) -> list[str]:
 
 def host_of(line: str) -> Host:
     """Parse a line. Raises Refused, also for a range of hosts or an IPv6 address."""
-    found, message = _HOST.fullmatch(line), _SLOTS.search(line)
+    found, slots = _HOST.fullmatch(line), _SLOTS.search(line)
     if found is None:
         raise Refused(f"{line!r} is not read as a host; HOST or HOST:RANKS is")
-    return Host(found[1], found[2], int(found[3] or (message[1] if message else 1)))
+    return Host(found[1], found[2], int(found[3] or (slots[1] if slots else 1)))
 
 
 class _Place(NamedTuple):

@@ -113,8 +113,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         ("two ranks", found["two ranks"]),
     ]
     width = max(len(name) for name, _ in rows)
-    message = [line for name, text in rows for line in _folded(f"{name:{width}}", text)]
-    return message + [line for what in found["lacking"] for line in _folded("lacking:", what)]
+    folded = [line for name, text in rows for line in _folded(f"{name:{width}}", text)]
+    return folded + [line for what in found["lacking"] for line in _folded("lacking:", what)]
 
 
 def _folded(name: str, text: str) -> list[str]:
@@ -140,8 +140,8 @@ def _self_test() -> str:
     mpirun = launcher()
     if not mpirun:
         return "no mpirun: pip install mpich"
-    message = _asked([*mpirun, "-n", "2", sys.executable, "-c", _SELF_TEST])
-    return message if isinstance(message, str) and message else "well"
+    answer = _asked([*mpirun, "-n", "2", sys.executable, "-c", _SELF_TEST])
+    return answer if isinstance(answer, str) and answer else "well"
 
 
 def _asked(command: list[str]) -> Any:

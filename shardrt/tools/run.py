@@ -205,7 +205,7 @@ def _one(words: list[str], folder: Path, hosts: Mapping[str, str], stop: _Stop, 
     old = _written(report)
     job = stop.start(words)
     signs: list[float] = []
-    message = False
+    reported = False
     quiet = looked = time.monotonic()
     try:
         while (code := job.poll()) is None:
@@ -224,9 +224,9 @@ def _one(words: list[str], folder: Path, hosts: Mapping[str, str], stop: _Stop, 
                 why = f"{', '.join(sorted(away))} does not answer" if away else "the watchdog has spoken"
                 tell(f"{what}, and {why}: the launcher is ended", "silent")
                 return failure.HANG
-            if still > _QUIET and not message:
+            if still > _QUIET and not reported:
                 tell(f"{what}; it is not ended", "silent")
-                message = True
+                reported = True
         return code if code >= 0 else 128 - code
     finally:
         if job.poll() is None:

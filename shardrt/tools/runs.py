@@ -139,8 +139,8 @@ def _is_table(value: Any) -> bool:
 
 
 def _is_pipeline(value: Any) -> bool:
-    message = isinstance(value, dict) and isinstance(value.get("schedule"), str)
-    numbers = message and natural(value.get("micro_batches")) and number(value.get("bubble"), 1)
+    described = isinstance(value, dict) and isinstance(value.get("schedule"), str)
+    numbers = described and natural(value.get("micro_batches")) and number(value.get("bubble"), 1)
     return bool(numbers and isinstance(value.get("stages"), list) and all(map(_is_text, value["stages"])))
 
 

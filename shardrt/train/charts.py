@@ -118,18 +118,18 @@ def bars(
     parts = list(dict.fromkeys(part for _, own in rows for part, _ in own))
     colours = dict(zip(parts, cycle(COLOURS), strict=False)) | dict(colours or {})
     legend = {part: colours[part] for part in parts} if len(parts) > 1 else {}
-    axes, message = _axes(title, 460, 50 + 22 * len(rows) + 16 * ceil(len(legend) / 3)), []
+    axes, tips = _axes(title, 460, 50 + 22 * len(rows) + 16 * ceil(len(legend) / 3)), []
     for row, (_, own) in enumerate(rows):
         total = 0.0
         for part, value in own:
-            axes.barh(row, value, left=total, color=colours[part], gid=f"tip{len(message)}")
-            message.append(f"{part}: {value:.4g} {unit}")
+            axes.barh(row, value, left=total, color=colours[part], gid=f"tip{len(tips)}")
+            tips.append(f"{part}: {value:.4g} {unit}")
             total += value
         axes.text(total, row, f" {total:.4g} {unit}", va="center")
     axes.margins(x=0.2)  # for the text
     axes.xaxis.set_visible(False)
     _finish(axes, [name for name, _ in rows], legend)
-    return svg(axes, message)
+    return svg(axes, tips)
 
 
 @look()
@@ -142,7 +142,7 @@ def schedule(
     """
     from matplotlib.patches import Rectangle
 
-    axes, message = _axes("", width, 80 + 40 * len(rows)), []
+    axes, tips = _axes("", width, 80 + 40 * len(rows)), []
     stop = max((bar.stop for own in rows.values() for bar in own), default=1.0) or 1.0
     pixels = (width - 110) / stop  # per millisecond, next to the names of the rows
     labelled = [bar for own in rows.values() for bar in own if not bar.faint]
@@ -152,21 +152,21 @@ def schedule(
             long = bar.stop - bar.start
             edge = 0.5 if long * pixels > 3 and not bar.faint else 0
             drawn = {"facecolor": bar.colour, "edgecolor": "white", "linewidth": edge}
-            drawn |= {"alpha": 0.25 if bar.faint else 1, "gid": f"tip{len(message)}", "clip_on": False}
+            drawn |= {"alpha": 0.25 if bar.faint else 1, "gid": f"tip{len(tips)}", "clip_on": False}
             axes.add_patch(Rectangle((bar.start, row - 0.4), max(long, 0.3 / pixels), 0.8, **drawn))
-            message.append(bar.title or bar.label)
+            tips.append(bar.title or bar.label)
             label = bar.label.rpartition(".")[2] if short else bar.label
             if not bar.faint and _fits(label, long * pixels):
                 middle = bar.start + long / 2
                 axes.text(middle, row, label, ha="center", va="center", color=_ink(bar.colour))
     axes.set(xlabel=axis, xlim=(0, stop), ylim=(-0.5, len(rows) - 0.5))
     _finish(axes, list(rows), legend)
-    return svg(axes, message, title)
+    return svg(axes, tips, title)
 
 
 @look()
-def svg(axes: "Axes", message: Sequence[str] = (), title: str = "") -> str:
-    """A chart as SVG text. told: a browser's tooltips for the bars, in their order."""
+def svg(axes: "Axes", tips: Sequence[str] = (), title: str = "") -> str:
+    """A chart as SVG text. tips: a browser's tooltips for the bars, in their order."""
     from matplotlib import rcParams
 
     title, made = title or axes.get_title(loc="left"), StringIO()
@@ -178,7 +178,7 @@ def svg(axes: "Axes", message: Sequence[str] = (), title: str = "") -> str:
     text = re.sub(r' id="[\w.]+_\d+"', "", text)  # the next chart in the page has the same
     text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text)
     text = re.sub(r' (?:d|x|y)="[^"<>]*"', lambda one: re.sub(r"(\.\d\d)\d+", r"\1", one[0]), text)
-    return re.sub(r' id="tip(\d+)">', lambda one: f"><title>{escape(message[int(one[1])])}</title>", text)
+    return re.sub(r' id="tip(\d+)">', lambda one: f"><title>{escape(tips[int(one[1])])}</title>", text)
 
 
 def thinned(one: Series) -> tuple[np.ndarray, np.ndarray]:

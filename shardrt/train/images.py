@@ -174,8 +174,8 @@ def _classes(root: Path) -> dict[str, list[Path]]:
 def _of_files(root: Path, classes: dict[str, list[Path]], channels: int, strict: bool) -> Images:
     files = [path for paths in classes.values() for path in paths]
     labels = np.repeat(np.arange(len(classes)), [len(paths) for paths in classes.values()])
-    message = "".join(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0" for path in files)
-    digest = sha256(message.encode(errors="surrogateescape")).hexdigest()
+    listing = "".join(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0" for path in files)
+    digest = sha256(listing.encode(errors="surrogateescape")).hexdigest()
     return Images(
         str(root),
         tuple(classes),

@@ -95,7 +95,7 @@ def go(job: Job, plan: MemoryPlan, began: float) -> None:
         with one_line(DATA, mesh):
             check_shared(mesh, run.directory)
     with one_line(DATA, mesh, kinds=(CheckpointError,)):
-        first, message = resume(job)  # before anything of a run that was there is changed
+        first, lines = resume(job)  # before anything of a run that was there is changed
     if mesh.world.device is None:
         watch.keep(run.directory / "flight" if run.directory else None)
     with one_line(DATA, mesh):
@@ -106,7 +106,7 @@ def go(job: Job, plan: MemoryPlan, began: float) -> None:
         if recipe.resume:
             run.rewind(first, finished=first >= recipe.steps)
     introduce(job, plan)
-    for line in message:
+    for line in lines:
         run.say(line)
     with (
         one_line(COPIES, mesh, kinds=(ReplicasDiffer,)),
@@ -149,9 +149,9 @@ def rows_of_experts(job: Job) -> dict[str, float]:
 
 def check_same(mesh: DeviceMesh, what: dict[str, Any]) -> None:
     """Raise ValueError that names the fields and ranks unless all ranks have the same. Collective."""
-    message = differences(all_gather_object(mesh.communicator("control"), what))
-    if message:
-        raise ValueError(f"ranks differ: {'; '.join(message[:5])}")
+    found = differences(all_gather_object(mesh.communicator("control"), what))
+    if found:
+        raise ValueError(f"ranks differ: {'; '.join(found[:5])}")
 
 
 def with_axes(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:

@@ -132,7 +132,7 @@ def described(recipe: Recipe, mesh: DeviceMesh, pipeline: Pipeline, plan: Memory
     plans, pieces = {}, {}
     for rank in range(len(pipeline.table.ranks)):
         ranks = everyone[rank * together : (rank + 1) * together]
-        plans[rank] = max((MemoryPlan(*message[1:]) for message in ranks), key=_bytes)
+        plans[rank] = max((MemoryPlan(*given[1:]) for given in ranks), key=_bytes)
         pieces |= {int(stage): name for stage, name in ranks[0][0].items()}
     table, replay = pipeline.table, pipeline.table.replay()
     facts = {

@@ -183,12 +183,12 @@ def _percent(part: float) -> str:
 
 def evaluation_line(record: dict[str, Any], total_steps: int) -> str:
     """One line for a record of metrics.jsonl about held-out data."""
-    width, message = len(str(total_steps)), [f"held-out loss {record['held_out_loss']:.4f}"]
+    width, parts = len(str(total_steps)), [f"held-out loss {record['held_out_loss']:.4f}"]
     if "held_out_bits_per_byte" in record:
-        message.append(f"{record['held_out_bits_per_byte']:.4f} bits per byte")
+        parts.append(f"{record['held_out_bits_per_byte']:.4f} bits per byte")
     if "held_out_accuracy" in record:
-        message.append(f"{100 * record['held_out_accuracy']:.2f} % right")
-    return f"step {record['step']:{width}}/{total_steps}  {', '.join(message)}"
+        parts.append(f"{100 * record['held_out_accuracy']:.2f} % right")
+    return f"step {record['step']:{width}}/{total_steps}  {', '.join(parts)}"
 
 
 def clock(seconds: float) -> str:

@@ -111,10 +111,10 @@ def write(
             hasher.update(places)
             file.write(places)
             facts = (_FORMAT, vocabulary, tokenizer, size, largest, hasher.hexdigest())
-            message = dict(zip(_KEYS, map(str, facts), strict=True))
-            message |= {} if end is None else {"end": str(end)}
+            metadata = dict(zip(_KEYS, map(str, facts), strict=True))
+            metadata |= {} if end is None else {"end": str(end)}
             file.seek(0)
-            file.write(_header(kind, count, padding, places, message))
+            file.write(_header(kind, count, padding, places, metadata))
             file.flush()
             os.fsync(file.fileno())
         os.rename(temporary, path)
@@ -161,8 +161,8 @@ def open_tokens(path: Path) -> TokenFile:
         numbers = {name: _natural(facts, name) for name in ("vocabulary", "bytes", "largest")}
         tokens, documents = _found(path, "tokens"), np.asarray(_found(path, "documents"))
         numbers |= {"end": _natural(facts, "end")} if "end" in facts else {}
-        message = {"tokenizer": facts["tokenizer"], "digest": facts["xxh3_128"]}
-        file = TokenFile(path, tokens, documents, **message, **numbers)
+        origin = {"tokenizer": facts["tokenizer"], "digest": facts["xxh3_128"]}
+        file = TokenFile(path, tokens, documents, **origin, **numbers)
     except (KeyError, ValueError) as error:
         raise BadTokens(f"{path}: its header lacks or garbles {error}") from None
     if not file.bytes:

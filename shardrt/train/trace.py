@@ -81,9 +81,9 @@ def common_zero(mesh: DeviceMesh) -> float:
     latency of that is the error of what stands side by side.
     """
     clock = mesh.device.clock
-    message = all_gather_object(mesh.communicator("control"), [socket.gethostname(), clock()])
-    one_host = len({host for host, _ in message}) == 1
-    return max(at for _, at in message) if one_host else clock()
+    clocks = all_gather_object(mesh.communicator("control"), [socket.gethostname(), clock()])
+    one_host = len({host for host, _ in clocks}) == 1
+    return max(at for _, at in clocks) if one_host else clock()
 
 
 def write(events: list[dict[str, Any]], about: dict[str, Any], path: Path) -> None:

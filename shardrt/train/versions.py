@@ -53,10 +53,10 @@ def surroundings(mesh: DeviceMesh) -> dict[str, str]:
 
 def _processor() -> str:
     try:
-        message = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.machine()
-    names = [line.partition(":")[2].strip() for line in message.splitlines() if line.startswith("model name")]
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 

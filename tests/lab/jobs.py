@@ -39,7 +39,7 @@ TINY = GPTRecipe(
     sample=settings.SampleConfig(length=20),
 )
 TEXT = "All the world's a stage, and all the men and women merely players.\n" * 40
-# Open MPI refuses root, and more ranks than cores, unless it is told; MPICH knows none of these.
+# Open MPI refuses root, and more ranks than cores, unless these say so; MPICH knows none of these.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -194,7 +194,7 @@ def save_tokenizer(path: Path, vocabulary: dict[str, int], **added: Any) -> None
 
 
 def one_line_tests(*table: tuple, common: tuple[str, ...] = (), code: int = USAGE) -> Callable:
-    """A test of rows (what is told, options...): models.train exits by this code and writes nothing.
+    """A test of rows (the message, options...): models.train exits by this code and writes nothing.
 
     The test has the fixture `folder`, which is the present folder.
     """
@@ -218,7 +218,7 @@ def set_up(recipe: Any) -> None:
 
 
 def set_up_refusals(*table: tuple, common: tuple[str, ...] = ()) -> Callable:
-    """A test of rows (what is told, ranks, options...): `set_up` of so many ranks refuses the options so.
+    """A test of rows (the message, ranks, options...): `set_up` of so many ranks refuses the options so.
 
     The test has the fixture `folder`, which is the present folder.
     """

@@ -33,6 +33,14 @@ def loss_of(model, tokens=TOKENS):
     return F.cross_entropy(model(tokens), tokens)
 
 
+def small(vocabulary=16, **settings):
+    """(model, optimizer): three blocks and the whole are units."""
+    mesh, model = init_device_mesh("auto"), GPT(GPTConfig(3, 2, 16, 16, vocabulary))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, **settings)
+    return model, optim.AdamW(model.parameters(), lr=1e-3)
+
+
 def trained(
     change=None, between=None, offloaded=False, find=False, alone=False, in_backward=False, **settings
 ):
@@ -58,10 +66,7 @@ def trained(
 
 def accumulated_later():
     """Backwards reduce at first; then some do not, and each unit has a slot of its own for them."""
-    mesh, model = init_device_mesh("auto"), GPT(GPTConfig(3, 2, 16, 16, 16))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = small()
     for step in range(3):
         if step:
             with no_sync(model):
@@ -73,10 +78,7 @@ def accumulated_later():
 
 def kept_loss(**settings):
     """A backward after the update of another loss: it gathers shards that the update has written."""
-    mesh, model = init_device_mesh("auto"), GPT(GPTConfig(3, 2, 16, 16, 16))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, **settings)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = small(**settings)
     for _ in range(3):
         first, second = loss_of(model), loss_of(model)
         second.backward()
@@ -88,10 +90,7 @@ def kept_loss(**settings):
 
 def held():
     """Parameters that the user holds are read between a backward and the update, while ranks share memory."""
-    mesh, model = init_device_mesh("auto"), GPT(GPTConfig(3, 2, 16, 16, 16))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = small()
     unshard(model)
     for _ in range(3):
         loss_of(model).backward()
@@ -147,10 +146,7 @@ def piped(schedule="GPipe", count=6):
 
 def in_pieces():
     """The outer unit's long gradient goes in pieces, on the CPU, whose loss never sees all logits."""
-    mesh, model = init_device_mesh("auto"), GPT(GPTConfig(3, 2, 16, 16, 8192))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = small(vocabulary=8192)
     for _ in range(3):
         model(TOKENS, TOKENS).backward()
         optimizer.step()

@@ -23,7 +23,7 @@ STEP_LINE = re.compile(
     r"step \d/3  loss +\d+\.\d{4}  norm +\d+\.\d{3}  +\d+\.\dk? tok/s  mfu +(\d+%|--)  left +(\d+:\d\d|--)"
 )
 
-# What is told on two ranks, the exit code, the arguments.
+# The message on two ranks, the exit code, the arguments.
 BAD_INPUT = {
     "data: none.txt does not exist": (DATA, "--data", "none.txt"),
     "data: empty.txt is empty": (DATA, "--data", "empty.txt"),

@@ -13,7 +13,7 @@ from shardrt.fsdp.composition import REMEDY, Composition
 from shardrt.fsdp.process_groups import ProcessGroups, communicators_of
 from shardrt.nn.module import Module, stages_of
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.parameter_placement import PARTIAL, SHARD, ParameterPlacement
+from shardrt.nn.parameter_placement import ParameterPlacement
 
 
 class SplitModules(Composition):
@@ -43,27 +43,27 @@ class SplitModules(Composition):
 
     def _axes_of(self, parameter: Parameter, mesh: DeviceMesh) -> tuple[MeshLayout, MeshLayout]:
         """(axes along which the parameter was split before, axes along which its gradients must be added)."""
-        share, place = parameter.placement, parameter.place
+        placement, place = parameter.placement, parameter.place
         if place is not None and (place.mesh.root is not mesh.root or overlap(place.axes, mesh.axes)):
             raise ValueError(
                 f"fully_shard: parameter {parameter.name!r} is {place.description} of {place.mesh!r}; shard "
                 f"it along other axes of the same mesh, not {mesh!r}"
             )
-        if share is None:
+        if placement is None:
             return (), ()
-        # A parameter may be sharded along axes where its gradients are terms of a sum: the reduction adds.
-        alike = () if share.kind == PARTIAL else share.axes
-        if share.mesh.root is not mesh.root or overlap(alike, mesh.axes):
+        if placement.mesh.root is not mesh.root or overlap(placement.fixed_axes, mesh.axes):
             raise ValueError(
-                f"fully_shard: parameter {parameter.name!r} is on {share.mesh!r} already; shard it along "
+                f"fully_shard: parameter {parameter.name!r} is on {placement.mesh!r} already; shard it along "
                 f'other axes of the same mesh, as mesh["dp_shard"], not {mesh!r}'
             )
-        partial = without(share.partial, mesh.axes) if share.partial else ()
-        return share.axes if share.kind == SHARD else (), partial
+        partial = without(placement.partial, mesh.axes) if placement.partial else ()
+        return placement.cut_axes, partial
 
     def data_ranks(self, parameters: Iterable[Parameter], mesh: DeviceMesh) -> int:
-        shares = [parameter.placement for parameter in parameters if parameter.placement is not None]
-        return size_of(union(*(data_of(share, mesh) for share in shares))) if shares else mesh.size
+        placements = [parameter.placement for parameter in parameters if parameter.placement is not None]
+        if not placements:
+            return mesh.size
+        return size_of(union(*(data_of(placement, mesh) for placement in placements)))
 
     def terms(self, partial: MeshLayout) -> int:
         return size_of(partial)
@@ -95,22 +95,22 @@ class SplitModules(Composition):
     def mismatch(self, unit: Any, first: Any) -> str | None:
         own, theirs = unit.settings.mesh, first.settings.mesh
         split = [p.placement for p in unit.parameters if p.placement is not None]
-        apart = [share for share in split if share.own_data or share.kind == PARTIAL]
-        for share in apart:
-            if data_of(share, own) != without(theirs.axes, share.one_loss):
-                return f" and {share.mesh!r}"
+        apart = [placement for placement in split if placement.summed_apart]
+        for placement in apart:
+            if data_of(placement, own) != without(theirs.axes, placement.one_loss):
+                return f" and {placement.mesh!r}"
         return super().mismatch(unit, first) if len(apart) < len(unit.parameters) else None
 
 
-def data_of(share: ParameterPlacement, mesh: DeviceMesh) -> MeshLayout:
+def data_of(placement: ParameterPlacement, mesh: DeviceMesh) -> MeshLayout:
     """The mesh axes along which ranks have different losses that all contribute to a parameter's gradient.
 
-    share: how the parameter's module was split. mesh: the mesh that the parameter is sharded over.
+    placement: how the parameter's module was split. mesh: the mesh that the parameter is sharded over.
     """
-    return without(union(mesh.axes, share.axes) if share.own_data else mesh.axes, share.one_loss)
+    return without(union(mesh.axes, placement.axes) if placement.own_data else mesh.axes, placement.one_loss)
 
 
 def _across(units: list[Any]) -> MeshLayout:
     """All axes along which modules of the model were split."""
-    shares = [parameter.placement for unit in units for parameter in unit.parameters if parameter.placement]
-    return union(*{share.axes for share in shares})
+    parameters = (parameter for unit in units for parameter in unit.parameters)
+    return union(*{parameter.placement.axes for parameter in parameters if parameter.placement})
