@@ -79,8 +79,8 @@ class IPCCommunicator(Communicator):
     def allocated(self, nbytes: int) -> int:
         return _whole(nbytes)
 
-    def scratch(self, call: str, nbytes: int, output: int = 0, *, own: bool = True) -> tuple[int, int]:
-        return (0, 0) if own else self._staged.scratch(call, nbytes, output)
+    def scratch(self, call: str, nbytes: int, output: int = 0, *, allocated: bool = True) -> tuple[int, int]:
+        return (0, 0) if allocated else self._staged.scratch(call, nbytes, output)
 
     def reserve(self, on_device: int, on_host: int) -> None:
         self._staged.reserve(on_device, on_host)

@@ -297,7 +297,9 @@ class _Outgoing(_End):
         self._kept.popleft()
 
     def plan(self, layouts: Sequence[Layout]) -> tuple[int, int]:
-        return self.communicator.scratch("send", max(map(Layout.largest, layouts), default=0), own=False)
+        return self.communicator.scratch(
+            "send", max(map(Layout.largest, layouts), default=0), allocated=False
+        )
 
 
 class _Incoming(_End):
@@ -378,7 +380,7 @@ class _Incoming(_End):
 
     def plan(self, layouts: Sequence[Layout]) -> tuple[int, int]:
         device, host = self.communicator.scratch(
-            "recv", max(map(Layout.largest, layouts), default=0), own=False
+            "recv", max(map(Layout.largest, layouts), default=0), allocated=False
         )
         return device + self._slots * max((layout.nbytes for layout in layouts), default=0), host
 

@@ -258,7 +258,7 @@ class NCCLCommunicator(Communicator):
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> Array:
         return self._device.buffer(count, dtype)
 
-    def scratch(self, call: str, nbytes: int, output: int = 0, *, own: bool = True) -> tuple[int, int]:
+    def scratch(self, call: str, nbytes: int, output: int = 0, *, allocated: bool = True) -> tuple[int, int]:
         return (nbytes if self.reduction == "tree" and call == "reduce_scatter" else 0), 0
 
     def reserve(self, on_device: int, on_host: int) -> None:

@@ -241,11 +241,11 @@ class Communicator(ABC):
         """Bytes that `allocate` takes for an array of `nbytes`."""
         return nbytes
 
-    def scratch(self, call: str, nbytes: int, output: int = 0, *, own: bool = True) -> tuple[int, int]:
+    def scratch(self, call: str, nbytes: int, output: int = 0, *, allocated: bool = True) -> tuple[int, int]:
         """(bytes on a GPU, pinned bytes on the host) that a collective on a GPU needs besides its arrays.
 
-        nbytes: size of the buffer. output: of a separate output. own: whether `allocate` made the buffer.
-        Later calls use the same memory, so the largest of all calls counts.
+        nbytes: size of the buffer. output: of a separate output. allocated: whether `allocate` made the
+        buffer. Later calls use the same memory, so the largest of all calls counts.
         """
         return 0, 0
 

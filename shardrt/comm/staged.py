@@ -39,7 +39,7 @@ class StagedCommunicator(Communicator):
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> Array:
         return self._device.buffer(count, dtype)
 
-    def scratch(self, call: str, nbytes: int, output: int = 0, *, own: bool = True) -> tuple[int, int]:
+    def scratch(self, call: str, nbytes: int, output: int = 0, *, allocated: bool = True) -> tuple[int, int]:
         return 0, _rounded(nbytes) + _rounded(output)
 
     def reserve(self, on_device: int, on_host: int) -> None:

@@ -162,15 +162,15 @@ def _untaken(modules: list[Module], settings: Settings, ignored: Iterable[Module
                     f"fully_shard: parameter {parameter.name!r} already belongs to an optimizer; make the "
                     "optimizer after fully_shard"
                 )
-            own = parameter.dtype.name
-            if own in dtypes.LOW:
+            dtype = parameter.dtype.name
+            if dtype in dtypes.LOW:
                 raise ValueError(
-                    f"fully_shard: parameter {parameter.name!r} is {own}, but the optimizer updates float32; "
-                    f"make it float32 and pass mp_policy=MixedPrecisionPolicy(param_dtype={own!r})"
+                    f"fully_shard: parameter {parameter.name!r} is {dtype}, but the optimizer updates "
+                    f"float32; make it float32 and pass mp_policy=MixedPrecisionPolicy(param_dtype={dtype!r})"
                 )
-            types = settings.precision.types_of(below, own)
+            types = settings.precision.types_of(below, dtype)
             split = composition.active.split_of(parameter, settings.mesh)
-            key = GroupKey(parameter.requires_grad, own, *types, *split)
+            key = GroupKey(parameter.requires_grad, dtype, *types, *split)
             known = found.setdefault(id(parameter), (parameter, key))
             if known[1] != key:
                 raise ValueError(

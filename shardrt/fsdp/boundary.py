@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.autograd import Variable
-from shardrt.fsdp.nodes import own_array
+from shardrt.fsdp.nodes import outside_slots
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module, WrapperOrder, between_stages
 from shardrt.pytree import ARRAYS, exchanged, replaced, tensors
@@ -54,7 +54,7 @@ class UnitBoundary:
             output = forward(*args, **kwargs)
             if self._output is not None and not to_next_stage:
                 output = replaced(output, self._output)
-            output = replaced(output, partial(own_array, self.unit), ARRAYS)
+            output = replaced(output, partial(outside_slots, self.unit), ARRAYS)
             found = tensors(output)
             return exchanged(output, found, schedule.forward.leave(self.unit, module, found))
         except BaseException:  # KeyboardInterrupt as well: a notebook continues after it

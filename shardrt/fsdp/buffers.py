@@ -94,8 +94,8 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], inputs: PlanI
             specs[group]["gradients"] = slot
     for group in groups:
         total, shared_by = layouts[group].total, ranks_sharing(group, layouts[group], inputs)
-        own = Spec("gathered", total, gathered_dtype(group, inputs), shared_by=shared_by)
-        specs[group].setdefault("gathered", own)
+        spec = Spec("gathered", total, gathered_dtype(group, inputs), shared_by=shared_by)
+        specs[group].setdefault("gathered", spec)
         if group.trainable:
             total = path_of(group, layouts[group]).full
             specs[group].setdefault("gradients", Spec("gradients", total, gradient_dtype(group, inputs)))

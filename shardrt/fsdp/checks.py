@@ -18,15 +18,15 @@ RANK_CHECKS: list[Callable[[Schedule, list[Unit]], None]] = []
 
 def check_mesh(unit: Unit, first: Unit) -> None:
     """Raise ValueError unless the gradients of both units are summed over the same ranks."""
-    own, theirs = unit.settings.mesh, first.settings.mesh
-    if own.root is not theirs.root:
+    mesh, others = unit.settings.mesh, first.settings.mesh
+    if mesh.root is not others.root:
         raise ValueError(
             f"fully_shard: unit {unit.label} has another mesh than {first.label}; use parts of one mesh"
         )
     split = None if unit is first else composition.active.mismatch(unit, first)
     if split is not None:
         raise ValueError(
-            f"fully_shard: unit {unit.label} is on {own!r}{split}, {first.label} on {theirs!r}; their "
+            f"fully_shard: unit {unit.label} is on {mesh!r}{split}, {first.label} on {others!r}; their "
             "gradients would be summed over other ranks; take axes of the mesh that together have the "
             "same ranks"
         )

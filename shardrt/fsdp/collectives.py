@@ -36,11 +36,11 @@ def reduce_scatter(
             out, wire, stream=streams.reduce, scale=scale, accumulate=accumulate, kind=kind, tag=group.tag
         )
         return
-    own = slot.array[slice(*group.layout.shard_range(group.ranks.rank))]
+    output = slot.array[slice(*group.layout.shard_range(group.ranks.rank))]
     in_place = slot is group.sharded_gradient.slot
-    sum_over_ranks(group, own, wire, kind, streams, scale if in_place else 1.0)
+    sum_over_ranks(group, output, wire, kind, streams, scale if in_place else 1.0)
     if not in_place:
-        streams.reduce.submit(streams.device.kernels.reduce.sum_into, out, [own], scale, accumulate)
+        streams.reduce.submit(streams.device.kernels.reduce.sum_into, out, [output], scale, accumulate)
 
 
 def wire_of(group: ParameterGroup) -> Array:
@@ -49,23 +49,23 @@ def wire_of(group: ParameterGroup) -> Array:
 
 
 def sum_over_ranks(
-    group: ParameterGroup, own: Array, wire: Array, kind: str, streams: Streams, scale: float = 1.0
+    group: ParameterGroup, output: Array, wire: Array, kind: str, streams: Streams, scale: float = 1.0
 ) -> None:
-    """Write this rank's shard of the sum of `wire` over all ranks to `own`.
+    """Write this rank's shard of the sum of `wire` over all ranks to `output`.
 
     kind: the 16-bit type of `wire`; "" if it is not 16-bit.
     scale: factor for the sum over copies.
 
-    Ranks that hold copies all-reduce `own`: a reduce-scatter and an all-gather on the same memory. Each
+    Ranks that hold copies all-reduce `output`: a reduce-scatter and an all-gather on the same memory. Each
     reduction adds by a binary tree over its ranks. If the size of a shard group is a power of two, the two
     levels together are the tree over all ranks. The sum is then bitwise identical.
     """
     ranks, stream = group.ranks, streams.reduce
     if ranks.size > 1 or ranks.replicate is None:
-        ranks.reduce.reduce_scatter(own, wire, stream=stream, kind=kind, tag=group.tag)
-        wire, kind = own, ""
+        ranks.reduce.reduce_scatter(output, wire, stream=stream, kind=kind, tag=group.tag)
+        wire, kind = output, ""
     if ranks.replicate is not None:
-        count = own.size // ranks.replicate.size
-        piece = own[ranks.replicate.rank * count : (ranks.replicate.rank + 1) * count]
+        count = output.size // ranks.replicate.size
+        piece = output[ranks.replicate.rank * count : (ranks.replicate.rank + 1) * count]
         ranks.replicate.reduce_scatter(piece, wire, stream=stream, scale=scale, kind=kind, tag=group.tag)
-        ranks.replicate.all_gather(own, stream=stream, tag=group.tag)
+        ranks.replicate.all_gather(output, stream=stream, tag=group.tag)

@@ -49,8 +49,8 @@ class Composition:
 
         Returns None if the ranks are the same, else text about the unit's mesh for the error message.
         """
-        own, theirs = unit.settings.mesh, first.settings.mesh
-        alike = own is theirs or sorted(own.ranks.ravel()) == sorted(theirs.ranks.ravel())
+        mesh, others = unit.settings.mesh, first.settings.mesh
+        alike = mesh is others or sorted(mesh.ranks.ravel()) == sorted(others.ranks.ravel())
         return None if alike or not unit.parameters else ""
 
 

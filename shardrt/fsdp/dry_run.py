@@ -78,15 +78,15 @@ def _taken(here: SimulatedDevice, units: list[Unit], clones: list[Unit]) -> Take
 def _most(program: Program, category: str) -> int:
     """The peak of bytes that were allocated for this category."""
     sizes: dict[int, int] = {}  # start address -> bytes
-    held = most = 0
+    present = peak = 0
     for item in program.items:
         if isinstance(item, Take) and item.category == category:
             sizes[item.memory.start] = item.memory.stop - item.memory.start
-            held += sizes[item.memory.start]
-            most = max(most, held)
+            present += sizes[item.memory.start]
+            peak = max(peak, present)
         elif isinstance(item, Free):
-            held -= sizes.pop(item.start, 0)
-    return most
+            present -= sizes.pop(item.start, 0)
+    return peak
 
 
 class _NoValues:
@@ -103,8 +103,8 @@ def _clone(unit: Unit) -> Unit:
     keyed = [(parameter, group.key) for group in unit.groups for parameter in group.parameters]
     clone = Unit(unit.modules, keyed, unit.settings, build, unit.choices)
     clone.observers = unit.observers
-    for own, new in zip(unit.groups, clone.groups, strict=True):
-        new.sharded_gradient = own.sharded_gradient.like_new()
+    for group, copy in zip(unit.groups, clone.groups, strict=True):
+        copy.sharded_gradient = group.sharded_gradient.like_new()
     return clone
 
 

@@ -86,7 +86,7 @@ class Gathers:
             if unit.state is State.STALE:
                 self._release(unit)
         for unit in self.units:
-            if unit.choices.held:
+            if unit.choices.kept_unsharded:
                 self.ensure(unit)
                 self.finish(unit, State.KEPT)
 
@@ -126,7 +126,7 @@ class Gathers:
 
         A unit that the user holds (unshard) stays readable, so its readers may come later.
         """
-        if not unit.choices.held:
+        if not unit.choices.kept_unsharded:
             self._peers_may_read.discard(unit)
 
     def readers_done(self, unit: Unit) -> None:

@@ -81,16 +81,16 @@ class Gradients:
 
     def reduce(self, group: ParameterGroup) -> None:
         """Hand the full gradients of `group` to the reduce stream."""
-        path, own = group.gradient_path, group.sharded_gradient
+        path, summed = group.gradient_path, group.sharded_gradient
         path.reduce()
-        own.issued(group.trained)
+        summed.issued(group.trained)
         self._reduced.append(group)
         # This rank knows that the gradient exists if this backward has written it, or it existed before.
         # Otherwise `_ask` asks the other ranks at the end of backward.
         if group.finds_unused:
-            own.known_written = True  # the reduction itself carries the answer for each parameter
-        elif group in self._wrote or not own.wait_whether_written():
-            own.known_written = self._wrote[group] = bool(path.written) or self._wrote.get(group, False)
+            summed.known_written = True  # the reduction itself carries the answer for each parameter
+        elif group in self._wrote or not summed.wait_whether_written():
+            summed.known_written = self._wrote[group] = bool(path.written) or self._wrote.get(group, False)
 
     def left_out(self, unit: Unit) -> list[ParameterGroup]:
         """The groups of `unit` that are still to be reduced when backward ends.
@@ -127,7 +127,7 @@ class Gradients:
         stream.record(answered)
         for place, group in enumerate(wrote):
             group.sharded_gradient.ask_others = partial(_answer, answers, answered, place)
-        return [group for group, own in wrote.items() if not own]
+        return [group for group, here in wrote.items() if not here]
 
     def notify_optimizer(self, group: ParameterGroup) -> None:
         """Pass the gradient of `group`, if complete, to an optimizer that updates during backward."""

@@ -246,8 +246,8 @@ class ParameterGroup(_Group):
         self.views: tuple[Array, ...] = ()  # of the gathered parameters, while there is a slot
         self.full_views: tuple[Array, ...] | None = None  # whole float32 values, inside full_parameters
         self.transfer = transfer_of(self, memory.own_slot)
-        self._held = [memory.layout.held(entry, memory.ranks.rank) for entry in memory.layout.entries]
-        for storage, (start, stop, part) in zip(group.initial, self._held, strict=True):
+        self._in_shard = [memory.layout.in_shard(entry, memory.ranks.rank) for entry in memory.layout.entries]
+        for storage, (start, stop, part) in zip(group.initial, self._in_shard, strict=True):
             storage.give(part, memory.shard[start:stop])
         self.settings.offload.filled(memory.shard)
         self.take_parameters()
@@ -347,8 +347,8 @@ class ParameterGroup(_Group):
                 "run the last backward of a step, and its deferred.flush(), outside no_sync"
             )
         self.sharded_gradient.refuse_incomplete()
-        own = self.sharded_gradient
-        return own.arrays[0] if own.wait_whether_written() else None
+        summed = self.sharded_gradient
+        return summed.arrays[0] if summed.wait_whether_written() else None
 
     def has_gradient(self, parameter: Parameter) -> bool:
         if self.gradient is None:
@@ -357,12 +357,12 @@ class ParameterGroup(_Group):
 
     def zero_grad(self) -> None:
         self.applied = False
-        own = self.sharded_gradient
-        own.forget()
+        summed = self.sharded_gradient
+        summed.forget()
         # Pages can be lent until the next reduction takes them back (ShardedGradient.receive). They can't
         # where backward writes the sum itself (slots): it would not take the pages back first.
-        if own.arrays and not own.slots and not self.placement.gradients:
-            self.memory.device.lend_pages(own.arrays[0])
+        if summed.arrays and not summed.slots and not self.placement.gradients:
+            self.memory.device.lend_pages(summed.arrays[0])
         if self.has_unreduced_gradient:
             self.gradient_path.discard()
 
@@ -390,10 +390,10 @@ class ParameterGroup(_Group):
         return self.ranks.owner
 
     def range_of(self, parameter: Parameter) -> tuple[int, int]:
-        return self._held[self.position[id(parameter)]][:2]
+        return self._in_shard[self.position[id(parameter)]][:2]
 
     def extents_of(self, parameter: Parameter) -> Extents:
-        return self._held[self.position[id(parameter)]][2]
+        return self._in_shard[self.position[id(parameter)]][2]
 
     def full(self, parameter: Parameter) -> Array:
         if self.full_views is not None:

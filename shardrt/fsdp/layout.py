@@ -67,7 +67,7 @@ class Layout:
         """(start, stop) of a rank's shard in the flat buffer."""
         return rank * self.shard_size, (rank + 1) * self.shard_size
 
-    def held(self, entry: Entry, rank: int) -> tuple[int, int, Extents]:
+    def in_shard(self, entry: Entry, rank: int) -> tuple[int, int, Extents]:
         """(start, stop, part): a rank's shard[start:stop] holds elements `part` of the parameter."""
         low, high = self.shard_range(rank)
         start = min(max(entry.offset, low), high)

@@ -102,12 +102,12 @@ def memory_plan(
         for whole in wholes:
             waits = taken is not None and not taken.own_slots.isdisjoint(whole)
             inputs = plan_inputs(whole, ranks_of, no_sync=no_sync or waits)
-            own = {group: layouts[group] for unit in whole for group in unit.groups}
-            specs = buffers.plan(whole, own, inputs)
+            planned = {group: layouts[group] for unit in whole for group in unit.groups}
+            specs = buffers.plan(whole, planned, inputs)
             if taken is not None:
                 _have_slots(specs, taken.slots)
             _add_buffers(device, host, specs, ranks_of)
-            for communicator, nbytes in scratch.scratch(own, ranks_of, inputs).items():
+            for communicator, nbytes in scratch.scratch(planned, ranks_of, inputs).items():
                 needed[communicator] = tuple(map(max, nbytes, needed.get(communicator, (0, 0))))
         for on_device, on_host in needed.values():
             _add(device, "scratch of communicators", on_device)

@@ -132,16 +132,16 @@ def mark(unit: Unit, outputs: list[Variable], then: Iterable[Function]) -> list[
     """
     behind = recorded(unit, outputs)
     if not behind:
-        return [_own(unit, output) for output in outputs]
+        return [_outside_slots(unit, output) for output in outputs]
     # Exit is newer than `then`, whose nodes are newer than all ops inside: backward runs them in that order.
     node = Exit()
     node.saved = ()
     node.needs = (True,) * len(behind)
     node.edges = (*(output.edge() for output in behind), *(Edge(other, 0, None) for other in then))
     node.enter_tape()
-    marked = node.wrap(tuple(_own(unit, output).data for output in behind), True)
+    marked = node.wrap(tuple(_outside_slots(unit, output).data for output in behind), True)
     by_id = dict(zip(map(id, behind), marked, strict=True))
-    return [by_id[id(output)] if id(output) in by_id else _own(unit, output) for output in outputs]
+    return [by_id[id(output)] if id(output) in by_id else _outside_slots(unit, output) for output in outputs]
 
 
 def recorded(unit: Unit, outputs: list[Variable]) -> list[Variable]:
@@ -156,16 +156,16 @@ def _of_others(unit: Unit, output: Variable) -> bool:
     return isinstance(output, Parameter) and output.storage not in unit.groups
 
 
-def _own(unit: Unit, output: Variable) -> Variable:
-    """own_array for a tensor; parameters of other units stay as they are."""
+def _outside_slots(unit: Unit, output: Variable) -> Variable:
+    """outside_slots for a tensor; parameters of other units stay as they are."""
     if _of_others(unit, output):
         return output
     data = output.data
-    array = own_array(unit, data)
+    array = outside_slots(unit, data)
     return output if array is data else output.result_type(array)
 
 
-def own_array(unit: Unit, array: Array) -> Array:
+def outside_slots(unit: Unit, array: Array) -> Array:
     """`array`, or a copy if it lies in a slot of `unit`: another unit may take the slot after forward."""
     slots = [group.slot.array for group in unit.groups if group.slot is not None]
     if any(hasattr(slot, _ON_GPU) != hasattr(array, _ON_GPU) for slot in slots):

@@ -15,9 +15,9 @@ from shardrt.nn.storage import HostPlacement
 class Precision:
     """Keeps all element types. MixedPrecisionPolicy changes some of them."""
 
-    def types_of(self, module: Module, own: str) -> tuple[str, str]:
-        """(param, reduce) types for parameters of type `own` that `module` itself holds."""
-        return own, own
+    def types_of(self, module: Module, dtype: str) -> tuple[str, str]:
+        """(param, reduce) types for parameters of type `dtype` that `module` itself holds."""
+        return dtype, dtype
 
     def input_cast(self, types: set[str]) -> Callable[[Any], Any] | None:
         """What casts an input of a unit's forward, if anything. types: those of the unit's shards."""
@@ -72,10 +72,10 @@ class Settings:
 
     def shards_on_node(self, node_ranks: int) -> int:
         """Number of ranks on this rank's node that shard a unit together. A node has `node_ranks` ranks."""
-        ranks, own = self.mesh.ranks, self.mesh.ranks[self.mesh.coordinate]
+        ranks, here = self.mesh.ranks, self.mesh.ranks[self.mesh.coordinate]
         if self.strategy.rules.shard_over == "last axis":
             ranks = ranks[self.mesh.coordinate[0]]
-        return int((ranks // node_ranks == own // node_ranks).sum())
+        return int((ranks // node_ranks == here // node_ranks).sum())
 
 
 @dataclass
@@ -86,4 +86,4 @@ class Choices:
     reduces: bool = True  # gradients are reduced at the end of backward; False under no_sync
     find_unused: bool = False  # ranks exchange which parameters they have used
     micro_batches: int | None = None  # in a step, on each rank; None: sums depend on the number of ranks
-    held: bool = False  # stays gathered until the user calls reshard
+    kept_unsharded: bool = False  # by `unshard`, until `reshard`

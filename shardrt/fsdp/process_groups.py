@@ -49,15 +49,15 @@ class ProcessGroups:
     @classmethod
     def of(cls, mesh: Mesh, shard_over: str) -> "ProcessGroups":
         """The process groups for strategy.Rules.shard_over on `mesh`, the ranks of the data. Collective."""
-        own, held, added, role = communicators_of(mesh, shard_over)
+        communicators, shard_mesh, added, role = communicators_of(mesh, shard_over)
         replicate = added.communicator(role) if added is not None and added.size > 1 else None
         replicas, owner = (1, True) if replicate is None else (replicate.size, replicate.rank == 0)
-        return cls(*own, replicate, own[2], held, replicas, owner)
+        return cls(*communicators, replicate, communicators[2], shard_mesh, replicas, owner)
 
 
 def communicators_of(
     mesh: Mesh, shard_over: str
-) -> tuple[tuple[Communicator, Communicator, Communicator], Mesh | None, Mesh | None, str]:
+) -> tuple[tuple[Communicator, ...], Mesh | None, Mesh | None, str]:
     """The communicators and meshes of strategy.Rules.shard_over. Collective.
 
     Gives (gather, reduce, control), the mesh of the shards, the mesh of their copies, and the role of the
@@ -66,9 +66,9 @@ def communicators_of(
     if shard_over == "none":
         alone = for_device(SingleCommunicator(), mesh.device, "auto", "gather")
         return (alone, alone, alone), None, mesh, "reduce"
-    held = mesh if shard_over == "mesh" else mesh.axis(len(mesh.shape) - 1)
-    own = held.communicator("gather"), held.communicator("reduce"), held.communicator("control")
-    return own, held, mesh.axis(0) if shard_over == "last axis" else None, "copies"
+    shards = mesh if shard_over == "mesh" else mesh.axis(len(mesh.shape) - 1)
+    communicators = tuple(shards.communicator(role) for role in ("gather", "reduce", "control"))
+    return communicators, shards, mesh.axis(0) if shard_over == "last axis" else None, "copies"
 
 
 def shape_of(mesh: Mesh, shard_over: str, terms: int = 1) -> tuple[int, int]:

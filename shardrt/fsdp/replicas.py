@@ -93,14 +93,14 @@ def _check(
     control: Communicator, by_ranks: dict[ProcessGroups, list[ParameterGroup]], states: States
 ) -> None:
     """Raise ReplicasDiffer if copies differ: first by one hash for all groups that are cut alike."""
-    own = [
+    mine = [
         [
             ranks.whole_communicator.rank,
             _hash("".join(_hash(a) for g in groups for _, a in _arrays(g, states)).encode()),
         ]
         for ranks, groups in by_ranks.items()
     ]
-    everyone = objects.all_gather_object(control, own)
+    everyone = objects.all_gather_object(control, mine)
     odd = {ranks for n, ranks in enumerate(by_ranks) if _unequal([pairs[n] for pairs in everyone])}
     if odd:
         groups = [group for ranks in by_ranks if ranks in odd for group in by_ranks[ranks]]

@@ -223,7 +223,7 @@ class Schedule:
             return True
         if not unit.gathered:
             return False
-        return self.forward.depth > 0 or (unit.choices.held and unit.state is not State.STALE)
+        return self.forward.depth > 0 or (unit.choices.kept_unsharded and unit.state is not State.STALE)
 
     def open_gradient(self, group: ParameterGroup) -> None:
         self.gradients.open(group)

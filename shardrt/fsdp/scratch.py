@@ -29,14 +29,15 @@ def reserve(
 class Call:
     """A collective of a step.
 
-    by: the communicator. nbytes, output: bytes of the buffer and of the output. own: `by` made the buffer.
+    by: the communicator. nbytes, output: bytes of the buffer and of the output. allocated: whether
+    `by.allocate` made the buffer.
     """
 
     by: Communicator
     name: str
     nbytes: int
     output: int = 0
-    own: bool = True
+    allocated: bool = True
 
 
 def calls_of(
@@ -50,14 +51,14 @@ def calls_of(
     path, exact = path_of(group, layout), gradient_dtype(group, inputs).itemsize
     low = group.key.reduce in dtypes.LOW
     sent = path.sent * (dtypes.storage(group.key.reduce).itemsize if low else exact)
-    own = path.kept * exact
+    kept = path.kept * exact
     if ranks.size > 1 or ranks.replicate is None:
-        yield Call(ranks.reduce, "reduce_scatter", sent, own)
-        sent = own
+        yield Call(ranks.reduce, "reduce_scatter", sent, kept)
+        sent = kept
     if ranks.replicate is not None:
         here = ranks.reducer is ranks.replicate
-        yield Call(ranks.replicate, "reduce_scatter", sent, own // ranks.replicate.size, here)
-        yield Call(ranks.replicate, "all_gather", own, own=here)
+        yield Call(ranks.replicate, "reduce_scatter", sent, kept // ranks.replicate.size, here)
+        yield Call(ranks.replicate, "all_gather", kept, allocated=here)
 
 
 def scratch(
@@ -67,6 +68,6 @@ def scratch(
     most: dict[Communicator, tuple[int, int]] = {}
     for group, layout in layouts.items():
         for call in calls_of(group, layout, ranks_of[group], inputs):
-            needed = call.by.scratch(call.name, call.nbytes, call.output, own=call.own)
+            needed = call.by.scratch(call.name, call.nbytes, call.output, allocated=call.allocated)
             most[call.by] = tuple(map(max, needed, most.get(call.by, (0, 0))))
     return most

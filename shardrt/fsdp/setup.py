@@ -113,9 +113,9 @@ def _arrange(units: list[Unit]) -> None:
     """Set for every unit which units contain it and how long its parameters stay gathered."""
     below = {unit: {id(m) for top in unit.modules for m in top.modules()} for unit in units}
     for unit in units:
-        own = [id(module) for module in unit.modules]
+        modules = [id(module) for module in unit.modules]
         unit.ancestors = frozenset(
-            other for other in units if other is not unit and any(i in below[other] for i in own)
+            other for other in units if other is not unit and any(i in below[other] for i in modules)
         )
         rules = unit.settings.strategy.rules
         asked = unit.settings.reshard_after_forward
@@ -257,35 +257,37 @@ def _built(
     inputs: PlanInputs,
 ) -> ParameterGroup:
     """The group with its memory. The shard is a part of the gathered slot if the plan has no Spec for it."""
-    own, gathered = specs[group], arenas["gathered"].slots[0].array
+    needed, gathered = specs[group], arenas["gathered"].slots[0].array
     part = gathered[slice(*layout.shard_range(ranks.rank))]
-    shard_in_slot = "shard" not in own
+    shard_in_slot = "shard" not in needed
     memory = GroupMemory(
         layout,
         ranks,
         inputs.device,
         arenas,
-        part if shard_in_slot else _buffer(group, ranks, own["shard"], inputs),
+        part if shard_in_slot else _buffer(group, ranks, needed["shard"], inputs),
         shard_in_slot=shard_in_slot,
-        slot_shared=own["gathered"].shared_by > 1,
-        own_slot=sum(own["gathered"] is roles["gathered"] for roles in specs.values()) == 1,
+        slot_shared=needed["gathered"].shared_by > 1,
+        own_slot=sum(needed["gathered"] is roles["gathered"] for roles in specs.values()) == 1,
     )
     built = ParameterGroup(group, memory)
-    _make_sums(built, own, inputs)
+    _make_sums(built, needed, inputs)
     return built
 
 
 def _make_sums(group: ParameterGroup, specs: dict[str, Spec], inputs: PlanInputs) -> None:
     """Allocate the sharded gradient and its counts of uses if they are missing; choose the gradient path."""
-    own = group.sharded_gradient
-    if group.trainable and not own.arrays:
-        own.arrays = [_buffer(group, group.ranks, specs["reduced"], inputs)]
-        own.arrays += [_buffer(group, group.ranks, specs["partial"], inputs) for _ in range(own.partial_sums)]
+    gradient = group.sharded_gradient
+    if group.trainable and not gradient.arrays:
+        gradient.arrays = [_buffer(group, group.ranks, specs["reduced"], inputs)]
+        gradient.arrays += [
+            _buffer(group, group.ranks, specs["partial"], inputs) for _ in range(gradient.partial_sums)
+        ]
         if buffers.summed_in_place(group, group.layout, inputs):
             made = inputs.device.new_event
-            own.slots = [Slot(array, made(), made()) for array in own.arrays]
-    if "used" in specs and own.uses is None:
-        own.uses = _buffer(group, group.ranks, specs["used"], inputs)
+            gradient.slots = [Slot(array, made(), made()) for array in gradient.arrays]
+    if "used" in specs and gradient.uses is None:
+        gradient.uses = _buffer(group, group.ranks, specs["used"], inputs)
     if group.trainable:
         group.gradient_path = path_of(group, group.layout, specs["gradients"].count)
 

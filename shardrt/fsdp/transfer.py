@@ -48,11 +48,11 @@ class Transfer:
             group.ranks.gather.all_gather(as_sent(full), stream=streams.gather, tag=group.tag)
         streams.gather.record(slot.ready)
 
-    def fill(self, slot: Slot, own: Array, streams: Streams) -> None:
-        """Have the gather stream put the shard into `own`, its place in the slot."""
+    def fill(self, slot: Slot, output: Array, streams: Streams) -> None:
+        """Have the gather stream put the shard into `output`, its place in the slot."""
         streams.gather.wait(slot.free)  # compute has finished with the unit that had the slot
         if not self.group.memory.shard_in_slot:
-            streams.gather.submit(streams.device.copy, own, self.group.shard)
+            streams.gather.submit(streams.device.copy, output, self.group.shard)
 
     def shard_written(self, copy_too: bool) -> None:
         """The shard has new values. copy_too: `low_precision_copy` has them as well."""

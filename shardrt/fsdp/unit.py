@@ -55,8 +55,10 @@ class Unit:
     ) -> None:
         self.modules = modules
         self.settings = settings
-        own = [parameter for parameter, _ in parameters]
-        self.data_ranks = composition.active.data_ranks(own, settings.mesh)  # whose losses a gradient sums
+        everything = [parameter for parameter, _ in parameters]
+        self.data_ranks = composition.active.data_ranks(
+            everything, settings.mesh
+        )  # whose losses a gradient sums
         self.choices = choices or Choices(float(self.data_ranks))
         self.state = State.SHARDED
         self.gathered = False  # ops may read the parameters now
@@ -69,7 +71,7 @@ class Unit:
         by_key: dict[GroupKey, list[Parameter]] = {}  # in order of first appearance
         for parameter, key in parameters:
             by_key.setdefault(key, []).append(parameter)
-        self.groups: list[Any] = [UnbuiltGroup(self, key, own) for key, own in by_key.items()]
+        self.groups: list[Any] = [UnbuiltGroup(self, key, members) for key, members in by_key.items()]
         # setup.py decides these when the outermost unit is known:
         self.reshard_after_forward = self.reshard_after_backward = True
         self.ancestors: frozenset[Unit] = frozenset()  # the units whose modules contain this one's
@@ -124,7 +126,7 @@ class Unit:
         needed: backward will use the gathered parameters again.
         done: the rest of this forward will not use them, as far as the plan knows.
         """
-        if self.choices.held or not self.reshard_after_backward:
+        if self.choices.kept_unsharded or not self.reshard_after_backward:
             return State.KEPT
         if needed and not self.reshard_after_forward:
             return State.KEPT

@@ -54,8 +54,8 @@ def wrap(
         answer = policy(path, module, count) if count else False
         if answer is False:
             continue
-        own = answer if isinstance(answer, dict) else {}
-        fully_shard(module, ignored=[*ignored, *tied], **{**settings, **own})
+        of_module = answer if isinstance(answer, dict) else {}
+        fully_shard(module, ignored=[*ignored, *tied], **{**settings, **of_module})
         picked += 1
     if not picked:
         raise ValueError(

@@ -180,9 +180,9 @@ class MicroBatchCount(ScheduleObserver):
         done = {group.sharded_gradient.reductions for group in groups} or {0}
         done_before, each = max(done), root_of(self._units).choices.micro_batches
         block = root_of(self._units).modules[0].batch_block
-        size, own = self._mesh.size, self._mesh.rank
+        size, rank = self._mesh.size, self._mesh.rank
         if block is not None:  # ranks with parts of the same sequences have the same micro-batch
-            size, own = size // block.together, block.part
+            size, rank = size // block.together, block.part
         if random.turn() is not None:  # in a pipeline, several forwards precede the first backward
             self._before = done_before if random.turn() == 0 else self._before
             done_before = self._before + random.turn()
@@ -194,7 +194,7 @@ class MicroBatchCount(ScheduleObserver):
             )
         if done_before == 0:
             self._calls = random.calls()
-        random.begin_micro_batch(done_before * size + own, self._calls)
+        random.begin_micro_batch(done_before * size + rank, self._calls)
 
 
 def check_world_invariant(units: list[Unit]) -> None:
@@ -280,5 +280,5 @@ def check_sums(units: list[Unit], used: Iterable[ProcessGroups]) -> None:
 
 def micro_batches_of(unit: Unit) -> int | None:
     """Micro-batches of a step over all ranks; None without set_world_invariant."""
-    own = unit.choices.micro_batches
-    return None if own is None else own * unit.data_ranks
+    per_rank = unit.choices.micro_batches
+    return None if per_rank is None else per_rank * unit.data_ranks

@@ -71,7 +71,7 @@ def _hold(unit: Unit) -> None:
     gathers, forward = unit.schedule.gathers, unit.schedule.forward
     if forward.depth == 0:
         gathers.refresh()
-    unit.choices.held = True
+    unit.choices.kept_unsharded = True
     gathers.ensure(unit)
     if unit not in forward.entered:
         gathers.finish(unit, State.KEPT)
@@ -79,7 +79,7 @@ def _hold(unit: Unit) -> None:
 
 def _let_go(unit: Unit) -> None:
     """Release `unit`, unless its forward is running."""
-    unit.choices.held = False
+    unit.choices.kept_unsharded = False
     if unit.gathered and unit not in unit.schedule.forward.entered:
         unit.schedule.gathers.finish(unit, State.SHARDED)
 
@@ -151,20 +151,20 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
     """
     storage = parameter.storage
     start, stop = storage.range_of(parameter)
-    own = np.ascontiguousarray(device.of(array).to_numpy(array[start:stop]))
+    local = np.ascontiguousarray(device.of(array).to_numpy(array[start:stop]))
     if isinstance(storage, LocalStorage):
-        return _joined(parameter, own.reshape(parameter.shape).copy())  # every rank holds all of it
+        return _joined(parameter, local.reshape(parameter.shape).copy())  # every rank holds all of it
     ranks, layout = storage.ranks, storage.layout
     if ranks.replicate is not None and ranks.replicate.rank > 0:
         return None  # rank 0's shard group holds the whole parameter
     entry = layout.entries[storage.position[id(parameter)]]
-    parts = [layout.held(entry, rank)[2] for rank in range(ranks.size)]
-    whole = collected(ranks.control, own, parameter.shape, parts)
+    parts = [layout.in_shard(entry, rank)[2] for rank in range(ranks.size)]
+    whole = collected(ranks.control, local, parameter.shape, parts)
     return None if whole is None else _joined(parameter, whole)
 
 
-def _joined(parameter: Parameter, own: np.ndarray) -> np.ndarray | None:
-    return own if parameter.placement is None else parameter.placement.joined(own)
+def _joined(parameter: Parameter, local: np.ndarray) -> np.ndarray | None:
+    return local if parameter.placement is None else parameter.placement.joined(local)
 
 
 @contextmanager

@@ -98,8 +98,8 @@ class NativeTransfer(LowPrecisionTransfer):
             group.ranks.gather.barrier(stream=stream, tag=group.tag)
         bits = slot.array[: group.layout.total].view(dtypes.storage(group.key.param))
         if rounds:
-            own = bits[slice(*group.layout.shard_range(group.ranks.rank))]
-            self.round(streams.device.kernels.cast.pack, own, streams)
+            shard = bits[slice(*group.layout.shard_range(group.ranks.rank))]
+            self.round(streams.device.kernels.cast.pack, shard, streams)
         if group.ranks.size > 1:
             group.ranks.gather.all_gather(bits, stream=stream, tag=group.tag)
         stream.record(slot.ready)

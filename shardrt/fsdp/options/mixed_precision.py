@@ -66,10 +66,10 @@ class MixedPrecisionPolicy(Precision):
                 f"MixedPrecisionPolicy: float8 needs param_dtype='bfloat16', got {self.param_dtype!r}"
             )
 
-    def types_of(self, module: Module, own: str) -> tuple[str, str]:
-        if not dtypes.casts(own) or isinstance(module, self.full_precision) or module.full_precision:
-            return own, own
-        param = self.param_dtype or own
+    def types_of(self, module: Module, dtype: str) -> tuple[str, str]:
+        if not dtypes.casts(dtype) or isinstance(module, self.full_precision) or module.full_precision:
+            return dtype, dtype
+        param = self.param_dtype or dtype
         return param, self.reduce_dtype or param
 
     def input_cast(self, types: set[str]) -> Callable[[Any], Any] | None:

@@ -89,10 +89,10 @@ class UploadedTransfer(Transfer):
     def needs_separate_shard(cls, group: ParameterGroup) -> bool:
         return group.placement.parameters
 
-    def fill(self, slot: Slot, own: Array, streams: Streams) -> None:
+    def fill(self, slot: Slot, output: Array, streams: Streams) -> None:
         streams.upload.wait(slot.free)  # compute has finished with the unit that had the slot
         label = f"upload {self.group.label}"
-        streams.upload.submit(upload, streams.device, own, self.group.shard, label=label)
+        streams.upload.submit(upload, streams.device, output, self.group.shard, label=label)
         streams.upload.record(self.arrived)
         streams.gather.wait(self.arrived)  # this rank's shard has arrived from the host
 

@@ -143,10 +143,10 @@ class PackedGradient(WholeGradient):
         wire = wire[: self.sent]
         used = np.array([position in self.written for position in range(self.uses)], full.dtype)
         streams.reduce.submit(self._pack, full, wire, kind, used)
-        own = slot.array[: self.kept]
-        collectives.sum_over_ranks(group, own, wire, kind, streams)
+        received = slot.array[: self.kept]
+        collectives.sum_over_ranks(group, received, wire, kind, streams)
         scale, again = 1.0 / group.choices.divide_factor, group.sharded_gradient.reductions > 0
-        streams.reduce.submit(self._unpack, own, out, scale, accumulate, again)
+        streams.reduce.submit(self._unpack, received, out, scale, accumulate, again)
 
     def _pack(self, full: Array, wire: Array, kind: str, used: np.ndarray) -> None:
         """Fill the rows: first the flags, then the trained elements of each shard."""

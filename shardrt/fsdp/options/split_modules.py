@@ -78,26 +78,26 @@ class SplitModules(Composition):
         across = _across(units)
         if not (across or partial):
             return super().process_groups(units, mesh, shard_over, split_axes, partial)
-        own, held, added, role = communicators_of(mesh, shard_over)
+        communicators, shard_mesh, added, role = communicators_of(mesh, shard_over)
         if partial:  # outermost, so that the tree of a sum does not depend on how the data ranks are cut
             added = mesh.along(partial, () if added is None else added.axes)
         replicate = added.communicator(role) if added is not None and added.size > 1 else None
         if not across:
             replicas, owner = (1, True) if replicate is None else (replicate.size, replicate.rank == 0)
-            return ProcessGroups(*own, replicate, own[2], held, replicas, owner)
-        axes = union(split_axes, () if held is None else held.axes)
+            return ProcessGroups(*communicators, replicate, communicators[2], shard_mesh, replicas, owner)
+        axes = union(split_axes, () if shard_mesh is None else shard_mesh.axes)
         whole_mesh = mesh.along(axes) if axes else None
-        whole = own[2] if whole_mesh is None else whole_mesh.communicator("control")
+        whole = communicators[2] if whole_mesh is None else whole_mesh.communicator("control")
         everyone = mesh.union(across)
         owner = not index_in(without(everyone.axes, axes), mesh.root.rank)
-        return ProcessGroups(*own, replicate, whole, whole_mesh, everyone.size // whole.size, owner)
+        return ProcessGroups(*communicators, replicate, whole, whole_mesh, everyone.size // whole.size, owner)
 
     def mismatch(self, unit: Any, first: Any) -> str | None:
-        own, theirs = unit.settings.mesh, first.settings.mesh
+        mesh, others = unit.settings.mesh, first.settings.mesh
         split = [p.placement for p in unit.parameters if p.placement is not None]
         apart = [placement for placement in split if placement.summed_apart]
         for placement in apart:
-            if data_of(placement, own) != without(theirs.axes, placement.one_loss):
+            if data_of(placement, mesh) != without(others.axes, placement.one_loss):
                 return f" and {placement.mesh!r}"
         return super().mismatch(unit, first) if len(apart) < len(unit.parameters) else None
 
