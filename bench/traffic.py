@@ -60,5 +60,5 @@ def expected_of_stage(model: nn.Module, rows: int, *, ends: int) -> float:
     ends: 1 for the first stage and the last, 2 between; from each a rank gets as much as the stream has.
     Tied parameters are summed by two ranks.
     """
-    tied = {id(p): p for p in model.parameters() if p.place is not None and p.place.copies is not None}
+    tied = {id(p): p for p in model.parameters() if p.pipeline is not None and p.pipeline.copies is not None}
     return 4.0 * (ends * rows * model.config.n_embd + sum(prod(p.whole_shape) for p in tied.values()))

@@ -47,7 +47,7 @@ def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, A
             for kind, theirs in optimizer.state_names.items():
                 whole = whole_on_first(parameter, found[name][0].state[kind]) if here else None
                 whole = None if whole is None else exact_state(whole)
-                entry[theirs] = on_first(parameter.place, whole, parameter.whole_shape, dtypes[kind])
+                entry[theirs] = on_first(parameter.pipeline, whole, parameter.whole_shape, dtypes[kind])
             state[name] = entry
     groups = [
         {**group, **optimizer.constants, "params": [names[id(parameter)] for parameter in group["params"]]}

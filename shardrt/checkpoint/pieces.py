@@ -14,7 +14,7 @@ import numpy as np
 from shardrt import device
 from shardrt.nn.extents import Extents, contiguous
 from shardrt.nn.module import Module
-from shardrt.nn.placement import PipelinePlacement, owner_of, place_of
+from shardrt.nn.placement import PipelinePlacement, owner_of, pipeline_placement_of
 from shardrt.nn.ranks import is_leader
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import BITS, Slice, exact_state, kept_state
@@ -92,7 +92,7 @@ def placed_buffers(model: Module) -> Iterator[tuple[str, Array, PipelinePlacemen
     """(name, array, which stages of a pipeline have it) of the buffers of a model."""
     for path, module in model.named_modules():
         for name, array in module._buffers.items():
-            yield (f"{path}.{name}" if path else name), array, place_of(module)
+            yield (f"{path}.{name}" if path else name), array, pipeline_placement_of(module)
 
 
 def counted(model: Module, optimizer: Optimizer) -> dict[str, tuple[Slice, int]]:

@@ -59,13 +59,15 @@ def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
             f"{type(model).__name__} has no {strange[0]!r}; give the model, not one of its stages"
         )
     for parameter, values in _of_stage(model):
-        values = on_first(parameter.place, values, values.shape, values.dtype) if parameter.counts else None
+        values = (
+            on_first(parameter.pipeline, values, values.shape, values.dtype) if parameter.counts else None
+        )
         if values is not None:
             yield parameter, values
         del values
     for name in (name for names in everyone[1:] for name in names) if is_leader(model) else ():
         parameter = known[name]
-        yield parameter, on_first(parameter.place, None, parameter.whole_shape, parameter.dtype)
+        yield parameter, on_first(parameter.pipeline, None, parameter.whole_shape, parameter.dtype)
 
 
 def _together(model: Module) -> list[tuple[list[ParameterGroup], list[Parameter]]]:

@@ -106,17 +106,17 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], inputs: PlanI
 
 def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], inputs: PlanInputs) -> None:
     """Add the buffers that a group does not share with other groups."""
-    place, dtype = group.placement, group.key.dtype
+    offloaded, dtype = group.offloaded, group.key.dtype
     if in_slot(group, layout, inputs):
         roles["gathered"] = Spec("shard", layout.total, dtype, shared_by=ranks_sharing(group, layout, inputs))
     else:
-        roles["shard"] = Spec("shard", layout.shard_size, dtype, host=place.parameters)
+        roles["shard"] = Spec("shard", layout.shard_size, dtype, host=offloaded.parameters)
     computed = gathered_dtype(group, inputs)
-    if layout.shards == 1 and not place.parameters and computed.itemsize < np.dtype(dtype).itemsize:
+    if layout.shards == 1 and not offloaded.parameters and computed.itemsize < np.dtype(dtype).itemsize:
         # An unsharded group: the 16-bit copy stays, and the optimizer writes it.
         roles["gathered"] = Spec("gathered", layout.total, computed)
     if group.trainable:
-        roles["reduced"] = Spec("reduced", layout.shard_size, dtype, host=place.gradients)
+        roles["reduced"] = Spec("reduced", layout.shard_size, dtype, host=offloaded.gradients)
         partial = group.sharded_gradient.partial_sums
         if partial:
             roles["partial"] = Spec("partial", layout.shard_size, dtype, partial)
@@ -177,7 +177,7 @@ def ranks_sharing(group: ParameterGroup, layout: Layout, inputs: PlanInputs) -> 
 def summed_in_place(group: ParameterGroup, layout: Layout, inputs: PlanInputs) -> bool:
     """Whether backward may write full gradients into the sharded gradient: same length, type and device."""
     exact = group.key.reduce not in dtypes.LOW and np.dtype(group.key.dtype) == gradient_dtype(group, inputs)
-    return layout.shards == 1 and exact and not group.placement.gradients
+    return layout.shards == 1 and exact and not group.offloaded.gradients
 
 
 def gathered_dtype(group: ParameterGroup, inputs: PlanInputs) -> np.dtype:

@@ -77,7 +77,7 @@ class ForwardPass:
     def enter(self, unit: Unit) -> None:
         """Begin the forward of `unit`: wait for its parameters and issue the gathers of the next units."""
         route = self._present_route()
-        self._skip(route.skip_to(unit))
+        self._gather_skipped(route.skip_to(unit))
         route.advance(visited=True)
         self._gathers.ensure(unit)
         self._gathers.prefetch(route.upcoming())
@@ -95,7 +95,7 @@ class ForwardPass:
         route = self._present_route()
         for observer in self._observers:
             observer.leave(unit)
-        self._skip(route.skip_out_of(unit))
+        self._gather_skipped(route.skip_out_of(unit))
         needed = bool(recorded(unit, outputs))
         if autograd.is_grad_enabled():
             needed |= unit.partly_trained  # another rank may have used trained parameters of it
@@ -126,18 +126,18 @@ class ForwardPass:
             self._gathers.drop_prefetched()
             self._gathers.finish_all(also_kept=True)
 
-    def _skip(self, count: int) -> None:
-        """Gather and release the next `count` planned units as if this rank called them, without computing.
+    def _gather_skipped(self, count: int) -> None:
+        """Gather and release the next `count` planned units, which this rank's forward has passed over.
 
-        The collectives of these units need every rank. This rank issues them here, in the planned order. At
-        the end of forward it would be too late: the other ranks would wait in the first collective until
-        then.
+        Another rank may call them, and their collectives need every rank. This rank issues them here, in the
+        planned order. At the end of forward it would be too late: the other ranks would wait in the first
+        collective until then.
         """
-        around: list[tuple[Unit, bool]] = []
+        outer: list[tuple[Unit, bool]] = []  # skipped units that may contain the next one
         for _ in range(count):
             unit = self._plan.order[self._plan.place]
-            while around and around[-1][0] not in unit.ancestors:
-                self._finish(*around.pop())
+            while outer and outer[-1][0] not in unit.ancestors:
+                self._finish(*outer.pop())
             place = self._plan.advance(visited=False)
             self._gathers.ensure(unit)
             self._gathers.prefetch(self._plan.upcoming())
@@ -145,8 +145,8 @@ class ForwardPass:
             if needed:
                 self._route.nodes.append(PreBackward(unit, self.record, skipped=place))
             self._done[unit].update(id(module) for module in unit.modules)
-            around.append((unit, needed))
-        for unit, needed in reversed(around):
+            outer.append((unit, needed))
+        for unit, needed in reversed(outer):
             self._finish(unit, needed)
 
     def _what_backward_needs(self) -> list[Function]:

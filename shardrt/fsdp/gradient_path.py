@@ -24,7 +24,7 @@ Array = Any
 class GradientPath(ABC):
     """The full gradients of one group. Backward's first write opens it; `reduce` or `discard` closes it.
 
-    group: the ParameterGroup.
+    group: the ParameterGroup (untyped: group.py imports this file).
     written: positions of the parameters whose gradients this rank has written since `open`.
     full: elements of a slot for the full gradients.
     sent: elements of the buffer that the reduce-scatter sends.

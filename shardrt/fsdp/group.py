@@ -32,7 +32,7 @@ from shardrt.fsdp.streams import Streams
 from shardrt.fsdp.transfer import transfer_of
 from shardrt.nn.extents import Extents
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.storage import HostPlacement, LowPrecisionCopy, Storage, read_only
+from shardrt.nn.storage import LowPrecisionCopy, Offloaded, Storage, read_only
 
 __all__ = ["ParameterGroup"]
 
@@ -118,8 +118,8 @@ class _Group(Storage):
         return self.unit.choices
 
     @property
-    def placement(self) -> HostPlacement:
-        return self.unit.settings.placement
+    def offloaded(self) -> Offloaded:
+        return self.unit.settings.offloaded
 
     def take_parameters(self) -> None:
         """Become the storage of the parameters."""
@@ -361,14 +361,14 @@ class ParameterGroup(_Group):
         summed.forget()
         # Pages can be lent until the next reduction takes them back (ShardedGradient.receive). They can't
         # where backward writes the sum itself (slots): it would not take the pages back first.
-        if summed.arrays and not summed.slots and not self.placement.gradients:
+        if summed.arrays and not summed.slots and not self.offloaded.gradients:
             self.memory.device.lend_pages(summed.arrays[0])
         if self.has_unreduced_gradient:
             self.gradient_path.discard()
 
     def new_state(self, name: str, dtype: Any = None) -> Array:
         count, dtype = self.layout.shard_size, self.shard.dtype if dtype is None else dtype
-        if self.placement.optimizer_state:
+        if self.offloaded.optimizer_state:
             array = self.settings.offload.host_buffer(self.memory.device, count, dtype)
         else:
             array = self.memory.device.buffer(count, dtype)

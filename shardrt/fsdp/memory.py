@@ -210,9 +210,9 @@ def _add_optimizer(
     for group, layout in layouts.items():
         if group.trainable and group.parameters[0].updated:
             itemsize = group.parameters[0].dtype.itemsize
-            on_host = group.placement.optimizer_state
+            on_host = group.offloaded.optimizer_state
             _add(host if on_host else device, "optimizer state", int(states * layout.shard_size * itemsize))
-            slot = max(slot, slot_bytes(layout.shard_size, itemsize, group.placement, states))
+            slot = max(slot, slot_bytes(layout.shard_size, itemsize, group.offloaded, states))
     _add(device, "staging of the optimizer", SLOTS * slot)
 
 
@@ -271,7 +271,7 @@ def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, plann
         kept = "" if unit.reshard_after_forward else "to backward"
     if group is None:
         return unit.label, "0", "0.0", unit.settings.strategy.name, kept, "", "", "", when
-    on_host = group.placement
+    on_host = group.offloaded
     words = [
         word
         for word, on in (

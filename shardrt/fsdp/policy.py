@@ -9,7 +9,7 @@ from shardrt.device import Device
 from shardrt.fsdp.sharded_gradient import ShardedGradient
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.nn.module import Module
-from shardrt.nn.storage import HostPlacement
+from shardrt.nn.storage import Offloaded
 
 
 class Precision:
@@ -34,14 +34,14 @@ default_precision: type[Precision] = Precision  # of units without mp_policy; an
 class OffloadPolicy:
     """Keeps all parts of a unit on the device. CPUOffloadPolicy keeps some in host memory between uses."""
 
-    placement = HostPlacement()
+    offloaded = Offloaded()
 
     def sharded_gradient(self) -> ShardedGradient:
         """A new ShardedGradient for a group."""
         return ShardedGradient()
 
     def host_buffer(self, device: Device, count: int, dtype: Any) -> Any:
-        """Zeros in host memory, for a part that `placement` puts there."""
+        """Zeros in host memory, for a part that is offloaded."""
         raise NotImplementedError
 
     def filled(self, shard: Any) -> None:
@@ -61,9 +61,9 @@ class Settings:
     by_rank: bool = False  # stays in the plan even if no rank used the unit in the first forward
 
     @property
-    def placement(self) -> HostPlacement:
-        """Where the arrays of the unit live between uses."""
-        return self.offload.placement
+    def offloaded(self) -> Offloaded:
+        """Which arrays of the unit live on the host between uses."""
+        return self.offload.offloaded
 
     @property
     def shard_spec(self) -> tuple[Mesh, str]:

@@ -57,7 +57,7 @@ class ProcessGroups:
 
 def communicators_of(
     mesh: Mesh, shard_over: str
-) -> tuple[tuple[Communicator, ...], Mesh | None, Mesh | None, str]:
+) -> tuple[tuple[Communicator, Communicator, Communicator], Mesh | None, Mesh | None, str]:
     """The communicators and meshes of strategy.Rules.shard_over. Collective.
 
     Gives (gather, reduce, control), the mesh of the shards, the mesh of their copies, and the role of the
@@ -67,7 +67,8 @@ def communicators_of(
         alone = for_device(SingleCommunicator(), mesh.device, "auto", "gather")
         return (alone, alone, alone), None, mesh, "reduce"
     shards = mesh if shard_over == "mesh" else mesh.axis(len(mesh.shape) - 1)
-    communicators = tuple(shards.communicator(role) for role in ("gather", "reduce", "control"))
+    over_shards = shards.communicator
+    communicators = over_shards("gather"), over_shards("reduce"), over_shards("control")
     return communicators, shards, mesh.axis(0) if shard_over == "last axis" else None, "copies"
 
 

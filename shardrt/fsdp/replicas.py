@@ -76,12 +76,12 @@ def _unequal_copies(model: Module, states: States) -> str:
     """A message if the copies of a parameter that two stages share differ, else "". Collective over both."""
     odd = ""
     for parameter in model.parameters():
-        if parameter.place is not None and parameter.place.copies is not None:
+        if parameter.pipeline is not None and parameter.pipeline.copies is not None:
             start, stop = parameter.storage.range_of(parameter)
             arrays = {"parameter": parameter.storage.shard, **states.get(parameter.storage, {})}
             hashes = {kind: _hash(array[start:stop]) for kind, array in arrays.items()}
-            if objects.differing_ranks(parameter.place.copies.communicator("control"), hashes):
-                first, last = parameter.place.stages[0], parameter.place.stages[-1]
+            if objects.differing_ranks(parameter.pipeline.copies.communicator("control"), hashes):
+                first, last = parameter.pipeline.stages[0], parameter.pipeline.stages[-1]
                 odd = odd or (
                     f"copies of parameter {parameter.name!r}, or of the optimizer's state of it, differ "
                     f"between stages {first} and {last}, which must be equal to the bit"

@@ -121,7 +121,7 @@ def _arrange(units: list[Unit]) -> None:
         asked = unit.settings.reshard_after_forward
         # By default the outermost unit stays gathered from forward to backward: backward begins with it. The
         # units of a pipeline stage stay gathered until the optimizer step: every micro-batch uses them.
-        staged = asked is None and any(parameter.place is not None for parameter in unit.parameters)
+        staged = asked is None and any(parameter.pipeline is not None for parameter in unit.parameters)
         kept = rules.keep_after_forward or unit is root_of(units) or staged
         unit.reshard_after_forward = not kept if asked is None else asked
         unit.reshard_after_backward = not (rules.keep_after_backward or staged)
@@ -208,7 +208,7 @@ def _streams(units: list[Unit]) -> Streams:
     mesh = root_of(units).settings.mesh
     here, gather, reduce = mesh.device, mesh.stream("gather"), mesh.stream("reduce")
     upload = download = None
-    if any(unit.settings.placement.parameters or unit.settings.placement.gradients for unit in units):
+    if any(unit.settings.offloaded.parameters or unit.settings.offloaded.gradients for unit in units):
         upload, download = here.new_stream("upload"), here.new_stream("download")
     return Streams(here, here.current_stream, gather, reduce, upload or gather, download or reduce)
 
@@ -277,17 +277,15 @@ def _built(
 
 def _make_sums(group: ParameterGroup, specs: dict[str, Spec], inputs: PlanInputs) -> None:
     """Allocate the sharded gradient and its counts of uses if they are missing; choose the gradient path."""
-    gradient = group.sharded_gradient
-    if group.trainable and not gradient.arrays:
-        gradient.arrays = [_buffer(group, group.ranks, specs["reduced"], inputs)]
-        gradient.arrays += [
-            _buffer(group, group.ranks, specs["partial"], inputs) for _ in range(gradient.partial_sums)
-        ]
+    summed = group.sharded_gradient
+    if group.trainable and not summed.arrays:
+        roles = ["reduced"] + ["partial"] * summed.partial_sums
+        summed.arrays = [_buffer(group, group.ranks, specs[role], inputs) for role in roles]
         if buffers.summed_in_place(group, group.layout, inputs):
             made = inputs.device.new_event
-            gradient.slots = [Slot(array, made(), made()) for array in gradient.arrays]
-    if "used" in specs and gradient.uses is None:
-        gradient.uses = _buffer(group, group.ranks, specs["used"], inputs)
+            summed.slots = [Slot(array, made(), made()) for array in summed.arrays]
+    if "used" in specs and summed.uses is None:
+        summed.uses = _buffer(group, group.ranks, specs["used"], inputs)
     if group.trainable:
         group.gradient_path = path_of(group, group.layout, specs["gradients"].count)
 

@@ -20,7 +20,7 @@ Array = Any
 class Transfer:
     """The usual transfer. Shard and slot have the same type.
 
-    group: the ParameterGroup.
+    group: the ParameterGroup (untyped: group.py imports this file).
     low_precision_copy: a 16-bit copy of the shard in the slot, if the slot keeps one between gathers.
     """
 

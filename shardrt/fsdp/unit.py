@@ -55,10 +55,8 @@ class Unit:
     ) -> None:
         self.modules = modules
         self.settings = settings
-        everything = [parameter for parameter, _ in parameters]
-        self.data_ranks = composition.active.data_ranks(
-            everything, settings.mesh
-        )  # whose losses a gradient sums
+        mine = [parameter for parameter, _ in parameters]
+        self.data_ranks = composition.active.data_ranks(mine, settings.mesh)  # whose losses a gradient sums
         self.choices = choices or Choices(float(self.data_ranks))
         self.state = State.SHARDED
         self.gathered = False  # ops may read the parameters now

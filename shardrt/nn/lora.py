@@ -106,7 +106,7 @@ def merge_lora(model: Module) -> Module:
         for parameter in (layer.weight, layer.lora_b):
             parameter.storage.modified()
         plain = all(isinstance(p.storage, LocalStorage) for p in (layer.lora_a, layer.lora_b))
-        if plain and layer.weight.place is None:  # else ranks of other stages would keep them
+        if plain and layer.weight.pipeline is None:  # else ranks of other stages would keep them
             _take_out(layer)
     return model
 
@@ -129,7 +129,7 @@ def _there(model: Module) -> str:
 def _check(layer: Linear, rank: int) -> None:
     if is_adapted(layer):
         raise ValueError(f"add_lora: {layer.name} has an adapter already")
-    if layer.weight.place is not None:
+    if layer.weight.pipeline is not None:
         raise ValueError(f"add_lora: {layer.name} has a stage already; call add_lora before pipeline_stages")
     if not isinstance(layer.weight.storage, LocalStorage):
         raise ValueError(f"add_lora: {layer.name} is sharded already; call add_lora before fully_shard")

@@ -64,7 +64,7 @@ class Router(Module):
 
         Collective over the root of `mesh`. Raises ValueError where its ranks have other stages.
         """
-        place = self.weight.place
+        place = self.weight.pipeline
         if place is not None and place.mesh.root is mesh.root and overlap(place.axes, mesh.axes):
             raise ValueError(f"balance_over: ranks of {mesh!r} have other stages than that of {self.name!r}")
         if mesh.size > 1:

@@ -57,7 +57,7 @@ class Placement(Protocol):
     def joined(self, own: np.ndarray) -> np.ndarray | None: ...  # the whole, on the first rank; collective
 
 
-class ParameterPlace(Protocol):
+class PipelineRanks(Protocol):
     """The ranks of a pipeline that have a parameter (nn/placement.py).
 
     axes: axes of the root mesh along which ranks have other parameters.
@@ -80,10 +80,10 @@ class Parameter(Variable):
 
     seed: part of what initial values depend on; ranks compare it.
     placement: set where the module is cut over ranks, else None.
-    place: set where the model is in a pipeline, else None.
+    pipeline: set where the model is in a pipeline, else None.
     """
 
-    __slots__ = ("seed", "storage", "dtype", "placement", "place", "_shape", "_owner", "_attribute")
+    __slots__ = ("seed", "storage", "dtype", "placement", "pipeline", "_shape", "_owner", "_attribute")
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, requires_grad: bool, seed: int) -> None:
         self._shape = shape
@@ -93,7 +93,7 @@ class Parameter(Variable):
         self.node = None
         self.index = 0
         self.placement: Placement | None = None
-        self.place: ParameterPlace | None = None
+        self.pipeline: PipelineRanks | None = None
         self._owner: weakref.ref[Named] | None = None
         self._attribute = ""
         self.storage: Storage = LocalStorage(self)

@@ -196,9 +196,9 @@ def set_placement(parameter: Parameter, placement: ParameterPlacement) -> None:
         RuntimeError: names the parameter, if it has values, or is sharded.
     """
     described = f"parameter {parameter.name!r}"
-    if parameter.place is not None:
+    if parameter.pipeline is not None:
         raise RuntimeError(
-            f"{described} is {parameter.place.description}; call parallelize_module before pipeline_stages"
+            f"{described} is {parameter.pipeline.description}; call parallelize_module before pipeline_stages"
         )
     known, storage = parameter.placement, parameter.storage
     if known is not None and (

@@ -25,10 +25,10 @@ __all__ = [
     "along_pipeline",
     "on_first",
     "owner_of",
-    "place_of",
+    "pipeline_placement_of",
     "placement_of",
-    "take_place",
-    "take_placement",
+    "set_pipeline_placement",
+    "update_placement",
 ]
 
 Array = Any
@@ -113,12 +113,12 @@ def placement_of(module: Module) -> ParallelPlacement:
     return placement if isinstance(placement, ParallelPlacement) else _NOWHERE
 
 
-def take_placement(module: Module, **facts: Any) -> None:
+def update_placement(module: Module, **facts: Any) -> None:
     """Give `module.placement` these facts, besides those that it has."""
     object.__setattr__(module, "placement", replace(placement_of(module), **facts))
 
 
-def place_of(module: Module | None) -> PipelinePlacement | None:
+def pipeline_placement_of(module: Module | None) -> PipelinePlacement | None:
     """The pipeline ranks that run this module; None for a model without stages."""
     while module is not None:
         if (found := placement_of(module).pipeline) is not None:
@@ -153,7 +153,7 @@ class RemoteStorage(Storage):
         return ()
 
     def full(self, parameter: Stored) -> NoReturn:
-        raise RuntimeError(f"parameter {parameter.name!r} is {parameter.place.description}")
+        raise RuntimeError(f"parameter {parameter.name!r} is {parameter.pipeline.description}")
 
     def assign(self, parameter: Stored, values: Any) -> NoReturn:
         self.full(parameter)
@@ -168,7 +168,7 @@ class RemoteStorage(Storage):
         """Do nothing: there is no gradient."""
 
 
-def take_place(parameter: Parameter, place: PipelinePlacement) -> None:
+def set_pipeline_placement(parameter: Parameter, place: PipelinePlacement) -> None:
     """Put `parameter` where `place` says: on other ranks it has no values from now on. Once.
 
     Raises RuntimeError, which names the parameter, if it is sharded or has an optimizer.
@@ -179,14 +179,14 @@ def take_place(parameter: Parameter, place: PipelinePlacement) -> None:
             f"parameter {parameter.name!r} {done} already; call pipeline_stages before fully_shard and "
             "before the optimizer is made"
         )
-    parameter.place = place
+    parameter.pipeline = place
     if not place.here:
         parameter.storage = RemoteStorage(parameter)
 
 
 def owner_of(parameter: Parameter, first: bool) -> bool:
     """Whether this rank saves what it holds of the parameter; see Storage.owner."""
-    placement, place = parameter.placement, parameter.place
+    placement, place = parameter.placement, parameter.pipeline
     if not isinstance(parameter.storage, LocalStorage):
         return parameter.storage.owner(first)
     if placement is not None:
@@ -196,7 +196,7 @@ def owner_of(parameter: Parameter, first: bool) -> bool:
 
 def pipeline_of(parameters: Iterable[Parameter]) -> DeviceMesh | None:
     """PipelinePlacement.mesh, of a model with stages; None for other parameters."""
-    return next((p.place.mesh for p in parameters if p.place is not None), None)
+    return next((p.pipeline.mesh for p in parameters if p.pipeline is not None), None)
 
 
 def along_pipeline(parameters: Iterable[Parameter]) -> Communicator | None:

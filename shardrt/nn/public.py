@@ -92,12 +92,12 @@ class Parameter(parameter.Parameter, Tensor):
     @property
     def counts(self) -> bool:
         """Whether this rank's stages are where it is counted: not if it is absent, or a copy."""
-        return self.place is None or self.place.owner
+        return self.pipeline is None or self.pipeline.owner
 
     @property
     def updated(self) -> bool:
         """Whether optimizers on this rank update it: not if it is absent, or a twin."""
-        return self.place is None or (self.place.here and not self.place.twin)
+        return self.pipeline is None or (self.pipeline.here and not self.pipeline.twin)
 
     @contextmanager
     def writing(self) -> Iterator[Array]:
@@ -166,8 +166,8 @@ class Parameter(parameter.Parameter, Tensor):
 
         Raises TypeError, which names the parameter, if it is sharded.
         """
-        if self.place is not None:
-            raise TypeError(f"parameter {self.name!r} is {self.place.description}, and can't be copied")
+        if self.pipeline is not None:
+            raise TypeError(f"parameter {self.name!r} is {self.pipeline.description}, and can't be copied")
         if not isinstance(self.storage, LocalStorage):
             raise TypeError(f"parameter {self.name!r} is sharded and can't be copied; see full_state_dict")
         if self.placement is not None:

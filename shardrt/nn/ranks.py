@@ -25,8 +25,8 @@ def everyone(model: Module, call: str) -> Communicator | None:
 def ranks_of(model: Module) -> Communicator | None:
     """The communicator of all ranks that train `model`; None if it is neither sharded nor split."""
     for parameter in model.parameters():
-        if parameter.place is not None:
-            return parameter.place.everyone
+        if parameter.pipeline is not None:
+            return parameter.pipeline.everyone
         _ = parameter.shard  # there is a communicator once the storage is built
         if parameter.storage.everyone is not None:
             return parameter.storage.everyone
@@ -41,7 +41,7 @@ def is_leader(model: Module) -> bool:
 
 def is_stage_leader(model: Module) -> bool:
     """Like is_leader, among the ranks that have the same stages."""
-    place = next((parameter.place for parameter in model.parameters()), None)
+    place = next((parameter.pipeline for parameter in model.parameters()), None)
     return is_leader(model) if place is None else place.is_leader
 
 

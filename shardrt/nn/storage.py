@@ -37,8 +37,8 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True)
-class HostPlacement:
-    """Where the arrays of a storage live between uses: on the device (False) or in pinned host memory (True).
+class Offloaded:
+    """Which arrays of a storage live in pinned host memory between uses; the others live on the device.
 
     step: "device" brings what an update needs to the device, piece by piece; "host" updates with the host's
     kernels, where parameters, gradients and optimizer state all are on the host. directory: host arrays are
@@ -69,9 +69,9 @@ class Storage(ABC):
     """Values and gradient of one or more parameters, as flat 1-D arrays of what this rank holds.
 
     `communicator` joins the ranks that hold the rest, for what hosts tell each other; None where this rank
-    holds everything. `whole_mesh` is the mesh of these ranks, if there is one. `placement` says where shard,
-    gradient and optimizer state live. `on_gradient`, if an optimizer has set it, is called when backward has
-    issued the last work on the gradient; the gradient is there when `gradient_ready` is reached.
+    holds everything. `whole_mesh` is the mesh of these ranks, if there is one. `offloaded` says which arrays
+    live on the host. `on_gradient`, if an optimizer has set it, is called when backward has issued the last
+    work on the gradient; the gradient is there when `gradient_ready` is reached.
     """
 
     communicator: Communicator | None = None
@@ -79,7 +79,7 @@ class Storage(ABC):
     low_precision_copy: LowPrecisionCopy | None = None  # what it keeps of the shard in 16 bits, if it does
     gathers_bits = False  # what `lent_bits` gives
     everyone: Communicator | None = None  # joins all ranks that train with this one, once there is a shard
-    placement = HostPlacement()
+    offloaded = Offloaded()
     on_gradient: Callable[[], None] | None = None
     gradient_ready: Event | None = None
     owners: Sequence[tuple[ref, set[int]]] = ()  # optimizers that update it, and which parameters, by id
@@ -110,7 +110,7 @@ class Storage(ABC):
             )
 
     def new_state(self, name: str, dtype: Any = None) -> Array:
-        """Zeros as long as `shard`, for one array of optimizer state, where `placement` says.
+        """Zeros as long as `shard`, for one array of optimizer state, on the host if `offloaded` says so.
 
         dtype: the shard's if not given.
         """

@@ -4,7 +4,7 @@
     optimizer the kernel, on the slot     of chunk i
     download  staging slot -> host        of chunk i - 1; then to its file, where the host array is one
 
-Only arrays on the host are staged, the others are used where they are. With placement.step "host" nothing is
+Only arrays on the host are staged, the others are used where they are. With offloaded.step "host" nothing is
 staged and the host's kernels run. Results are bitwise identical in all cases. docs/offload.md has the costs.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from shardrt.device import Device, Event, Stream, host
 from shardrt.device.arena import Arena, Slot
-from shardrt.nn.storage import HostPlacement
+from shardrt.nn.storage import Offloaded
 from shardrt.optim.slices import Slice, Update
 
 Array = Any
@@ -28,14 +28,14 @@ SLOTS = 2  # one that is copied while the other is used
 _ALIGNMENT = 16  # elements: every array in a slot begins a cache line
 
 
-def slot_bytes(count: int, itemsize: int, placement: HostPlacement, states: float) -> int:
+def slot_bytes(count: int, itemsize: int, offloaded: Offloaded, states: float) -> int:
     """Bytes that one staging slot needs for a shard of `count` elements with `states` state arrays.
 
     One in half as many bytes counts as half an array.
     """
-    if placement.step == "host":
+    if offloaded.step == "host":
         return 0
-    staged = placement.parameters + placement.gradients + states * placement.optimizer_state
+    staged = offloaded.parameters + offloaded.gradients + states * offloaded.optimizer_state
     return int(staged * _capacity(count) * itemsize)
 
 
@@ -76,7 +76,7 @@ class Updates:
         self._issued = here.new_event()  # compute has issued the work before the update
         self._streams = {
             step: self._device_of(step).new_stream("optimizer")
-            for step in sorted({piece.storage.placement.step for piece in slices})
+            for step in sorted({piece.storage.offloaded.step for piece in slices})
         }
         self._routes = {piece: self._route(piece) for piece in slices}
         self._pending: list[Route] = []
@@ -154,38 +154,38 @@ class Updates:
         return self.device.host if step == "host" else self.device
 
     def _route(self, piece: Slice) -> Route:
-        placement, on_host = piece.storage.placement, _on_host(piece)
-        if placement.step == "host":
+        offloaded, on_host = piece.storage.offloaded, _on_host(piece)
+        if offloaded.step == "host":
             _check_all_on_host(piece)
-        where = self._device_of(placement.step)
+        where = self._device_of(offloaded.step)
         return Route(
             kernels=where.kernels,
-            stream=self._streams[placement.step],
-            staged=on_host if placement.step == "device" else (),
-            mapped=on_host if placement.directory is not None else (),
+            stream=self._streams[offloaded.step],
+            staged=on_host if offloaded.step == "device" else (),
+            mapped=on_host if offloaded.directory is not None else (),
             updated=where.new_event(),
         )
 
 
 def _on_host(piece: Slice) -> tuple[str, ...]:
-    placement = piece.storage.placement
+    offloaded = piece.storage.offloaded
     return (
-        *(("shard",) if placement.parameters else ()),
-        *(("gradient",) if placement.gradients else ()),
-        *(piece.state if placement.optimizer_state else ()),
+        *(("shard",) if offloaded.parameters else ()),
+        *(("gradient",) if offloaded.gradients else ()),
+        *(piece.state if offloaded.optimizer_state else ()),
     )
 
 
 def _bytes_of_slot(piece: Slice) -> int:
     shard = piece.storage.shard
     states = sum(array.itemsize for array in piece.state.values()) / shard.itemsize
-    return slot_bytes(shard.size, shard.dtype.itemsize, piece.storage.placement, states)
+    return slot_bytes(shard.size, shard.dtype.itemsize, piece.storage.offloaded, states)
 
 
 def _check_all_on_host(piece: Slice) -> None:
-    placement = piece.storage.placement
+    offloaded = piece.storage.offloaded
     missing = [
-        name for name in ("parameters", "gradients", "optimizer_state") if not getattr(placement, name)
+        name for name in ("parameters", "gradients", "optimizer_state") if not getattr(offloaded, name)
     ]
     if missing:
         raise ValueError(

@@ -138,7 +138,7 @@ class Optimizer:
                 piece.storage.applied = False
             elif piece.storage.gradient is None:
                 continue
-            elif piece.storage.placement.everything_on_device:
+            elif piece.storage.offloaded.everything_on_device:
                 here.append(piece)
             else:
                 self._issue(piece)
@@ -208,7 +208,7 @@ class Optimizer:
                 # Weak, and by index: a storage must not keep an optimizer and its state alive.
                 piece.storage.on_gradient = partial(_apply_now, weakref.ref(self), index)
         self.slices += new
-        on_device = all(piece.storage.placement.everything_on_device for piece in self.slices)
+        on_device = all(piece.storage.offloaded.everything_on_device for piece in self.slices)
         if new and (self.in_backward or not on_device):
             self.updates = Updates(self._device, self.slices)
 

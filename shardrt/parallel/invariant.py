@@ -75,7 +75,9 @@ def _check(model: Module, axis: Axis | Alone, chosen: Sequence[tuple[Module, Sty
         raise ValueError(
             f"set_tensor_invariant: {adapted[0].name!r} has an adapter, whose sums are not made in parts"
         )
-    late = [p for p in model.parameters() if p.place is not None or not isinstance(p.storage, LocalStorage)]
+    late = [
+        p for p in model.parameters() if p.pipeline is not None or not isinstance(p.storage, LocalStorage)
+    ]
     if axis.sequence and late:
         raise RuntimeError(
             f"set_tensor_invariant: parameter {late[0].name!r} has a stage or is sharded already; with "

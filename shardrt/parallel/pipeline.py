@@ -107,7 +107,7 @@ class Pipeline(StagedModel):
             return
         with self.using_links():
             Step(self, work).run()
-        tied = (p for p in self.model.parameters() if p.place is not None and p.place.tied)
+        tied = (p for p in self.model.parameters() if p.pipeline is not None and p.pipeline.tied)
         if all(parameter.storage.reduced for parameter in tied):
             sum_tied(self.model)
             self._summed = True
@@ -154,8 +154,8 @@ class Pipeline(StagedModel):
 
     def _keep_one_copy(self) -> None:
         """Of an earlier step's gradients that are summed already, one copy goes into the next sum."""
-        trained = (p for p in self.model.parameters() if p.requires_grad and p.place is not None)
-        others = {p.storage for p in trained if p.place.copies is not None and not p.place.owner}
+        trained = (p for p in self.model.parameters() if p.requires_grad and p.pipeline is not None)
+        others = {p.storage for p in trained if p.pipeline.copies is not None and not p.pipeline.owner}
         for storage in others if self._summed else ():
             gradient = storage.complete_gradient()
             if gradient is not None:

@@ -21,7 +21,7 @@ from shardrt.nn.module import WrapperOrder, label_of, stages_of
 from shardrt.nn.moe import Router
 from shardrt.nn.parameter_placement import whole_size
 from shardrt.nn.pieces import Piece
-from shardrt.nn.placement import PipelinePlacement, placement_of, take_place, take_placement
+from shardrt.nn.placement import PipelinePlacement, placement_of, set_pipeline_placement, update_placement
 from shardrt.nn.public import Module, Parameter
 from shardrt.parallel.axis import batch_of
 from shardrt.parallel.cut import balanced, loop, vee
@@ -45,7 +45,7 @@ class Stage(Module):
 
     def __init__(self, model: Module, number: int, count: int, pieces: Sequence[Piece]) -> None:
         super().__init__()
-        take_placement(self, label=f"stage {number}", between_stages=(True, number < count - 1))
+        update_placement(self, label=f"stage {number}", between_stages=(True, number < count - 1))
         object.__setattr__(self, "model", model)  # not below this: it would have all of it
         self.number, self.count, self.pieces = number, count, list(pieces)
         self.tied_replicas: list[TiedReplica] = []  # of modules that an earlier stage of this rank uses too
@@ -113,7 +113,7 @@ class Stage(Module):
             holder._parameters[own] = item
             return
         holder._modules[own] = item
-        take_placement(item, stage=weakref.ref(self))
+        update_placement(item, stage=weakref.ref(self))
         if isinstance(item.parent, ModuleList):
             self.blocks.append(item)
 
@@ -158,18 +158,18 @@ def pipeline_stages(
     root.allow_divergence(mesh.axes)
     places = _places(mesh, ranks, used)
     for parameter in model.parameters():
-        take_place(parameter, places[used[id(parameter)]])
+        set_pipeline_placement(parameter, places[used[id(parameter)]])
     own = []
     for number, (start, stop) in enumerate(zip(begins, [*begins[1:], len(pieces)], strict=True)):
         for module in (module for piece in pieces[start:stop] for module in piece.modules()):
             if placement_of(module).pipeline is None:
-                take_placement(module, pipeline=places[number,])
+                update_placement(module, pipeline=places[number,])
         if ranks[number] == mesh.rank:
             again = _again(pieces[start:stop], number, ranks)
             seen = with_tied_replicas(model, again).pieces() if again else pieces
             own.append(Stage(model, number, len(begins), seen[start:stop]))
             own[-1].tied_replicas = again
-    take_placement(model, stages=tuple(map(weakref.ref, own)))
+    update_placement(model, stages=tuple(map(weakref.ref, own)))
     if len(begins) > 1:
         model.wrap_forward(_Refusing())
     _place_batch(model, mesh)
@@ -200,11 +200,11 @@ def sum_tied(model: Module) -> None:
         twin for stage in stages_of(model) for twin in stage.tied_replicas if twin.own.requires_grad
     ):
         twin.add_gradient()
-    tied = [p for p in model.parameters() if p.place is not None and p.place.copies is not None]
+    tied = [p for p in model.parameters() if p.pipeline is not None and p.pipeline.copies is not None]
     for parameter in {p.storage: p for p in tied if p.requires_grad}.values():
         gradient = gradient_of(parameter)
         here = device.of(gradient) is device.current()
-        communicator = parameter.place.copies.communicator("tied" if here else "control")
+        communicator = parameter.pipeline.copies.communicator("tied" if here else "control")
         held = ", ".join(f"{runs.first} to {runs.stop}" for runs in parameter.extents[:2])
         tag = f"{parameter.name}, elements {held}"  # ranks compare it: they must hold the same
         communicator.all_reduce(gradient, op="sum", stream=device.current().current_stream, tag=tag)
@@ -219,7 +219,7 @@ def _pieces(model: Module, mesh: DeviceMesh) -> list[Piece]:
         raise ValueError(f'pipeline_stages: mesh must have one axis, as mesh["pp"]; got {mesh!r}')
     if model.parent is not None:
         raise ValueError(f"pipeline_stages: call it on the outermost module, not on {model.name!r} alone")
-    if any(parameter.place is not None for parameter in model.parameters()):
+    if any(parameter.pipeline is not None for parameter in model.parameters()):
         raise RuntimeError("pipeline_stages: the model has stages already")
     give = getattr(type(model), "pieces", None)
     if give is None:
@@ -382,7 +382,9 @@ def _places(
 def _again(pieces: list[Piece], number: int, ranks: list[int]) -> list[TiedReplica]:
     """Replicas of parameters of these pieces that an earlier stage on the rank of stage `number` uses too."""
     tied = {id(p): p for piece in pieces for p in piece.tied_parameters()}.values()
-    return [TiedReplica(p) for p in tied if p.place.stages[0] < number and p.place.ranks[0] == ranks[number]]
+    return [
+        TiedReplica(p) for p in tied if p.pipeline.stages[0] < number and p.pipeline.ranks[0] == ranks[number]
+    ]
 
 
 def _place_batch(model: Module, mesh: DeviceMesh) -> None:

@@ -8,7 +8,7 @@ from shardrt.comm import objects
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.nn.moe import MoE
 from shardrt.nn.parameter_placement import REPLICATE, SHARD, ParameterPlacement, set_placement
-from shardrt.nn.placement import take_placement
+from shardrt.nn.placement import update_placement
 from shardrt.nn.public import Module
 from shardrt.parallel.axis import Alone, Axis, batch_of
 from shardrt.parallel.context import ContextParallel, lay_out_sequences
@@ -43,7 +43,7 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
         raise TypeError(f"parallelize_module: model must be a shardrt.nn.Module, got {type(model).__name__}")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"parallelize_module: mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    if any(parameter.place is not None for parameter in model.parameters()):
+    if any(parameter.pipeline is not None for parameter in model.parameters()):
         raise RuntimeError("parallelize_module: the model has stages; call it before pipeline_stages")
     if model.parent is not None:
         raise ValueError(f"parallelize_module: call it on the outermost module, not on {model.name!r} alone")
@@ -57,7 +57,7 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
         _check_tied(model, mesh, {module for module, _ in chosen})
         _check_same_on_all_ranks(model, mesh, chosen)
     elif cut is _cut_modules:
-        take_placement(model, axis=Alone(in_sequence(plan.values())), styles=chosen)
+        update_placement(model, axis=Alone(in_sequence(plan.values())), styles=chosen)
     return model
 
 
@@ -89,7 +89,7 @@ def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Sty
         if parameter.placement is None:
             set_placement(parameter, ParameterPlacement.of_all(REPLICATE, mesh, parameter.shape))
     model.wrap_forward(Deciding(axis))
-    take_placement(model, axis=axis, styles=chosen)
+    update_placement(model, axis=axis, styles=chosen)
 
 
 def _check_tokens(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Style]]) -> None:

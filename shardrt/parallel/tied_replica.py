@@ -44,7 +44,7 @@ class TiedReplica:
         self.own = own
         self.parameter = Parameter(own.shape, own.init, requires_grad=own.requires_grad, dtype=own.dtype)
         self.parameter.seed, self.parameter.placement = own.seed, own.placement
-        self.parameter.place = replace(own.place, twin=True)
+        self.parameter.pipeline = replace(own.pipeline, twin=True)
         self.parameter.storage = Alias(self.parameter, own.storage)
         self._writes = 0  # to the owner's shard, that the twin's knows of
 
@@ -59,7 +59,7 @@ class TiedReplica:
         if all(plain):
             return
         if any(plain) or own.extents != twin.extents:
-            first, last = own.place.stages
+            first, last = own.pipeline.stages
             raise ValueError(f"parameter {own.name!r} must be sharded alike on stages {first} and {last}")
         if own.storage.writes != self._writes:
             self._writes = own.storage.writes

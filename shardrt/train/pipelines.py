@@ -82,7 +82,10 @@ def cut(recipe: Recipe, mesh: DeviceMesh, model: Module, data_ranks: int) -> Pip
             "gradients off; take GPipe, 1F1B or Interleaved1F1B"
         )
     pipeline = Pipeline(model, mesh["pp"], schedule=table)
-    tied = next((p.name for p in model.parameters() if p.place is not None and p.place.tied), None)
+    tied = next(
+        (p.name for p in model.parameters() if p.pipeline is not None and p.pipeline.tied),
+        None,
+    )
     if recipe.optimizer.in_backward and tied is not None:
         raise ValueError(
             f"optimizer.in_backward would update {tied!r} before its gradients of two stages are added; "

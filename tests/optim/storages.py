@@ -6,7 +6,7 @@ import numpy as np
 
 from shardrt import device, nn
 from shardrt.nn.extents import contiguous
-from shardrt.nn.storage import HostPlacement, Storage
+from shardrt.nn.storage import Offloaded, Storage
 
 SIZES = (370, 1500, 2603, 991, 40)  # no multiple of anything
 UNOWNED = 3  # the parameter that no optimizer gets
@@ -16,7 +16,7 @@ class HostStorage(Storage):
     """Parameters of SIZES. `reduce` gives it a gradient as backward does: in another stream, late."""
 
     def __init__(self, placement=None, sizes=SIZES, dtype=np.float32, seed=0, delay=0.0):
-        self.placement = placement or HostPlacement()
+        self.offloaded = placement or Offloaded()
         self.delay = delay
         self.modifications = 0
         self._dtype = np.dtype(dtype)
@@ -26,8 +26,8 @@ class HostStorage(Storage):
         self._stream = here.new_stream("reduce")
         self.gradient_ready = here.new_event()
         self._has_gradient = False
-        self._shard = self._array("shard", self.placement.parameters)
-        self._gradient = self._array("gradient", self.placement.gradients)
+        self._shard = self._array("shard", self.offloaded.parameters)
+        self._gradient = self._array("gradient", self.offloaded.gradients)
         self._shard[:] = np.random.default_rng(seed).normal(size=self._shard.size)
         self.parameters = [nn.Parameter((size,), nn.init.Zeros(), dtype=dtype) for size in sizes]
         for index, parameter in enumerate(self.parameters):
@@ -53,12 +53,12 @@ class HostStorage(Storage):
 
     def _array(self, name, on_host, dtype=None):
         count, dtype = int(self._stops[-1]), dtype or self._dtype
-        if not on_host or self.placement.directory is None:
+        if not on_host or self.offloaded.directory is None:
             return np.zeros(count, dtype)
-        return np.memmap(self.placement.directory / name, dtype, "w+", shape=(count,))
+        return np.memmap(self.offloaded.directory / name, dtype, "w+", shape=(count,))
 
     def new_state(self, name, dtype=None):
-        return self._array(name, self.placement.optimizer_state, dtype)
+        return self._array(name, self.offloaded.optimizer_state, dtype)
 
     def modified(self, copy_too=False):
         self.modifications += 1

@@ -13,14 +13,14 @@ import pytest
 from shardrt import nn, optim
 from shardrt.device import timeline
 from shardrt.fsdp import CPUOffloadPolicy, no_sync
-from shardrt.nn.storage import HostPlacement
+from shardrt.nn.storage import Offloaded
 from tests import lab
 from tests.lab import CalledTwice, Frozen, Nested, Net, NeverCalled
 from tests.optim.storages import HostStorage, assert_same_bits, gradients, snapshot
 
 STEPS = 5
 UNITS = 4
-PLACEMENTS = [HostPlacement(), HostPlacement(True, True, True), HostPlacement(True, True, True, step="host")]
+PLACEMENTS = [Offloaded(), Offloaded(True, True, True), Offloaded(True, True, True, step="host")]
 OPTIMIZERS = {
     "adamw": lambda groups, **how: optim.AdamW(groups, lr=0.01, weight_decay=0.1, **how),
     "momentum": lambda groups, **how: optim.SGD(groups, lr=0.01, momentum=0.9, dampening=0.3, **how),
@@ -49,7 +49,7 @@ def train(make, placement, in_backward):
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_updates_in_backward_have_the_bits_of_step(placement, make, monkeypatch):
     monkeypatch.setattr(optim.offload, "CHUNK", 1000)
-    assert_same_bits(train(make, placement, True), train(make, HostPlacement(), False))
+    assert_same_bits(train(make, placement, True), train(make, Offloaded(), False))
 
 
 class SlowAdamW(optim.AdamW):

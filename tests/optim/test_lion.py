@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardrt import optim
-from shardrt.nn.storage import HostPlacement
+from shardrt.nn.storage import Offloaded
 from tests import lab
 from tests.optim.storages import SIZES, HostStorage, assert_same_bits, gradients, snapshot
 
@@ -49,7 +49,7 @@ def test_it_takes_the_steps_of_the_paper(dtype, tolerance):
 @pytest.mark.parametrize("step", ["device", "host"])
 def test_it_has_the_same_bits_on_the_host_piece_by_piece_and_in_backward(step, monkeypatch):
     monkeypatch.setattr(optim.offload, "CHUNK", 1000)
-    found = snapshot(*trained(HostPlacement(True, True, True, step=step), in_backward=True))
+    found = snapshot(*trained(Offloaded(True, True, True, step=step), in_backward=True))
     assert_same_bits(found, snapshot(*trained()))
 
 

@@ -13,15 +13,15 @@ import pytest
 from shardrt import device, optim
 from shardrt.device import timeline
 from shardrt.device.cpu import CPUDevice
-from shardrt.nn.storage import HostPlacement
+from shardrt.nn.storage import Offloaded
 from shardrt.optim import offload
 from tests.fsdp.slow import Hasty
 from tests.optim.storages import SIZES, HostStorage, assert_same_bits, gradients, snapshot
 
 STEPS = 5
-PLACES = [HostPlacement(*places) for places in product([False, True], repeat=3) if any(places)]
-EVERYTHING = HostPlacement(True, True, True)
-ON_THE_HOST = HostPlacement(True, True, True, step="host")
+PLACES = [Offloaded(*places) for places in product([False, True], repeat=3) if any(places)]
+EVERYTHING = Offloaded(True, True, True)
+ON_THE_HOST = Offloaded(True, True, True, step="host")
 OPTIMIZERS = {
     "adamw": lambda groups: optim.AdamW(groups, lr=0.01, weight_decay=0.1),
     "sgd": lambda groups: optim.SGD(groups, lr=0.01, weight_decay=0.1),
@@ -58,7 +58,7 @@ def test_an_update_of_what_is_on_the_host_changes_no_bit(placement, make):
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("step", ["device", "host"])
 def test_files_as_host_memory_change_no_bit(step, make, tmp_path):
-    storage = HostStorage(HostPlacement(True, True, True, step, tmp_path))
+    storage = HostStorage(Offloaded(True, True, True, step, tmp_path))
     found = train(storage, make)
     assert_same_bits(found, train(HostStorage(), make))
     for name, values in found.items():
@@ -69,7 +69,7 @@ def test_float64_is_staged_as_well():
     def run(placement):
         return train(HostStorage(placement, dtype=np.float64), OPTIMIZERS["adamw"])
 
-    assert_same_bits(run(EVERYTHING), run(HostPlacement()))
+    assert_same_bits(run(EVERYTHING), run(Offloaded()))
 
 
 def test_what_no_group_owns_is_not_touched():
@@ -81,7 +81,7 @@ def test_what_no_group_owns_is_not_touched():
 
 
 def test_a_step_tells_the_storage_that_it_was_modified():
-    for placement in (HostPlacement(), EVERYTHING, ON_THE_HOST):
+    for placement in (Offloaded(), EVERYTHING, ON_THE_HOST):
         storage = HostStorage(placement)
         train(storage, OPTIMIZERS["sgd"], steps=3)
         assert storage.modifications == 3
@@ -203,7 +203,7 @@ def test_on_the_device_alone_nothing_is_staged():
 
 
 def test_an_update_on_the_host_needs_everything_there():
-    storage = HostStorage(HostPlacement(True, False, False, step="host"))
+    storage = HostStorage(Offloaded(True, False, False, step="host"))
     with pytest.raises(ValueError, match="'p0' has step='host'.*gradients and optimizer_state on the device"):
         optim.AdamW(storage.parameters)
 
@@ -214,7 +214,7 @@ import sys, threading, time
 from pathlib import Path
 import numpy as np
 from shardrt import optim
-from shardrt.nn.storage import HostPlacement
+from shardrt.nn.storage import Offloaded
 from shardrt.optim import offload
 from tests.optim.storages import HostStorage
 
@@ -229,8 +229,8 @@ def watch():
         time.sleep(0.0005)
 
 offload.CHUNK = 1 << 16
-placement = HostPlacement(True, True, True, sys.argv[1], Path(sys.argv[2]))
-small = HostStorage(HostPlacement(True, True, True, sys.argv[1]), sizes=(1000,))
+placement = Offloaded(True, True, True, sys.argv[1], Path(sys.argv[2]))
+small = HostStorage(Offloaded(True, True, True, sys.argv[1]), sizes=(1000,))
 large = HostStorage(placement, sizes=(1 << 22,))
 optimizer = optim.AdamW(small.parameters + large.parameters)
 small.reduce(np.ones(1000, np.float32))

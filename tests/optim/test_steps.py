@@ -9,7 +9,7 @@ from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import fully_shard
-from shardrt.nn.storage import HostPlacement
+from shardrt.nn.storage import Offloaded
 from tests import lab
 from tests.optim.storages import SIZES, HostStorage, assert_same_bits, gradients, snapshot
 
@@ -54,7 +54,7 @@ def train(kind, placement):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_pauses_of_parameters_in_one_array_are_those_of_torch(kind):
     torch = pytest.importorskip("torch")
-    storage, _ = train(kind, HostPlacement())
+    storage, _ = train(kind, Offloaded())
     stops = np.cumsum(SIZES)[:-1]
     theirs = [torch.nn.Parameter(torch.from_numpy(p.copy())) for p in np.split(Chosen().shard, stops)]
     optimizer = OPTIMIZERS[kind](torch.optim, theirs)
@@ -69,9 +69,9 @@ def test_pauses_of_parameters_in_one_array_are_those_of_torch(kind):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_pauses_have_the_same_bits_wherever_the_arrays_are(kind, monkeypatch):
     monkeypatch.setattr(optim.offload, "CHUNK", 1000)
-    expected = snapshot(*train(kind, HostPlacement()))
-    assert_same_bits(snapshot(*train(kind, HostPlacement(True, True, True))), expected)
-    assert_same_bits(snapshot(*train(kind, HostPlacement(True, True, True, step="host"))), expected)
+    expected = snapshot(*train(kind, Offloaded()))
+    assert_same_bits(snapshot(*train(kind, Offloaded(True, True, True))), expected)
+    assert_same_bits(snapshot(*train(kind, Offloaded(True, True, True, step="host"))), expected)
 
 
 def test_an_ordinary_step_is_one_range_for_each_group_of_neighbours():
@@ -171,7 +171,7 @@ def test_a_group_that_is_added_is_one_that_was_given():
 
 
 def test_a_group_that_is_added_later_begins_at_its_first_step_and_goes_with_updates_in_backward():
-    early, late = HostStorage(), HostStorage(HostPlacement(True, True, True))
+    early, late = HostStorage(), HostStorage(Offloaded(True, True, True))
     optimizer = optim.AdamW(early.parameters, in_backward=True)
     early.reduce(gradients(1)[0])
     optimizer.step()

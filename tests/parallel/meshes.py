@@ -128,7 +128,7 @@ def whole_gradients(model):
         if parameter.counts:
             put(parameter.extents, whole, parameter.grad.reshape(-1))
             communicators.append(parameter.storage.communicator)
-        communicators += [] if parameter.place is None else [parameter.place.control]
+        communicators += [] if parameter.pipeline is None else [parameter.pipeline.control]
         for communicator in filter(None, communicators):
             communicator.all_reduce(whole.reshape(-1), stream=device.current().current_stream)
         found[name] = whole

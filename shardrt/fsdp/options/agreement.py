@@ -43,8 +43,8 @@ def _compare_units(schedule: Schedule, units: list[Unit]) -> None:
             (u.reshard_after_forward, u.reshard_after_backward, u.choices.divide_factor, micro_batches_of(u)),
             (u.choices.find_unused, [sorted(group.trained) for group in u.groups]),
             [is_recomputed(module) for top in u.modules for module in top.modules()],
-            u.settings.placement.parameters,
-            u.settings.placement.gradients,
+            u.settings.offloaded.parameters,
+            u.settings.offloaded.gradients,
             [(g.key, [(p.name, p.whole_shape, p.seed) for p in g.parameters]) for g in u.groups],
         )
         for u in units

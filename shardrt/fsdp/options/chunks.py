@@ -92,7 +92,7 @@ class ChunkedGradient(GradientPath):
         dtype = dtypes.exact(device.compute_dtype(group.key.param))
         long = layout.total * dtype.itemsize >= IN_CHUNKS
         fixed_tree = group.sharded_gradient.fixed_tree
-        once = not (fixed_tree or own_slots or group.placement.gradients)
+        once = not (fixed_tree or own_slots or group.offloaded.gradients)
         cut = layout.shards > 1 and layout.copies == 1
         if not (long and once and cut):
             return False

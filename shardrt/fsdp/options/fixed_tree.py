@@ -63,7 +63,7 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
             f"set_world_invariant: the statistics of batch norm ({normed}) depend on the number of ranks; "
             "use another norm"
         )
-    tied = next((p.name for p in module.parameters() if p.place is not None and p.place.tied), None)
+    tied = next((p.name for p in module.parameters() if p.pipeline is not None and p.pipeline.tied), None)
     if tied is not None:
         raise ValueError(
             f"set_world_invariant: {tied!r} is on two stages, and the tree of micro-batches does not add the "
@@ -206,7 +206,7 @@ def check_world_invariant(units: list[Unit]) -> None:
                 f"set_world_invariant: unit {u.label} has micro_batches {micro_batches_of(u)}, {first.label} "
                 f"{micro_batches_of(first)}; call it on the outermost module, after fully_shard"
             )
-        if micro_batches_of(u) is not None and u.settings.placement.gradients:
+        if micro_batches_of(u) is not None and u.settings.offloaded.gradients:
             raise ValueError(
                 f"set_world_invariant: unit {u.label} has its gradients on the host, where they are not "
                 "added by a tree; use CPUOffloadPolicy(gradients=False)"

@@ -33,7 +33,7 @@ class LowPrecisionTransfer(Transfer):
     def __init__(self, group: ParameterGroup, own_slot: bool) -> None:
         super().__init__(group)
         self.is_fresh = False
-        if own_slot and not group.placement.parameters:
+        if own_slot and not group.offloaded.parameters:
             part = group.arenas["gathered"].slots[0].array[slice(*group.layout.shard_range(group.ranks.rank))]
             self.low_precision_copy = LowPrecisionCopy(part, group.key.param)
 
@@ -136,7 +136,7 @@ class RoundedTransfer(LowPrecisionTransfer):
 
 def _cast(kernel: Callable, group: ParameterGroup, target: Array, streams: Streams) -> None:
     """Round the shard into `target`, in the gather stream. A shard on the host passes a staging slot."""
-    if not group.placement.parameters:
+    if not group.offloaded.parameters:
         streams.gather.submit(kernel, group.shard, target, group.key.param)
         return
     staged = group.arenas["upload"].acquire()

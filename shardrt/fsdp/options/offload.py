@@ -14,7 +14,7 @@ from shardrt.fsdp.policy import OffloadPolicy
 from shardrt.fsdp.sharded_gradient import Send, ShardedGradient
 from shardrt.fsdp.streams import Streams
 from shardrt.fsdp.transfer import Transfer
-from shardrt.nn.storage import HostPlacement
+from shardrt.nn.storage import Offloaded
 
 Array = Any
 
@@ -60,15 +60,15 @@ class CPUOffloadPolicy(OffloadPolicy):
             )
 
     @property
-    def placement(self) -> HostPlacement:
+    def offloaded(self) -> Offloaded:
         directory = None if self.directory is None else Path(self.directory)
-        return HostPlacement(self.parameters, self.gradients, self.optimizer_state, self.step, directory)
+        return Offloaded(self.parameters, self.gradients, self.optimizer_state, self.step, directory)
 
     def sharded_gradient(self) -> ShardedGradient:
         return HostGradient() if self.gradients else ShardedGradient()
 
     def host_buffer(self, device: Device, count: int, dtype: Any) -> Array:
-        return host.buffer(device, count, dtype, self.placement.directory)
+        return host.buffer(device, count, dtype, self.offloaded.directory)
 
     def filled(self, shard: Array) -> None:
         host.drop(shard)
@@ -83,11 +83,11 @@ class UploadedTransfer(Transfer):
 
     @classmethod
     def choose(cls, group: ParameterGroup, own_slot: bool) -> Transfer | None:
-        return cls(group, group.memory.device.new_event()) if group.placement.parameters else None
+        return cls(group, group.memory.device.new_event()) if group.offloaded.parameters else None
 
     @classmethod
     def needs_separate_shard(cls, group: ParameterGroup) -> bool:
-        return group.placement.parameters
+        return group.offloaded.parameters
 
     def fill(self, slot: Slot, output: Array, streams: Streams) -> None:
         streams.upload.wait(slot.free)  # compute has finished with the unit that had the slot
@@ -107,8 +107,8 @@ def plan_staging(
     specs: Specs, layouts: dict[ParameterGroup, Layout], groups: list[ParameterGroup], inputs: PlanInputs
 ) -> None:
     """Add the slots through which shards come from the host to be rounded, and gradients go there."""
-    rounded = alike(g for g in groups if g.placement.parameters and g.key.param in dtypes.LOW)
-    reduced = alike(g for g in groups if g.placement.gradients and g.trainable)
+    rounded = alike(g for g in groups if g.offloaded.parameters and g.key.param in dtypes.LOW)
+    reduced = alike(g for g in groups if g.offloaded.gradients and g.trainable)
     for role, lists in (("upload", rounded), ("download", reduced)):
         for members in lists:
             count = max(layouts[g].shard_size for g in members)

@@ -32,18 +32,18 @@ class SplitModules(Composition):
             absent = next((parameter for parameter in each.parameters() if parameter.absent), None)
             if absent is not None:
                 raise ValueError(
-                    f"fully_shard: parameter {absent.name!r} is {absent.place.description}; call it on the "
-                    "modules of this rank's stages"
+                    f"fully_shard: parameter {absent.name!r} is {absent.pipeline.description}; call it on "
+                    "the modules of this rank's stages"
                 )
 
     def split_of(self, parameter: Parameter, mesh: DeviceMesh) -> tuple[MeshLayout, MeshLayout, str]:
-        place = parameter.place
+        place = parameter.pipeline
         tied = parameter.name if place is not None and place.tied else ""
         return *self._axes_of(parameter, mesh), tied
 
     def _axes_of(self, parameter: Parameter, mesh: DeviceMesh) -> tuple[MeshLayout, MeshLayout]:
         """(axes along which the parameter was split before, axes along which its gradients must be added)."""
-        placement, place = parameter.placement, parameter.place
+        placement, place = parameter.placement, parameter.pipeline
         if place is not None and (place.mesh.root is not mesh.root or overlap(place.axes, mesh.axes)):
             raise ValueError(
                 f"fully_shard: parameter {parameter.name!r} is {place.description} of {place.mesh!r}; shard "
