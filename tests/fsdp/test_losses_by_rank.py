@@ -273,6 +273,20 @@ def test_ranks_send_what_they_used_once_and_only_one_that_does_not_know_waits():
     assert thread.run(2, two_backwards, uses) == expected
 
 
+def test_ranks_agree_on_gradients_that_a_backward_reduced_before_it_raised():
+    def gradients():
+        model, mesh = build()
+        mine = [("one",), ("tower",)][mesh.rank]
+        with lab.backward_raises(model.trunk):
+            loss_of(model, mine, mesh.rank).backward()
+        loss_of(model, mine, mesh.rank).backward()
+        return with_gradients(model)
+
+    first, second = thread.run(2, gradients)
+    assert first == second
+    assert {"one", "tower"} <= {name.split(".")[0] for name in first}
+
+
 def test_nothing_is_sent_where_each_reduction_says_it_or_there_is_one_rank():
     for sent, *_, in_the_end in thread.run(2, two_backwards, [("one",), ("tower",)], find=True):
         assert (sent, in_the_end) == ([], ["one", "tower"])
