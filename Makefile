@@ -61,7 +61,7 @@ gpu: export PYTHONPATH := .$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu: ## test and measure on NVIDIA GPUs, in 9 minutes; again: go on (GPU_PYTHON=python3 OUT=runs/gpu)
 	$(GPU_PYTHON) -m bench.gpu --out $(OUT) $(ARGS)
 
-softgpu: $(FOR_TESTS) ## run the tests for a GPU on one in software (ARGS="tests/gpu/test_training.py -k ...")
+softgpu: $(FOR_TESTS) ## run the tests for a GPU on the GPU emulator (ARGS="tests/gpu/test_training.py -k ...")
 	$(BIN)/python -m pytest -q -p tests.softgpu.plugin -n $(JOBS) -m gpu --timeout 900 $(or $(ARGS),tests/gpu)
 	$(if $(ARGS),,$(BIN)/python -m tests.softgpu.pairs --all -n $(JOBS))
 
