@@ -133,21 +133,25 @@ class ForwardPass:
         planned order. At the end of forward it would be too late: the other ranks would wait in the first
         collective until then.
         """
-        outer: list[tuple[Unit, bool]] = []  # skipped units that may contain the next one
+        outer: list[tuple[Unit, int, object]] = []  # (unit, place, PostBackward) around the next unit
         for _ in range(count):
             unit = self._plan.order[self._plan.place]
             while outer and outer[-1][0] not in unit.ancestors:
-                self._finish(*outer.pop())
-            place = self._plan.advance(visited=False)
+                self._leave_skipped(*outer.pop())
             self._gathers.ensure(unit)
+            node = self.record.post_backward(unit) if autograd.is_grad_enabled() else None
+            outer.append((unit, self._plan.advance(visited=False), node))
             self._gathers.prefetch(self._plan.upcoming())
-            needed = autograd.is_grad_enabled() and self._is_needed(unit)
-            if needed:
-                self._route.nodes.append(PreBackward(unit, self.record, skipped=place))
-            self._done[unit].update(id(module) for module in unit.modules)
-            outer.append((unit, needed))
-        for unit, needed in reversed(outer):
-            self._finish(unit, needed)
+        while outer:
+            self._leave_skipped(*outer.pop())
+
+    def _leave_skipped(self, unit: Unit, place: int, _: object) -> None:
+        """End a skipped call of `unit` after those of the units inside: backward begins with `unit`."""
+        needed = autograd.is_grad_enabled() and self._is_needed(unit)
+        if needed:
+            self._route.nodes.append(PreBackward(unit, self.record, skipped=place))
+        self._done[unit].update(id(module) for module in unit.modules)
+        self._finish(unit, needed)
 
     def _what_backward_needs(self) -> list[Function]:
         """At the end of the whole forward: the nodes that backward must run, without units no rank used."""

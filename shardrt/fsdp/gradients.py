@@ -136,8 +136,8 @@ class Gradients:
 
     def reset(self) -> None:
         """After a backward has raised: discard unreduced gradients, of earlier backwards, too. Keep sums."""
-        for group in self._wrote:  # ranks did not exchange who wrote these; all must give the same answer
-            summed = group.sharded_gradient
+        # Ranks did not exchange who wrote these gradients, and all must give the same answer.
+        for summed in (group.sharded_gradient for group in self._wrote):
             summed.known_written |= summed.reductions > 0  # zero_grad may have dropped the sum
         self._reduced, self._wrote = [], {}
         for unit in self._units:

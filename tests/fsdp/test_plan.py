@@ -16,6 +16,17 @@ BATCH = lab.batches(1)[0]
 STRATEGIES = ["NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"]
 
 
+class Nested(lab.Block):
+    """A unit with parameters of its own around another unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = lab.Block()
+
+    def forward(self, x):
+        return super().forward(self.inner(x))
+
+
 class Skips(lab.Net):
     """Leaves out the blocks in `skipped`."""
 
@@ -23,6 +34,7 @@ class Skips(lab.Net):
 
     def __init__(self):
         super().__init__(blocks=4)
+        self.blocks[0] = Nested()
 
     def run_blocks(self, x):
         for index, block in enumerate(self.blocks):
