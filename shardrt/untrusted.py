@@ -1,6 +1,6 @@
 """Files and names from others: read within limits, and shown so that each stays on its line.
 
-A file may be a pipe that nobody writes to, a device without an end, or JSON that is deep or has numbers
+A file may be a pipe without a writer, a device without an end, or JSON that is deep or has numbers
 beyond every type. A name or a text may hold control characters. All input from outside goes
 through here; the caller then checks its content.
 """

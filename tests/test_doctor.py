@@ -42,7 +42,7 @@ def test_of_a_run_that_is_done_it_says_so(folder, capsys):
     assert out.count(f"    step {STEPS}, end; ") == 2
     found = json.loads(message(capsys, "runs/whole", "--json")[1])
     assert [rank["state"] for rank in found["ranks"]] == ["done", "done"]
-    assert (found["behind"], found["first"], found["told"]) == ([], None, [])
+    assert (found["behind"], found["first"], found["errors"]) == ([], None, [])
     assert found["ranks"][1]["done"].startswith("all_gather_bytes #")  # of the sample's last token
 
 

@@ -76,7 +76,7 @@ def test_damaged_files_are_told_in_a_line_and_never_a_traceback(killed, tmp_path
         with pytest.raises(DamagedFlight, match=f"rank-1.bin: {length} bytes"):
             read(path)
         found = autopsy.examine(tmp_path)
-        assert found["code"] == 65 and len(found["told"]) == 1
+        assert found["code"] == 65 and len(found["errors"]) == 1
     chooser, readable = random.Random(0), 0
     for _ in range(500):
         data = bytearray(whole)

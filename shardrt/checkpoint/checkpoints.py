@@ -417,7 +417,7 @@ class _Save:
         self.error: BaseException | None = None
         self.left: OSError | None = None  # why old checkpoints are still there
         self.message: dict[str, int] = {}  # the entries of `steps` to send to rank 0
-        self.described = b""  # this rank's file, what is where in it, and `told`: for the manifest
+        self.described = b""  # this rank's file, its contents and `message`, for the manifest
         self._writer = writer
 
     def go(self, part: Callable[[], None]) -> None:
@@ -447,6 +447,6 @@ class _Save:
     def _do(self, part: Callable[[], None]) -> None:
         try:
             part()
-        except BaseException as error:  # reported to all ranks by whoever waits
+        except BaseException as error:  # the rank that waits reports it to all ranks
             self.error = error
         self.done = True

@@ -189,8 +189,8 @@ def refuse_partly_sharded(slices: list[Slice]) -> None:
     forgotten = [piece.name for piece in plain if not piece.storage.ignored]
     if forgotten and shared(piece.storage for piece in slices):
         raise ValueError(
-            f"optimizer: parameter {forgotten[0]!r} is in no unit, so nobody would reduce its gradient "
-            "over the ranks; call fully_shard(model) last, or name it in ignored"
+            f"optimizer: parameter {forgotten[0]!r} is in no unit, so its gradient would not be "
+            "reduced over the ranks; call fully_shard(model) last, or name it in ignored"
         )
 
 

@@ -151,8 +151,8 @@ class Summing:
             storage = parameter.storage
             if parameter.requires_grad and isinstance(storage, LocalStorage) and not storage.ignored:
                 raise ValueError(
-                    f"ContextParallel: nobody sums the gradient of {parameter.name!r} over {self._mesh!r}: "
-                    f"{take}"
+                    f"ContextParallel: the gradient of {parameter.name!r} is not summed over "
+                    f"{self._mesh!r}: {take}"
                 )
 
 

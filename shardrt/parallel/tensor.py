@@ -77,8 +77,8 @@ def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Sty
     routed = (m for m in model.modules() if isinstance(m, MoE) and m not in here)
     if axis.sequence and (left := next(routed, None)) is not None:
         raise ValueError(
-            f"parallelize_module: {left.name!r} would route a part of the time, and nobody would sum its "
-            "gradients; with SequenceParallel give it TokenParallel()"
+            f"parallelize_module: {left.name!r} would route a part of the time, and its gradients "
+            "would not be summed; with SequenceParallel give it TokenParallel()"
         )
     for role in ("tensor", "control"):
         mesh.communicator(role)

@@ -53,7 +53,7 @@ def price(programs: Sequence[Program], machine: Machine, jitter: float = 0.0) ->
 
     jitter: by how many seconds ranks come earlier or later to a collective, as a standard deviation; each
     then waits for the last (`lateness`). What dies from now on adds nothing to the programs: they are copied.
-    Raises ValueError where they wait for each other for ever, or for a mark that nobody records.
+    Raises ValueError if programs wait for each other for ever, or for a mark that no program records.
     """
     copied = [
         Program(each.rank, each.world_size, list(each.items), each.groups, each.alike) for each in programs

@@ -105,7 +105,7 @@ def report(
     """Price the programs, unless `timing` says what they take, and say what their last step was.
 
     spans: of the first program's compute stream in places of its items, not seconds (script.py); without
-    them forward and backward are told by the names of kernels. stands_for: how many ranks each program does,
+    them the names of kernels tell forward from backward. stands_for: how many ranks each program does,
     if they don't say so themselves; of one program all. Raises NoStep where none ended.
     """
     timing = timing or price(programs, machine)
@@ -273,7 +273,7 @@ def _waits(timing: Timing, items: list[tuple[int, Item]]) -> tuple[Waited, ...]:
 def _assumptions(machine: Machine, recorded: int) -> tuple[str, ...]:
     lines = [f"{machine.name}: {machine.origin} ({machine.date})"]
     if not machine.measured:
-        lines.insert(0, f"measured = false: nobody measured {machine.name}, so these figures are estimates")
+        lines.insert(0, f"measured = false: {machine.name} was not measured, so these figures are estimates")
     lines.append("all ranks do the same at the same time" if recorded == 1 else f"{recorded} ranks recorded")
     lines.append("memory is what was asked for, without what an allocator rounds up and what libraries take")
     return tuple(lines)

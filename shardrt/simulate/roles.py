@@ -39,7 +39,8 @@ def roles_of(digits: MeshLayout, ranks: int) -> Roles:
 def recorded(
     record: Callable[[Roles, Callable[[MeshLayout], None]], list[Program]], ranks: int
 ) -> list[Program]:
-    """What `record` gives for the roles; it is told them, and calls back with digits along which ranks part.
+    """What `record` gives for the roles. It gets the roles, and calls back with axes along which ranks
+    differ.
 
     It begins with one role, and again when that is too few.
     """

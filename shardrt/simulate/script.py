@@ -56,8 +56,8 @@ def record(
     """What the recorded ranks issue in `steps` optimizer steps, or until the script ends.
 
     command: a script and its arguments; or a module and its own, with "-m" before it or without. ranks: how
-    many there are, `local_size` a node. stands_for: the recorded ones, each with the ranks that it speaks
-    for; if not told, one of each role (roles.py), for which a pipeline begins twice. shared: see
+    many there are, `local_size` a node. stands_for: the recorded ones, each with the ranks that it stands
+    for; if not given, one of each role (roles.py), for which a pipeline begins twice. shared: see
     comm.simulated.world_of. like, values: see SimulatedDevice. shape: of a mesh that the script
     gives none.
 
@@ -128,7 +128,7 @@ def _recorded(
 
         here.on_step = stepped
         try:
-            kept.append(function())  # what is given back when all is over is nobody's
+            kept.append(function())  # the result stays alive: no step frees it
         except _Ended:
             pass
         except SystemExit as end:

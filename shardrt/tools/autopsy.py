@@ -52,7 +52,7 @@ def examine(run: Path, listening: float = 0.0) -> dict[str, Any]:
         "first": first_to_end(flights, living) if not hang else None,
         "metrics": _metrics(run / METRICS),
         "hang": hang,
-        "told": errors,
+        "errors": errors,
     }
     found["verdict"] = _verdict(flights, living, found)
     well = flights and not errors and all(rank["state"] in ("done", "alive") for rank in found["ranks"])
@@ -80,7 +80,7 @@ def lines(found: dict[str, Any]) -> list[str]:
             rows.append(f"    entered after it: {rank['entered'] or 'nothing'}")
     if found["hang"]:
         rows += ["what the watchdog said:", *(f"    {line}" for line in found["hang"].splitlines())]
-    return rows + [f"warning: {line}" for line in found["told"]]
+    return rows + [f"warning: {line}" for line in found["errors"]]
 
 
 def first_to_end(flights: list[Flight], living: Set[int]) -> int | None:

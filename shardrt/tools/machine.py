@@ -39,8 +39,8 @@ _CUDA = """
 import json, warnings
 warnings.simplefilter("ignore")
 from cupy.cuda import nccl, runtime
-def told(number): return f"{number // 1000}.{number % 1000 // 10}" if number else "missing"
-found = {"runtime": told(runtime.runtimeGetVersion()), "driver": told(runtime.driverGetVersion())}
+def version(number): return f"{number // 1000}.{number % 1000 // 10}" if number else "missing"
+found = {"runtime": version(runtime.runtimeGetVersion()), "driver": version(runtime.driverGetVersion())}
 number = nccl.get_version() if nccl.available else 0
 found["NCCL"] = f"{number // 10000}.{number % 10000 // 100}.{number % 100}" if number else "missing"
 try:

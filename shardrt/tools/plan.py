@@ -272,7 +272,7 @@ def _lines(found: Found, space: _Space, machine: Machine) -> list[str]:
         lines.append(f"{number:2} {space.simulate(each.candidate)}")
     lines += [""] * bool(found.best) + _failures(found, space)
     if not machine.measured:
-        lines.append(f"measured = false: nobody measured {machine.name}, so these figures are estimates")
+        lines.append(f"measured = false: {machine.name} was not measured, so these figures are estimates")
     return lines
 
 

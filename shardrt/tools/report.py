@@ -215,7 +215,7 @@ def _ranks(run: Run) -> list[str]:
     parts.append(_table(rows))
     if found["hang"]:
         parts.append(f"<pre>{escape(found['hang'])}</pre>")
-    parts += [f'<p class="note">{escape(line)}</p>' for line in found["told"]]
+    parts += [f'<p class="note">{escape(line)}</p>' for line in found["errors"]]
     return parts
 
 

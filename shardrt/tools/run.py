@@ -252,7 +252,7 @@ class _Log:
     def __call__(self, text: str, what: str, **facts: Any) -> None:
         self._say(text)
         if self._path is not None:
-            record = {"what": what, "start": self._start, "time": time.time(), "told": text} | facts
+            record = {"what": what, "start": self._start, "time": time.time(), "message": text} | facts
             try:
                 with open(self._path, "a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")

@@ -31,7 +31,11 @@ def add_to(commands: Any) -> None:
         "--machine", default="h100-8", metavar="NAME", help="a machine's name, or its TOML file (h100-8)"
     )
     parser.add_argument(
-        "--steps", type=positive, default=2, metavar="N", help="optimizer steps to run; the last is told (2)"
+        "--steps",
+        type=positive,
+        default=2,
+        metavar="N",
+        help="optimizer steps to run; the report is of the last (2)",
     )
     parser.add_argument(
         "--mesh", type=_shape, metavar="512x8", help="the shape, where the script says none: copies x shards"

@@ -100,7 +100,7 @@ def last_of(arguments: Sequence[str], option: str) -> str | None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that raises and prints on rank 0 alone, also into a pipe that nobody reads to its end."""
+    """One that raises and prints on rank 0 alone, also into a pipe whose reader stops early."""
 
     def error(self, message: str) -> None:
         if message.startswith("unrecognized arguments: --"):

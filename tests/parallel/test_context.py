@@ -340,7 +340,7 @@ test_what_would_train_something_else = lab.refusals(
         on_parts(call=lambda model, batch: model(batch["tokens"], batch["targets"])),
         "train on parts of sequences",
     ),
-    (on_parts(lambda model, mesh: None), "nobody sums the gradient of 'wte.weight'"),
+    (on_parts(lambda model, mesh: None), "the gradient of 'wte.weight' is not summed over"),
     (
         on_parts(lambda model, mesh: fully_shard(model, mesh=mesh["dp_shard"])),
         "alone, not over .*, along which sequences lie",

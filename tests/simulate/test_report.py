@@ -84,7 +84,7 @@ def test_a_step_written_by_hand():
 
 def test_the_report_says_that_nobody_measured_the_machine_and_what_its_figures_mean():
     text = str(report([written()], replace(PLAIN, ranks_per_node=1)))
-    for message in ("measured = false: nobody measured plain", "MFU: matrix products", "made up: norm"):
+    for message in ("measured = false: plain was not measured", "MFU: matrix products", "made up: norm"):
         assert message in text
     assert "sent between nodes, MB: all_gather" in text
     assert "measured = false" not in str(report([written()], replace(PLAIN, measured=True)))
