@@ -18,7 +18,7 @@ import numpy as np
 from shardrt import dtypes
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device
-from shardrt.fsdp.gradient_path import PATHS
+from shardrt.fsdp.gradient_path import PATHS, GradientPath
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.transfer import TRANSFERS
@@ -70,9 +70,10 @@ EXTRA_BUFFERS: list[Callable[[Specs, Layouts, list[ParameterGroup], PlanInputs],
 def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], inputs: PlanInputs) -> Specs:
     """ParameterGroup -> role -> Spec. Groups that share slots have the same Spec object."""
     groups = [group for unit in units for group in unit.groups]
+    paths = {group: path_of(group, layouts[group]) for group in groups}
     specs: Specs = {group: {} for group in groups}
     for group in groups:
-        _own(group, layouts[group], specs[group], inputs)
+        _add_unshared(specs[group], paths[group], inputs)
     # A unit that contains other units is gathered while they run, so it can't share their slots.
     inner = [unit for unit in units if not contains_units(unit, units)]
     passing = [group for unit in inner if unit.reshard_after_forward for group in unit.groups]
@@ -85,27 +86,28 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], inputs: PlanI
         share(specs, members, "gathered", count, gathered_dtype(members[0], inputs), slots, shared_by)
     filling = [group for unit in inner for group in unit.groups if group.trainable]
     for members in alike(g for g in filling if "gradients" not in specs[g]):
-        count = max(path_of(g, layouts[g]).full for g in members)
+        count = max(paths[g].full for g in members)
         share(specs, members, "gradients", count, gradient_dtype(members[0], inputs), GRADIENT_SLOTS)
     inside = {(g.key, g.settings.shard_spec): specs[g]["gradients"] for g in filling}
     for group in (g for g in groups if g.trainable and "gradients" not in specs[g]):
         slot = inside.get((group.key, group.settings.shard_spec))
-        if slot is not None and _fits_in(group, layouts[group], slot.count, inputs):
+        if slot is not None and _fits_in(paths[group], slot.count, inputs):
             specs[group]["gradients"] = slot
     for group in groups:
         total, shared_by = layouts[group].total, ranks_sharing(group, layouts[group], inputs)
         spec = Spec("gathered", total, gathered_dtype(group, inputs), shared_by=shared_by)
         specs[group].setdefault("gathered", spec)
         if group.trainable:
-            total = path_of(group, layouts[group]).full
-            specs[group].setdefault("gradients", Spec("gradients", total, gradient_dtype(group, inputs)))
+            full = Spec("gradients", paths[group].full, gradient_dtype(group, inputs))
+            specs[group].setdefault("gradients", full)
     for add in EXTRA_BUFFERS:
         add(specs, layouts, groups, inputs)
     return specs
 
 
-def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], inputs: PlanInputs) -> None:
-    """Add the buffers that a group does not share with other groups."""
+def _add_unshared(roles: dict[str, Spec], path: GradientPath, inputs: PlanInputs) -> None:
+    """Add the buffers that the group of `path` does not share with other groups."""
+    group, layout = path.group, path.layout
     offloaded, dtype = group.offloaded, group.key.dtype
     if in_slot(group, layout, inputs):
         roles["gathered"] = Spec("shard", layout.total, dtype, shared_by=ranks_sharing(group, layout, inputs))
@@ -122,17 +124,17 @@ def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], inputs: 
             roles["partial"] = Spec("partial", layout.shard_size, dtype, partial)
         # Full gradients that stay after backward need a slot that no other group uses.
         if inputs.no_sync or group.settings.strategy.rules.keep_gradient:
-            total = path_of(group, layout).full
-            roles["gradients"] = Spec("gradients", total, gradient_dtype(group, inputs))
+            roles["gradients"] = Spec("gradients", path.full, gradient_dtype(group, inputs))
         if group.finds_unused:
             roles["used"] = Spec("used", len(group.parameters), gradient_dtype(group, inputs))
 
 
-def _fits_in(group: ParameterGroup, layout: Layout, slot: int, inputs: PlanInputs) -> bool:
-    """Whether the group's full gradients can use a slot of `slot` elements that other groups have."""
-    if path_of(group, layout).packs:
+def _fits_in(path: GradientPath, slot: int, inputs: PlanInputs) -> bool:
+    """Whether the full gradients of `path` can use a slot of `slot` elements that other groups have."""
+    if path.packs:
         return False
-    return any(path.fits_in(group, layout, slot, inputs.device, inputs.no_sync) for path in PATHS)
+    args = path.group, path.layout, slot, inputs.device, inputs.no_sync
+    return any(kind.fits_in(*args) for kind in PATHS)
 
 
 def share(

@@ -155,9 +155,7 @@ def process_groups_of(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
 
 
 def plan_inputs(
-    units: list[Unit],
-    ranks_of: dict[ParameterGroup, ProcessGroups],
-    no_sync: bool = False,
+    units: list[Unit], ranks_of: dict[ParameterGroup, ProcessGroups], no_sync: bool = False
 ) -> PlanInputs:
     """The inputs of buffers.plan besides the units and layouts."""
     gathers = [ranks.gather for group, ranks in ranks_of.items() if group.settings.shard_spec[1] != "none"]
