@@ -53,9 +53,9 @@ class Carrier:
             self._links.expect(kind, source, key=(kind, stage, key), tag=label)
 
     def receive(self, kind: str, stage: int, micro_batch: int) -> tuple[Arrays, Any]:
-        """The values that `stage` has sent, and their form. The arrays are the caller's.
+        """The values that `stage` has sent, and their form. The caller owns the arrays.
 
-        They are copies: a slot of the link is for the next message, while backward may need these for long.
+        They are copies: the next message takes the slot of the link, and backward needs the arrays later.
         """
         source = self._table.rank_of(stage)
         if source == self._rank:
@@ -66,7 +66,7 @@ class Carrier:
         return arrays, form
 
     def finish(self) -> None:
-        """All that was sent has been delivered when compute goes on."""
+        """Let compute wait until all sent messages are delivered."""
         self._links.finish()
 
 
@@ -90,7 +90,8 @@ def _copy(array: Array | None) -> Array | None:
 def flat(output: Any, stage: str) -> tuple[list[Tensor], Any]:
     """(the tensors that a stage gives, how they lie in it: as JSON has it, for `nested`).
 
-    They may lie in tuples, lists and dicts of strings, with None among them. Raises TypeError for others.
+    The tensors may lie in tuples, lists and dicts of strings, with None among them. Raises TypeError for
+    others.
     """
     if output is None:
         return [], None

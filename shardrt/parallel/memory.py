@@ -72,7 +72,7 @@ def _run(pipeline: StagedModel, work: Work, messages: Messages) -> None:
 
 @contextmanager
 def _without_tied_replicas(pipeline: StagedModel) -> Iterator[None]:
-    """Inside a with block, stages do not copy values that are not there."""
+    """Inside a with block, stages have no tied replicas, so they copy no values."""
     before = [(stage, stage.tied_replicas) for stage in pipeline.stages]
     for stage, _ in before:
         stage.tied_replicas = []
@@ -97,7 +97,7 @@ def _messages(pipeline: StagedModel, work: Work) -> Messages:
                 sent = _sent(pipeline, work, row, messages)
             except (ValueError, OSError) as error:
                 raised = error
-        with device.use(device.get("cpu")):  # also where the device is alone
+        with device.use(device.get("cpu")):  # also on a dry-run device
             everyone = objects.all_gather_object(control, [sent, raised and str(raised)])
         sent, wrong = everyone[pipeline.table.rank_of(stage)]
         if raised is not None:
@@ -159,7 +159,7 @@ class _Shapes:
         return _arrays(shapes), form
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no message is under way."""
 
 
 class _Links:
@@ -187,5 +187,5 @@ class _Links:
         return SimpleNamespace(arrays=_arrays(shapes), about=form, free=lambda: None)
 
     def finish(self) -> None:
-        """All is delivered."""
+        """Do nothing: every message is delivered at once."""
         self._kept.clear()

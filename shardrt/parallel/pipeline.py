@@ -1,10 +1,10 @@
 """Pipeline: the stages of a model on the ranks of one axis of the mesh, run by a table of actions.
 
 (Huang et al., GPipe, 2019; Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters,
-2021, section 2.2; Qi et al., Zero Bubble Pipeline Parallelism, 2024.) What runs when is data: a Table, which
-has been checked before anything runs. step.py has what an action does.
+2021, section 2.2; Qi et al., Zero Bubble Pipeline Parallelism, 2024.) A Table says which
+action runs when; it is checked before anything runs. step.py runs the actions.
 
-Each stage has its micro-batches in ascending order, so all tables give bitwise identical results.
+Each stage runs its micro-batches in ascending order, so all tables give bitwise identical results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -78,7 +78,7 @@ class Pipeline(StagedModel):
             batch=batch,
         )
         super().__init__(model, mesh, schedule, facts, stages)
-        self._failed = self._summed = False  # a step has raised; gradients of an earlier one may be there
+        self._failed = self._summed = False  # a step has raised; an earlier step has summed tied gradients
         self._alike = False  # all stages are known to be sharded, or none
         model.wrap_forward(Piped(self))
         self._forward_wrappers = list(model._forward_wrappers)  # which the stages have
@@ -144,7 +144,7 @@ class Pipeline(StagedModel):
 
     @contextmanager
     def using_links(self) -> Iterator[None]:
-        """Close the links where a with block raises: other ranks must not wait for lost messages."""
+        """Close the links if a with block raises: other ranks must not wait for lost messages."""
         try:
             yield
         except BaseException:
@@ -153,7 +153,7 @@ class Pipeline(StagedModel):
             raise
 
     def _keep_one_copy(self) -> None:
-        """Of an earlier step's gradients that are summed already, one copy goes into the next sum."""
+        """Keep one copy of tied gradients that an earlier step has summed: the next sum adds the copies."""
         trained = (p for p in self.model.parameters() if p.requires_grad and p.pipeline is not None)
         others = {p.storage for p in trained if p.pipeline.copies is not None and not p.pipeline.owner}
         for storage in others if self._summed else ():
@@ -163,7 +163,7 @@ class Pipeline(StagedModel):
         self._summed = False
 
     def _check(self) -> None:
-        """Raise RuntimeError where forwards can't run, or would leave something out."""
+        """Raise RuntimeError if forwards can't run, or would leave something out."""
         if self._failed and self.mesh.size > 1:
             raise RuntimeError(
                 "Pipeline: an earlier step has raised on this rank, and others wait for what it has not "
@@ -183,7 +183,7 @@ class Pipeline(StagedModel):
             self._check_alike()
 
     def _check_alike(self) -> None:
-        """Raise ValueError where no unit would reduce the gradients of some stages."""
+        """Raise ValueError if only some stages are sharded: gradients of the others would not be reduced."""
         trained = [stage for stage in self.stages if any(p.requires_grad for p in stage.parameters())]
         alone = [stage.number for stage in trained if not units_below(stage)]
         found = objects.all_gather_object(
@@ -197,7 +197,7 @@ class Pipeline(StagedModel):
         self._alike = True
 
     def _check_sums(self) -> None:
-        """Raise ValueError for late gradients where each micro-batch's have a place in a tree."""
+        """Raise ValueError if the table defers gradients that a fixed tree sums by micro-batch."""
         late = any(action.kind == "W" for row in self.table.ranks for action in row)
         if late and by_tree(self.model):
             raise ValueError(
@@ -206,7 +206,7 @@ class Pipeline(StagedModel):
             )
 
     def _everywhere(self, output: Tensor | None) -> Tensor:
-        """A tensor that the rank of the last stage has, on all ranks."""
+        """Broadcast a tensor from the rank of the last stage."""
         root = self.table.rank_of(self.table.stages - 1)
         control, here = self.mesh.communicator("control"), device.current()
         form = None if output is None else [list(output.shape), dtypes.name_of(output.dtype)]
@@ -225,7 +225,7 @@ def _check_table(
     stages_per_rank: int | None,
     cuts: Sequence[int | str] | None,
 ) -> None:
-    """Raise ValueError for a table that is for other numbers than those given."""
+    """Raise ValueError if the table does not fit the numbers of stages, ranks and micro-batches."""
     given = {
         f"{mesh!r} has": ("ranks", len(table.ranks), mesh.size),
         "micro_batches says": ("micro-batches", table.micro_batches, micro_batches),

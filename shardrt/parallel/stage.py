@@ -1,8 +1,9 @@
-"""pipeline_stages: splits a model into the stages of a pipeline, of which each rank along an axis has some.
+"""pipeline_stages: splits a model into the stages of a pipeline. Each rank along an axis has some of them.
 
-Every rank builds the whole model, which allocates nothing, and keeps what its stages use, with its names: so
-initial values, masks of dropout and checkpoints are the whole model's. The rest of the model is absent
-(nn/placement.py). Ranks of different stages make their units, and gather and reduce them, without each other.
+Every rank builds the whole model, which allocates nothing. It keeps the modules that its stages use, under
+their names, so initial values, dropout masks and checkpoints are those of the whole model. Parameters of
+other stages have no values here (nn/placement.py). Ranks of different stages build, gather and reduce their
+units independently.
 """
 
 import inspect
@@ -32,7 +33,7 @@ PLACEMENTS = {"loop": loop, "V": vee}
 
 
 class Stage(Module):
-    """Some pieces of a model, one after the other. It holds their modules, under their names in the model.
+    """Consecutive pieces of a model. A stage holds their modules under their names in the model.
 
     stage(x, batch) is the pieces' output for x, the output of the stage before (None for the first stage).
     batch: the arguments of the model's forward by name. number=k: this is the model's call k of the step,
@@ -46,9 +47,11 @@ class Stage(Module):
     def __init__(self, model: Module, number: int, count: int, pieces: Sequence[Piece]) -> None:
         super().__init__()
         update_placement(self, label=f"stage {number}", between_stages=(True, number < count - 1))
-        object.__setattr__(self, "model", model)  # not below this: it would have all of it
+        object.__setattr__(self, "model", model)  # not a child: the stage would hold the whole model
         self.number, self.count, self.pieces = number, count, list(pieces)
-        self.tied_replicas: list[TiedReplica] = []  # of modules that an earlier stage of this rank uses too
+        self.tied_replicas: list[
+            TiedReplica
+        ] = []  # of parameters that an earlier stage of this rank also uses
         self.blocks: list[Module] = []
         for item in {id(item): item for piece in pieces for item in (*piece.uses, *piece.tied)}.values():
             self._take(item)
@@ -57,12 +60,12 @@ class Stage(Module):
 
     @property
     def first(self) -> bool:
-        """Whether the pipeline begins with it."""
+        """Whether this is the first stage."""
         return self.number == 0
 
     @property
     def last(self) -> bool:
-        """Whether the pipeline ends with it."""
+        """Whether this is the last stage."""
         return self.number == self.count - 1
 
     @property
@@ -88,7 +91,7 @@ class Stage(Module):
         return super().__call__(x, batch)
 
     def refresh(self) -> None:
-        """Copy the owner's current values to its replicas; each call begins so.
+        """Copy the owner's current values to its replicas. Each call of the stage begins with it.
 
         Also before something gathers it. Collective over the ranks of this stage where it was written.
         """
@@ -104,7 +107,7 @@ class Stage(Module):
         raise TypeError(f"copy.deepcopy: {self.label} belongs to a model that lies on several ranks")
 
     def _take(self, item: Module | Parameter) -> None:
-        """Hold it where the model does, below modules that do nothing."""
+        """Hold a module at its path in the model, below modules that do nothing."""
         *above, own = item.name.split(".")
         holder: Module = self
         for name in above:
@@ -177,7 +180,7 @@ def pipeline_stages(
 
 
 class _Refusing:
-    """Around the forward of a model that has stages."""
+    """Refuses the forward of a model that has stages."""
 
     layer, every_entry = WrapperOrder.STAGES, False
 
@@ -191,10 +194,10 @@ class _Refusing:
 def sum_tied(model: Module) -> None:
     """Add up the gradients of each parameter that two stages use, on the ranks of both.
 
-    Once in a step, after all its backwards and before clipping and the update: from then on the copies have
-    Once in a step, after all its backwards and before clipping and the update: then the copies are
+    Call it once in a step, after all backwards and before clipping and the update. The copies are then
     bitwise identical. Collective over the ranks of these stages that hold the same shard; nothing where no
-    parameter is tied. The sum is the first stage's gradient plus the last's. Both stages must shard it
+    parameter is tied. The sum is the first stage's gradient plus the last's. Both stages must shard the
+    parameter alike. Raises RuntimeError if a trained parameter has no gradient.
     """
     for twin in (
         twin for stage in stages_of(model) for twin in stage.tied_replicas if twin.own.requires_grad
@@ -230,7 +233,7 @@ def _pieces(model: Module, mesh: DeviceMesh) -> list[Piece]:
 
 
 def _check_apart(model: Module, mesh: DeviceMesh) -> None:
-    """Raise ValueError for a module that would wait for ranks along `mesh`, which have other stages."""
+    """Raise ValueError if a module would wait for ranks along `mesh`: those ranks have other stages."""
     for module in model.modules():
         meshes = [p.placement.mesh for p in module._parameters.values() if p.placement is not None]
         if isinstance(module, Router) and module.balance_mesh is not None:
@@ -281,7 +284,7 @@ def _begins(
 
 
 def listed(must: str, value: Any) -> list:
-    """The items of a list or another collection. Raises TypeError, in these words, for other types."""
+    """The items of a collection, as a list. Raises TypeError with this message for other types."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError(f"{must}, got {value!r:.60}")
     return list(value)
@@ -361,7 +364,7 @@ def _used(model: Module, pieces: list[Piece], begins: list[int]) -> dict[int, tu
 def _check_same_on_all_ranks(
     control: Communicator, model: Module, begins: list[int], ranks: list[int]
 ) -> None:
-    """Raise ValueError for ranks whose stages are not stages of one model."""
+    """Raise ValueError if the stages of all ranks are not stages of one model."""
     described = [(p.name, p.whole_shape, p.seed, p.requires_grad) for p in model.parameters()]
     if differing := objects.differing_ranks(control, (described, begins, ranks)):
         raise ValueError(f"pipeline_stages: ranks {differing} have another model, seed or cut than rank 0")
@@ -370,7 +373,7 @@ def _check_same_on_all_ranks(
 def _places(
     mesh: DeviceMesh, ranks: list[int], used: dict[int, tuple[int, ...]]
 ) -> dict[tuple[int, ...], PipelinePlacement]:
-    """For each stage, and stages with something in common, the ranks that have it. Collective over `mesh`."""
+    """The ranks of each stage, and of each set of stages that share parameters. Collective over `mesh`."""
     alone = {(stage,): PipelinePlacement(mesh, (stage,), (rank,)) for stage, rank in enumerate(ranks)}
     tied = {}
     for stages in sorted({stages for stages in used.values() if len(stages) > 1}):
@@ -380,7 +383,7 @@ def _places(
 
 
 def _again(pieces: list[Piece], number: int, ranks: list[int]) -> list[TiedReplica]:
-    """Replicas of parameters of these pieces that an earlier stage on the rank of stage `number` uses too."""
+    """Replicas of the parameters that an earlier stage on the rank of stage `number` also uses."""
     tied = {id(p): p for piece in pieces for p in piece.tied_parameters()}.values()
     return [
         TiedReplica(p) for p in tied if p.pipeline.stages[0] < number and p.pipeline.ranks[0] == ranks[number]

@@ -81,7 +81,7 @@ class StagedModel:
         return Work(loss, batches, partial(self._arguments_for, call, inputs))
 
     def check_count(self, call: str, work: Work) -> None:
-        """Raise ValueError for another number of micro-batches than the table's."""
+        """Raise ValueError unless the number of micro-batches is the table's."""
         if len(work.batches) != self.table.micro_batches:
             raise ValueError(
                 f"{call}: the table has {self.table.micro_batches} micro-batches, got {len(work.batches)}"
@@ -106,7 +106,7 @@ class StagedModel:
 
 
 def _check_inputs(found: str, given: Any) -> None:
-    """Raise TypeError for values that no model can be called with."""
+    """Raise TypeError unless `given` can be the arguments of a model."""
     if not isinstance(given, tuple | Mapping):
         raise TypeError(
             f"{found} {type(given).__name__}; the model is called with a tuple, or a mapping from names"
@@ -114,7 +114,7 @@ def _check_inputs(found: str, given: Any) -> None:
 
 
 def _names(items: Iterable[Module | Parameter]) -> list[str]:
-    """Of all modules there."""
+    """The names of all modules below."""
     return [module.name for item in items if isinstance(item, Module) for module in item.modules()]
 
 
@@ -295,7 +295,7 @@ def _or_zeros(gradient: Array | None, shape: tuple) -> Array:
 
 
 def _check_loss(loss: Any) -> None:
-    """Raise TypeError for an output without a backward, where there is one."""
+    """Raise TypeError if the loss must have a backward and has none."""
     if autograd.is_grad_enabled() and not (isinstance(loss, Tensor) and loss.data.size == 1):
         got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(f"Pipeline.step: the loss function must give a tensor of one number, got {got}")

@@ -38,7 +38,7 @@ class Alias(PlacedStorage):
 
 
 class TiedReplica:
-    """A parameter `own`, and its twin `parameter`."""
+    """A parameter `own`, and its replica `parameter`."""
 
     def __init__(self, own: Parameter) -> None:
         self.own = own
@@ -46,12 +46,12 @@ class TiedReplica:
         self.parameter.seed, self.parameter.placement = own.seed, own.placement
         self.parameter.pipeline = replace(own.pipeline, twin=True)
         self.parameter.storage = Alias(self.parameter, own.storage)
-        self._writes = 0  # to the owner's shard, that the twin's knows of
+        self._writes = 0  # of the owner's shard that the replica has copied
 
     def refresh(self) -> None:
-        """Have the twin's values those of its owner. Collective over the ranks of the stages.
+        """Copy the owner's values to the replica. Collective over the ranks of the stages.
 
-        Raises ValueError where they are not sharded alike.
+        Raises ValueError if the two are not sharded alike.
         """
         own, twin = self.own, self.parameter
         twin.requires_grad = own.requires_grad
@@ -67,7 +67,7 @@ class TiedReplica:
                 device.of(shard).copy(shard, own.shard)
 
     def add_gradient(self) -> None:
-        """Add the replica's gradient to the owner's, and drop it. RuntimeError if one has none."""
+        """Add the replica's gradient to the owner's, and drop it. Raises RuntimeError if one is missing."""
         gradient, more = gradient_of(self.own), gradient_of(self.parameter)
         gradient += more
         self.parameter.storage.zero_grad()
@@ -76,7 +76,7 @@ class TiedReplica:
 def with_tied_replicas(module: Module, tied_replicas: Collection[TiedReplica]) -> Module:
     """`module` with tied_replicas in place of their owners; a module without any stays the same.
 
-    A new object, without a parent, with the same name.
+    Returns a new object without a parent, with the same name.
     """
     by_owner = {id(twin.own): twin.parameter for twin in tied_replicas}
     parameters = {name: by_owner.get(id(p), p) for name, p in module._parameters.items()}
@@ -94,7 +94,7 @@ def with_tied_replicas(module: Module, tied_replicas: Collection[TiedReplica]) -
 
 
 def gradient_of(tied: Parameter) -> Array:
-    """The sum over all micro-batches of a step, to be added to another. RuntimeError where there is none."""
+    """The sum over all micro-batches of a step, to be added to another. Raises RuntimeError if it is missing."""
     tied.storage.refuse_applied("sum_tied")
     gradient = tied.storage.complete_gradient()
     if gradient is None:
