@@ -94,7 +94,7 @@ def with_tied_replicas(module: Module, tied_replicas: Collection[TiedReplica]) -
 
 
 def gradient_of(tied: Parameter) -> Array:
-    """The sum over all micro-batches of a step, to be added to another. Raises RuntimeError if it is missing."""
+    """The sum over all micro-batches of a step. Raises RuntimeError if there is none."""
     tied.storage.refuse_applied("sum_tied")
     gradient = tied.storage.complete_gradient()
     if gradient is None:
