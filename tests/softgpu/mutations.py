@@ -156,7 +156,7 @@ def _take_over(old: dict, new: dict, module: str) -> None:
         value = inspect.unwrap(value) if callable(value) else value
         if getattr(value, "__module__", None) != module or value is before:
             continue
-        if inspect.isfunction(value):
+        if inspect.isfunction(value) and value.__code__.co_filename != "<string>":  # not dataclass's
             before.__code__ = value.__code__
         elif inspect.isclass(value):
             _take_over(vars(before), vars(value), module)
