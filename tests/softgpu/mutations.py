@@ -156,6 +156,8 @@ def _take_over(old: dict, new: dict, module: str) -> None:
         value = inspect.unwrap(value) if callable(value) else value
         if getattr(value, "__module__", None) != module or value is before:
             continue
+        if getattr(before, "__qualname__", "") != getattr(value, "__qualname__", ""):
+            continue  # an option has entered its own class at this name
         if inspect.isfunction(value) and value.__code__.co_filename != "<string>":  # not dataclass's
             before.__code__ = value.__code__
         elif inspect.isclass(value):
