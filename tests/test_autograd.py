@@ -9,7 +9,7 @@ from shardrt import Tensor, autograd, enable_grad, is_grad_enabled, no_grad
 from shardrt import functional as F
 from shardrt.autograd import Function, Variable
 from tests import lab
-from tests.gradcheck import check_direction, check_gradients, leaf, normal
+from tests.gradcheck import leaf, normal
 
 
 class Noted(Function):
@@ -132,10 +132,6 @@ def test_an_op_that_is_not_recorded_saves_nothing():
     assert seen == [()]
 
 
-def test_needs_tells_which_gradients_are_wanted():
-    assert F.mul(leaf([1.0]), Tensor(np.ones(1))).node.needs == (True, False)
-
-
 # -- where gradients go
 
 
@@ -248,24 +244,6 @@ def test_arrays_are_contiguous_for_an_op_that_is_not_strided():
 # -- the check of gradients itself
 
 
-@pytest.mark.parametrize("check", [check_gradients, check_direction])
-@pytest.mark.parametrize("factor", [1 + 1e-5, 0.0, -1.0])
-def test_the_check_finds_a_wrong_gradient(check, factor):
-    class Wrong(Function):
-        __slots__ = ()
-
-        def forward(self, x):
-            self.saved = (x,)
-            return x * x
-
-        def backward(self, dy):
-            (x,) = self.saved
-            return 2 * x * dy * factor
-
-    with pytest.raises(AssertionError, match="off, relative"):
-        check(Wrong.apply, leaf(normal(3, 4)))
-
-
 # -- errors
 
 
@@ -274,8 +252,8 @@ def pair():
 
 
 test_a_gradient_has_the_shape_of_the_tensor = lab.refusals(
-    (lambda: pair().backward(), ValueError, r"pass a gradient for shape \(2,\)"),
-    (lambda: pair().backward(np.ones(3)), ValueError, r"gradient has shape \(3,\), the tensor \(2,\)"),
+    (lambda: pair().backward(), r"pass a gradient for shape \(2,\)"),
+    (lambda: pair().backward(np.ones(3)), r"gradient has shape \(3,\), the tensor \(2,\)"),
 )
 
 

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from shardrt import device
-from shardrt.comm import init_device_mesh
 from shardrt.comm import world as worlds
 from shardrt.comm.single import SingleCommunicator
 from shardrt.comm.staged import StagedCommunicator
 from shardrt.device import StreamError, host, timeline
-from shardrt.fsdp import CPUOffloadPolicy, units
+from shardrt.fsdp import CPUOffloadPolicy
 from tests import lab
 from tests.beside import Beside, OverHost
 
@@ -70,20 +69,6 @@ def test_a_device_of_any_kind_trains_as_the_cpu_does(offload):
     found, there = lab.first(2, body, Beside)
     lab.assert_equal(found[::2], lab.first(2, body, lambda: "cpu")[0][::2])
     assert {(there.host.kind, there.kind), (there.kind, there.host.kind)} <= there.copied
-
-
-def test_what_is_offloaded_lies_in_what_the_device_has_pinned():
-    here, before = Beside(), device.current()
-    try:
-        mesh = init_device_mesh(here)
-        assert mesh.device is device.current() is here
-        model = lab.shard(lab.Net(), mesh, offload_policy=CPUOffloadPolicy())
-        units(model)
-        storages = {parameter.storage for parameter in model.parameters()}
-        arrays = [array for each in storages for array in (each.shard, each.new_state("first moment"))]
-    finally:
-        device.set_current(before)
-    assert {type(array) for array in arrays} == {here.host.kind}
 
 
 @pytest.mark.parametrize("reduction", ["tree", "nccl"])

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from shardrt.comm import init_device_mesh, interceptors, recording, thread
+from shardrt.comm import init_device_mesh, interceptors, recording
 from shardrt.faults import diagnosis, flight
 from shardrt.faults.flight import DamagedFlight, Recorder, read, read_all
 from shardrt.tools import autopsy
@@ -248,11 +248,6 @@ def test_a_rank_whose_file_is_missing_is_reported(tmp_path):
     assert read_all(tmp_path)[1] == [f"no flight file of rank 1 in {tmp_path}"]
 
 
-def test_a_thread_world_has_files_of_its_own(tmp_path):
-    thread.run(2, recorded, tmp_path)
-    assert {found.rank: found.size for found in read_all(tmp_path)[0]} == {0: 2, 1: 2}
-
-
 def in_groups(folder):
     """Two groups of two; {0, 1} has called three times, {2, 3} once; rank 0 waits for rank 1."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -292,15 +287,6 @@ def test_a_name_says_which_ranks_belong_to_a_communicator(ranks, name):
     assert recording.group_name("g", list(ranks), 8) == name
     assert list(flight.members(name, 8)) == list(flight.members(f"{name}~2", 8)) == list(ranks)
     assert flight.members("ther[0,1,4]~"[1:] + "[", 8) is None  # the end of a name that was too long
-
-
-def test_who_waits_for_a_message_waits_for_its_sender_alone(tmp_path):
-    flights = waiting(tmp_path, [[], [("g", 2, False)], [("g", 2, False)]])
-    recorder = Recorder(tmp_path, 0, 3)
-    recorder._write(flight.ENTERED, *recorder.facts("g", 2, "recv", "from rank 2", None))
-    flights = read_all(tmp_path)[0]
-    assert diagnosis.waits_for(flights[0], flights) == [2]
-    assert diagnosis.blame(flights).endswith("rank 0 waits in recv from rank 2, of g")
 
 
 def test_without_room_for_a_file_it_records_in_memory(tmp_path):

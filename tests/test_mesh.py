@@ -104,31 +104,29 @@ def _recorded_names(mesh):
     return [part.communicator("x").interceptors[0].name for part in (mesh, mesh["b"], mesh["a"], turned)]
 
 
-def test_an_axis_that_is_missing_is_told_and_where_it_is():
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_shard", "tp"))
-    with pytest.raises(ValueError, match=r"'cp' is not an axis of DeviceMesh\('cpu', .*, rank 0 of 1\)$"):
-        mesh["cp"]
-    with pytest.raises(ValueError, match=r"'tp' is not an axis of .*; its root .* has this axis"):
-        mesh["dp_shard"]["tp"]
-    with pytest.raises(ValueError, match=r"is not an axis of .*no names: pass mesh_dim_names"):
-        init_device_mesh("cpu", (1, 1))["dp_shard", "tp"]
+def ones(*names):
+    """A mesh of one rank."""
+    return init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
 
 
-@pytest.mark.parametrize(
-    ("message", "ask"),
-    [
-        ("'cp' is not an axis of DeviceMesh", lambda mesh: mesh["cp"]),
-        ("must be one axis or several", lambda mesh: mesh["a", "a"]),
-        ("must be one axis or several", lambda mesh: mesh[()]),
-        (
-            "fold: 'ep' has size 2, which does not divide the 1 ranks",
-            lambda mesh: mesh.fold("ep", 2, over="a"),
-        ),
-    ],
+test_what_is_no_part_is_refused = lab.refusals(
+    (
+        lambda: ones("dp_shard", "tp")["cp"],
+        r"'cp' is not an axis of DeviceMesh\('cpu', .*, rank 0 of 1\)$",
+    ),
+    (
+        lambda: ones("dp_shard", "tp")["dp_shard"]["tp"],
+        r"'tp' is not an axis of .*; its root .* has this axis",
+    ),
+    (
+        lambda: init_device_mesh("cpu", (1, 1))["dp_shard", "tp"],
+        r"is not an axis of .*no names: pass mesh_dim_names",
+    ),
+    (lambda: ones("a")["a", "a"], "must be one axis or several"),
+    (lambda: ones("a")[()], "must be one axis or several"),
+    (lambda: ones("a").fold("a2", 2, over="a"), "fold: 'a2' has size 2, which does not divide the 1 ranks"),
+    (lambda: ones("dp").fold("ep", 1, rest="ep"), "'ep' and the rest of .* must have two names"),
 )
-def test_what_is_no_part_is_refused(message, ask):
-    with pytest.raises(ValueError, match=message):
-        ask(init_device_mesh("cpu", (1,), mesh_dim_names=("a",)))
 
 
 # Folds
@@ -159,17 +157,6 @@ def folded(shape, names, over, size):
     return run_ranks(int(np.prod(shape)), body)
 
 
-def test_an_axis_of_four_is_folded_in_two():
-    found = folded((4,), ("dp_shard",), ("dp_shard",), 2)
-    assert [message["ep"] for message in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [message["efsdp"] for message in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    for message in found:
-        assert message["again"] == (message["ep"], message["efsdp"]) and message["both"] == [0, 1, 2, 3]
-        assert message["efsdp outside ep"] == [0, 1, 2, 3] and message["ep outside efsdp"] == [0, 2, 1, 3]
-        assert message["same"] and message["meet"] == [True] and message["names"] == ["ep", "efsdp"]
-    assert [message["but"] for message in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_three_axes_are_folded_at_any_place(size):
     """Against the arrays of ranks themselves; 4 are two whole axes."""
@@ -178,6 +165,7 @@ def test_three_axes_are_folded_at_any_place(size):
     for rank, message in enumerate(folded((2, 2, 2), names, names, size)):
         row, column = np.argwhere(ranks == rank)[0]
         assert message["ep"] == ranks[row].tolist() and message["efsdp"] == ranks[:, column].tolist()
+        assert message["again"] == (message["ep"], message["efsdp"]) and message["names"] == ["ep", "efsdp"]
         assert message["both"] == list(range(8)) and message["same"]
         assert message["efsdp outside ep"] == list(range(8))
         assert message["ep outside efsdp"] == ranks.T.ravel().tolist()
@@ -209,27 +197,24 @@ def test_a_fold_of_an_axis_that_others_lie_inside():
         assert message["but"] == (e * 2 + t, p) and message["meet"] == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("message", "size", "over"),
-    [
-        ("'ep' has size 3, which does not divide the 4 ranks of .'dp',", 3, ("dp",)),
-        ("'pp' is not an axis of DeviceMesh", 2, ("pp",)),
-        (r"the axes of .*'dp', 'tp'.* must be neighbours in .*'cp'", 2, ("dp", "tp")),
-        (r"the axes of .*'cp', 'dp'.* must be neighbours in .*, in their order", 2, ("cp", "dp")),
-        (r"3 ranks along 'ep' cut across .*'cp'.*take a size that is made of whole axes", 3, ("cp", "tp")),
-    ],
+def fold_of_24(size, *over):
+    init_device_mesh("cpu", (4, 3, 2), mesh_dim_names=("dp", "cp", "tp")).fold("ep", size, over=over)
+
+
+test_a_fold_that_cannot_be_is_refused = lab.refusals(
+    (lambda: fold_of_24(3, "dp"), "'ep' has size 3, which does not divide the 4 ranks of .'dp',"),
+    (lambda: fold_of_24(2, "pp"), "'pp' is not an axis of DeviceMesh"),
+    (lambda: fold_of_24(2, "dp", "tp"), r"the axes of .*'dp', 'tp'.* must be neighbours in .*'cp'"),
+    (
+        lambda: fold_of_24(2, "cp", "dp"),
+        r"the axes of .*'cp', 'dp'.* must be neighbours in .*, in their order",
+    ),
+    (
+        lambda: fold_of_24(3, "cp", "tp"),
+        r"3 ranks along 'ep' cut across .*'cp'.*take a size that is made of whole axes",
+    ),
+    ranks=24,
 )
-def test_a_fold_that_cannot_be_is_refused(message, size, over):
-    def body():
-        with pytest.raises(ValueError, match=message):
-            init_device_mesh("cpu", (4, 3, 2), mesh_dim_names=("dp", "cp", "tp")).fold("ep", size, over=over)
-
-    run_ranks(24, body)
-
-
-def test_a_fold_of_two_axes_with_one_name_is_refused():
-    with pytest.raises(ValueError, match="'ep' and the rest of .* must have two names"):
-        init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)).fold("ep", 1, rest="ep")
 
 
 # fully_shard
@@ -308,8 +293,7 @@ def test_no_communicator_joins_ranks_of_two_axes_that_were_not_asked_for():
 
 def test_names_say_what_is_copied_and_what_is_cut():
     def strategy(*names):
-        mesh = init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
-        return units(fully_shard(lab.Block(), mesh=mesh))[0].settings.strategy.name
+        return units(fully_shard(lab.Block(), mesh=ones(*names)))[0].settings.strategy.name
 
     assert strategy(*DATA) == "HYBRID_SHARD"
     assert strategy("dp_replicate") == "NO_SHARD"
@@ -327,6 +311,5 @@ def test_names_say_what_is_copied_and_what_is_cut():
     ],
 )
 def test_axes_along_which_nothing_may_be_cut_are_refused(names, message):
-    mesh = init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
     with pytest.raises(ValueError, match=message):
-        fully_shard(lab.Block(), mesh=mesh)
+        fully_shard(lab.Block(), mesh=ones(*names))

@@ -86,8 +86,11 @@ def gradients(model):
 # -- what it computes
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gelu_tanh", "silu", "relu"])
+@pytest.mark.parametrize(
+    ("router", "activation"),
+    [(router, "swiglu") for router in ROUTERS]
+    + [("mixtral", activation) for activation in ("gelu", "gelu_tanh", "silu", "relu")],
+)
 def test_gradients(router, activation):
     layer = moe(router, activation, shared=router == "mixtral", dtype=np.float64)
     parameters = list(layer.parameters())
@@ -192,7 +195,7 @@ def test_late_gradients_are_the_same_bits(router):
     lab.assert_equal(gradients(late), gradients(plain))
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("router", ["mixtral", "deepseek", "capacity", "top2gate"])
 @pytest.mark.parametrize("saving", [checkpoint, partial(checkpoint, policy="matmul"), offload_activations])
 def test_recomputed_and_offloaded_it_is_the_same_bits_and_counts_once(router, saving):
     plain, again = Stack(router), Stack(router)
@@ -359,15 +362,15 @@ def test_the_plan_is_what_a_step_takes_however_skewed_it_is(router):
 
 
 test_what_does_not_fit_is_an_error = lab.refusals(
-    (lambda: nn.TopKRouter(6, 4, 5), ValueError, "TopKRouter: per_token must be at most 4, got 5"),
-    (lambda: nn.TopKRouter(6, 4, 0), ValueError, "TopKRouter: per_token must be at least 1, got 0"),
-    (lambda: nn.TopKRouter(6, 0, 1), ValueError, "TopKRouter: n_experts must be at least 1, got 0"),
-    (lambda: nn.TopKRouter(6, 4, 1, score="max"), ValueError, "TopKRouter: score must .* got 'max'"),
-    (lambda: nn.TopKRouter(6, 4, 1, capacity_factor=0), ValueError, "_factor must be positive, got 0"),
-    (lambda: nn.Top2Gate(6, 1), ValueError, "Top2Gate: n_experts must be at least 2, got 1"),
-    (lambda: nn.Experts(4, 6, 5, activation="tanh"), ValueError, "Experts: activation must .* got 'tanh'"),
-    (lambda: nn.Experts(4, 6, 0), ValueError, "Experts: hidden must be at least 1, got 0"),
-    (lambda: nn.MoE(nn.TopKRouter(6, 3, 1), nn.Experts(4, 6, 5)), ValueError, "router has 3 experts, .* 4"),
-    (lambda: moe()(Tensor(normal(3, 7))), ValueError, r"linear: x must be \(\.\.\., 6\) for weight \(4, 6\)"),
+    (lambda: nn.TopKRouter(6, 4, 5), "TopKRouter: per_token must be at most 4, got 5"),
+    (lambda: nn.TopKRouter(6, 4, 0), "TopKRouter: per_token must be at least 1, got 0"),
+    (lambda: nn.TopKRouter(6, 0, 1), "TopKRouter: n_experts must be at least 1, got 0"),
+    (lambda: nn.TopKRouter(6, 4, 1, score="max"), "TopKRouter: score must .* got 'max'"),
+    (lambda: nn.TopKRouter(6, 4, 1, capacity_factor=0), "_factor must be positive, got 0"),
+    (lambda: nn.Top2Gate(6, 1), "Top2Gate: n_experts must be at least 2, got 1"),
+    (lambda: nn.Experts(4, 6, 5, activation="tanh"), "Experts: activation must .* got 'tanh'"),
+    (lambda: nn.Experts(4, 6, 0), "Experts: hidden must be at least 1, got 0"),
+    (lambda: nn.MoE(nn.TopKRouter(6, 3, 1), nn.Experts(4, 6, 5)), "router has 3 experts, .* 4"),
+    (lambda: moe()(Tensor(normal(3, 7))), r"linear: x must be \(\.\.\., 6\) for weight \(4, 6\)"),
     (lambda: moe()(Tensor(normal(3, 6))), TypeError, "all float64, got x float64, weight float32"),
 )

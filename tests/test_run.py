@@ -118,12 +118,6 @@ def test_restarts_are_counted_from_the_newest_checkpoint(start):
     assert "of --restarts 1 none is left" in said
 
 
-def test_the_first_wait_is_as_long_as_told(start):
-    _, _, _, said = start([(9, 0), (9, 0), (0, 2)], "--back-off", "0.03")
-    assert "start 0: ended with exit code 9; step 0 is saved; again in 0.03 s" in said
-    assert "start 1: ended with exit code 9; step 0 is saved; again in 0.06 s" in said
-
-
 def test_a_checkpoint_without_a_manifest_is_none(start, tmp_path):
     """As one in a bucket is while it is written."""
     (tmp_path / "runs/a/checkpoints/step-00000009").mkdir(parents=True)
@@ -298,11 +292,6 @@ def test_the_file_of_the_hosts_that_are_left_is_removed(start, tmp_path, monkeyp
     _, starts, _, _ = start([(0, 2)], arguments=words)
     assert starts[0][1] == "2" and starts[0][3].startswith(str(tmp_path / "shardrt-hosts-"))
     assert not list(tmp_path.glob("shardrt-hosts-*"))
-
-
-def test_a_wrong_setting_ends_a_job_of_all_ranks_at_once(start, monkeypatch):
-    without(monkeypatch)
-    assert start([(2, 0)], arguments=LISTED)[0] == 2
 
 
 def test_a_job_waits_for_hosts_that_it_needs(start, monkeypatch):

@@ -69,7 +69,7 @@ def tried(capsys, *command):
     return code
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_damaged_runs_are_reported_or_refused_in_a_line(tmp_path, capsys, seed):
     chosen = random.Random(seed)
     codes = set()

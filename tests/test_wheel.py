@@ -14,7 +14,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import shardrt
-from tests import test_readme as readme
 from tests.ranks import BACKSTOP, clean_environment
 from tests.test_watching import ABOUT, step, written
 
@@ -117,15 +116,6 @@ def installed(wheel, tmp_path_factory):
 
     run.folder = folder
     return run
-
-
-@pytest.mark.slow
-def test_the_program_of_the_readme_trains_where_only_the_wheel_is_beside_the_other_kernels(installed):
-    program = readme.program().replace("range(30)", "range(3)")
-    others = "import kernels\nassert callable(kernels.get_kernel)\n"
-    kept = "shardrt.checkpoint.save('weights', model)\nshardrt.checkpoint.load('weights', model)\n"
-    output = installed("python", "-c", f"{others}{program}\n{kept}print(shardrt.__file__)")
-    assert output.count("loss") == 3 and str(installed.folder) in output
 
 
 @pytest.mark.slow
