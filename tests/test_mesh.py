@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from shardrt import nn, optim
+from shardrt import optim
 from shardrt.comm import init_device_mesh, mesh_layout, thread
-from shardrt.comm.recording import record, recorder_of
 from shardrt.fsdp import fully_shard, units
 from tests import lab
 from tests.ranks import run_ranks
@@ -54,7 +53,7 @@ def cube():
         ]
         sizes = [mesh.size_of("dp"), pair.size_of("tp"), mesh.rank_of("pp"), mesh.rank_of("tp"), fold.shape]
         names = [pair.mesh_dim_names, mesh.flat("dp", "tp").mesh_dim_names, fold.mesh_dim_names]
-        return facts, same, sizes, names, recorder_of(mesh.flat("dp", "tp"), "control", *range(4))[1]
+        return facts, same, sizes, names
 
     return run_ranks(8, body)
 
@@ -81,27 +80,10 @@ def test_axes_are_made_one_or_folded_anew(cube):
 
 
 def test_a_sub_mesh_is_one_object_and_shares_communicators_and_streams(cube):
-    for rank, (_, same, sizes, names, _) in enumerate(cube):
+    for rank, (_, same, sizes, names) in enumerate(cube):
         assert all(same), same
         assert sizes == [2, 2, rank // 4, rank % 2, (1, 4)]
         assert names == [("pp", "tp"), ("dp_tp",), ("edp", "ep")]
-
-
-def test_the_recorder_has_another_name_for_every_group(cube):
-    assert [message for *_, message in cube] == ["control[0:4]"] * 4 + ["control[4:8]"] * 4
-    body = lambda: _recorded_names(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))  # noqa: E731
-    assert run_ranks(4, body)[3] == ["x", "x[2:4]", "x[1:4:2]", "x[0,2,1,3]"]
-
-
-def _recorded_names(mesh):
-    class Recorder:
-        meshes = 0
-
-    turned = mesh["b", "a"]
-    for part in (mesh, mesh["b"], mesh["a"], turned):
-        part.communicator("x")
-    record(mesh, Recorder())
-    return [part.communicator("x").interceptors[0].name for part in (mesh, mesh["b"], mesh["a"], turned)]
 
 
 def ones(*names):
@@ -259,36 +241,6 @@ def test_a_unit_on_fewer_ranks_than_the_others_is_refused():
 # Axes whose names say what is done along them
 
 DATA = ("dp_replicate", "dp_shard")
-
-
-def in_cube():
-    """Four ranks train a model and four another: of each communicator its role and ranks."""
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=(*DATA, "tp"))
-    model = lab.shard(lab.seeded(), mesh[DATA])
-    clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # noqa: E731
-    lab.train(model, mesh[DATA], 2, after=clip)
-    return mesh.coordinate, list(mesh._state.communicators)
-
-
-def test_no_communicator_joins_ranks_of_two_axes_that_were_not_asked_for():
-    """Those of the shards, of the copies, of both together; never two places along the third axis."""
-    ranks = np.arange(8).reshape(2, 2, 2)
-    for (replicate, dp, tp), made in run_ranks(8, in_cube):
-        groups = {
-            "shards": ranks[replicate, :, tp],
-            "copies": ranks[:, dp, tp],
-            "both": ranks[:, :, tp],
-        }
-        allowed = {tuple(group.ravel().tolist()): name for name, group in groups.items()}
-        roles = {(role, allowed.get(members)) for role, members in made}
-        assert roles == {
-            ("gather", "shards"),
-            ("reduce", "shards"),
-            ("control", "shards"),
-            ("copies", "copies"),
-            ("control", "both"),
-            ("used", "both"),
-        }
 
 
 def test_names_say_what_is_copied_and_what_is_cut():

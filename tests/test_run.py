@@ -72,12 +72,8 @@ def test_a_job_is_started_again_until_it_is_done(start):
     assert [(row["what"], row["start"]) for row in log] == [
         (w, i) for i in range(4) for w in ("start", "end")
     ]
-    assert [(row["code"], row["step"]) for row in log if row["what"] == "end"] == [
-        (124, 4),
-        (9, 4),
-        (1, 6),
-        (0, 8),
-    ]
+    ends = [(row["code"], row["step"]) for row in log if row["what"] == "end"]
+    assert ends == [(124, 4), (9, 4), (1, 6), (0, 8)]
     assert "start 0: ended with exit code 124; step 4 is saved; again in 0.01 s" in said
     assert "start 1: ended with exit code 9; step 4 is saved; again in 0.02 s" in said  # nothing was saved
     assert "start 2: ended with exit code 1; step 6 is saved; again in 0.01 s" in said
@@ -136,15 +132,19 @@ def test_a_log_that_can_not_be_begun_is_refused_and_one_that_is_full_ends_nothin
     assert said.count("the log lacks this line: /dev/full: No space left on device") == 4
 
 
+def started(tmp_path, *words, job=("--name", "a", "--resume", "auto"), **how):
+    """How `shardrt run` of the job ends as a process of its own."""
+    command = [sys.executable, "-m", "shardrt", "run", *words, "--", sys.executable, "job.py", *job]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    return subprocess.run(command, cwd=tmp_path, env=environment, timeout=BACKSTOP, **how)
+
+
 def test_a_job_goes_on_where_nobody_reads_what_is_said(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "plan.json").write_text("[[9, 2], [9, 4], [65, 0]]")
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "shardrt", "run", "--restarts", "1", "--back-off", "0.01", "--"]
-    command += [sys.executable, "job.py", "--name", "a", "--resume", "auto"]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    (tmp_path / "plan.json").write_text("[[9, 2], [9, 4], [65, 0]]")
-    done = subprocess.run(command, cwd=tmp_path, env=environment, stderr=write, timeout=BACKSTOP)
+    done = started(tmp_path, "--restarts", "1", "--back-off", "0.01", stderr=write)
     os.close(write)
     assert (done.returncode, (tmp_path / "plan.json").read_text()) == (65, "[]")
 
@@ -220,18 +220,13 @@ def test_what_was_asked_to_stop_is_not_started_again(start, stops, tmp_path, num
 
 def test_a_terminal_interrupts_a_job_once(tmp_path):
     (tmp_path / "job.py").write_text(STOPPED)
-    words = [sys.executable, "-m", "shardrt", "run", "--", sys.executable, "job.py", "2", "1", "1"]
-    words += ["--name", "a", "--resume", "auto"]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        words,
-        cwd=tmp_path,
-        env=environment,
+    done = started(
+        tmp_path,
+        job=("2", "1", "1", "--name", "a", "--resume", "auto"),
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # of a terminal, not of nohup
         capture_output=True,
         text=True,
-        timeout=BACKSTOP,
     )
     assert done.returncode == 130, done.stderr
     assert "not started again: SIGINT asked it to stop" in done.stderr
