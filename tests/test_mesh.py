@@ -29,16 +29,12 @@ def cube():
     def body():
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=AXES)
         pair, turned = mesh["pp", "tp"], mesh["tp", "pp"]
-        fold = mesh.fold("ep", 4, over=("dp", "tp"), rest="edp") if mesh.size == 8 else None
         facts = {
             **{name: met(mesh[name]) for name in AXES},
             "pair": met(pair),
             "turned": met(turned),
             "inner": met(pair["tp"]),
             "flat": met(mesh.flat("dp", "tp")),
-            "ep": met(mesh.fold("ep", 2, over=("dp", "tp"), rest="edp")["ep"]),
-            "edp": met(mesh.fold("ep", 2, over=("dp", "tp"), rest="edp")["edp"]),
-            "all in ep": met(fold["ep"]),
         }
         same = [
             mesh["dp"] is mesh["dp"],
@@ -49,10 +45,10 @@ def cube():
             mesh.flat("dp") is mesh["dp"],
             mesh.communicator("gather", "tp") is mesh["tp"].communicator("gather"),
             mesh["dp"].stream("gather") is mesh.stream("gather"),
-            mesh["dp"].root is mesh and fold["ep"].root is mesh,
+            mesh["dp"].root is mesh,
         ]
-        sizes = [mesh.size_of("dp"), pair.size_of("tp"), mesh.rank_of("pp"), mesh.rank_of("tp"), fold.shape]
-        names = [pair.mesh_dim_names, mesh.flat("dp", "tp").mesh_dim_names, fold.mesh_dim_names]
+        sizes = [mesh.size_of("dp"), pair.size_of("tp"), mesh.rank_of("pp"), mesh.rank_of("tp")]
+        names = [pair.mesh_dim_names, mesh.flat("dp", "tp").mesh_dim_names]
         return facts, same, sizes, names
 
     return run_ranks(8, body)
@@ -69,21 +65,16 @@ def test_sub_meshes_are_the_slices_of_the_array_of_ranks(cube):
         assert facts["turned"] == ranks[:, d].T.ravel().tolist()
 
 
-def test_axes_are_made_one_or_folded_anew(cube):
-    ranks = np.arange(8).reshape(2, 4)
+def test_axes_are_made_one(cube):
     for rank, (facts, *_) in enumerate(cube):
-        part = ranks[rank // 4]
-        assert facts["flat"] == facts["all in ep"] == part.tolist()
-        folded = part.reshape(2, 2)
-        row, column = np.argwhere(folded == rank)[0]
-        assert facts["ep"] == folded[row].tolist() and facts["edp"] == folded[:, column].tolist()
+        assert facts["flat"] == np.arange(8).reshape(2, 4)[rank // 4].tolist()
 
 
 def test_a_sub_mesh_is_one_object_and_shares_communicators_and_streams(cube):
     for rank, (_, same, sizes, names) in enumerate(cube):
         assert all(same), same
-        assert sizes == [2, 2, rank // 4, rank % 2, (1, 4)]
-        assert names == [("pp", "tp"), ("dp_tp",), ("edp", "ep")]
+        assert sizes == [2, 2, rank // 4, rank % 2]
+        assert names == [("pp", "tp"), ("dp_tp",)]
 
 
 def ones(*names):
@@ -125,7 +116,7 @@ def folded(shape, names, over, size):
         return {
             "ep": met(fold["ep"]),
             "efsdp": met(fold["efsdp"]),
-            "again": (mesh.along(ep).ranks.tolist(), mesh.along(rest).ranks.tolist()),
+            "again": (mesh.along(ep).ranks.ravel().tolist(), mesh.along(rest).ranks.ravel().tolist()),
             "both": met(mesh.along(mesh_layout.union(ep, rest))),
             "ep, tp": sorted(mesh.along(mesh_layout.union(ep, tp)).ranks.ravel().tolist()),
             "efsdp outside ep": mesh.along(rest, ep).ranks.ravel().tolist(),

@@ -12,9 +12,7 @@ from shardrt import functional as F
 from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
-from shardrt.deferred_gradients import DeferredGradients
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, set_world_invariant
-from shardrt.nn.module import WrapperOrder
 from shardrt.recompute import checkpoint
 from tests import lab
 from tests.gradcheck import check_direction, leaf, normal
@@ -182,19 +180,6 @@ def test_no_loss_is_a_zero_that_can_be_passed_on():
 # -- the same bits
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-def test_late_gradients_are_the_same_bits(router):
-    plain, late = Stack(router), Stack(router)
-    for number in range(2):
-        loss_of(plain, number).backward()
-    lates = [DeferredGradients(), DeferredGradients()]
-    for number, each in enumerate(lates):
-        loss_of(late, number).backward(deferred=each)
-    for each in lates:
-        each.flush()
-    lab.assert_equal(gradients(late), gradients(plain))
-
-
 @pytest.mark.parametrize("router", ["mixtral", "deepseek", "capacity", "top2gate"])
 @pytest.mark.parametrize("saving", [checkpoint, partial(checkpoint, policy="matmul"), offload_activations])
 def test_recomputed_and_offloaded_it_is_the_same_bits_and_counts_once(router, saving):
@@ -248,33 +233,6 @@ def test_mixed_precision_leaves_the_router_in_float32():
 
 def routers(model):
     return [module for module in model.modules() if isinstance(module, nn.Router)]
-
-
-class OnAnotherRank:
-    """Around Experts, as if they were elsewhere, in another order: what comes back is put right again."""
-
-    layer, every_entry = WrapperOrder.CONVERSION, False
-
-    def run(self, module, forward, /, rows, counts):
-        stops = np.cumsum(counts)
-        theirs = np.concatenate([np.arange(stops[i] - counts[i], stops[i]) for i in reversed(range(COUNT))])
-        sent = F.index_select(rows, 0, theirs)
-        there = F.index_select(forward(sent, counts[::-1]), 0, np.argsort(theirs))
-        return there
-
-
-@pytest.mark.parametrize("router", ["mixtral", "deepseek"])
-def test_what_is_attached_to_the_experts_sees_all_their_rows_and_nothing_else(router):
-    plain, elsewhere = moe(router), moe(router)
-    elsewhere.experts.up.data[:] = plain.experts.up.data[::-1]
-    elsewhere.experts.down.data[:] = plain.experts.down.data[::-1]
-    elsewhere.experts.wrap_forward(OnAnotherRank())
-    for layer in (plain, elsewhere):
-        loss_of(layer).backward()
-    found, expected = gradients(elsewhere), gradients(plain)
-    for name in ("experts.up", "experts.down"):
-        found[name] = found[name][::-1]
-    lab.assert_equal(found, expected)
 
 
 # -- load and bias

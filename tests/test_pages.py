@@ -52,15 +52,6 @@ def test_who_takes_has_the_memory_that_was_lent():
     assert not gradient.any(), "nobody lends anything: these are new pages"
 
 
-def test_gradients_are_given_away_before_what_the_pool_has():
-    pool, device = Pool(), cpu.CPUDevice()
-    gradient, activation = device.buffer(HUGE, np.uint8), pool.empty(HUGE, BYTES)
-    gradient[:], activation[:] = 1, 2
-    del activation
-    device.lend_pages(gradient)
-    assert (pool.empty(2 * HUGE, BYTES)[:HUGE] == 1).all()
-
-
 def test_a_part_gets_no_more_than_lies_inside():
     device = cpu.CPUDevice()
     gradient, other = device.buffer(3 * HUGE, np.uint8), device.buffer(4 * HUGE, np.uint8)

@@ -307,12 +307,6 @@ def test_hosts_are_not_waited_for_for_ever(start, monkeypatch):
     assert "it is not started again: of --restarts 3 none is left" in said
 
 
-def test_a_command_of_too_few_ranks_is_refused(start, capfd):
-    with pytest.raises(FileNotFoundError):
-        start([], "--min-ranks", "9", arguments=LISTED)
-    assert "the command starts 8 ranks, and --min-ranks is 9" in capfd.readouterr().err
-
-
 def test_a_report_is_new_where_its_time_is_another(start, tmp_path, monkeypatch):
     """By a file server whose clock is an hour behind; the old one says nothing, be it of the future."""
     flight = tmp_path / "runs" / "a" / "flight"
@@ -329,11 +323,21 @@ def test_a_report_is_new_where_its_time_is_another(start, tmp_path, monkeypatch)
     assert start([(7, 0)], "--restarts", "0")[0] == 124
 
 
-@pytest.mark.parametrize("arguments", ["--name a", "--resume auto", "--name a --resume x"])
-def test_a_command_that_would_begin_anew_is_refused(start, capfd, arguments):
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        ("", "--name a", "the command needs --name NAME and --resume auto"),
+        ("", "--resume auto", "the command needs --name NAME and --resume auto"),
+        ("", "--name a --resume x", "the command needs --name NAME and --resume auto"),
+        ("--min-ranks 9", " ".join(LISTED), "the command starts 8 ranks, and --min-ranks is 9"),
+    ],
+)
+def test_a_command_that_would_begin_anew_or_starts_too_few_ranks_is_refused(
+    start, capfd, options, arguments, message
+):
     with pytest.raises(FileNotFoundError):  # nothing was started
-        start([], arguments=arguments.split())
-    assert "the command needs --name NAME and --resume auto" in capfd.readouterr().err
+        start([], *options.split(), arguments=arguments.split())
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

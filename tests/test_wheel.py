@@ -157,4 +157,3 @@ def test_tools_read_a_run_where_only_the_wheel_is(installed):
     run.mkdir()
     (run / "metrics.jsonl").write_text(written(ABOUT, step(1)))
     assert "wrote" in installed("shardrt", "report", run)
-    assert "two ranks" in installed("shardrt", "doctor")
