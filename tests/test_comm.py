@@ -37,17 +37,11 @@ class TestSingle(Contract):
         body(SingleCommunicator())
 
 
-class TestTwoThreads(Contract):
-    size = 2
+class TestThreads(Contract):
+    """Five: a tree of three levels, in which a rank is left over twice."""
 
     def run(self, body):
-        run_ranks(self.size, lambda: body(create("thread")))
-
-
-class TestFiveThreads(TestTwoThreads):
-    """A tree of three levels, in which a rank is left over twice."""
-
-    size = 5
+        run_ranks(5, lambda: body(create("thread")))
 
 
 @pytest.mark.mpi
@@ -252,7 +246,7 @@ def test_counted_bytes_of_counts_per_peer_are_what_comes_from_others():
 
 
 class TestIntercepted(Contract):
-    """What sees calls changes none."""
+    """What sees calls changes none, on two threads."""
 
     def run(self, body):
         def intercepted():
