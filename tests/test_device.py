@@ -25,7 +25,7 @@ def arrays_in(items):
 
 
 class Strict(CPUDevice):
-    """All that it makes is of a kind of NumPy's arrays of its own. Its kernels are given nothing that lies elsewhere."""
+    """All that it makes is of its own kind of array. Its kernels are given nothing that lies elsewhere."""
 
     def __init__(self):
         super().__init__()

@@ -277,24 +277,6 @@ def test_a_rank_that_raises_ends_the_others_and_no_thread_is_left():
     assert threading.active_count() <= before
 
 
-def test_ranks_that_all_give_up_in_the_middle_of_a_step_can_begin_anew():
-    def body():
-        mesh = init_device_mesh("cpu")
-
-        def fail(kind, stage, m):
-            if (kind, m) == ("B", 1):
-                raise ValueError("nan")
-
-        program = Program(mesh, before=fail)
-        with pytest.raises(ValueError, match="nan"):
-            program.run()
-        mesh.communicator("control").barrier(stream=mesh.device.current_stream)  # others need what was sent
-        program.links.close()
-        return Program(mesh).run()
-
-    links.check(run_ranks(3, body)[0], 3)
-
-
 # Ranks that hang
 
 
