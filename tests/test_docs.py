@@ -27,7 +27,7 @@ from models.llama import Llama, LlamaConfig
 from models.vit import ViT, ViTConfig
 from shardrt.__main__ import main as shell
 from tests.lab.jobs import save_tokenizer, start
-from tests.ranks import BACKSTOP, ROOT, clean_environment, mpirun, python
+from tests.ranks import ROOT, mpirun, python
 
 PAGES = [ROOT / "README.md", ROOT / "kernels" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -76,9 +76,8 @@ def alone(tmp_path_factory):
     """Folders, each named as a page whose examples ran there: what they printed is in `error` and `out`."""
     folder = tmp_path_factory.mktemp("examples")
     files = [str(example_of(page, folder)) for page in EXAMPLES]
-    subprocess.run(
-        [sys.executable, "-c", ONE_EACH, *files], timeout=BACKSTOP, env=clean_environment(), check=True
-    )
+    done = python("-c", ONE_EACH, *files)
+    assert done.returncode == 0, done.stderr
     return folder
 
 

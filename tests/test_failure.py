@@ -212,16 +212,15 @@ def test_a_message_that_nobody_takes_is_a_failure(communicator):
     assert "rank 0 has left without what rank 1 sent it" in done.stderr
 
 
-def test_a_dev_shm_without_room_is_one_error_and_no_signal(tmp_path):
+def ended(*command, **how):
+    how |= {"capture_output": True, "text": True, "env": clean_environment(), "timeout": BACKSTOP}
+    return subprocess.run(command, **how)
+
+
+def test_a_dev_shm_without_room_is_one_error_and_no_signal():
     small = f"mount -t tmpfs -o size=256k none /dev/shm && exec {mpirun_path()} -n 2 {sys.executable} -c "
     small += "'from shardrt.comm import init_device_mesh; init_device_mesh()'"
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", small],
-        capture_output=True,
-        text=True,
-        env=clean_environment(),
-        timeout=BACKSTOP,
-    )
+    done = ended("unshare", "-m", "sh", "-c", small)
     if "mount" in done.stderr or "unshare" in done.stderr:
         pytest.skip("no right to mount")
     assert done.returncode == 1
@@ -230,19 +229,11 @@ def test_a_dev_shm_without_room_is_one_error_and_no_signal(tmp_path):
 
 def test_too_few_open_files_are_one_line_and_the_code_of_a_setting(tmp_path):
     limited = f"ulimit -n 40; exec {sys.executable} -m models.train"
-    done = subprocess.run(
-        [mpirun_path(), "-n", "2", "sh", "-c", limited],
-        capture_output=True,
-        text=True,
-        env=clean_environment(),
-        cwd=tmp_path,
-        timeout=60,
-    )
+    done = ended(mpirun_path(), "-n", "2", "sh", "-c", limited, cwd=tmp_path)
     assert done.returncode == 2
     message = [line for line in done.stderr.splitlines() if not line.startswith("Abort(")]
-    assert len(message) == 1 and message[0].startswith("error: 40 open files are allowed on host"), (
-        done.stderr
-    )
+    assert len(message) == 1, done.stderr
+    assert message[0].startswith("error: 40 open files are allowed on host")
 
 
 def test_a_job_needs_no_temporary_directory():

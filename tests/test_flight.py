@@ -2,8 +2,6 @@
 
 import random
 import signal
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -13,7 +11,7 @@ from shardrt.comm import init_device_mesh, interceptors, recording
 from shardrt.faults import diagnosis, flight
 from shardrt.faults.flight import DamagedFlight, Recorder, read, read_all
 from shardrt.tools import autopsy
-from tests.ranks import ROOT, clean_environment, run_ranks
+from tests.ranks import python, run_ranks
 
 KILLED = """
 import os, signal, sys
@@ -35,9 +33,7 @@ recorder.around(facts, lambda: os.kill(os.getpid(), signal.SIGKILL), ())
 def killed(tmp_path_factory):
     """The folder of a run of which rank 1 was killed inside a collective."""
     run = tmp_path_factory.mktemp("run")
-    command = [sys.executable, "-c", KILLED, str(run / "flight")]
-    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), timeout=60)
-    assert done.returncode == -signal.SIGKILL
+    assert python("-c", KILLED, run / "flight").returncode == -signal.SIGKILL
     return run
 
 
@@ -104,19 +100,6 @@ def test_threads_record_side_by_side(tmp_path):
     for each in threads:
         each.join()
     assert [record.number for record in read(recorder.path).records] == list(range(16001 - 255, 16002))
-
-
-def test_a_file_that_moves_keeps_its_records(tmp_path):
-    recorder = Recorder(tmp_path / "a", 0, 1)
-    recorder.mark("data", 3)
-    recorder.move(tmp_path / "b")
-    recorder.part("forward")
-    assert [record.phase for record in read(tmp_path / "b" / "rank-0.bin").records] == [
-        "set-up",
-        "data",
-        "forward",
-    ]
-    assert not list((tmp_path / "a").iterdir())
 
 
 def test_parts_of_a_step_do_not_hide_an_evaluation(tmp_path):
