@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from shardrt import Tensor, autograd, enable_grad, is_grad_enabled, no_grad
+from shardrt import functional as F
 from shardrt.autograd import Function
 from tests import lab
-from tests.gradcheck import leaf
+from tests.gradcheck import leaf, normal
 
 
 class Noted(Function):
@@ -161,6 +162,24 @@ def test_a_gradient_that_is_none_stops_there():
     x = leaf([1.0])
     (Stop.apply(Noted.apply(x, "before", log)) + Noted.apply(x, "beside", log)).backward()
     assert log == ["beside"] and x.grad.tolist() == [1]
+
+
+def test_arrays_are_contiguous_for_an_op_that_is_not_strided():
+    seen = []
+
+    class Look(Function):
+        __slots__ = ()
+
+        def forward(self, x):
+            seen.append(x.flags.c_contiguous)
+            return x.copy()
+
+        def backward(self, dy):
+            seen.append(dy.flags.c_contiguous)
+            return dy
+
+    F.permute(Look.apply(leaf(normal(2, 3)).T), (1, 0)).backward(normal(2, 3))
+    assert seen == [True, True]
 
 
 # -- errors
