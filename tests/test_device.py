@@ -143,13 +143,10 @@ def test_a_device_of_any_kind_trains_as_the_cpu_does(offload):
     """It is given, not named; its arrays and the host's meet in copies alone."""
 
     def body(here):
-        before = device.current()
-        try:
-            options = {"device": here()}
+        options = {"device": here()}
+        with device.use(device.current()):  # a mesh makes its own the current one
             model, mesh = lab.build(of_mesh=options, offload_policy=OFFLOADS[offload])
             return lab.train(model, mesh), options["device"]
-        finally:
-            device.set_current(before)
 
     found, there = lab.first(2, body, Beside)
     lab.assert_equal(found[::2], lab.first(2, body, lambda: "cpu")[0][::2])

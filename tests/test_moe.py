@@ -151,17 +151,6 @@ def test_values_and_gradients_are_those_of_pytorch(prepare, tokens):
         assert nn.expert_load(layer)["router"].tolist() == [0, tokens, 0, tokens]
 
 
-def test_with_all_experts_and_equal_weights_it_is_their_mean():
-    layer = moe("all of them")
-    layer.router.weight.data[:] = 0
-    x = batch().data.reshape(-1, WIDTH)
-    y, loss = layer(x)
-    pairs = zip(layer.experts.up.data, layer.experts.down.data, strict=True)
-    each = [F.linear(F.swiglu(F.linear(x, up)), down).data for up, down in pairs]
-    np.testing.assert_allclose(y.data, np.mean(each, 0), rtol=1e-5, atol=1e-6)
-    assert loss.item() == pytest.approx(1)
-
-
 def test_what_is_dropped_keeps_the_shared_expert_and_no_more():
     layer = moe("capacity", shared=True)
     skewed(layer)

@@ -42,12 +42,9 @@ SETTINGS = {
 @contextmanager
 def simulated(like, size, rank=0):
     """Inside a with block, this is one rank of so many on a simulated device."""
-    here, before = SimulatedDevice(like), device.current()
-    try:
-        with worlds.use(world_of(size, here, rank)):
-            yield here
-    finally:
-        device.set_current(before)
+    here = SimulatedDevice(like)
+    with device.use(device.current()), worlds.use(world_of(size, here, rank)):
+        yield here
 
 
 def trained(name, steps=2, **options):
