@@ -1,6 +1,9 @@
-"""autograd.py: the order of the tape, what is recorded, and where gradients go."""
+"""autograd.py: the order of the tape, what is recorded, where gradients go, and when graphs are freed."""
 
+import gc
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -211,11 +214,10 @@ def test_a_backward_that_forgets_an_input_is_an_error_that_names_the_op():
 
 def test_a_forward_that_goes_on_in_another_thread_has_all_its_gradients():
     x = leaf([2.0])
-    middle, results = x * 3.0 * 5.0, []
-    thread = threading.Thread(target=lambda: results.append(middle * 7.0))
-    thread.start()
-    thread.join()
-    (results[0] * 1.0).backward()
+    middle = x * 3.0 * 5.0
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(lambda: middle * 7.0).result()
+    (result * 1.0).backward()
     assert x.grad.tolist() == [105.0]
 
 
@@ -261,3 +263,91 @@ def test_what_must_be_done_in_any_case_is_done_once_if_a_hook_raises():
     with pytest.raises(ArithmeticError):
         Hooked.apply(leaf((2,)), calls, None).sum().backward()
     assert calls == ["at end", "in any case"]
+
+
+# -- when saved arrays and graphs are freed, and whose tape it is
+
+
+def test_a_second_backward_is_an_error_that_names_the_op():
+    y = F.exp(leaf([1.0]))
+    y.backward()
+    with pytest.raises(RuntimeError, match="saved arrays of Exp were freed.*retain_graph=True"):
+        y.backward()
+
+
+def test_backward_frees_saved_arrays_as_it_goes():
+    x = leaf(normal(3))
+    y = F.exp(x)
+    array = weakref.ref(y.data)
+    z = y * 2
+    del y
+    assert array() is not None
+    z.sum().backward()
+    assert array() is None
+
+
+@pytest.fixture
+def without_gc():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("run_backward", [False, True])
+def test_a_graph_is_freed_without_the_garbage_collector(without_gc, run_backward):
+    weight, bias = leaf(normal(4, 4)), leaf(normal(4))
+    x = Tensor(normal(3, 4))
+    y = F.layer_norm(F.gelu(F.linear(x, weight, bias)), bias.shape, bias * 2, bias)
+    first, *_ = F.split(F.softmax(y @ weight) + x, 2, axis=1)
+    loss = F.cross_entropy(first, [0, 1, 0]) + F.concatenate([y, first], axis=1)[1:].mean()
+    alive = [weakref.ref(t) for t in (y, first, loss)] + [weakref.ref(t.node) for t in (y, first, loss)]
+    alive += [weakref.ref(t.data) for t in (y, loss)]
+    if run_backward:
+        loss.backward()
+    del y, first, loss, _
+    assert [a() for a in alive] == [None] * len(alive)
+
+
+@pytest.mark.parametrize("run_backward", [False, True])
+def test_a_chain_of_twenty_thousand_ops_runs_and_is_freed(without_gc, run_backward):
+    x = leaf([1.0])
+    y = x
+    for _ in range(20_000):
+        y = F.neg(y)
+    node = weakref.ref(y.node)
+    if run_backward:
+        y.backward()
+        assert x.grad.tolist() == [1]
+    del y
+    assert node() is None
+
+
+def test_each_thread_has_its_own_tape():
+    def other():
+        x = leaf([1.0])
+        F.neg(x).backward()
+        return is_grad_enabled(), x.grad.tolist()
+
+    for _ in range(3):
+        F.neg(leaf([1.0]))
+    with no_grad(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(other).result() == (True, [-1])
+
+
+def test_backwards_in_several_threads_do_not_disturb_one_another():
+    start = threading.Barrier(4)
+
+    def work(_):
+        start.wait()
+        x = leaf([1.0])
+        for _ in range(20):
+            y = x
+            for _ in range(50):
+                y = y * 1.01 + x
+            y.backward()
+        return x.grad[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        (gradient,) = set(pool.map(work, range(4)))
+    assert gradient > 0

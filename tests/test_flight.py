@@ -2,7 +2,7 @@
 
 import random
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -90,15 +90,12 @@ def test_threads_record_side_by_side(tmp_path):
     recorder = Recorder(tmp_path, 0, 1)
     facts = recorder.facts("gather", 1, "barrier", "", None)
 
-    def work():
+    def work(_):
         for _ in range(2000):
             recorder.around(facts, int, ())
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert [record.number for record in read(recorder.path).records] == list(range(16001 - 255, 16002))
 
 
