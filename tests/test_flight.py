@@ -74,7 +74,7 @@ def test_damaged_files_are_told_in_a_line_and_never_a_traceback(killed, tmp_path
         found = autopsy.examine(tmp_path)
         assert found["code"] == 65 and len(found["told"]) == 1
     chooser, readable = random.Random(0), 0
-    for _ in range(500):
+    for _ in range(200):
         data = bytearray(whole)
         for _ in range(chooser.choice((1, 20, 3000))):
             place = chooser.choice((chooser.randrange(512), chooser.randrange(len(data))))
@@ -83,7 +83,7 @@ def test_damaged_files_are_told_in_a_line_and_never_a_traceback(killed, tmp_path
         found = autopsy.examine(tmp_path)
         readable += bool(found["ranks"])
         assert all(text.isprintable() for text in autopsy.lines(found))
-    assert 50 < readable < 450  # both happen
+    assert 20 < readable < 180  # both happen
 
 
 def test_threads_record_side_by_side(tmp_path):
