@@ -269,3 +269,14 @@ def test_the_product_takes_public_names_only():
         if (module, taken) != ("shardrt", "__version__")
     }
     assert not private
+
+
+WITH_A_GPU = ("shardrt.device.cuda", "shardrt.comm.nccl", "shardrt.kernels.cuda", "bench.gpu")
+
+
+def test_no_module_imports_cupy_where_there_is_no_gpu_or_the_bare_name_kernels():
+    """That name belongs to another package on PyPI; ours is shardrt.kernels."""
+    for name in MODULES:
+        packages = {imported.partition(".")[0] for imported in imports_of(name)}
+        assert "kernels" not in packages, name
+        assert name.startswith(WITH_A_GPU) or not packages & {"cupy", "cupyx"}, name
