@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from shardrt import device
+from shardrt.comm import init_device_mesh
 from shardrt.comm.single import SingleCommunicator
 from shardrt.comm.staged import StagedCommunicator
 from shardrt.device import StreamError, host, on_host, timeline
 from shardrt.device.cpu import CPUDevice
-from shardrt.fsdp import CPUOffloadPolicy
+from shardrt.fsdp import CPUOffloadPolicy, units
 from tests import lab
 
 
@@ -151,6 +152,18 @@ def test_a_device_of_any_kind_trains_as_the_cpu_does(offload):
     found, there = lab.first(2, body, Beside)
     lab.assert_equal(found[::2], lab.first(2, body, lambda: "cpu")[0][::2])
     assert {(there.host.kind, there.kind), (there.kind, there.host.kind)} <= there.copied
+
+
+def test_what_is_offloaded_lies_in_what_the_device_has_pinned():
+    here = Beside()
+    with device.use(device.current()):
+        mesh = init_device_mesh(here)
+        assert mesh.device is device.current() is here
+        model = lab.shard(lab.Net(), mesh, offload_policy=CPUOffloadPolicy())
+        units(model)
+        storages = {parameter.storage for parameter in model.parameters()}
+        arrays = [array for each in storages for array in (each.shard, each.new_state("first moment"))]
+    assert {type(array) for array in arrays} == {here.host.kind}
 
 
 def test_a_stream_that_has_failed_is_told_by_its_events_which_wait_for_nothing():
