@@ -84,7 +84,7 @@ def python(*args: object, cwd: Path = ROOT, **variables: str) -> subprocess.Comp
 
 
 def mpirun(
-    size: int, args: list[str], timeout: float = BACKSTOP, **variables: str
+    size: int, args: list[str], timeout: float = BACKSTOP, cwd: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """`mpirun -n size python *args` with its output as text; `variables` are added to the environment."""
     launcher = mpirun_path()
@@ -93,4 +93,4 @@ def mpirun(
     real = launcher if on_hosts is None else on_hosts[1]["HOSTS_MPIRUN"]
     if "Open MPI" in version_of(real):  # refuses root and more ranks than cores unless it is told
         command[1:1] = ["--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment)

@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 import weakref
 from contextlib import suppress
 
@@ -15,8 +14,8 @@ from shardrt import functional as F
 from shardrt.activation_offload import ALIGNMENT, HostPool, Marker, _streams, offload_activations
 from shardrt.autograd import Function
 from shardrt.comm import init_device_mesh
-from shardrt.device import StreamError, timeline
-from shardrt.device.cpu import CPUDevice, InlineStream, finish_streams
+from shardrt.device import StreamError
+from shardrt.device.cpu import CPUDevice, finish_streams
 from shardrt.device.program import Work
 from shardrt.simulate.races import races
 from shardrt.simulate.script import record_of
@@ -85,9 +84,8 @@ def through_the_host(*saved):
         lambda x: sliced(x),
     ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "bool"])
-def test_any_view_comes_back_with_its_values_and_the_order_of_its_axes(view, dtype):
-    array = view((10 * normal(3, 4, 5)).astype(dtype))
+def test_any_view_comes_back_with_its_values_and_the_order_of_its_axes(view):
+    array = view(normal(3, 4, 5).astype(np.float32))
     (found,), _ = through_the_host(array)
     np.testing.assert_array_equal(found, array, strict=True)
     assert not np.shares_memory(found, array)
@@ -106,10 +104,10 @@ def test_views_of_the_same_memory_travel_once():
 
 
 def test_what_is_no_array_stays_what_it_is():
-    saved = (3, 2.5, "text", None, (4, (5, normal(3))), slice(1, 2))
+    saved = (3, 2.5, "text", None, (4, (5, normal(3) > 0)), slice(1, 2))
     found, nbytes = through_the_host(*saved)
     assert found[:4] == saved[:4] and found[5] == saved[5] and found[4][0] == 4 and found[4][1][0] == 5
-    np.testing.assert_array_equal(found[4][1][1], saved[4][1][1])
+    np.testing.assert_array_equal(found[4][1][1], saved[4][1][1], strict=True)
     assert nbytes == ALIGNMENT
 
 
@@ -164,33 +162,6 @@ def test_host_buffers_never_hold_more_than_was_lent_at_once():
     assert pool.lent_bytes == 0 and pool.held_bytes <= 2 * 199
 
 
-def test_arrays_are_freed_as_backward_goes_through_the_module():
-    alive = []
-
-    class Look(Function):
-        __slots__ = ()
-
-        def forward(self, x):
-            self.saved = (x,)
-            return x + 1
-
-        def backward(self, dy):
-            (x,) = self.saved
-            alive.append(device.get("cpu")._pool.held_bytes)
-            return dy
-
-    def function(x, weight):
-        for _ in range(5):
-            x = Look.apply(x * 2.0)
-        return x
-
-    x = leaf(np.zeros((200, 200)))
-    y = offload_activations(Layer(function))(x * 1.0)
-    other = offload_activations(Layer(lambda x, weight: x * x))(y)
-    other.sum().backward()
-    assert alive[0] - alive[-1] >= 3 * x.data.nbytes
-
-
 def test_a_graph_that_is_dropped_gives_its_buffers_back_without_the_garbage_collector():
     model = gpt()
     offload_blocks(model)
@@ -211,62 +182,36 @@ def test_a_graph_that_is_dropped_gives_its_buffers_back_without_the_garbage_coll
 # -- when
 
 
-@pytest.fixture
-def slow_copies(monkeypatch):
-    """A function that makes each copy take so many seconds longer. They are over when the test is."""
-    original = CPUDevice.copy
-
-    def set_delay(seconds):
-        def slow(self, target, source):
-            time.sleep(seconds)
-            original(self, target, source)
-
-        monkeypatch.setattr(CPUDevice, "copy", slow)
-
-    yield set_delay
-    streams = _streams()
-    streams.offload.synchronize()
-    streams.fetch.synchronize()
-
-
-class Slow(Function):
-    """x * x, 60 ms long in either direction; draws itself."""
+class Square(Function):
+    """x * x; its copies to the host and back are told apart by `index`."""
 
     __slots__ = ()
 
-    def forward(self, x, name):
-        self.saved = (x, name)
-        with timeline.span("compute", f"forward {name}"):
-            time.sleep(0.06)
+    def forward(self, x, index):
+        self.saved = (x, index)
         return x * x
 
     def backward(self, dy):
-        x, name = self.saved
-        with timeline.span("compute", f"backward {name}"):
-            time.sleep(0.06)
+        x, _ = self.saved
         return 2 * x * dy, None
 
 
-def chain(count, wrap=offload_activations):
-    """That many modules which double the logarithm of what they get."""
+class Link(nn.Module):
+    """A square, one of a chain."""
 
-    class Link(nn.Module):
-        def __init__(self, index):
-            super().__init__()
-            self.index = index
+    def __init__(self, index):
+        super().__init__()
+        self.index = index
 
-        def forward(self, x):
-            return Slow.apply(x, self.index)
+    def forward(self, x):
+        return Square.apply(x, self.index)
 
-    links = nn.ModuleList(wrap(Link(index)) for index in range(count))
 
-    def run(x):
-        for link in links:
-            x = link(x)
-        return x
-
-    run.links = links
-    return run
+def squared(x, times):
+    """x squared so often, by offloaded modules."""
+    for index in range(times):
+        x = offload_activations(Link(index))(x)
+    return x
 
 
 class Meetings:
@@ -289,7 +234,7 @@ def test_copies_run_beside_the_module_that_computes(monkeypatch):
     """Offload i beside forward i + 1, and fetch i beside backward i + 1."""
     _streams().offload.synchronize()  # what an earlier test left under way is not counted below
     last, meetings = 4, Meetings()
-    copy, forward, backward = CPUDevice.copy, Slow.forward, Slow.backward
+    copy, forward, backward = CPUDevice.copy, Square.forward, Square.backward
     coming = {"offload": iter(range(last)), "fetch": iter(range(last - 1, -1, -1))}  # the last never leaves
 
     def meeting_copy(self, target, source):
@@ -312,88 +257,14 @@ def test_copies_run_beside_the_module_that_computes(monkeypatch):
         return backward(self, dy)
 
     monkeypatch.setattr(CPUDevice, "copy", meeting_copy)
-    monkeypatch.setattr(Slow, "forward", meeting_forward)
-    monkeypatch.setattr(Slow, "backward", meeting_backward)
-    chain(last + 1)(leaf([1.01])).backward()
+    monkeypatch.setattr(Square, "forward", meeting_forward)
+    monkeypatch.setattr(Square, "backward", meeting_backward)
+    squared(leaf([1.01]), last + 1).backward()
     assert meetings.alone == []
     assert all(next(left, None) is None for left in coming.values())  # all of them have met
 
 
-def test_one_module_at_a_time_is_leaving():
-    x, markers = leaf([1.01]), []
-    for link in chain(6).links:
-        x = link(x)
-        markers.append(x.node)
-        states = [marker.saved_tensors.state.name for marker in markers]
-        assert states == ["AWAY"] * (len(markers) - 1) + ["LEAVING"]
-
-
-def test_the_next_module_is_fetched_when_the_backward_of_one_begins(monkeypatch):
-    run = chain(4)
-    y = run(leaf([1.01]))
-    markers = [n for n in autograd.reachable([y.node]) if isinstance(n, Marker)][::-1]
-    seen = []
-    original = Slow.backward
-
-    def look(self, dy):
-        seen.append([marker.saved_tensors.state.name for marker in markers])
-        return original(self, dy)
-
-    monkeypatch.setattr(Slow, "backward", look)
-    y.backward()
-    assert seen == [
-        ["AWAY", "AWAY", "COMING", "HOME"],
-        ["AWAY", "COMING", "HOME", "HOME"],
-        ["COMING", "HOME", "HOME", "HOME"],
-        ["HOME", "HOME", "HOME", "HOME"],
-    ]
-
-
-@pytest.fixture
-def poisoned(monkeypatch):
-    """New arrays are full of NaN."""
-    original = CPUDevice.empty
-
-    def poisoned(self, shape, dtype):
-        array = original(self, shape, dtype)
-        if array.dtype.kind == "f":
-            array.fill(np.nan)
-        return array
-
-    monkeypatch.setattr(CPUDevice, "empty", poisoned)
-
-
-def test_arrays_are_not_read_before_they_have_arrived(slow_copies, poisoned):
-    slow_copies(0.15)
-    x = leaf([1.01])
-    chain(5)(x).backward()
-    assert x.grad[0] == pytest.approx(32 * 1.01**31)
-
-
-def test_without_the_wait_for_the_fetch_they_would_be(slow_copies, poisoned, monkeypatch):
-    """So the test above can fail."""
-    slow_copies(0.15)
-    x = leaf([1.01])
-    y = chain(5)(x)
-    monkeypatch.setattr(InlineStream, "wait", lambda self, event: None)
-    y.backward()
-    assert not np.isfinite(x.grad).all()
-
-
-def test_arrays_stay_on_the_device_until_the_host_has_them(slow_copies):
-    """Without the wait in `free`, they would be dropped under a copy that may still run."""
-    slow_copies(0.15)
-    with timeline.record() as spans:
-        chain(3)(leaf([1.01]))
-        forward_ended = time.perf_counter()
-    ended = [span.stop for span in spans if span.label in ("offload 0", "offload 1")]
-    assert len(ended) == 2 and max(ended) < forward_ended
-
-
-WAYS_THAT_END = ("no backward", "forward raises", "backward raises", "backward")
-
-
-@pytest.mark.parametrize("way", WAYS_THAT_END)
+@pytest.mark.parametrize("way", ["no backward", "forward raises", "backward raises", "backward"])
 def test_memory_of_a_call_that_no_backward_comes_to_is_lent_again_behind_its_copies(way):
     """On CUDA, whose pool lends what compute took to compute again, at once."""
 
@@ -437,7 +308,7 @@ def test_a_copy_that_fails_is_an_error_where_it_is_waited_for(monkeypatch):
     def work():
         monkeypatch.setattr(CPUDevice, "copy", fail)
         try:
-            chain(3)(leaf([1.01]))
+            squared(leaf([1.01]), 3)
         except StreamError as error:
             raised.append(error)
 

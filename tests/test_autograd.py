@@ -1,15 +1,18 @@
-"""autograd.py: the order of the tape, what is recorded, and where gradients go."""
+"""autograd.py: the order of the tape, what is recorded, where gradients go, and when graphs are freed."""
 
+import gc
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from shardrt import Tensor, autograd, enable_grad, is_grad_enabled, no_grad
 from shardrt import functional as F
-from shardrt.autograd import Function, Variable
+from shardrt.autograd import Function
 from tests import lab
-from tests.gradcheck import check_direction, check_gradients, leaf, normal
+from tests.gradcheck import leaf, normal
 
 
 class Noted(Function):
@@ -25,26 +28,6 @@ class Noted(Function):
         name, log = self.saved
         log.append(name)
         return dy, None, None
-
-
-class Scale(Function):
-    """x times a scale that it takes as a handle, with the scale's gradient written where it belongs."""
-
-    __slots__ = ()
-    handles = (1,)
-
-    def forward(self, x, scale):
-        assert isinstance(scale, Variable)
-        self.saved = (x, scale)
-        return x * scale.data
-
-    def backward(self, dy):
-        x, scale = self.saved
-        dscale, accumulate, token = scale.gradient_target()
-        if not accumulate:
-            dscale[...] = 0
-        dscale += (x * dy).sum()
-        return dy * scale.data, token
 
 
 # -- order
@@ -73,15 +56,6 @@ def test_a_node_runs_once_after_all_that_used_its_output():
     assert log == ["y"]
     expected = 3.0**10 + 2 * 10 * 3.0**9  # z = y (1 + y)^10
     assert x.grad[0] == pytest.approx(expected, rel=1e-12)
-
-
-def test_what_does_not_lead_to_the_result_does_not_run():
-    log = []
-    x = leaf([1.0])
-    y = Noted.apply(x, "used", log)
-    Noted.apply(y, "not used", log)
-    y.backward()
-    assert log == ["used"]
 
 
 # -- what is recorded
@@ -132,21 +106,7 @@ def test_an_op_that_is_not_recorded_saves_nothing():
     assert seen == [()]
 
 
-def test_needs_tells_which_gradients_are_wanted():
-    assert F.mul(leaf([1.0]), Tensor(np.ones(1))).node.needs == (True, False)
-
-
 # -- where gradients go
-
-
-def test_gradients_add_up_until_they_are_cleared():
-    x = leaf([1.0, 2.0])
-    for _ in range(3):
-        (x * x).sum().backward()
-    assert x.grad.tolist() == [6, 12]
-    x.grad = None
-    (x * x).sum().backward()
-    assert x.grad.tolist() == [2, 4]
 
 
 def test_a_gradient_of_a_leaf_is_its_own_array():
@@ -207,26 +167,6 @@ def test_a_gradient_that_is_none_stops_there():
     assert log == ["beside"] and x.grad.tolist() == [1]
 
 
-# -- handles and WRITTEN
-
-
-def test_a_handle_that_is_a_leaf_is_written_and_then_added_to():
-    scale = leaf(np.asarray(2.0))
-    y = Scale.apply(Scale.apply(Tensor([3.0]), scale), scale)  # 3 s^2
-    y.backward()
-    assert scale.grad == 12
-    before = scale.grad
-    Scale.apply(Tensor([3.0]), scale).backward()
-    assert scale.grad == 15 and scale.grad is before
-
-
-def test_a_handle_that_is_a_result_passes_its_gradient_on():
-    x = leaf(np.asarray(3.0))
-    scale = x * x
-    Scale.apply(Scale.apply(Tensor([1.0]), scale), scale).backward()  # x^4
-    assert x.grad == 4 * 27
-
-
 def test_arrays_are_contiguous_for_an_op_that_is_not_strided():
     seen = []
 
@@ -245,27 +185,6 @@ def test_arrays_are_contiguous_for_an_op_that_is_not_strided():
     assert seen == [True, True]
 
 
-# -- the check of gradients itself
-
-
-@pytest.mark.parametrize("check", [check_gradients, check_direction])
-@pytest.mark.parametrize("factor", [1 + 1e-5, 0.0, -1.0])
-def test_the_check_finds_a_wrong_gradient(check, factor):
-    class Wrong(Function):
-        __slots__ = ()
-
-        def forward(self, x):
-            self.saved = (x,)
-            return x * x
-
-        def backward(self, dy):
-            (x,) = self.saved
-            return 2 * x * dy * factor
-
-    with pytest.raises(AssertionError, match="off, relative"):
-        check(Wrong.apply, leaf(normal(3, 4)))
-
-
 # -- errors
 
 
@@ -274,8 +193,8 @@ def pair():
 
 
 test_a_gradient_has_the_shape_of_the_tensor = lab.refusals(
-    (lambda: pair().backward(), ValueError, r"pass a gradient for shape \(2,\)"),
-    (lambda: pair().backward(np.ones(3)), ValueError, r"gradient has shape \(3,\), the tensor \(2,\)"),
+    (lambda: pair().backward(), r"pass a gradient for shape \(2,\)"),
+    (lambda: pair().backward(np.ones(3)), r"gradient has shape \(3,\), the tensor \(2,\)"),
 )
 
 
@@ -293,25 +212,12 @@ def test_a_backward_that_forgets_an_input_is_an_error_that_names_the_op():
         Wrong.apply(leaf([1.0]), leaf([1.0])).backward()
 
 
-def test_an_error_in_backward_leaves_no_run_behind():
-    class Fails(Noted):
-        __slots__ = ()
-
-        def backward(self, dy):
-            raise ArithmeticError("no gradient here")
-
-    with pytest.raises(ArithmeticError):
-        Fails.apply(leaf([1.0]), "x", []).backward()
-    assert autograd.running() is None
-
-
 def test_a_forward_that_goes_on_in_another_thread_has_all_its_gradients():
     x = leaf([2.0])
-    middle, results = x * 3.0 * 5.0, []
-    thread = threading.Thread(target=lambda: results.append(middle * 7.0))
-    thread.start()
-    thread.join()
-    (results[0] * 1.0).backward()
+    middle = x * 3.0 * 5.0
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(lambda: middle * 7.0).result()
+    (result * 1.0).backward()
     assert x.grad.tolist() == [105.0]
 
 
@@ -357,3 +263,91 @@ def test_what_must_be_done_in_any_case_is_done_once_if_a_hook_raises():
     with pytest.raises(ArithmeticError):
         Hooked.apply(leaf((2,)), calls, None).sum().backward()
     assert calls == ["at end", "in any case"]
+
+
+# -- when saved arrays and graphs are freed, and whose tape it is
+
+
+def test_a_second_backward_is_an_error_that_names_the_op():
+    y = F.exp(leaf([1.0]))
+    y.backward()
+    with pytest.raises(RuntimeError, match="saved arrays of Exp were freed.*retain_graph=True"):
+        y.backward()
+
+
+def test_backward_frees_saved_arrays_as_it_goes():
+    x = leaf(normal(3))
+    y = F.exp(x)
+    array = weakref.ref(y.data)
+    z = y * 2
+    del y
+    assert array() is not None
+    z.sum().backward()
+    assert array() is None
+
+
+@pytest.fixture
+def without_gc():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("run_backward", [False, True])
+def test_a_graph_is_freed_without_the_garbage_collector(without_gc, run_backward):
+    weight, bias = leaf(normal(4, 4)), leaf(normal(4))
+    x = Tensor(normal(3, 4))
+    y = F.layer_norm(F.gelu(F.linear(x, weight, bias)), bias.shape, bias * 2, bias)
+    first, *_ = F.split(F.softmax(y @ weight) + x, 2, axis=1)
+    loss = F.cross_entropy(first, [0, 1, 0]) + F.concatenate([y, first], axis=1)[1:].mean()
+    alive = [weakref.ref(t) for t in (y, first, loss)] + [weakref.ref(t.node) for t in (y, first, loss)]
+    alive += [weakref.ref(t.data) for t in (y, loss)]
+    if run_backward:
+        loss.backward()
+    del y, first, loss, _
+    assert [a() for a in alive] == [None] * len(alive)
+
+
+@pytest.mark.parametrize("run_backward", [False, True])
+def test_a_chain_of_five_thousand_ops_runs_and_is_freed(without_gc, run_backward):
+    x = leaf([1.0])
+    y = x
+    for _ in range(5_000):
+        y = F.neg(y)
+    node = weakref.ref(y.node)
+    if run_backward:
+        y.backward()
+        assert x.grad.tolist() == [1]
+    del y
+    assert node() is None
+
+
+def test_each_thread_has_its_own_tape():
+    def other():
+        x = leaf([1.0])
+        F.neg(x).backward()
+        return is_grad_enabled(), x.grad.tolist()
+
+    for _ in range(3):
+        F.neg(leaf([1.0]))
+    with no_grad(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(other).result() == (True, [-1])
+
+
+def test_backwards_in_several_threads_do_not_disturb_one_another():
+    start = threading.Barrier(4)
+
+    def work(_):
+        start.wait()
+        x = leaf([1.0])
+        for _ in range(20):
+            y = x
+            for _ in range(50):
+                y = y * 1.01 + x
+            y.backward()
+        return x.grad[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        (gradient,) = set(pool.map(work, range(4)))
+    assert gradient > 0

@@ -5,14 +5,6 @@ from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard, set_world_invariant
 
 
-def test_the_switch_is_off_until_it_is_asked_for():
-    assert not shardrt.are_deterministic_algorithms_enabled()
-    shardrt.use_deterministic_algorithms(True)
-    assert shardrt.are_deterministic_algorithms_enabled()
-    shardrt.use_deterministic_algorithms(False)
-    assert not shardrt.are_deterministic_algorithms_enabled()
-
-
 def test_world_invariant_training_switches_it_on():
     model = shardrt.nn.Linear(2, 2)
     fully_shard(model, mesh=init_device_mesh("cpu"))

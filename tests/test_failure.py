@@ -74,13 +74,13 @@ def in_time(times, size=2):
 @pytest.mark.parametrize(
     ("case", "where", "communicator", "size"),
     [
-        ("fail()", "main thread", "mpi", 3),
         ("gather.submit(fail); gather.synchronize()", "main thread", "shm", 3),
         ("threading.Thread(target=fail, name='loader').start(); time.sleep(200)", "thread loader", "mpi", 2),
     ],
-    ids=["main", "stream", "thread"],
+    ids=["stream", "thread"],
 )
 def test_a_rank_that_raises_ends_the_job_with_its_traceback(case, where, communicator, size):
+    """In its main thread: tests/failures/test_matrix.py."""
     done, times = run(case, communicator, size=size)
     assert (done.returncode, in_time(times, size)) == (1, True)
     assert re.findall(r"^rank \d of \d failed.*", done.stderr, re.M) == [
@@ -99,11 +99,18 @@ def test_ranks_that_all_raise_print_one_traceback(communicator):
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("communicator", ["shm", "mpi"])
-def test_sys_exit_on_one_rank_ends_the_job_with_its_code(communicator):
-    done, times = run("leave()", communicator)
-    assert (done.returncode, in_time(times)) == (3, True)
-    assert done.stderr.count("rank 1 of 2 called sys.exit(3)") == 1
+@pytest.mark.parametrize(
+    ("case", "communicator", "code", "message"),
+    [
+        ("leave()", "shm", 3, "rank 1 of 2 called sys.exit(3)"),
+        ("leave()", "mpi", 3, "rank 1 of 2 called sys.exit(3)"),
+        ("raise KeyboardInterrupt", "shm", 130, "rank 1 of 2 was interrupted"),
+    ],
+)
+def test_sys_exit_or_an_interrupt_on_one_rank_ends_the_job_with_its_code(case, communicator, code, message):
+    done, times = run(case, communicator)
+    assert (done.returncode, in_time(times)) == (code, True)
+    assert done.stderr.count(message) == 1
     assert "Traceback" not in done.stderr
 
 
@@ -116,13 +123,6 @@ def test_sys_exit_on_all_ranks_stops_nobody():
 def test_sys_exit_that_is_caught_is_no_exit_and_ranks_may_end_at_different_times():
     done = ended_job("stay()", everyone="threading.Timer(0.1 * mesh.rank, print).start()")
     assert (done.returncode, done.stdout.count("done"), done.stderr) == (0, 2, "")
-
-
-@pytest.mark.timed
-def test_an_interrupted_rank_ends_the_job():
-    done, times = run("raise KeyboardInterrupt")
-    assert (done.returncode, in_time(times)) == (130, True)
-    assert done.stderr.count("rank 1 of 2 was interrupted") == 1
 
 
 @pytest.mark.timed
@@ -152,18 +152,6 @@ def test_a_rank_leaves_when_its_streams_are_done_and_is_not_missed_by_groups_wit
     late += "part.all_reduce(numbers, stream=stream); print('done', flush=True); sys.exit(0)"
     done = ended_job("pass", "mpi", everyone=late, size=3)
     assert (done.returncode, done.stdout.count("done"), done.stderr) == (0, 2, "")
-
-
-@pytest.mark.timed
-def test_ranks_out_of_step_and_out_of_memory_have_codes_of_their_own():
-    done = ended_job("comm.all_reduce(np.zeros(5), stream=stream)", "mpi")
-    assert done.returncode == 70
-    assert done.stderr.count("CollectiveMismatch: ranks differ") == 1
-    huge = "gather.submit(np.ones, 1 << 48); gather.synchronize()"
-    done, times = run(huge)
-    assert (done.returncode, in_time(times)) == (81, True)
-    assert "rank 1 of 2 is out of memory in its main thread:" in done.stderr
-    assert "out of memory: Unable to allocate 2.00 PiB" in done.stderr
 
 
 ALLOCATE = (
@@ -224,16 +212,15 @@ def test_a_message_that_nobody_takes_is_a_failure(communicator):
     assert "rank 0 has left without what rank 1 sent it" in done.stderr
 
 
-def test_a_dev_shm_without_room_is_one_error_and_no_signal(tmp_path):
+def ended(*command, **how):
+    how |= {"capture_output": True, "text": True, "env": clean_environment(), "timeout": BACKSTOP}
+    return subprocess.run(command, **how)
+
+
+def test_a_dev_shm_without_room_is_one_error_and_no_signal():
     small = f"mount -t tmpfs -o size=256k none /dev/shm && exec {mpirun_path()} -n 2 {sys.executable} -c "
     small += "'from shardrt.comm import init_device_mesh; init_device_mesh()'"
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", small],
-        capture_output=True,
-        text=True,
-        env=clean_environment(),
-        timeout=BACKSTOP,
-    )
+    done = ended("unshare", "-m", "sh", "-c", small)
     if "mount" in done.stderr or "unshare" in done.stderr:
         pytest.skip("no right to mount")
     assert done.returncode == 1
@@ -242,19 +229,11 @@ def test_a_dev_shm_without_room_is_one_error_and_no_signal(tmp_path):
 
 def test_too_few_open_files_are_one_line_and_the_code_of_a_setting(tmp_path):
     limited = f"ulimit -n 40; exec {sys.executable} -m models.train"
-    done = subprocess.run(
-        [mpirun_path(), "-n", "2", "sh", "-c", limited],
-        capture_output=True,
-        text=True,
-        env=clean_environment(),
-        cwd=tmp_path,
-        timeout=60,
-    )
+    done = ended(mpirun_path(), "-n", "2", "sh", "-c", limited, cwd=tmp_path)
     assert done.returncode == 2
     message = [line for line in done.stderr.splitlines() if not line.startswith("Abort(")]
-    assert len(message) == 1 and message[0].startswith("error: 40 open files are allowed on host"), (
-        done.stderr
-    )
+    assert len(message) == 1, done.stderr
+    assert message[0].startswith("error: 40 open files are allowed on host")
 
 
 def test_a_job_needs_no_temporary_directory():

@@ -2,18 +2,16 @@
 
 import random
 import signal
-import subprocess
-import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from shardrt.comm import init_device_mesh, interceptors, recording, thread
+from shardrt.comm import init_device_mesh, interceptors, recording
 from shardrt.faults import diagnosis, flight
 from shardrt.faults.flight import DamagedFlight, Recorder, read, read_all
 from shardrt.tools import autopsy
-from tests.ranks import ROOT, clean_environment, run_ranks
+from tests.ranks import python, run_ranks
 
 KILLED = """
 import os, signal, sys
@@ -35,9 +33,7 @@ recorder.around(facts, lambda: os.kill(os.getpid(), signal.SIGKILL), ())
 def killed(tmp_path_factory):
     """The folder of a run of which rank 1 was killed inside a collective."""
     run = tmp_path_factory.mktemp("run")
-    command = [sys.executable, "-c", KILLED, str(run / "flight")]
-    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), timeout=60)
-    assert done.returncode == -signal.SIGKILL
+    assert python("-c", KILLED, run / "flight").returncode == -signal.SIGKILL
     return run
 
 
@@ -78,7 +74,7 @@ def test_damaged_files_are_told_in_a_line_and_never_a_traceback(killed, tmp_path
         found = autopsy.examine(tmp_path)
         assert found["code"] == 65 and len(found["errors"]) == 1
     chooser, readable = random.Random(0), 0
-    for _ in range(500):
+    for _ in range(200):
         data = bytearray(whole)
         for _ in range(chooser.choice((1, 20, 3000))):
             place = chooser.choice((chooser.randrange(512), chooser.randrange(len(data))))
@@ -87,36 +83,20 @@ def test_damaged_files_are_told_in_a_line_and_never_a_traceback(killed, tmp_path
         found = autopsy.examine(tmp_path)
         readable += bool(found["ranks"])
         assert all(text.isprintable() for text in autopsy.lines(found))
-    assert 50 < readable < 450  # both happen
+    assert 20 < readable < 180  # both happen
 
 
 def test_threads_record_side_by_side(tmp_path):
     recorder = Recorder(tmp_path, 0, 1)
     facts = recorder.facts("gather", 1, "barrier", "", None)
 
-    def work():
+    def work(_):
         for _ in range(2000):
             recorder.around(facts, int, ())
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert [record.number for record in read(recorder.path).records] == list(range(16001 - 255, 16002))
-
-
-def test_a_file_that_moves_keeps_its_records(tmp_path):
-    recorder = Recorder(tmp_path / "a", 0, 1)
-    recorder.mark("data", 3)
-    recorder.move(tmp_path / "b")
-    recorder.part("forward")
-    assert [record.phase for record in read(tmp_path / "b" / "rank-0.bin").records] == [
-        "set-up",
-        "data",
-        "forward",
-    ]
-    assert not list((tmp_path / "a").iterdir())
 
 
 def test_parts_of_a_step_do_not_hide_an_evaluation(tmp_path):
@@ -248,11 +228,6 @@ def test_a_rank_whose_file_is_missing_is_reported(tmp_path):
     assert read_all(tmp_path)[1] == [f"no flight file of rank 1 in {tmp_path}"]
 
 
-def test_a_thread_world_has_files_of_its_own(tmp_path):
-    thread.run(2, recorded, tmp_path)
-    assert {found.rank: found.size for found in read_all(tmp_path)[0]} == {0: 2, 1: 2}
-
-
 def in_groups(folder):
     """Two groups of two; {0, 1} has called three times, {2, 3} once; rank 0 waits for rank 1."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -292,15 +267,6 @@ def test_a_name_says_which_ranks_belong_to_a_communicator(ranks, name):
     assert recording.group_name("g", list(ranks), 8) == name
     assert list(flight.members(name, 8)) == list(flight.members(f"{name}~2", 8)) == list(ranks)
     assert flight.members("ther[0,1,4]~"[1:] + "[", 8) is None  # the end of a name that was too long
-
-
-def test_who_waits_for_a_message_waits_for_its_sender_alone(tmp_path):
-    flights = waiting(tmp_path, [[], [("g", 2, False)], [("g", 2, False)]])
-    recorder = Recorder(tmp_path, 0, 3)
-    recorder._write(flight.ENTERED, *recorder.facts("g", 2, "recv", "from rank 2", None))
-    flights = read_all(tmp_path)[0]
-    assert diagnosis.waits_for(flights[0], flights) == [2]
-    assert diagnosis.blame(flights).endswith("rank 0 waits in recv from rank 2, of g")
 
 
 def test_without_room_for_a_file_it_records_in_memory(tmp_path):

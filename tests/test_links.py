@@ -36,7 +36,7 @@ def two(body, needed=frozenset({(0, 1, "F")}), **settings):
     return run_ranks(2, rank)
 
 
-@pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (4, 1), (3, 2)])
 def test_whatever_is_late_the_bits_are_those_of_one_rank(ranks, chunks):
     """Slots that are freed are NaN, each link is late by times of its own, and so is each action."""
     for seed in range(3):
@@ -88,7 +88,7 @@ def test_links_hold_after_many_steps_what_they_hold_after_one_and_what_they_plan
         mesh = init_device_mesh("cpu")
         made = Links(mesh, rings(2), slots={(0, 1, "F"): 3, (1, 0, "B"): 4})
         program = Program(mesh, links=made)
-        for step in range(6):
+        for step in range(4):
             program.step(step)
             mesh.communicator("control").barrier(stream=mesh.device.current_stream)
             if mesh.rank == 0:
@@ -277,24 +277,6 @@ def test_a_rank_that_raises_ends_the_others_and_no_thread_is_left():
     assert threading.active_count() <= before
 
 
-def test_ranks_that_all_give_up_in_the_middle_of_a_step_can_begin_anew():
-    def body():
-        mesh = init_device_mesh("cpu")
-
-        def fail(kind, stage, m):
-            if (kind, m) == ("B", 1):
-                raise ValueError("nan")
-
-        program = Program(mesh, before=fail)
-        with pytest.raises(ValueError, match="nan"):
-            program.run()
-        mesh.communicator("control").barrier(stream=mesh.device.current_stream)  # others need what was sent
-        program.links.close()
-        return Program(mesh).run()
-
-    links.check(run_ranks(3, body)[0], 3)
-
-
 # Ranks that hang
 
 
@@ -338,8 +320,6 @@ WAIT_FOR_1 = (
     ("ranks", "chunks", "stop", "behind", "blame"),
     [
         (2, 1, ("F", 0, 1), 0, "rank 1 waits in recv shapes of F1 of stage 0 from rank 0, 1 of int64, of F"),
-        (2, 1, ("B", 1, 3), 1, "rank 0 waits in recv B3 of stage 1 from rank 1, 12000 of float32"),
-        (3, 1, ("F", 0, 2), 0, "rank 1 waits in recv F2 of stage 0 from rank 0, 21 of float32"),
         # 3 waits for 2, and 2 for 1, as 0 does.
         (4, 1, ("F", 1, 2), 1, f"ranks 0,2 wait in {WAIT_FOR_1}"),
         # Around the ring, where also what rank 1 itself will need later has been posted.

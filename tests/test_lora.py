@@ -1,5 +1,7 @@
 """LoRA: the model begins as it was, only adapters are trained and reduced, and merging changes nothing."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,6 @@ from tests import lab
 from tests.gradcheck import normal
 
 TOKENS = np.random.default_rng(0).integers(0, 31, (12, 16))
-QKV = ("*.qkv", "*.up")
 
 
 def gpt(lora=True, dropout=0.0):
@@ -123,8 +124,9 @@ def sharded(strategy=None):
     return state, reduced, merged, plan
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_OPT", "NO_SHARD"])
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(1, "FULL_SHARD"), (2, "SHARD_OPT"), (3, "FULL_SHARD"), (3, "NO_SHARD")]
+)
 def test_sharded_training_equals_that_of_one_rank(ranks, strategy):
     plain = gpt()
     train(plain)
@@ -134,8 +136,8 @@ def test_sharded_training_equals_that_of_one_rank(ranks, strategy):
     assert all(merged == pytest.approx(expected, rel=1e-5) for _, _, merged, _ in results)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_only_adapters_are_reduced(ranks):
+def test_only_adapters_are_reduced():
+    ranks = 4
     state, reduced, _, plan = thread.run(ranks, sharded)[0]
     adapters = 4 * sum(values.size for name, values in state.items() if "lora" in name)
     padding = 4 * 2 * ranks * 64 * 4  # at most, over units and steps
@@ -144,22 +146,16 @@ def test_only_adapters_are_reduced(ranks):
     assert plan.device["sharded gradients"] <= (adapters + padding) / ranks
 
 
-def test_what_is_wrong_is_said():
-    plain = gpt(lora=False)
-    for settings in ({"rank": 0}, {"rank": 2, "alpha": -1.0}, {"rank": 2, "dropout": 1.0}):
-        with pytest.raises(ValueError, match="add_lora: rank must be at least 1"):
-            nn.add_lora(plain, **settings)
-    message = r"targets \('\*\.nothing',\) pick no Linear of GPT; there are blocks\.\*\.attention\.qkv, "
-    with pytest.raises(ValueError, match=message):
-        nn.add_lora(plain, 2, targets=("*.nothing",))
-    with pytest.raises(ValueError, match="rank 99 is more than blocks"):
-        nn.add_lora(plain, 99)
-    with pytest.raises(ValueError, match="has an adapter already"):
-        nn.add_lora(gpt(), 2)
-    with pytest.raises(ValueError, match="GPT has no adapters"):
-        nn.merge_lora(plain)
-    model = fully_shard(gpt())
-    with pytest.raises(RuntimeError, match="is sharded"):
-        nn.merge_lora(model)
-    with pytest.raises(ValueError, match="is sharded already; call add_lora before"):
-        nn.add_lora(fully_shard(gpt(lora=False)), 2)
+plain = partial(gpt, lora=False)
+NO_LINEAR = r"targets \('\*\.nothing',\) pick no Linear of GPT; there are blocks\.\*\.attention\.qkv, "
+test_what_is_wrong_is_said = lab.refusals(
+    (lambda: nn.add_lora(plain(), 0), "add_lora: rank must be at least 1"),
+    (lambda: nn.add_lora(plain(), 2, alpha=-1.0), "add_lora: rank must be at least 1"),
+    (lambda: nn.add_lora(plain(), 2, dropout=1.0), "add_lora: rank must be at least 1"),
+    (lambda: nn.add_lora(plain(), 2, targets=("*.nothing",)), NO_LINEAR),
+    (lambda: nn.add_lora(plain(), 99), "rank 99 is more than blocks"),
+    (lambda: nn.add_lora(gpt(), 2), "has an adapter already"),
+    (lambda: nn.merge_lora(plain()), "GPT has no adapters"),
+    (lambda: nn.merge_lora(fully_shard(gpt())), RuntimeError, "is sharded"),
+    (lambda: nn.add_lora(fully_shard(plain()), 2), "is sharded already; call add_lora before"),
+)

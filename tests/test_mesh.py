@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from shardrt import nn, optim
+from shardrt import optim
 from shardrt.comm import init_device_mesh, mesh_layout, thread
-from shardrt.comm.recording import record, recorder_of
 from shardrt.fsdp import fully_shard, units
 from tests import lab
 from tests.ranks import run_ranks
@@ -30,16 +29,12 @@ def cube():
     def body():
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=AXES)
         pair, turned = mesh["pp", "tp"], mesh["tp", "pp"]
-        fold = mesh.fold("ep", 4, over=("dp", "tp"), rest="edp") if mesh.size == 8 else None
         facts = {
             **{name: met(mesh[name]) for name in AXES},
             "pair": met(pair),
             "turned": met(turned),
             "inner": met(pair["tp"]),
             "flat": met(mesh.flat("dp", "tp")),
-            "ep": met(mesh.fold("ep", 2, over=("dp", "tp"), rest="edp")["ep"]),
-            "edp": met(mesh.fold("ep", 2, over=("dp", "tp"), rest="edp")["edp"]),
-            "all in ep": met(fold["ep"]),
         }
         same = [
             mesh["dp"] is mesh["dp"],
@@ -50,11 +45,11 @@ def cube():
             mesh.flat("dp") is mesh["dp"],
             mesh.communicator("gather", "tp") is mesh["tp"].communicator("gather"),
             mesh["dp"].stream("gather") is mesh.stream("gather"),
-            mesh["dp"].root is mesh and fold["ep"].root is mesh,
+            mesh["dp"].root is mesh,
         ]
-        sizes = [mesh.size_of("dp"), pair.size_of("tp"), mesh.rank_of("pp"), mesh.rank_of("tp"), fold.shape]
-        names = [pair.mesh_dim_names, mesh.flat("dp", "tp").mesh_dim_names, fold.mesh_dim_names]
-        return facts, same, sizes, names, recorder_of(mesh.flat("dp", "tp"), "control", *range(4))[1]
+        sizes = [mesh.size_of("dp"), pair.size_of("tp"), mesh.rank_of("pp"), mesh.rank_of("tp")]
+        names = [pair.mesh_dim_names, mesh.flat("dp", "tp").mesh_dim_names]
+        return facts, same, sizes, names
 
     return run_ranks(8, body)
 
@@ -70,65 +65,41 @@ def test_sub_meshes_are_the_slices_of_the_array_of_ranks(cube):
         assert facts["turned"] == ranks[:, d].T.ravel().tolist()
 
 
-def test_axes_are_made_one_or_folded_anew(cube):
-    ranks = np.arange(8).reshape(2, 4)
+def test_axes_are_made_one(cube):
     for rank, (facts, *_) in enumerate(cube):
-        part = ranks[rank // 4]
-        assert facts["flat"] == facts["all in ep"] == part.tolist()
-        folded = part.reshape(2, 2)
-        row, column = np.argwhere(folded == rank)[0]
-        assert facts["ep"] == folded[row].tolist() and facts["edp"] == folded[:, column].tolist()
+        assert facts["flat"] == np.arange(8).reshape(2, 4)[rank // 4].tolist()
 
 
 def test_a_sub_mesh_is_one_object_and_shares_communicators_and_streams(cube):
-    for rank, (_, same, sizes, names, _) in enumerate(cube):
+    for rank, (_, same, sizes, names) in enumerate(cube):
         assert all(same), same
-        assert sizes == [2, 2, rank // 4, rank % 2, (1, 4)]
-        assert names == [("pp", "tp"), ("dp_tp",), ("edp", "ep")]
+        assert sizes == [2, 2, rank // 4, rank % 2]
+        assert names == [("pp", "tp"), ("dp_tp",)]
 
 
-def test_the_recorder_has_another_name_for_every_group(cube):
-    assert [message for *_, message in cube] == ["control[0:4]"] * 4 + ["control[4:8]"] * 4
-    body = lambda: _recorded_names(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))  # noqa: E731
-    assert run_ranks(4, body)[3] == ["x", "x[2:4]", "x[1:4:2]", "x[0,2,1,3]"]
+def ones(*names):
+    """A mesh of one rank."""
+    return init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
 
 
-def _recorded_names(mesh):
-    class Recorder:
-        meshes = 0
-
-    turned = mesh["b", "a"]
-    for part in (mesh, mesh["b"], mesh["a"], turned):
-        part.communicator("x")
-    record(mesh, Recorder())
-    return [part.communicator("x").interceptors[0].name for part in (mesh, mesh["b"], mesh["a"], turned)]
-
-
-def test_an_axis_that_is_missing_is_told_and_where_it_is():
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_shard", "tp"))
-    with pytest.raises(ValueError, match=r"'cp' is not an axis of DeviceMesh\('cpu', .*, rank 0 of 1\)$"):
-        mesh["cp"]
-    with pytest.raises(ValueError, match=r"'tp' is not an axis of .*; its root .* has this axis"):
-        mesh["dp_shard"]["tp"]
-    with pytest.raises(ValueError, match=r"is not an axis of .*no names: pass mesh_dim_names"):
-        init_device_mesh("cpu", (1, 1))["dp_shard", "tp"]
-
-
-@pytest.mark.parametrize(
-    ("message", "ask"),
-    [
-        ("'cp' is not an axis of DeviceMesh", lambda mesh: mesh["cp"]),
-        ("must be one axis or several", lambda mesh: mesh["a", "a"]),
-        ("must be one axis or several", lambda mesh: mesh[()]),
-        (
-            "fold: 'ep' has size 2, which does not divide the 1 ranks",
-            lambda mesh: mesh.fold("ep", 2, over="a"),
-        ),
-    ],
+test_what_is_no_part_is_refused = lab.refusals(
+    (
+        lambda: ones("dp_shard", "tp")["cp"],
+        r"'cp' is not an axis of DeviceMesh\('cpu', .*, rank 0 of 1\)$",
+    ),
+    (
+        lambda: ones("dp_shard", "tp")["dp_shard"]["tp"],
+        r"'tp' is not an axis of .*; its root .* has this axis",
+    ),
+    (
+        lambda: init_device_mesh("cpu", (1, 1))["dp_shard", "tp"],
+        r"is not an axis of .*no names: pass mesh_dim_names",
+    ),
+    (lambda: ones("a")["a", "a"], "must be one axis or several"),
+    (lambda: ones("a")[()], "must be one axis or several"),
+    (lambda: ones("a").fold("a2", 2, over="a"), "fold: 'a2' has size 2, which does not divide the 1 ranks"),
+    (lambda: ones("dp").fold("ep", 1, rest="ep"), "'ep' and the rest of .* must have two names"),
 )
-def test_what_is_no_part_is_refused(message, ask):
-    with pytest.raises(ValueError, match=message):
-        ask(init_device_mesh("cpu", (1,), mesh_dim_names=("a",)))
 
 
 # Folds
@@ -145,7 +116,7 @@ def folded(shape, names, over, size):
         return {
             "ep": met(fold["ep"]),
             "efsdp": met(fold["efsdp"]),
-            "again": (mesh.along(ep).ranks.tolist(), mesh.along(rest).ranks.tolist()),
+            "again": (mesh.along(ep).ranks.ravel().tolist(), mesh.along(rest).ranks.ravel().tolist()),
             "both": met(mesh.along(mesh_layout.union(ep, rest))),
             "ep, tp": sorted(mesh.along(mesh_layout.union(ep, tp)).ranks.ravel().tolist()),
             "efsdp outside ep": mesh.along(rest, ep).ranks.ravel().tolist(),
@@ -159,17 +130,6 @@ def folded(shape, names, over, size):
     return run_ranks(int(np.prod(shape)), body)
 
 
-def test_an_axis_of_four_is_folded_in_two():
-    found = folded((4,), ("dp_shard",), ("dp_shard",), 2)
-    assert [message["ep"] for message in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [message["efsdp"] for message in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    for message in found:
-        assert message["again"] == (message["ep"], message["efsdp"]) and message["both"] == [0, 1, 2, 3]
-        assert message["efsdp outside ep"] == [0, 1, 2, 3] and message["ep outside efsdp"] == [0, 2, 1, 3]
-        assert message["same"] and message["meet"] == [True] and message["names"] == ["ep", "efsdp"]
-    assert [message["but"] for message in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_three_axes_are_folded_at_any_place(size):
     """Against the arrays of ranks themselves; 4 are two whole axes."""
@@ -178,6 +138,7 @@ def test_three_axes_are_folded_at_any_place(size):
     for rank, message in enumerate(folded((2, 2, 2), names, names, size)):
         row, column = np.argwhere(ranks == rank)[0]
         assert message["ep"] == ranks[row].tolist() and message["efsdp"] == ranks[:, column].tolist()
+        assert message["again"] == (message["ep"], message["efsdp"])
         assert message["both"] == list(range(8)) and message["same"]
         assert message["efsdp outside ep"] == list(range(8))
         assert message["ep outside efsdp"] == ranks.T.ravel().tolist()
@@ -207,29 +168,27 @@ def test_a_fold_of_an_axis_that_others_lie_inside():
         assert message["ep"] == ranks[e, :, t].tolist() and message["efsdp"] == ranks[:, p, t].tolist()
         assert message["ep, tp"] == ranks[e].ravel().tolist()
         assert message["but"] == (e * 2 + t, p) and message["meet"] == [True, False]
+        assert message["names"] == ["ep", "efsdp"]
 
 
-@pytest.mark.parametrize(
-    ("message", "size", "over"),
-    [
-        ("'ep' has size 3, which does not divide the 4 ranks of .'dp',", 3, ("dp",)),
-        ("'pp' is not an axis of DeviceMesh", 2, ("pp",)),
-        (r"the axes of .*'dp', 'tp'.* must be neighbours in .*'cp'", 2, ("dp", "tp")),
-        (r"the axes of .*'cp', 'dp'.* must be neighbours in .*, in their order", 2, ("cp", "dp")),
-        (r"3 ranks along 'ep' cut across .*'cp'.*take a size that is made of whole axes", 3, ("cp", "tp")),
-    ],
+def fold_of_24(size, *over):
+    init_device_mesh("cpu", (4, 3, 2), mesh_dim_names=("dp", "cp", "tp")).fold("ep", size, over=over)
+
+
+test_a_fold_that_cannot_be_is_refused = lab.refusals(
+    (lambda: fold_of_24(3, "dp"), "'ep' has size 3, which does not divide the 4 ranks of .'dp',"),
+    (lambda: fold_of_24(2, "pp"), "'pp' is not an axis of DeviceMesh"),
+    (lambda: fold_of_24(2, "dp", "tp"), r"the axes of .*'dp', 'tp'.* must be neighbours in .*'cp'"),
+    (
+        lambda: fold_of_24(2, "cp", "dp"),
+        r"the axes of .*'cp', 'dp'.* must be neighbours in .*, in their order",
+    ),
+    (
+        lambda: fold_of_24(3, "cp", "tp"),
+        r"3 ranks along 'ep' cut across .*'cp'.*take a size that is made of whole axes",
+    ),
+    ranks=24,
 )
-def test_a_fold_that_cannot_be_is_refused(message, size, over):
-    def body():
-        with pytest.raises(ValueError, match=message):
-            init_device_mesh("cpu", (4, 3, 2), mesh_dim_names=("dp", "cp", "tp")).fold("ep", size, over=over)
-
-    run_ranks(24, body)
-
-
-def test_a_fold_of_two_axes_with_one_name_is_refused():
-    with pytest.raises(ValueError, match="'ep' and the rest of .* must have two names"):
-        init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)).fold("ep", 1, rest="ep")
 
 
 # fully_shard
@@ -276,40 +235,9 @@ def test_a_unit_on_fewer_ranks_than_the_others_is_refused():
 DATA = ("dp_replicate", "dp_shard")
 
 
-def in_cube():
-    """Four ranks train a model and four another: of each communicator its role and ranks."""
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=(*DATA, "tp"))
-    model = lab.shard(lab.seeded(), mesh[DATA])
-    clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # noqa: E731
-    lab.train(model, mesh[DATA], 2, after=clip)
-    return mesh.coordinate, list(mesh._state.communicators)
-
-
-def test_no_communicator_joins_ranks_of_two_axes_that_were_not_asked_for():
-    """Those of the shards, of the copies, of both together; never two places along the third axis."""
-    ranks = np.arange(8).reshape(2, 2, 2)
-    for (replicate, dp, tp), made in run_ranks(8, in_cube):
-        groups = {
-            "shards": ranks[replicate, :, tp],
-            "copies": ranks[:, dp, tp],
-            "both": ranks[:, :, tp],
-        }
-        allowed = {tuple(group.ravel().tolist()): name for name, group in groups.items()}
-        roles = {(role, allowed.get(members)) for role, members in made}
-        assert roles == {
-            ("gather", "shards"),
-            ("reduce", "shards"),
-            ("control", "shards"),
-            ("copies", "copies"),
-            ("control", "both"),
-            ("used", "both"),
-        }
-
-
 def test_names_say_what_is_copied_and_what_is_cut():
     def strategy(*names):
-        mesh = init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
-        return units(fully_shard(lab.Block(), mesh=mesh))[0].settings.strategy.name
+        return units(fully_shard(lab.Block(), mesh=ones(*names)))[0].settings.strategy.name
 
     assert strategy(*DATA) == "HYBRID_SHARD"
     assert strategy("dp_replicate") == "NO_SHARD"
@@ -327,6 +255,5 @@ def test_names_say_what_is_copied_and_what_is_cut():
     ],
 )
 def test_axes_along_which_nothing_may_be_cut_are_refused(names, message):
-    mesh = init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
     with pytest.raises(ValueError, match=message):
-        fully_shard(lab.Block(), mesh=mesh)
+        fully_shard(lab.Block(), mesh=ones(*names))

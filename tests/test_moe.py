@@ -12,9 +12,7 @@ from shardrt import functional as F
 from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
-from shardrt.deferred_gradients import DeferredGradients
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, set_world_invariant
-from shardrt.nn.module import WrapperOrder
 from shardrt.recompute import checkpoint
 from tests import lab
 from tests.gradcheck import check_direction, leaf, normal
@@ -86,8 +84,11 @@ def gradients(model):
 # -- what it computes
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gelu_tanh", "silu", "relu"])
+@pytest.mark.parametrize(
+    ("router", "activation"),
+    [(router, "swiglu") for router in ROUTERS]
+    + [("mixtral", activation) for activation in ("gelu", "gelu_tanh", "silu", "relu")],
+)
 def test_gradients(router, activation):
     layer = moe(router, activation, shared=router == "mixtral", dtype=np.float64)
     parameters = list(layer.parameters())
@@ -150,17 +151,6 @@ def test_values_and_gradients_are_those_of_pytorch(prepare, tokens):
         assert nn.expert_load(layer)["router"].tolist() == [0, tokens, 0, tokens]
 
 
-def test_with_all_experts_and_equal_weights_it_is_their_mean():
-    layer = moe("all of them")
-    layer.router.weight.data[:] = 0
-    x = batch().data.reshape(-1, WIDTH)
-    y, loss = layer(x)
-    pairs = zip(layer.experts.up.data, layer.experts.down.data, strict=True)
-    each = [F.linear(F.swiglu(F.linear(x, up)), down).data for up, down in pairs]
-    np.testing.assert_allclose(y.data, np.mean(each, 0), rtol=1e-5, atol=1e-6)
-    assert loss.item() == pytest.approx(1)
-
-
 def test_what_is_dropped_keeps_the_shared_expert_and_no_more():
     layer = moe("capacity", shared=True)
     skewed(layer)
@@ -179,20 +169,7 @@ def test_no_loss_is_a_zero_that_can_be_passed_on():
 # -- the same bits
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-def test_late_gradients_are_the_same_bits(router):
-    plain, late = Stack(router), Stack(router)
-    for number in range(2):
-        loss_of(plain, number).backward()
-    lates = [DeferredGradients(), DeferredGradients()]
-    for number, each in enumerate(lates):
-        loss_of(late, number).backward(deferred=each)
-    for each in lates:
-        each.flush()
-    lab.assert_equal(gradients(late), gradients(plain))
-
-
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("router", ["mixtral", "deepseek", "capacity", "top2gate"])
 @pytest.mark.parametrize("saving", [checkpoint, partial(checkpoint, policy="matmul"), offload_activations])
 def test_recomputed_and_offloaded_it_is_the_same_bits_and_counts_once(router, saving):
     plain, again = Stack(router), Stack(router)
@@ -245,33 +222,6 @@ def test_mixed_precision_leaves_the_router_in_float32():
 
 def routers(model):
     return [module for module in model.modules() if isinstance(module, nn.Router)]
-
-
-class OnAnotherRank:
-    """Around Experts, as if they were elsewhere, in another order: what comes back is put right again."""
-
-    layer, every_entry = WrapperOrder.CONVERSION, False
-
-    def run(self, module, forward, /, rows, counts):
-        stops = np.cumsum(counts)
-        theirs = np.concatenate([np.arange(stops[i] - counts[i], stops[i]) for i in reversed(range(COUNT))])
-        sent = F.index_select(rows, 0, theirs)
-        there = F.index_select(forward(sent, counts[::-1]), 0, np.argsort(theirs))
-        return there
-
-
-@pytest.mark.parametrize("router", ["mixtral", "deepseek"])
-def test_what_is_attached_to_the_experts_sees_all_their_rows_and_nothing_else(router):
-    plain, elsewhere = moe(router), moe(router)
-    elsewhere.experts.up.data[:] = plain.experts.up.data[::-1]
-    elsewhere.experts.down.data[:] = plain.experts.down.data[::-1]
-    elsewhere.experts.wrap_forward(OnAnotherRank())
-    for layer in (plain, elsewhere):
-        loss_of(layer).backward()
-    found, expected = gradients(elsewhere), gradients(plain)
-    for name in ("experts.up", "experts.down"):
-        found[name] = found[name][::-1]
-    lab.assert_equal(found, expected)
 
 
 # -- load and bias
@@ -359,15 +309,15 @@ def test_the_plan_is_what_a_step_takes_however_skewed_it_is(router):
 
 
 test_what_does_not_fit_is_an_error = lab.refusals(
-    (lambda: nn.TopKRouter(6, 4, 5), ValueError, "TopKRouter: per_token must be at most 4, got 5"),
-    (lambda: nn.TopKRouter(6, 4, 0), ValueError, "TopKRouter: per_token must be at least 1, got 0"),
-    (lambda: nn.TopKRouter(6, 0, 1), ValueError, "TopKRouter: n_experts must be at least 1, got 0"),
-    (lambda: nn.TopKRouter(6, 4, 1, score="max"), ValueError, "TopKRouter: score must .* got 'max'"),
-    (lambda: nn.TopKRouter(6, 4, 1, capacity_factor=0), ValueError, "_factor must be positive, got 0"),
-    (lambda: nn.Top2Gate(6, 1), ValueError, "Top2Gate: n_experts must be at least 2, got 1"),
-    (lambda: nn.Experts(4, 6, 5, activation="tanh"), ValueError, "Experts: activation must .* got 'tanh'"),
-    (lambda: nn.Experts(4, 6, 0), ValueError, "Experts: hidden must be at least 1, got 0"),
-    (lambda: nn.MoE(nn.TopKRouter(6, 3, 1), nn.Experts(4, 6, 5)), ValueError, "router has 3 experts, .* 4"),
-    (lambda: moe()(Tensor(normal(3, 7))), ValueError, r"linear: x must be \(\.\.\., 6\) for weight \(4, 6\)"),
+    (lambda: nn.TopKRouter(6, 4, 5), "TopKRouter: per_token must be at most 4, got 5"),
+    (lambda: nn.TopKRouter(6, 4, 0), "TopKRouter: per_token must be at least 1, got 0"),
+    (lambda: nn.TopKRouter(6, 0, 1), "TopKRouter: n_experts must be at least 1, got 0"),
+    (lambda: nn.TopKRouter(6, 4, 1, score="max"), "TopKRouter: score must .* got 'max'"),
+    (lambda: nn.TopKRouter(6, 4, 1, capacity_factor=0), "_factor must be positive, got 0"),
+    (lambda: nn.Top2Gate(6, 1), "Top2Gate: n_experts must be at least 2, got 1"),
+    (lambda: nn.Experts(4, 6, 5, activation="tanh"), "Experts: activation must .* got 'tanh'"),
+    (lambda: nn.Experts(4, 6, 0), "Experts: hidden must be at least 1, got 0"),
+    (lambda: nn.MoE(nn.TopKRouter(6, 3, 1), nn.Experts(4, 6, 5)), "router has 3 experts, .* 4"),
+    (lambda: moe()(Tensor(normal(3, 7))), r"linear: x must be \(\.\.\., 6\) for weight \(4, 6\)"),
     (lambda: moe()(Tensor(normal(3, 6))), TypeError, "all float64, got x float64, weight float32"),
 )

@@ -19,7 +19,7 @@ from shardrt.nn.utils import (
 from tests import lab
 from tests.ranks import run_ranks
 
-NORMS = [1, 2, 3, 2.5, inf]
+NORMS = [1, 2, 2.5, inf]
 SHAPES = [(207, 311), (5,), (64, 303), (1,), (1000,)]
 
 
@@ -77,8 +77,7 @@ def torch_parameters(values):
 
 
 @pytest.mark.parametrize("norm_type", NORMS)
-@pytest.mark.parametrize("max_norm", [0.5, 1e6])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("max_norm", "dtype"), [(0.5, np.float32), (0.5, np.float64), (1e6, np.float32)])
 def test_clipping_gives_the_norm_and_the_gradients_of_pytorch(norm_type, max_norm, dtype):
     torch, theirs = torch_parameters(gradients(dtype))
     expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type)
@@ -103,7 +102,7 @@ def test_the_norm_has_the_same_bits_at_every_world_size(norm_type):
         part_plain = parameters_with(gradients(), [create(), None])
         return [grad_norm(parameters, norm_type) for parameters in (one, two, part_plain)]
 
-    for ranks in (1, 2, 3, 4, 8):
+    for ranks in (1, 2, 3, 8):
         for norms in run_ranks(ranks, body):
             assert norms == [expected] * 3
 
@@ -120,10 +119,9 @@ def test_nan_or_infinity_on_one_rank_is_the_norm_on_all(norm_type, bad):
         assert isnan(norm) if isnan(bad) else norm == inf
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("max_norm", [0.1, 1e6, inf])
 @pytest.mark.parametrize("bad", [0.5, nan])
-def test_clipping_without_the_host_is_clipping_but_for_last_bits(ranks, max_norm, bad):
+def test_clipping_without_the_host_is_clipping_but_for_last_bits(max_norm, bad):
     def body(clip):
         values = gradients()
         values[-1][-1] = bad  # on the last rank only
@@ -134,9 +132,8 @@ def test_clipping_without_the_host_is_clipping_but_for_last_bits(ranks, max_norm
     def without_the_host(parameters, limit):
         return clip_grad_norm_on_device_(parameters, limit).item()
 
-    for exact, found in zip(
-        run_ranks(ranks, body, clip_grad_norm_), run_ranks(ranks, body, without_the_host), strict=True
-    ):
+    expected, ours = run_ranks(3, body, clip_grad_norm_), run_ranks(3, body, without_the_host)
+    for exact, found in zip(expected, ours, strict=True):
         np.testing.assert_allclose(found[0], exact[0], rtol=1e-12)
         for one, other in zip(found[1], exact[1], strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-7 if max_norm == 0.1 else 0)
@@ -230,23 +227,21 @@ def test_the_norm_of_a_sharded_model_is_that_of_the_plain_one(norm_type):
         return grad_norm(model.parameters(), norm_type)
 
     expected = body(False)
-    for ranks in (1, 2, 4, 8):  # a power of two: sums of equal gradients are exact
+    for ranks in (1, 4):  # a power of two: sums of equal gradients are exact
         assert run_ranks(ranks, body, True) == [expected] * ranks
     assert run_ranks(3, body, True) == [pytest.approx(expected, rel=1e-6)] * 3
     assert world.current().size == 1
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda p: clip_grad_norm_(p, 0), "clip_grad_norm_: max_norm must be positive, got 0"),
-        (lambda p: clip_grad_norm_(p, nan), "max_norm must be positive, got nan"),
-        (lambda p: clip_grad_norm_(p, 1.0, 0), "clip_grad_norm_: norm_type must be positive.*got 0"),
-        (lambda p: grad_norm(p, -inf), "grad_norm: norm_type must be positive.*got -inf"),
-        (lambda p: clip_grad_norm_on_device_(p, nan), "max_norm must be positive, got nan"),
-        (lambda p: clip_grad_value_(p, -1), "clip_value must not be negative, got -1"),
-    ],
+def some():
+    return parameters_with(gradients())
+
+
+test_a_wrong_argument_is_an_error = lab.refusals(
+    (lambda: clip_grad_norm_(some(), 0), "clip_grad_norm_: max_norm must be positive, got 0"),
+    (lambda: clip_grad_norm_(some(), nan), "max_norm must be positive, got nan"),
+    (lambda: clip_grad_norm_(some(), 1.0, 0), "clip_grad_norm_: norm_type must be positive.*got 0"),
+    (lambda: grad_norm(some(), -inf), "grad_norm: norm_type must be positive.*got -inf"),
+    (lambda: clip_grad_norm_on_device_(some(), nan), "max_norm must be positive, got nan"),
+    (lambda: clip_grad_value_(some(), -1), "clip_value must not be negative, got -1"),
 )
-def test_a_wrong_argument_is_an_error(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(parameters_with(gradients()))

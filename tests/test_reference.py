@@ -1,4 +1,4 @@
-"""Every public name has a docstring; `make docs` makes pages of them."""
+"""Every public name has a docstring, and types for what goes in and out; `make docs` makes pages of them."""
 
 import importlib
 import inspect
@@ -50,3 +50,29 @@ def test_every_public_name_has_a_docstring(package):
     values = {name: getattr(module, name) for name in public(module)}
     assert values
     assert not [name for name, value in values.items() if callable(value) and not inspect.getdoc(value)]
+
+
+def _callables():
+    """(name, function) for every public function and method."""
+    for package in PACKAGES:
+        module = imported(package)
+        for name in public(module):
+            value = getattr(module, name)
+            if inspect.isfunction(value):
+                yield f"{package}.{name}", value
+            elif inspect.isclass(value):
+                for method, function in inspect.getmembers(value, inspect.isfunction):
+                    if function.__module__.startswith(("shardrt", "models")) and (
+                        method == "__init__" or method[0] != "_"
+                    ):
+                        yield f"{package}.{name}.{method}", function
+
+
+def test_every_public_function_has_types_for_all_that_goes_in_and_out():
+    untyped = set()
+    for name, function in _callables():
+        parameters = inspect.signature(inspect.unwrap(function)).parameters
+        needed = {p for p in parameters if p != "self"} | {"return"}
+        if missing := needed - inspect.unwrap(function).__annotations__.keys():
+            untyped.add(f"{name}: {', '.join(sorted(missing))}")
+    assert not untyped

@@ -72,12 +72,8 @@ def test_a_job_is_started_again_until_it_is_done(start):
     assert [(row["what"], row["start"]) for row in log] == [
         (w, i) for i in range(4) for w in ("start", "end")
     ]
-    assert [(row["code"], row["step"]) for row in log if row["what"] == "end"] == [
-        (124, 4),
-        (9, 4),
-        (1, 6),
-        (0, 8),
-    ]
+    ends = [(row["code"], row["step"]) for row in log if row["what"] == "end"]
+    assert ends == [(124, 4), (9, 4), (1, 6), (0, 8)]
     assert "start 0: ended with exit code 124; step 4 is saved; again in 0.01 s" in said
     assert "start 1: ended with exit code 9; step 4 is saved; again in 0.02 s" in said  # nothing was saved
     assert "start 2: ended with exit code 1; step 6 is saved; again in 0.01 s" in said
@@ -118,12 +114,6 @@ def test_restarts_are_counted_from_the_newest_checkpoint(start):
     assert "of --restarts 1 none is left" in said
 
 
-def test_the_first_wait_is_as_long_as_told(start):
-    _, _, _, said = start([(9, 0), (9, 0), (0, 2)], "--back-off", "0.03")
-    assert "start 0: ended with exit code 9; step 0 is saved; again in 0.03 s" in said
-    assert "start 1: ended with exit code 9; step 0 is saved; again in 0.06 s" in said
-
-
 def test_a_checkpoint_without_a_manifest_is_none(start, tmp_path):
     """As one in a bucket is while it is written."""
     (tmp_path / "runs/a/checkpoints/step-00000009").mkdir(parents=True)
@@ -142,15 +132,19 @@ def test_a_log_that_can_not_be_begun_is_refused_and_one_that_is_full_ends_nothin
     assert said.count("the log lacks this line: /dev/full: No space left on device") == 4
 
 
+def started(tmp_path, *words, job=("--name", "a", "--resume", "auto"), **how):
+    """How `shardrt run` of the job ends as a process of its own."""
+    command = [sys.executable, "-m", "shardrt", "run", *words, "--", sys.executable, "job.py", *job]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    return subprocess.run(command, cwd=tmp_path, env=environment, timeout=BACKSTOP, **how)
+
+
 def test_a_job_goes_on_where_nobody_reads_what_is_said(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "plan.json").write_text("[[9, 2], [9, 4], [65, 0]]")
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "shardrt", "run", "--restarts", "1", "--back-off", "0.01", "--"]
-    command += [sys.executable, "job.py", "--name", "a", "--resume", "auto"]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    (tmp_path / "plan.json").write_text("[[9, 2], [9, 4], [65, 0]]")
-    done = subprocess.run(command, cwd=tmp_path, env=environment, stderr=write, timeout=BACKSTOP)
+    done = started(tmp_path, "--restarts", "1", "--back-off", "0.01", stderr=write)
     os.close(write)
     assert (done.returncode, (tmp_path / "plan.json").read_text()) == (65, "[]")
 
@@ -226,18 +220,13 @@ def test_what_was_asked_to_stop_is_not_started_again(start, stops, tmp_path, num
 
 def test_a_terminal_interrupts_a_job_once(tmp_path):
     (tmp_path / "job.py").write_text(STOPPED)
-    words = [sys.executable, "-m", "shardrt", "run", "--", sys.executable, "job.py", "2", "1", "1"]
-    words += ["--name", "a", "--resume", "auto"]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        words,
-        cwd=tmp_path,
-        env=environment,
+    done = started(
+        tmp_path,
+        job=("2", "1", "1", "--name", "a", "--resume", "auto"),
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # of a terminal, not of nohup
         capture_output=True,
         text=True,
-        timeout=BACKSTOP,
     )
     assert done.returncode == 130, done.stderr
     assert "not started again: SIGINT asked it to stop" in done.stderr
@@ -300,11 +289,6 @@ def test_the_file_of_the_hosts_that_are_left_is_removed(start, tmp_path, monkeyp
     assert not list(tmp_path.glob("shardrt-hosts-*"))
 
 
-def test_a_wrong_setting_ends_a_job_of_all_ranks_at_once(start, monkeypatch):
-    without(monkeypatch)
-    assert start([(2, 0)], arguments=LISTED)[0] == 2
-
-
 def test_a_job_waits_for_hosts_that_it_needs(start, monkeypatch):
     without(monkeypatch, "", "d", "d")
     code, starts, log, said = start([(124, 2), (0, 4)], "--min-ranks", "8", arguments=LISTED)
@@ -323,12 +307,6 @@ def test_hosts_are_not_waited_for_for_ever(start, monkeypatch):
     assert "it is not started again: of --restarts 3 none is left" in said
 
 
-def test_a_command_of_too_few_ranks_is_refused(start, capfd):
-    with pytest.raises(FileNotFoundError):
-        start([], "--min-ranks", "9", arguments=LISTED)
-    assert "the command starts 8 ranks, and --min-ranks is 9" in capfd.readouterr().err
-
-
 def test_a_report_is_new_where_its_time_is_another(start, tmp_path, monkeypatch):
     """By a file server whose clock is an hour behind; the old one says nothing, be it of the future."""
     flight = tmp_path / "runs" / "a" / "flight"
@@ -345,11 +323,21 @@ def test_a_report_is_new_where_its_time_is_another(start, tmp_path, monkeypatch)
     assert start([(7, 0)], "--restarts", "0")[0] == 124
 
 
-@pytest.mark.parametrize("arguments", ["--name a", "--resume auto", "--name a --resume x"])
-def test_a_command_that_would_begin_anew_is_refused(start, capfd, arguments):
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        ("", "--name a", "the command needs --name NAME and --resume auto"),
+        ("", "--resume auto", "the command needs --name NAME and --resume auto"),
+        ("", "--name a --resume x", "the command needs --name NAME and --resume auto"),
+        ("--min-ranks 9", " ".join(LISTED), "the command starts 8 ranks, and --min-ranks is 9"),
+    ],
+)
+def test_a_command_that_would_begin_anew_or_starts_too_few_ranks_is_refused(
+    start, capfd, options, arguments, message
+):
     with pytest.raises(FileNotFoundError):  # nothing was started
-        start([], arguments=arguments.split())
-    assert "the command needs --name NAME and --resume auto" in capfd.readouterr().err
+        start([], *options.split(), arguments=arguments.split())
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,9 @@ from shardrt.comm.simulated import run, world_of
 from shardrt.device.addresses import joined, ranges_of
 from shardrt.device.cpu import CPUDevice
 from shardrt.device.cuda import CUDADevice
-from shardrt.device.program import HOST, Collective
+from shardrt.device.program import Collective
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan, units
-from shardrt.simulate.races import races
 from tests import lab
 from tests.parallel import piped
 from tests.ranks import run_ranks
@@ -43,12 +42,9 @@ SETTINGS = {
 @contextmanager
 def simulated(like, size, rank=0):
     """Inside a with block, this is one rank of so many on a simulated device."""
-    here, before = SimulatedDevice(like), device.current()
-    try:
-        with worlds.use(world_of(size, here, rank)):
-            yield here
-    finally:
-        device.set_current(before)
+    here = SimulatedDevice(like)
+    with device.use(device.current()), worlds.use(world_of(size, here, rank)):
+        yield here
 
 
 def trained(name, steps=2, **options):
@@ -127,31 +123,6 @@ def test_recordings_of_all_ranks_fit_together(programs):
         ("copies", 2),
         ("control", 8),
     }
-
-
-def test_a_call_is_in_the_stream_that_runs_it_at_the_place_that_wants_it(programs):
-    calls = [item for item in programs[0].items if isinstance(item, Collective)]
-    streams = {(programs[0].groups[item.group].role, item.stream) for item in calls}
-    assert streams >= {("gather", "gather"), ("reduce", "reduce"), ("control", HOST), ("used", "used")}
-    gathers = [item for item in calls if item.call == "all_gather" and item.stream == "gather"]
-    assert {item.site.split(":")[0] for item in gathers} == {"shardrt/fsdp/transfer.py"}
-    own = {sum(r.stop - r.start for r in item.reads) * 4 == item.nbytes for item in gathers}
-    others = {sum(r.stop - r.start for r in item.writes) * 4 == 3 * item.nbytes for item in gathers}
-    assert own == others == {True}
-
-
-def test_what_ranks_compare_before_the_first_step_does_not_grow_with_the_model():
-    """Of parameters that nobody has given values, not even whether anybody has."""
-
-    def report(blocks):
-        with simulated(CUDADevice, 1 << 10) as here:
-            mesh = init_device_mesh("auto")
-            model = fully_shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(blocks))), mesh=mesh)
-            units(model)
-        calls = [item for item in here.program.items if isinstance(item, Collective)]
-        return [(item.call, item.nbytes) for item in calls]
-
-    assert report(1) == report(9)
 
 
 VALUES = {
@@ -235,27 +206,6 @@ def test_cpus_of_a_node_share_what_they_gather():
     for size_of_node in (1, 2):
         with worlds.use(world_of(2, SimulatedDevice(CPUDevice), 0, size_of_node, shared=True)):
             assert create("auto").shares_memory == (size_of_node == 2)
-
-
-def pipelined():
-    pipeline, data = piped.build((2, 1, 2), "1F1B")
-    for step in range(2):
-        pipeline.step(piped.loss_of, piped.batches_of(step, data))
-
-
-@pytest.mark.parametrize(
-    ("stands_for", "like", "shared", "function"),
-    [
-        ({rank: [rank] for rank in range(2)}, CPUDevice, True, lambda: trained("FULL_SHARD")),
-        ({rank: [rank] for rank in range(4)}, CUDADevice, False, lambda: trained("HYBRID_SHARD")),
-        ({0: (0, 1), 2: (2, 3)}, CUDADevice, False, pipelined),
-    ],
-    ids=["sharing memory", "hybrid", "pipeline"],
-)
-def test_recordings_of_several_ranks_have_no_race_between_them(stands_for, like, shared, function):
-    devices = {rank: SimulatedDevice(like) for rank in stands_for}
-    run(sum(map(len, stands_for.values())), stands_for, devices.__getitem__, function, shared=shared)
-    assert not races([here.program for here in devices.values()])
 
 
 def test_recorded_ranks_hear_each_other_and_those_that_they_stand_for():

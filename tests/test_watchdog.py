@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,7 @@ from shardrt.comm import init_device_mesh
 from shardrt.faults import watchdog
 from shardrt.faults.watchdog import Limits, Watch
 from tests.clock import soon, whole_job
-from tests.ranks import BACKSTOP, ROOT, clean_environment, mpirun
+from tests.ranks import mpirun, python
 
 # A program of its own, of one rank or several, whose last rank does something in step 1.
 SCRIPT = """
@@ -46,12 +44,7 @@ def run(folder, case, limits, size=1):
     """How it ended; and the seconds until it was stuck, and since then."""
     code = SCRIPT.format(case=case, limits=limits)
     began = time.time()
-    if size > 1:
-        done = mpirun(size, ["-c", code, str(folder)])
-    else:
-        command = [sys.executable, "-c", code, str(folder)]
-        options = {"timeout": BACKSTOP, "cwd": ROOT, "env": clean_environment()}
-        done = subprocess.run(command, capture_output=True, text=True, **options)
+    done = mpirun(size, ["-c", code, str(folder)]) if size > 1 else python("-c", code, folder)
     stuck = re.search(r"stuck at ([\d.]+)", done.stdout)
     assert stuck, (done.returncode, done.stdout, done.stderr)
     return done, float(stuck[1]) - began, time.time() - float(stuck[1])

@@ -14,7 +14,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import shardrt
-from tests import test_readme as readme
 from tests.ranks import BACKSTOP, clean_environment
 from tests.test_watching import ABOUT, step, written
 
@@ -120,15 +119,6 @@ def installed(wheel, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_program_of_the_readme_trains_where_only_the_wheel_is_beside_the_other_kernels(installed):
-    program = readme.program().replace("range(30)", "range(3)")
-    others = "import kernels\nassert callable(kernels.get_kernel)\n"
-    kept = "shardrt.checkpoint.save('weights', model)\nshardrt.checkpoint.load('weights', model)\n"
-    output = installed("python", "-c", f"{others}{program}\n{kept}print(shardrt.__file__)")
-    assert output.count("loss") == 3 and str(installed.folder) in output
-
-
-@pytest.mark.slow
 def test_the_example_trains_outside_the_checkout_and_goes_on_at_another_number_of_ranks(installed):
     program = shutil.copy(ROOT / "docs" / "examples" / "train_text.py", installed.folder)
     text = installed.folder / "text"
@@ -167,4 +157,3 @@ def test_tools_read_a_run_where_only_the_wheel_is(installed):
     run.mkdir()
     (run / "metrics.jsonl").write_text(written(ABOUT, step(1)))
     assert "wrote" in installed("shardrt", "report", run)
-    assert "two ranks" in installed("shardrt", "doctor")

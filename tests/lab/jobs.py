@@ -9,8 +9,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +27,7 @@ from shardrt.train import config as settings
 from shardrt.train import job, loop, pipelines
 from shardrt.train.errors import DATA, USAGE, one_line
 from tests.lab.comparing import assert_close
-from tests.ranks import BACKSTOP, clean_environment, mpirun_path
+from tests.ranks import mpirun, python
 
 TINY = GPTRecipe(
     steps=3,
@@ -96,15 +94,10 @@ def arguments(*more: str) -> list[str]:
 
 def start(module: str, *args: str, ranks: int | None = None, cwd: Path, **variables: str):
     """`python -m module args` in `cwd`, under mpirun if `ranks` is given."""
-    launcher = [] if ranks is None else [mpirun_path(), "-n", str(ranks)]
-    return subprocess.run(
-        [*launcher, sys.executable, "-m", module, *args],
-        capture_output=True,
-        text=True,
-        timeout=BACKSTOP,
-        cwd=cwd,
-        env=clean_environment(**OPEN_MPI, **variables),
-    )
+    words = ["-m", module, *args]
+    if ranks is None:
+        return python(*words, cwd=cwd, **variables)
+    return mpirun(ranks, words, cwd=cwd, **variables)
 
 
 def run(ranks: int, name: str, *options: str, common: tuple[str, ...] = ()) -> None:
