@@ -156,14 +156,13 @@ def build(
     micro_batches=MICRO_BATCHES,
     sharded=True,
     ignored=False,
-    prepare=None,
     sequence=False,
     **how,
 ):
     """(pipeline, mesh of the data), on axes pp, dp_replicate, dp_shard and, if there are four, tp.
 
     In one piece where schedule is None. first: called with the model before it is cut, before: with each
-    block, prepare: with the model at last. sequence: whether time is cut along tp.
+    block. sequence: whether time is cut along tp.
     """
     mesh = init_device_mesh("cpu", axes, NAMES[: len(axes)])
     data = mesh["dp_replicate", "dp_shard"] if axes[1] > 1 else mesh["dp_shard"]
@@ -191,8 +190,6 @@ def build(
             norms = [block.norm1 for block in stage.blocks] if ignored else []
             fully_shard(module, mesh=data, ignored=norms, **how)
         set_gradient_divide_factor(stage, 1.0)
-    if prepare is not None:
-        prepare(model)
     return pipeline, data
 
 

@@ -11,8 +11,8 @@ from tests.parallel import piped
 from tests.parallel.piped import trained
 
 LLAMA, GPT = (partial(make, n_layer=6) for make in (piped.llama, piped.gpt))  # eight pieces
-JOBS = [(name, ranks) for name in SCHEDULES for ranks in (1, 2, 4)]
-JOBS.remove(("DualPipeV", 4))  # it takes eight micro-batches
+JOBS = [(name, ranks) for name in SCHEDULES for ranks in (2, 4)]
+JOBS[JOBS.index(("DualPipeV", 4))] = ("ZBVZeroBubble", 1)  # DualPipeV takes eight micro-batches there
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), JOBS)
@@ -21,13 +21,12 @@ def test_every_schedule_has_the_bits_of_no_pipeline(schedule, ranks):
     lab.assert_equal(trained((ranks, 1, 1), schedule, make=LLAMA, sharded=False), expected)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "Interleaved1F1B", "DualPipeV"])
+@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
 def test_beside_sharding(schedule):
     lab.assert_equal(trained((2, 1, 2), schedule, make=LLAMA), trained((1, 1, 2), None, make=LLAMA))
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "ZBVZeroBubble"])
+@pytest.mark.parametrize(("schedule", "sequence"), [("1F1B", True), ("ZB-H1", False)])
 def test_three_axes(schedule, sequence):
     how = {"make": LLAMA, "sequence": sequence}
     lab.assert_equal(trained((2, 1, 2, 2), schedule, **how), trained((1, 1, 2, 2), "GPipe", **how))

@@ -1,33 +1,15 @@
-"""What there is beside pipelines works with them: to the bits of the same model in one piece, accumulated."""
+"""What there is beside pipelines works with them: to the bits of the same model in one piece, accumulated.
+
+tests/fsdp/test_pairs.py has what only moves things, and hybrids.
+"""
 
 import numpy as np
 import pytest
 
 from shardrt import nn, optim
-from shardrt.fsdp import MixedPrecisionPolicy, check_replicas, set_find_unused_parameters
-from shardrt.nn.utils import clip_grad_value_
+from shardrt.fsdp import MixedPrecisionPolicy, check_replicas
 from tests import lab
-from tests.parallel import nets
 from tests.parallel.piped import trained, update
-
-MOVES = nets.MOVES | {
-    "kept": {"reshard_after_forward": False},
-    "prefetch 2": {"prefetch": 2},
-    "SHARD_OPT": {"strategy": "SHARD_OPT"},
-}
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
-@pytest.mark.parametrize("name", MOVES)
-def test_what_only_moves_things_changes_no_bit(name, schedule):
-    lab.assert_equal(trained((2, 1, 2), schedule, **MOVES[name]), trained((1, 1, 2), None))
-
-
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP"])
-def test_hybrids_have_the_bits_of_one_piece(strategy):
-    lab.assert_equal(
-        trained((2, 2, 2), "ZB-H1", strategy=strategy), trained((1, 2, 2), None, strategy=strategy)
-    )
 
 
 def frozen_stage(number):
@@ -50,11 +32,6 @@ def freeze_some(model):
 
 def adapters(model):
     nn.add_lora(model, 2, targets=("*.qkv", "*.down"))
-
-
-def clip_values(model, optimizer, scaler):
-    clip_grad_value_(model.parameters(), 1e-3)
-    optimizer.step()
 
 
 def check(model, optimizer, scaler):
@@ -96,17 +73,16 @@ NUMBERS = {
     "frozen": {"first": freeze_some},
     "adapters": {"first": adapters},
     "ignored": {"ignored": True, "update": unclipped},
-    "unused": {"prepare": set_find_unused_parameters},
-    "clip value": {"update": clip_values},
     "in backward": {"update": unclipped, "optimizer": in_backward},
-    "Lion": {"optimizer": optim.Lion},
-    "SGD": {"optimizer": optim.SGD},
     "replicas": {"strategy": "NO_SHARD", "update": check},
 }
 
 
-@pytest.mark.parametrize("schedule", ["ZB-H1", "Interleaved1F1B"])
-@pytest.mark.parametrize("name", NUMBERS)
+CASES = [(name, "ZBVZeroBubble") for name in NUMBERS]  # two stages on a rank, and late weight gradients
+CASES += [(f"{place} stage frozen", "ZB-H1") for place in ("first", "last")]  # all that a rank has
+
+
+@pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_it_trains_as_in_one_piece(name, schedule):
     how = NUMBERS[name]
     shards = 1 if name == "no units" else 2
