@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 import shardrt
-from models.gpt import GPT, GPTConfig
-from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
 from models.vit import ViT, ViTConfig
 from shardrt import Tensor, device, nn, no_grad, optim
@@ -22,32 +20,27 @@ from shardrt.parallel import ColwiseParallel, Pipeline, RowwiseParallel, Sequenc
 from shardrt.parallel import set_tensor_invariant as invariant
 from shardrt.parallel.styles import Style
 from tests import lab
+from tests.parallel import nets
+from tests.parallel.nets import BATCH, make
 from tests.ranks import run_ranks
 
-VOCAB, ROWS, TIME = 37, 4, 16
 NAMES = ("pp", "dp_shard", "tp")
-LANGUAGE = {"n_layer": 2, "block_size": TIME, "vocab_size": VOCAB, "init_std": 0.1}
+SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 44, "n_hidden": 52}
+IMAGES = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 10}
 KINDS = {  # parts are of 11, 12, 13 elements: of no vector's width
-    "gpt": lambda **how: GPT(GPTConfig(n_head=4, n_embd=44, dropout=0.1, **LANGUAGE, **how)),
-    "chunks": lambda: KINDS["gpt"](loss_chunk=24),
-    "llama": lambda **how: Llama(
-        LlamaConfig(n_head=8, n_kv_head=4, n_embd=48, n_hidden=52, tied=False, **LANGUAGE, **how)
-    ),
-    "vit": lambda: ViT(
-        ViTConfig(
-            n_layer=2, n_head=4, n_embd=44, n_hidden=52, image_size=8, patch_size=2, channels=1, classes=10
-        )
-    ),
+    "gpt": partial(make, "gpt", n_embd=44),
+    "chunks": partial(make, "gpt", n_embd=44, loss_chunk=24),
+    "llama": partial(make, "llama 4", n_head=8, n_embd=48, n_hidden=52, tied=False),
+    "vit": lambda: ViT(ViTConfig(**SIZES, **IMAGES)),
 }
 
 
 def batch_of(kind, step, rows):
+    if kind != "vit":
+        return tuple(array[rows] for array in nets.batch_of(step))
     random = np.random.default_rng(step)
-    if kind == "vit":
-        images = random.standard_normal((ROWS, 1, 8, 8)).astype(np.float32)
-        return images[rows], random.integers(0, 10, ROWS)[rows]
-    text = random.integers(0, VOCAB, (ROWS, TIME + 1))[rows]
-    return text[:, :-1], text[:, 1:]
+    images = random.standard_normal((BATCH, 1, 8, 8)).astype(np.float32)
+    return images[rows], random.integers(0, 10, BATCH)[rows]
 
 
 def inputs_of(batch):
@@ -59,7 +52,7 @@ def loss_of(output, batch):
     """Of some rows, as a part of the mean of all."""
     inputs, targets = batch
     loss = F.cross_entropy(output, targets) if inputs.dtype.kind == "f" else output
-    return loss * (len(inputs) / ROWS)
+    return loss * (len(inputs) / BATCH)
 
 
 def train(kind, axes, parts=4, tree=False, sequence=False, schedule="1F1B", **how):
@@ -74,13 +67,13 @@ def train(kind, axes, parts=4, tree=False, sequence=False, schedule="1F1B", **ho
     if parts:
         invariant(model, parts, plan=None if tp > 1 else plan)
     if pp > 1:
-        pipeline = Pipeline(model, mesh["pp"], schedule=schedule, micro_batches=ROWS // dp)
+        pipeline = Pipeline(model, mesh["pp"], schedule=schedule, micro_batches=BATCH // dp)
     for whole in pipeline.stages if pipeline else [model]:
         for module in (*whole.blocks, whole):
             fully_shard(module, mesh=mesh["dp_shard"], **how)
     if tree:
-        set_world_invariant(model, ROWS)
-    own = [[row] for row in range(mesh.coordinate[1], ROWS, dp)] if tree or pp > 1 else [list(range(ROWS))]
+        set_world_invariant(model, BATCH)
+    own = [[row] for row in range(mesh.coordinate[1], BATCH, dp)] if tree or pp > 1 else [list(range(BATCH))]
 
     def step(number):
         batches, losses = [batch_of(kind, number, rows) for rows in own], []
@@ -148,8 +141,7 @@ def test_gradients_over_time_are_what_they_are_without_parts():
 def test_any_power_of_two_of_parts_will_do_and_no_unit_is_needed(parts, sequence):
     def step(tp):
         mesh = init_device_mesh("cpu", (tp,), ("tp",))
-        shardrt.manual_seed(3)
-        model = GPT(GPTConfig(n_head=8, n_embd=40, **LANGUAGE))
+        model = make("gpt", n_head=8, n_embd=40, dropout=0.0)
         plan = plan_of(model, sequence_parallel=sequence)
         parallelize_module(model, mesh, plan)  # also on an axis of one rank
         invariant(model, parts)
@@ -200,7 +192,6 @@ def test_tied_weights_of_two_stages_and_late_gradients(schedule, sequence):
 def test_generation_of_one_token_has_the_same_logits():
     def logits(tp):
         mesh = init_device_mesh("cpu", (tp,), ("tp",))
-        shardrt.manual_seed(3)
         model = parallelize_module(KINDS["gpt"](), mesh, plan_of(KINDS["gpt"]())).eval()
         invariant(model)
         with no_grad():
@@ -230,8 +221,7 @@ def test_sums_of_parts_are_the_tree_that_ranks_go_on_with():
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_its_memory_is_planned(sequence):
     def peaks():
-        shardrt.manual_seed(3)
-        model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=64, block_size=64, vocab_size=256))
+        model = make("gpt", n_embd=64, block_size=64, vocab_size=256, dropout=0.0)
         invariant(model, plan=plan_of(model, sequence_parallel=sequence))
         fully_shard(model)
         tokens, here = np.zeros((8, 64), int), device.current()
