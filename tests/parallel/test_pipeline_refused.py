@@ -1,6 +1,5 @@
 """What can't be a pipeline is refused when it is asked for, by one line that says what and where."""
 
-import re
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -214,21 +213,14 @@ NONSENSE = [  # what is called with it, and the words of the one line
 ]
 
 
-def test_nonsense_is_told_in_a_line_that_names_it(tmp_path):
-    def attempts():
-        pipeline, wrong = piped(), []
-        for number, (call, words) in enumerate(NONSENSE):
-            with pytest.raises((TypeError, ValueError)) as raised:
-                call(pipeline)
-            message = str(raised.value)
-            if "\n" in message or not re.search(words.replace("[", r"\["), message):
-                wrong.append((number, words, message))
-        return wrong
-
-    assert run_ranks(2, attempts) == [[], []]
-    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"binary\.csv is no table: .*can't decode"):
-        Table.load(tmp_path / "binary.csv")
+test_nonsense_is_told_in_a_line_that_names_it = lab.refusals(
+    *(
+        (lambda call=call: call(piped()), (TypeError, ValueError), words.replace("[", r"\["))
+        for call, words in NONSENSE
+    ),
+    ranks=2,
+    everywhere=True,
+)
 
 
 def test_a_step_after_one_that_has_raised():

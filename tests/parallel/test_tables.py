@@ -234,7 +234,10 @@ def test_the_last_backward_of_a_stage_reduces_and_no_other(kind, number, does):
         Table((tuple(changed),), 1, 2).check()
 
 
-def test_no_ranks_are_no_table(tmp_path):
+def test_no_ranks_are_no_table_nor_is_what_is_no_text(tmp_path):
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"binary\.csv is no table: .*can't decode"):
+        Table.load(tmp_path / "binary.csv")
     (tmp_path / "steps.csv").touch()
     with pytest.raises(ValueError, match="the table has 0 ranks and 0 micro-batches"):
         Table.load(tmp_path / "steps.csv").check()

@@ -307,7 +307,7 @@ def places(order, point):
     return order.programs[number].rank, index
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(programs())
 def test_races_of_a_random_program_are_those_that_a_search_of_its_graph_finds(written):
     truth, sites = Truth(written), {}
@@ -325,7 +325,7 @@ def test_races_of_a_random_program_are_those_that_a_search_of_its_graph_finds(wr
     assert {tuple(items[n].site for _, n in pair) for pair in by_search} == set(sites)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(programs(), st.sets(st.integers(0, 23)))
 def test_races_with_and_without_values_are_found_at_once(written, asked):
     for program in written:
@@ -358,7 +358,7 @@ def by_bytes(truth):
     return {(first, second) for first, second in found if first not in (None, second)}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(programs(ranks=2, length=20))
 def test_races_of_two_random_ranks_are_those_that_a_search_of_their_graph_finds(written):
     truth = Truth(written)
@@ -369,7 +369,7 @@ def test_races_of_two_random_ranks_are_those_that_a_search_of_their_graph_finds(
     assert bool(found) == bool(by_search)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(programs(length=16))
 def test_the_repair_of_a_race_puts_its_two_in_order(written):
     (program,) = written

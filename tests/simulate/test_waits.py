@@ -195,7 +195,7 @@ def agree(written):
                 assert covered_by == []
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(programs(length=16, wait_sites=4))
 def test_verdicts_on_a_random_program_are_those_of_a_search_without_each_set_of_sites(written):
     agree(written)
@@ -203,13 +203,13 @@ def test_verdicts_on_a_random_program_are_those_of_a_search_without_each_set_of_
     agree(written)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(programs(ranks=2, length=16, wait_sites=4))
 def test_verdicts_on_two_random_ranks_are_those_of_a_search_without_each_set_of_sites(written):
     agree(written)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(programs(length=16, wait_sites=4), st.integers(1, 2))
 def test_verdicts_are_right_as_far_as_they_go_where_not_all_ways_are_followed(written, most):
     repair_all(written[0])
@@ -222,7 +222,7 @@ def test_verdicts_are_right_as_far_as_they_go_where_not_all_ways_are_followed(wr
         assert not covered_by or frozenset(covered_by) in covers[name]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(programs(length=16))
 def test_of_a_correct_random_program_a_needed_wait_and_no_other_can_not_be_removed(written):
     (program,) = written
