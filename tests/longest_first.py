@@ -22,7 +22,7 @@ LONGEST = (  # by the seconds of a processor that each takes with its processes
     *("train/test_world_invariant.py", "functional/test_conv2d.py", "parity/test_pipeline.py"),
     *("cuda/test_contracts.py", "cuda/test_moe.py", "models/test_transformers.py"),
     *("parallel/test_experts.py", "cuda/test_norms.py", "test_untrusted.py"),
-    *("parallel/test_meshes.py", "parallel/test_pipeline_features.py", "softgpu/test_processes.py"),
+    *("parallel/test_meshes.py", "softgpu/test_processes.py"),
     *("test_failure.py", "test_watching.py", "train/test_stop.py"),
     *("gpu/test_kernels.py", "gpu/test_conv2d.py", "gpu/test_attention.py"),
 )
