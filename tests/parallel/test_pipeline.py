@@ -108,7 +108,6 @@ NUMBERS = {
     "last stage frozen": {"first": frozen_stage(1)},
     "frozen": {"first": freeze_some},
     "adapters": {"first": adapters},
-    "ignored": {"ignored": True, "update": unclipped},
     "in backward": {"update": unclipped, "optimizer": in_backward},
     "replicas": {"strategy": "NO_SHARD", "update": check},
 }
