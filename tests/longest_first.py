@@ -14,7 +14,7 @@ LONGEST = (  # by the seconds of a processor that each takes with its processes
     *("softgpu/test_pairs.py", "test_beyond_memory.py", "simulate/test_plan.py", "test_simulated_world.py"),
     *("train/test_resume.py", "train/test_command.py", "train/test_folds.py", "bench/test_step.py"),
     *("train/test_pipeline.py", "train/test_parallel.py", "test_wheel.py", "train/test_context.py"),
-    *("softgpu/test_collectives.py", "parallel/test_processes.py", "parallel/test_invariant.py"),
+    *("softgpu/test_collectives.py", "parallel/test_invariant.py"),
     *("models/test_hub.py", "cuda/test_functions.py", "checkpoint/test_crash_points.py"),
     *("bench/test_compare.py", "parallel/test_context.py", "train/test_tasks.py"),
     *("cuda/test_reduce.py", "cuda/test_vision_training.py", "bench/test_gpu.py"),
