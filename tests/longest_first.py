@@ -14,7 +14,7 @@ LONGEST = (  # by the seconds of a processor that each takes with its processes
     *("softgpu/test_pairs.py", "test_beyond_memory.py", "simulate/test_plan.py", "test_simulated_world.py"),
     *("train/test_resume.py", "train/test_command.py", "train/test_folds.py", "bench/test_step.py"),
     *("train/test_pipeline.py", "train/test_parallel.py", "test_wheel.py", "train/test_context.py"),
-    *("softgpu/test_collectives.py", "parallel/test_processes.py", "parallel/test_invariant.py"),
+    *("softgpu/test_collectives.py", "parallel/test_invariant.py"),
     *("models/test_hub.py", "cuda/test_functions.py", "checkpoint/test_crash_points.py"),
     *("bench/test_compare.py", "parallel/test_context.py", "train/test_tasks.py"),
     *("cuda/test_reduce.py", "cuda/test_vision_training.py", "bench/test_gpu.py"),
@@ -22,7 +22,7 @@ LONGEST = (  # by the seconds of a processor that each takes with its processes
     *("train/test_world_invariant.py", "functional/test_conv2d.py", "parity/test_pipeline.py"),
     *("cuda/test_contracts.py", "cuda/test_moe.py", "models/test_transformers.py"),
     *("parallel/test_experts.py", "cuda/test_norms.py", "test_untrusted.py"),
-    *("parallel/test_meshes.py", "parallel/test_pipeline_features.py", "softgpu/test_processes.py"),
+    *("parallel/test_meshes.py", "softgpu/test_processes.py"),
     *("test_failure.py", "test_watching.py", "train/test_stop.py"),
     *("gpu/test_kernels.py", "gpu/test_conv2d.py", "gpu/test_attention.py"),
 )

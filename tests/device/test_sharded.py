@@ -72,10 +72,9 @@ def alive(program):
     return held
 
 
-@pytest.mark.parametrize("ranks", [1, 6, 16384])
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("ranks", "accumulate"), [(1, False), (6, True), (16384, False)])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_buffers_are_those_of_the_plan_to_the_byte(name, accumulate, ranks):
+def test_buffers_are_those_of_the_plan_to_the_byte(name, ranks, accumulate):
     like, settings = SETTINGS[name]
     here = SimulatedDevice(like)
     # One rank a node: memory that ranks share is counted in parts.

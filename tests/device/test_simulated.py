@@ -1,7 +1,5 @@
 """The simulated device: what is submitted, recorded and waited for is in its program, with CUDA's meaning."""
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -191,16 +189,6 @@ def test_a_site_is_the_line_that_asked_not_one_of_numpy_or_of_the_device(here):
     names = {item.name: item.site for item in of_kind(here, Work)}
     assert set(names) == {"numpy.add.reduce", "numpy.divide"} and len(set(names.values())) == 1
     assert "test_simulated.py:" in names["numpy.divide"]
-
-
-def test_nothing_of_it_is_imported_before_it_is_used():
-    code = "import shardrt, sys; print(*(name for name in sys.modules if name.startswith('shardrt.')))"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert "shardrt.fsdp.memory" in loaded or "shardrt.nn" in loaded
-    of_it = {f"shardrt.device.{name}" for name in ("simulated", "shapes", "addresses", "program")}
-    assert not of_it & set(loaded) and not any("simulate" in name for name in loaded)
 
 
 def test_a_pool_lends_memory_again_in_the_stream_that_took_it():

@@ -1,6 +1,5 @@
-"""Small GPTs and Llamas, and one function that trains them on any axes: copies, shards, tensor."""
+"""Small GPTs and Llamas, some with experts, and one function that trains them on any axes."""
 
-from contextlib import nullcontext
 from functools import cache
 
 import numpy as np
@@ -9,30 +8,17 @@ import shardrt
 from models.gpt import GPT, GPTConfig
 from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
-from shardrt.activation_offload import offload_activations
-from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import CPUOffloadPolicy, fully_shard, no_sync
-from shardrt.parallel import parallelize_module
-from shardrt.recompute import checkpoint
+from shardrt import functional as F
+from shardrt import nn
+from shardrt.comm import CollectiveCounter, init_device_mesh, objects
+from shardrt.fsdp import fully_shard, set_gradient_divide_factor
+from shardrt.parallel import ContextParallel, expert_plan, parallelize_module, shard_sequence
 from tests import lab
+from tests.ranks import run_ranks
 
 VOCAB, BATCH, TIME = 37, 4, 16  # no number of ranks divides the vocabulary
-AXES = ("dp_replicate", "dp_shard", "tp")
-
-
-MOVES = {  # what only moves things, and changes no bit
-    "recompute": {"before": checkpoint},
-    "recompute but matmul": {"before": lambda block: checkpoint(block, "matmul")},
-    "offload activations": {"before": offload_activations},
-    "both": {"before": lambda block: offload_activations(checkpoint(block))},
-    "offload": {"offload_policy": CPUOffloadPolicy()},
-    "step on the host": {"offload_policy": CPUOffloadPolicy(step="host")},
-    "nothing kept": {"reshard_after_forward": True, "prefetch": 0},
-    "SHARD_GRAD_OP": {"strategy": "SHARD_GRAD_OP"},
-    "NO_SHARD": {"strategy": "NO_SHARD"},
-}
-
-
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+PLAN = {"blocks.*.attention": ContextParallel()}
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": TIME, "vocab_size": VOCAB, "init_std": 0.1}
 EXPERTS = {"n_embd": 16, "n_hidden": 12, "init_std": 0.2}
 EXPERTS |= {"experts": 8, "experts_per_token": 2, "balance_loss": 0.3}
@@ -47,65 +33,112 @@ def make(kind, **changes):
     return Llama(LlamaConfig(**SIZES | own | (EXPERTS if kind == "experts" else {}) | changes))
 
 
-def mesh_of(copies, shards, tp):
-    return init_device_mesh("cpu", (copies, shards, tp), AXES)
+def mesh_of(copies=1, shards=1, cp=1, tp=1, **how):
+    return init_device_mesh("cpu", (copies, shards, cp, tp), AXES, **how)
 
 
 def data_of(mesh):
-    """The axes of the data."""
-    return mesh["dp_replicate", "dp_shard"] if mesh.size_of("dp_replicate") > 1 else mesh["dp_shard"]
+    """The ranks over which gradients are summed."""
+    copies = mesh.size_of("dp_replicate") > 1
+    if mesh.size_of("cp") == 1:
+        return mesh["dp_replicate", "dp_shard"] if copies else mesh["dp_shard"]
+    if not copies:
+        return mesh.flat("dp_shard", "cp")
+    each = mesh.size_of("dp_shard") * mesh.size_of("cp")
+    return mesh.fold("shards", each, over=AXES[:3], rest="dp_replicate")
 
 
-def build(kind, mesh, sequence=False, sharded=True, before=None, changes=None, **settings):
-    """The model, cut along tp and then, if `sharded`, over the axes of the data. before: of each block."""
+def build(
+    kind,
+    mesh,
+    sequence=False,
+    ep=1,
+    over=AXES[1:],
+    first="tp",
+    balanced=True,
+    before=None,
+    changes=None,
+    sharded=True,
+    mean=False,
+):
+    """The model, cut along tp and cp and its experts along ep, and sharded over what is left.
+
+    first: the axis along which it is cut first. balanced: experts, over the data as well. before: of each
+    block. mean: gradients are divided by the number of ranks with losses of their own.
+    """
     model = make(kind, **(changes or {}))
-    parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
+    plans = {"tp": (mesh["tp"], plan_of(model, sequence_parallel=sequence)), "cp": (mesh["cp"], PLAN)}
+    if kind == "experts":
+        fold = mesh.fold("ep", ep, over=over)
+        plans["ep"] = fold["ep"], expert_plan(model)
+    for name in sorted(plans, key=lambda name: name != first):
+        parallelize_module(model, *plans[name])
+    if kind == "experts" and balanced:
+        nn.balance_over(model, data_of(mesh))
+    for block in model.blocks if before is not None else ():
+        before(block)
+    if not sharded:
+        return model
     for block in model.blocks:
-        if before is not None:
-            before(block)
-        if sharded:
-            fully_shard(block, mesh=data_of(mesh), **settings)
-    return fully_shard(model, mesh=data_of(mesh), **settings) if sharded else model
+        if kind == "experts":
+            fully_shard(block.mlp.experts, mesh=fold["efsdp"])
+        fully_shard(block, mesh=data_of(mesh))
+    fully_shard(model, mesh=data_of(mesh))
+    if not mean:
+        set_gradient_divide_factor(model, 1.0)
+    return model
 
 
 def batch_of(step, mesh=None):
-    """(tokens, targets) of a step: all of them, or this rank's."""
+    """(tokens, targets) of a step: all of them, or the rows of this rank."""
     rows = np.random.default_rng(step).integers(0, VOCAB, (BATCH, TIME + 1))
-    if mesh is not None:
-        data = data_of(mesh)
-        rows = np.split(rows, data.size)[data.rank]
+    rows = rows if mesh is None else lab.rows(mesh["dp_replicate", "dp_shard"], rows)[0]
     return rows[:, :-1], rows[:, 1:]
 
 
-def train(kind, axes, sequence=False, steps=10, micro_batches=1, synced=True, **how):
-    """What lab.learn gives on this rank."""
-    mesh = mesh_of(*axes)
-    model = build(kind, mesh, sequence, **how)
+def part_of(step, mesh, documents):
+    """This rank's part of a step's sequences, as arguments of the model."""
+    numbers = np.sort(np.random.default_rng([step, 1]).integers(0, 3, (BATCH, TIME)), axis=1)
+    (numbers,) = lab.rows(mesh["dp_replicate", "dp_shard"], numbers)
+    starts = F.document_starts(numbers) if documents else None
+    part = shard_sequence(*batch_of(step, mesh), mesh=mesh["cp"], starts=starts)
+    return {**part._asdict(), "reduction": "sum"}
+
+
+def train(kind, axes, documents=False, steps=2, mean=False, ignoring=False, **how):
+    """What lab.learn gives on this rank, with the losses of all. ignoring: some targets."""
+    mesh = mesh_of(**axes)
+    model = build(kind, mesh, mean=mean, **how)
+    scale = (data_of(mesh).size if mean else 1) / (BATCH * TIME)
 
     def step(number):
-        parts = zip(*(np.split(array, micro_batches) for array in batch_of(number, mesh)), strict=True)
-        total = 0.0
-        for turn, (tokens, targets) in enumerate(parts, start=1):
-            with nullcontext() if synced or turn == micro_batches else no_sync(model):
-                loss = model(tokens, targets) * (1 / micro_batches)
-                loss.backward()
-            total += float(loss.item())
-        return total
+        part = part_of(number, mesh, documents)
+        if ignoring:
+            part["targets"][part["targets"] < 15] = -100
+        loss = model(**part) * scale
+        loss.backward()
+        return loss.item() / scale / (BATCH * TIME)
 
-    return lab.learn(model, step, steps=steps)
+    def after():
+        if kind == "experts":
+            nn.update_expert_bias(model, rate=0.01)
+
+    found = lab.learn(model, step, steps=steps, after=after)
+    everyone = objects.all_gather_object(mesh.communicator("control"), found["losses"])
+    return found | {"losses": np.sum(everyone, 0) / mesh.size_of("tp")}
 
 
 def trained(kind, axes, *args, **how):
-    """What rank 0 has of `train` on all ranks, with the mean of the losses and all ranks' norms."""
-    ranks = thread.run(int(np.prod(axes)), train, kind, axes, *args, **how)
-    losses = np.mean([message["losses"] for message in ranks], 0)
-    return ranks[0] | {"losses": losses, "all norms": [message["norms"] for message in ranks]}
+    """What rank 0 has of `train` on all ranks, whose norms are the same."""
+    ranks = run_ranks(int(np.prod([*axes.values()])), train, kind, axes, *args, **how)
+    assert all(rank["norms"] == ranks[0]["norms"] for rank in ranks)
+    return ranks[0]
 
 
 @cache
-def alone(kind, **how):
-    """On one rank, with the whole batch."""
-    return trained(kind, (1, 1, 1), **how)
+def alone(kind, documents=False, steps=2, ignoring=False, **changes):
+    """On one rank, with whole sequences."""
+    return trained(kind, {}, documents, steps, ignoring=ignoring, changes=changes)
 
 
 def same_to_1e5(found, expected):
@@ -116,3 +149,13 @@ def same_to_1e5(found, expected):
 def same_bits(found, expected):
     for what in ("losses", "norms", "gradients", "final"):
         lab.assert_equal(found[what], expected[what], what)
+
+
+def moved(communicator, forward, *args):
+    """{call: (how often, bytes that this rank receives)} of forward(*args), a loss, and of its backward."""
+    counted, found, loss = CollectiveCounter(communicator), [], None
+    for backward in (False, True):
+        counted.reset()
+        loss = loss.backward() if backward else forward(*args)
+        found.append({call: (counted.calls[call], counted.bytes[call]) for call in counted.calls})
+    return found

@@ -34,9 +34,9 @@ def gpt(**changes):
     return GPT(GPTConfig(**{"dropout": 0.2} | SMALL | changes))
 
 
-def vit(dropout=0.2):
+def vit():
     sizes = {"image_size": 4, "patch_size": 2, "channels": 1, "classes": 5, "init_std": 0.3}
-    return ViT(ViTConfig(n_layer=2, n_head=2, n_embd=8, n_hidden=12, dropout=dropout, **sizes))
+    return ViT(ViTConfig(n_layer=2, n_head=2, n_embd=8, n_hidden=12, dropout=0.2, **sizes))
 
 
 def long_llama():
@@ -93,8 +93,8 @@ def pictures():
     return random.random((8, 1, 4, 4), np.float32), random.integers(0, 5, 8)
 
 
-def picture_batches(parts=4):
-    return list(zip(*(np.split(array, parts) for array in pictures()), strict=True))
+def picture_batches():
+    return list(zip(*(np.split(array, MICRO_BATCHES) for array in pictures()), strict=True))
 
 
 def picture_inputs(batch):
@@ -124,12 +124,6 @@ def loss_of(loss, batch):
     return loss * (1 / (ROWS * TIME))
 
 
-def called(model, batch, inputs=None):
-    """What the model gives for a micro-batch."""
-    given = batch if inputs is None else inputs(batch)
-    return model(**given) if isinstance(given, dict) else model(*given)
-
-
 class Whole:
     """In one piece, with the calls of a Pipeline: gradients are accumulated, and reduced with the last."""
 
@@ -143,7 +137,9 @@ class Whole:
         sharded = bool(units_below(self.model))
         for number, batch in enumerate(batches, start=1):
             with no_sync(self.model) if sharded and number < len(batches) else nullcontext():
-                loss(called(self.model, batch, inputs), batch).backward()
+                given = batch if inputs is None else inputs(batch)
+                output = self.model(**given) if isinstance(given, dict) else self.model(*given)
+                loss(output, batch).backward()
 
 
 def build(
@@ -155,15 +151,13 @@ def build(
     cuts=None,
     micro_batches=MICRO_BATCHES,
     sharded=True,
-    ignored=False,
-    prepare=None,
     sequence=False,
     **how,
 ):
     """(pipeline, mesh of the data), on axes pp, dp_replicate, dp_shard and, if there are four, tp.
 
     In one piece where schedule is None. first: called with the model before it is cut, before: with each
-    block, prepare: with the model at last. sequence: whether time is cut along tp.
+    block. sequence: whether time is cut along tp.
     """
     mesh = init_device_mesh("cpu", axes, NAMES[: len(axes)])
     data = mesh["dp_replicate", "dp_shard"] if axes[1] > 1 else mesh["dp_shard"]
@@ -188,11 +182,8 @@ def build(
         )
     for stage in pipeline.stages if sharded else ():
         for module in (*stage.blocks, stage):
-            norms = [block.norm1 for block in stage.blocks] if ignored else []
-            fully_shard(module, mesh=data, ignored=norms, **how)
+            fully_shard(module, mesh=data, **how)
         set_gradient_divide_factor(stage, 1.0)
-    if prepare is not None:
-        prepare(model)
     return pipeline, data
 
 

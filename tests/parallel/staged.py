@@ -23,11 +23,10 @@ def llama(layers=4, tied=False):
     return Llama(LlamaConfig(n_layer=layers, n_kv_head=2, n_hidden=24, tied=tied, **SMALL))
 
 
-def text(parts, part, step=0, each=2):
-    """The micro-batches of one of `parts` parts of a step's batch."""
-    tokens = np.random.default_rng(step).integers(0, VOCAB, (each, parts, ROWS, TIME + 1))[:, part]
-    shared = {"reduction": "sum"}
-    return [{"tokens": rows[:, :-1], "targets": rows[:, 1:], **shared} for rows in tokens]
+def text():
+    """The micro-batches of a step."""
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, ROWS, TIME + 1))
+    return [{"tokens": rows[:, :-1], "targets": rows[:, 1:], "reduction": "sum"} for rows in tokens]
 
 
 def images():

@@ -10,54 +10,48 @@ import pytest
 from models.gpt import GPT, GPTConfig
 from models.plans import plan_of
 from shardrt import Tensor, nn
-from shardrt.comm import CollectiveCounter, init_device_mesh
+from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
 from shardrt.functional import collective
 from shardrt.parallel import TokenParallel, parallelize_module
 from tests.functional.test_collective import OPS
+from tests.parallel.nets import moved
 from tests.ranks import run_ranks
 
 LAYERS, HEADS, WIDTH, BATCH, TIME = 2, 12, 24, 2, 12
 X = 4 * BATCH * TIME * WIDTH  # bytes of the activations between two blocks
 
 
-def moved(size, sequence):
-    """{call: (how often, bytes that each rank receives)} of forward, then of backward."""
+def of_a_model(size, sequence):
 
     def rank():
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
         model = GPT(GPTConfig(n_layer=LAYERS, n_head=HEADS, n_embd=WIDTH, block_size=TIME, vocab_size=60))
         parallelize_module(model, mesh, plan_of(model, sequence_parallel=sequence))
         tokens = np.zeros((BATCH, TIME), np.int64)
-        counted, message = CollectiveCounter(mesh.communicator("tensor")), []
-        loss = None
-        for part in ("forward", "backward"):
-            counted.reset()
-            loss = model(tokens, tokens) if part == "forward" else loss.backward()
-            message.append({call: (counted.calls[call], counted.bytes[call]) for call in counted.calls})
-        return message
+        return moved(mesh.communicator("tensor"), model, tokens, tokens)
 
     first, *others = run_ranks(size, rank)
     assert all(other == first for other in others)
     return first
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_of_modules_that_are_cut(size):
     """A sum behind each attention, MLP and the embedding; backward before each of the two, and the head."""
     f = Fraction(size - 1, size)
     sums = 2 * LAYERS + 1, (4 * LAYERS + 2) * f * X
     losses = 1, 8 * (size - 1) * BATCH * TIME
-    assert moved(size, False) == [{"all_reduce": sums, "all_gather": losses}, {"all_reduce": sums}]
+    assert of_a_model(size, False) == [{"all_reduce": sums, "all_gather": losses}, {"all_reduce": sums}]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_of_the_sequence_as_well(size):
     """As much; what enters blocks' layers once more in backward; and gradients of what all ranks have."""
     f = Fraction(size - 1, size)
     parts = 2 * LAYERS + 1, (2 * LAYERS + 1) * f * X
     losses = 8 * (size - 1) * BATCH * TIME
-    forward, backward = moved(size, True)
+    forward, backward = of_a_model(size, True)
     assert forward == {"reduce_scatter": parts, "all_gather": (parts[0] + 1, parts[1] + losses)}
     again = 2 * LAYERS, 2 * LAYERS * f * X
     small = 4 * WIDTH * (6 * LAYERS + 2 + TIME)  # norms, biases of rows, and positions
@@ -68,31 +62,30 @@ def test_of_the_sequence_as_well(size):
     }
 
 
-def moved_by_experts(size):
-    """As `moved`, of one layer of experts whose tokens all ranks have."""
+def of_experts(size):
+    """Of one layer of experts whose tokens all ranks have."""
 
     def rank():
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
         router = nn.TopKRouter(WIDTH, 4, 2, balance_loss=0.1)
         layer = nn.ModuleList([nn.MoE(router, nn.Experts(4, WIDTH, 6, activation="gelu"))])
         parallelize_module(layer, mesh, {"0": TokenParallel()})
-        counted, message = CollectiveCounter(mesh.communicator("tensor")), []
         x = Tensor(np.ones((BATCH, TIME, WIDTH), np.float32), requires_grad=True)
-        found = []
-        for run in (lambda: found.extend(layer[0](x)), lambda: (found[0].sum() + found[1]).backward()):
-            counted.reset()
-            run()
-            message.append({call: (counted.calls[call], counted.bytes[call]) for call in counted.calls})
-        return message
+
+        def forward():
+            y, loss = layer[0](x)
+            return y.sum() + loss
+
+        return moved(mesh.communicator("tensor"), forward)
 
     return run_ranks(size, rank)[0]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_of_experts_whose_tokens_are_cut(size):
     """What becomes of the tokens is gathered, and their gradients; those of parameters are added up."""
     f = Fraction(size - 1, size)
-    forward, backward = moved_by_experts(size)
+    forward, backward = of_experts(size)
     assert forward == {"all_gather": (2, f * X + 4 * (size - 1))}
     small = 4 * WIDTH * (4 + 2 * 4 * 6)
     assert backward == {"all_gather": (1, f * X), "all_reduce": (3, 2 * f * small)}

@@ -1,4 +1,4 @@
-"""How a model is cut into stages: by what they cost, by hand, and what is refused."""
+"""How a model is cut into stages: into pieces, by what they cost, by hand, and what is refused."""
 
 import copy
 import re
@@ -11,11 +11,15 @@ import pytest
 import shardrt
 from models.regnet import SIZES as REGNETS
 from models.regnet import RegNet
+from models.vit import SIZES as VITS
+from models.vit import ViT
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict, get_optimizer_state_dict
+from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard, set_world_invariant
 from shardrt.parallel import parallelize_module, pipeline_stages
 from shardrt.parallel.cut import balanced
+from shardrt.parallel.schedules import schedule
 from shardrt.parallel.times import piece_times
 from tests import lab
 from tests.parallel.staged import gpt, images, llama, mesh_of, text, two_stages
@@ -50,8 +54,44 @@ def test_stages_are_cut_by_what_they_cost():
     message = run_ranks(2, names, costs=[0, 1, 1, 9])
     assert message == [(["embedding", "blocks.0", "blocks.1"], [0]), (["head"], [1])]
     assert run_ranks(2, names, stages=["blocks.0"]) == run_ranks(2, names, stages=[1])
-    timed = run_ranks(2, names, costs="time", batch=text(1, 0)[0])
+    timed = run_ranks(2, names, costs="time", batch=text()[0])
     assert sum((rank[0] for rank in timed), []) == ["embedding", "blocks.0", "blocks.1", "head"]
+
+
+MODELS = {
+    "gpt": (gpt, lambda: text()[0]),
+    "llama": (llama, lambda: text()[0]),
+    "tied llama": (lambda: llama(tied=True), lambda: text()[0]),
+    "vit": (lambda: ViT(VITS["vit-digits"]), images),
+    "regnet": (lambda: RegNet(REGNETS["regnety-digits"]), images),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_pieces_one_after_the_other_are_the_model_to_the_bit(name):
+    make, batch_of = MODELS[name]
+    found = []
+    for in_pieces in (False, True):
+        model, batch = lab.seeded(make), batch_of()
+        if in_pieces:
+            (stage,) = pipeline_stages(model, init_device_mesh("cpu"))
+            y = stage(None, batch)
+        else:
+            y = model(**batch)
+        y.sum().backward()
+        found.append((y.numpy(), {key: p.grad for key, p in model.named_parameters()}))
+    lab.assert_equal(*found)
+
+
+def test_a_rank_has_the_stages_that_are_placed_on_it():
+    def numbers(count, placement):
+        stages = pipeline_stages(lab.seeded(llama), mesh_of(2)["pp"], stages=count, placement=placement)
+        return [stage.number for stage in stages]
+
+    assert run_ranks(2, numbers, 4, "loop") == [[0, 2], [1, 3]]
+    for placement in ("V", [0, 1, 1, 0], schedule("ZBVZeroBubble", 2, 4)):
+        assert run_ranks(2, numbers, 4, placement) == [[0, 3], [1, 2]]
+    assert run_ranks(2, numbers, 3, {0: 1, 1: 1, 2: 0}) == [[2], [0, 1]]
 
 
 def test_measuring_costs_leaves_the_model_as_it_was():
@@ -156,7 +196,7 @@ def test_what_does_not_know_of_stages_says_so():
         (lambda: nn.add_lora(model, 2), "call add_lora before pipeline_stages"),
         (lambda: full_state_dict(stages[0]), "give the model, not one of its stages"),
         (lambda: copy.deepcopy(model), "can't be copied"),
-        (lambda: model(**text(1, 0)[0]), f"Llama has stages, of which this rank runs {mesh.rank}:"),
+        (lambda: model(**text()[0]), f"Llama has stages, of which this rank runs {mesh.rank}:"),
     ):
         with pytest.raises((ValueError, RuntimeError, TypeError), match=expected):
             attempt()

@@ -20,10 +20,8 @@ from shardrt.fsdp import (
 )
 from shardrt.nn.parameter_placement import joined
 from shardrt.parallel import ColwiseParallel, ExpertParallel, Pipeline, most_rows, parallelize_module
-from shardrt.recompute import checkpoint
-from tests import deferred, lab
+from tests import lab
 from tests.parallel import piped
-from tests.parallel.nets import MOVES
 from tests.parallel.routed import COUNT, PLAN, TOKENS, WIDTH, K, learn, make, spread, tokens_of, trained
 from tests.ranks import run_ranks
 
@@ -105,58 +103,11 @@ def test_a_capacity_drops_what_each_rank_alone_would_drop():
             np.testing.assert_allclose(found[0][1][name], total, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_a_capacity_is_of_the_rows_of_each_source_rank_and_not_of_all_together():
-    """Each rank's tokens want another expert: both are over their share, though not of all tokens."""
-
-    def kept(ranks, together):
-        layer = layer_of("one expert gets all", capacity_factor=1.0)
-        layer.router.weight.data[:, 0] = [-9, 9, 0, 0]
-        mesh = init_device_mesh("cpu", (ranks,), ("ep",))
-        parallelize_module(layer, mesh, {"experts": ExpertParallel()})
-        tokens = tokens_of(2)
-        tokens[:, 0] = np.repeat([1, -1], TOKENS)
-        own = tokens if together else tokens[mesh.rank * TOKENS : (mesh.rank + 1) * TOKENS]
-        y = layer(Tensor(own))[0].numpy()
-        return np.any(y, axis=1).reshape(-1, TOKENS).sum(1).tolist()
-
-    assert run_ranks(2, kept, 2, False) == [[3], [3]]  # ceil(10 / 4)
-    assert run_ranks(1, kept, 1, True) == [[5, 5]]  # ceil(20 / 4)
-
-
-def balance_gradients(shards, ep, tokens, over=True):
-    """Those of the routers' weights by the balance loss of `tokens`, those of all ranks."""
-    model, data = spread(shards, ep, over=over)
-
-    def forward(x):
-        balance = 0.0
-        for block in model.blocks:
-            x, own = block(x)
-            balance = own + balance
-        return balance
-
-    model.balance = forward
-    register_forward_method(model, "balance")
-    model.balance(Tensor(np.split(tokens, data.size)[data.rank])).backward()
-    return {name: np.array(gradient) for name, gradient in full_gradients(model) if "router" in name}
-
-
-def test_the_gradient_of_the_balance_loss_is_the_same_on_every_mesh():
-    tokens = tokens_of(4)
-    tokens[TOKENS:, 0] += 2  # the ranks' tokens differ, and with them what is balanced
-    expected = lab.first(1, balance_gradients, 1, 1, tokens)
-    assert all(np.abs(gradient).max() > 1e-3 for gradient in expected.values())
-    for mesh in ((2, 1), (1, 2), (2, 2)):
-        found = lab.first(mesh[0] * mesh[1], balance_gradients, *mesh, tokens)
-        lab.assert_close(found, expected, mesh, of_largest=1e-6)
-    own = lab.first(2, balance_gradients, 2, 1, tokens, over=False)
-    assert any(np.abs(own[name] - gradient).max() > 1e-4 for name, gradient in expected.items())
-
-
-def gate_gradient(shards, ep, tokens, over=True):
-    """(loss, gradient of its weight) of a Top2Gate by its balance loss, of this rank."""
+def balanced(shards, ep, tokens, gate, over=True):
+    """(loss of this rank, gradient of the router's weight) by the balance loss of the first block."""
     model = make()
-    for block in model.blocks:
-        block.moe.router = nn.Top2Gate(WIDTH, COUNT)
+    if gate:
+        model.blocks[0].moe.router = nn.Top2Gate(WIDTH, COUNT)
     model, data = spread(shards, ep, over=over, model=model)
     model.balance = lambda x: model.blocks[0](x)[1]
     register_forward_method(model, "balance")
@@ -166,18 +117,20 @@ def gate_gradient(shards, ep, tokens, over=True):
     return loss.item(), found["blocks.0.moe.router.weight"]
 
 
-def test_so_is_that_of_fairscales_gate():
-    """Its shares of first choices are those of all tokens; it has neither noise nor what is dropped in it."""
+@pytest.mark.parametrize("gate", [False, True], ids=["top k", "gate of FairScale"])
+def test_the_balance_loss_and_its_gradient_are_the_same_on_every_mesh(gate):
+    """A gate's shares of first choices are those of all tokens; noise and what is dropped do not matter."""
     tokens = tokens_of(4)[: 8 * COUNT]
-    tokens[2 * COUNT :, 0] += 2
-    ((loss, expected),) = run_ranks(1, gate_gradient, 1, 1, tokens)
-    assert np.abs(expected).max() > 1e-4
+    tokens[2 * COUNT :, 0] += 2  # the ranks' tokens differ, and with them what is balanced
+    ((loss, expected),) = run_ranks(1, balanced, 1, 1, tokens, gate)
+    largest = np.abs(expected).max()
+    assert largest > 1e-4
     for mesh in ((2, 1), (1, 2), (2, 2)):
-        found = run_ranks(mesh[0] * mesh[1], gate_gradient, *mesh, tokens)
-        assert np.mean([each[0] for each in found]) == pytest.approx(loss, rel=1e-6)
-        np.testing.assert_allclose(found[0][1], expected, atol=1e-6 * np.abs(expected).max())
-    own = run_ranks(2, gate_gradient, 2, 1, tokens, over=False)[0][1]
-    assert np.abs(own - expected).max() > 1e-2 * np.abs(expected).max()
+        found = run_ranks(mesh[0] * mesh[1], balanced, *mesh, tokens, gate)
+        assert np.mean([own for own, _ in found]) == pytest.approx(loss, rel=1e-6)
+        np.testing.assert_allclose(found[0][1], expected, atol=1e-6 * largest)
+    _, own = lab.first(2, balanced, 2, 1, tokens, gate, over=False)
+    assert np.abs(own - expected).max() > 1e-2 * largest
 
 
 HEAD = {"head": ColwiseParallel()}
@@ -208,20 +161,12 @@ def tied():
 test_what_can_not_be_is_said_in_one_line = on_two_ranks(
     (lambda mesh: parallelize_module(make(), mesh["ep"], PLAN | HEAD), "without ColwiseParallel"),
     (
-        lambda _: parallelize_module(make(), init_device_mesh("cpu", (2,), ("tp",)), PLAN),
-        "have the same tokens",
-    ),
-    (
         lambda mesh: parallelize_module(
             nn.ModuleList([nn.Experts(3, WIDTH, 5)]), mesh["ep"], {"0": ExpertParallel()}
         ),
         "2 ranks do not divide the 3",
     ),
     (lambda mesh: cut(mesh, PLAN), "experts are cut along .* already"),
-    (
-        lambda mesh: cut(mesh, HEAD),
-        r"have the same tokens: give the nn.MoE around them TokenParallel\(\)",
-    ),
     (
         lambda mesh: fully_shard(cut(mesh), mesh=mesh.flat()),
         "'blocks.0.moe.experts.up' is on .* already",
@@ -271,18 +216,15 @@ ROUTED = {
     "dropless": {},
     "biased": {"expert_bias": True, "z_loss": 0.1},
     "capacity": {"capacity_factor": 0.75},
-    "recomputed": {"before": lambda block: checkpoint(block, "matmul")},
     "float32 sums of bfloat16": {"mp_policy": MixedPrecisionPolicy("bfloat16", "float32")},
 }
-HOW = ("before", "mp_policy")  # of what is spread, not of routers
 
 
 def by_a_tree(shards, ep, case, tree=True):
     """(losses of micro-batches in their order, norms, weights) of three steps."""
-    settings = ROUTED[case]
-    model = make(**{name: value for name, value in settings.items() if name not in HOW})
-    how = {name: value for name, value in settings.items() if name in HOW}
-    model, data = spread(shards, ep, over=False, model=model, **how)
+    router = dict(ROUTED[case])
+    how = {"mp_policy": router.pop("mp_policy", None)}
+    model, data = spread(shards, ep, over=False, model=make(**router), **how)
     set_world_invariant(model, M) if tree else set_gradient_divide_factor(model, 1.0)
     losses = []
 
@@ -306,38 +248,6 @@ def test_with_a_tree_over_micro_batches_every_mesh_trains_to_the_same_bits(case)
     for mesh in ((2, 1), (1, 2), (2, 2), (1, 4)) if case == "dropless" else ((2, 2),):
         lab.assert_equal(lab.first(mesh[0] * mesh[1], by_a_tree, *mesh, case), expected, mesh)
     assert lab.first(2, by_a_tree, 1, 2, case, tree=False)[1] != expected[1]
-
-
-@pytest.fixture(scope="module")
-def plain():
-    return run_ranks(4, trained, 2, 2)
-
-
-@pytest.mark.parametrize("name", MOVES)
-def test_what_only_moves_things_changes_no_bit(plain, name):
-    lab.assert_equal(run_ranks(4, trained, 2, 2, **MOVES[name]), plain)
-
-
-def in_halves(order):
-    """Gradients of three micro-batches, by one of the orders of tests/deferred.py."""
-    model, data = spread(2, 2)
-
-    def losses(number):
-        return model(Tensor(tokens_of(4, data.rank, number)))
-
-    order(losses, deferred.reducing_last(model))
-    return lab.whole_gradients(model)
-
-
-@pytest.mark.parametrize("order", [deferred.each_at_its_end, deferred.all_inputs_first])
-def test_backward_in_halves_gives_the_same_bits(order):
-    expected, found = (run_ranks(4, in_halves, each)[0] for each in (deferred.usual, order))
-    lab.assert_equal(found, expected)
-
-
-def test_mixed_precision_sends_rows_of_16_bits():
-    losses = run_ranks(4, trained, 2, 2, mp_policy=MixedPrecisionPolicy(param_dtype="bfloat16"))[0][0]
-    np.testing.assert_allclose(losses, run_ranks(4, trained, 2, 2)[0][0], rtol=2e-2)
 
 
 @pytest.fixture(scope="module")

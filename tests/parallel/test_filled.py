@@ -15,17 +15,16 @@ import shardrt
 from shardrt import Tensor, device, nn
 from shardrt import functional as F
 from shardrt.autograd import Function
-from shardrt.comm import CollectiveDelay, create, init_device_mesh
+from shardrt.comm import CollectiveDelay, create
 from shardrt.deferred_gradients import DeferredGradients
 from shardrt.device import StreamError
-from shardrt.device.cpu import InlineStream
 from shardrt.fsdp import fully_shard, memory_plan
 from shardrt.functional import collective, vocabulary
 from shardrt.nn.lora import add_lora
 from shardrt.parallel import ColwiseParallel, parallelize_module
 from shardrt.recompute import checkpoint
 from tests import lab
-from tests.parallel.nets import AXES, batch_of, build, data_of, make, plan_of
+from tests.parallel.nets import batch_of, build, data_of, make, mesh_of, plan_of
 from tests.ranks import run_ranks
 
 linear = sys.modules[F.linear.__module__]  # of which the function has the name
@@ -49,7 +48,7 @@ def gradients(
 ):
     """Of this rank, after some backwards, and what it has begun during them."""
     here.message = []
-    mesh = init_device_mesh("cpu", (1, shards, 2), AXES, wrap=Apart if apart else None)
+    mesh = mesh_of(shards=shards, tp=2, wrap=Apart if apart else None)
     if lora:
         model = add_lora(make(kind), 2)
         parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
@@ -106,14 +105,6 @@ def test_products_run_meanwhile_and_gradients_have_the_same_bits(message, case):
         sums = [place for place, each in enumerate(began) if each[1] == "tensor"]
         assert {began[place + 1] for place in sums} <= {"product"}
         assert len(sums) == expected_sums
-
-
-def test_without_the_wait_for_the_sum_gradients_are_others(monkeypatch):
-    """So the delay shows whether somebody waits."""
-    expected = run_ranks(2, gradients, False, "gpt", sharded=False)[0][0]
-    monkeypatch.setattr(InlineStream, "wait", lambda stream, event: None)
-    found = run_ranks(2, gradients, True, "gpt", sharded=False)[0][0]
-    assert any(not np.array_equal(found[name], gradient) for name, gradient in expected.items())
 
 
 # -- one sum
@@ -196,7 +187,7 @@ def test_what_is_left_to_a_node_that_is_passed_over_runs_too(message):
 def test_the_plan_counts_that_the_sum_and_what_the_product_reads_are_there_at_once():
     def rank(apart):
         here.message = []
-        mesh = init_device_mesh("cpu", (1, 1, 2), AXES, wrap=Apart if apart else None)
+        mesh = mesh_of(tp=2, wrap=Apart if apart else None)
         model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
         parallelize_module(model, mesh["tp"], {"1": ColwiseParallel()})
         fully_shard(model, mesh=data_of(mesh))

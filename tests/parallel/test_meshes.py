@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 
 import shardrt
-from models.hub import save_pretrained
+from models.hub import load_pretrained, save_pretrained
 from shardrt import checkpoint
-from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
+from shardrt.checkpoint import (
+    CheckpointManager,
+    full_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from shardrt.checkpoint.pieces import PARAMETER, counted, pieces_of
 from shardrt.nn.extents import take
 from shardrt.nn.layers import Dropout
@@ -20,17 +25,20 @@ from tests.parallel.meshes import (
     BATCH,
     MESHES,
     NETS,
+    STAGED,
     TIME,
     adamw,
     batch,
     gpt,
     learn,
     spread,
+    train,
     whole_gradients,
 )
 from tests.ranks import run_ranks
 
 NORMS = (1, 2, 3, np.inf)
+ALL = MESHES | STAGED
 
 
 class Life(NamedTuple):
@@ -77,21 +85,14 @@ def held(model, optimizer):
     ]
 
 
-def lives_on(meshes):
-    """A fixture: (net, mesh -> (folder with what was saved, the lives of its ranks))."""
-
-    @pytest.fixture(scope="module", params=NETS)
-    def lives(request, tmp_path_factory):
-        found = {}
-        for name, on in meshes.items():
-            folder = tmp_path_factory.mktemp("mesh")
-            found[name] = folder, run_ranks(on.ranks, first_life, request.param, on, folder)
-        return request.param, found
-
-    return lives
-
-
-lives = lives_on(MESHES)
+@pytest.fixture(scope="module", params=NETS)
+def lives(request, tmp_path_factory):
+    """(net, mesh -> (folder with what was saved, the lives of its ranks))."""
+    found = {}
+    for name, on in ALL.items():
+        folder = tmp_path_factory.mktemp("mesh")
+        found[name] = folder, run_ranks(on.ranks, first_life, request.param, on, folder)
+    return request.param, found
 
 
 def test_weights_and_updates_have_the_same_bits_on_every_mesh(lives):
@@ -159,23 +160,61 @@ def second_life(net, on, folders, expected):
     return wrong
 
 
-def restored_on(meshes, others_of, lives):
-    """Each mesh restores the checkpoints of its others to the bit."""
+def test_a_checkpoint_of_any_mesh_is_restored_on_any_other_to_the_bit(lives):
     net, found = lives
     expected = {name: canonical(*ranks[0].saved) for name, (_, ranks) in found.items()}
-    for name, on in meshes.items():
-        folders = {other: found[other][0] / "run" for other in others_of(name)}
+    folders = {name: folder / "run" for name, (folder, _) in found.items()}
+    for name, on in ALL.items():
         assert not any(run_ranks(on.ranks, second_life, net, on, folders, expected)), name
 
 
-def test_a_checkpoint_of_any_mesh_is_restored_on_any_other_to_the_bit(lives):
-    restored_on(MESHES, lambda name: MESHES, lives)
+def through(net, folder, saved, on, from_first):
+    """Load weights and the optimizer's state in each way, and look at them."""
+    weights, state = saved
+
+    def new(seed, make=NETS[net]):
+        shardrt.manual_seed(seed)
+        model = make()
+        return model, spread(model, on)[0]
+
+    model, mesh = new(4)
+    optimizer = adamw(model)
+    if from_first and mesh.rank > 0:
+        weights = state = None
+    step = checkpoint.load(folder / "weights", model, broadcast_from_rank0=from_first)
+    set_optimizer_state_dict(model, optimizer, state, broadcast_from_rank0=from_first)
+    steps = {int(piece.steps[at]) for piece, at in counted(model, optimizer).values()}
+    given, _ = new(5)
+    given.load_state_dict(weights, broadcast_from_rank0=from_first)
+    published, _ = new(6, lambda: load_pretrained(folder / "published"))
+    found = [full_state_dict(each) for each in (model, given, published)]
+    return step, steps, found, get_optimizer_state_dict(model, optimizer)
+
+
+@pytest.mark.parametrize("from_first", [False, True], ids=["all read", "rank 0 reads"])
+@pytest.mark.parametrize("name", ["dp 3, tp 2", "tp 4, sp", "pp 2, tp 2"])
+def test_whole_weights_and_state_go_in_and_out_again(lives, name, from_first):
+    net, found = lives
+    folder, (first, *_) = found[name]
+    message = run_ranks(ALL[name].ranks, through, net, folder, first.saved, ALL[name], from_first)
+    assert all((step, steps) == (1, {1}) for step, steps, *_ in message)
+    weights, state = first.saved
+    lab.assert_equal(message[0][2:], ([weights] * 3, state))
+
+
+def test_ranks_hold_the_parameters_of_their_stages_and_no_more(lives):
+    net, found = lives
+    _, ranks = found["pp 2"]
+    _, (alone,) = found["1"]
+    twice = canonical(*ranks[0].saved)["parameter", "wte.weight"].nbytes if net == "gpt" else 0
+    assert sum(rank.nbytes for rank in ranks) == alone.nbytes + twice
+    assert max(rank.nbytes for rank in ranks) < 0.75 * alone.nbytes
 
 
 def test_columns_are_saved_in_a_format_of_their_own_and_all_else_as_earlier_versions_read_it(lives):
     _, found = lives
-    for name, (folder, _) in found.items():
-        saved = folder / "run" / "step-00000001"
+    for name in MESHES:
+        saved = found[name][0] / "run" / "step-00000001"
         manifest = json.loads((saved / "manifest.json").read_bytes())
         in_columns = MESHES[name].tp > 1
         assert manifest["format"] == (2 if in_columns else 1), name
@@ -215,3 +254,19 @@ def test_dropout_drops_the_same_elements_on_every_mesh(masks_of_one_rank, name):
         assert len(masks) == len(masks_of_one_rank)
         for mask, whole in zip(masks, masks_of_one_rank, strict=True):
             np.testing.assert_array_equal(mask, whole[place])
+
+
+@pytest.mark.mpi
+def test_four_processes_have_the_bits_of_four_threads_and_train_as_one_rank(tmp_path):
+    name, steps = "dp 2, tp 2", 3
+    lab.printed(4, "-m", "tests.parallel.meshes", "gpt", name, str(steps), str(tmp_path / "found"))
+    processes = dict(np.load(tmp_path / "found.npz"))
+    threads = lab.first(4, train, "gpt", MESHES[name], steps)
+    alone = lab.first(1, train, "gpt", MESHES["1"], steps)
+    assert processes.keys() == threads.keys() == alone.keys()
+    lab.assert_equal(processes, threads)
+    losses = threads["losses"]
+    assert losses.shape == (4, steps) and (losses[::2] == losses[1::2]).all()  # the same along tp
+    np.testing.assert_allclose(losses.mean(0), alone["losses"][0], rtol=1e-5)
+    kept = [name for name in alone if name != "losses" and not name.endswith("qkv.bias")]
+    lab.assert_near({name: threads[name] for name in kept}, {name: alone[name] for name in kept}, rtol=1e-5)

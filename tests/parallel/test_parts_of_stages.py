@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-import shardrt
 from models.plans import plan_of
 from models.regnet import SIZES as REGNETS
 from models.regnet import RegNet
@@ -64,24 +63,9 @@ def test_what_other_ranks_have_is_absent_and_says_where_it_is():
 
 
 @lab.on_ranks(2)
-def test_a_step_is_left_out_on_all_stages_where_one_has_overflowed():
-    model, mesh, stages = two_stages()
-    optimizer, scaler = optim.AdamW(model.parameters(), lr=0.1), optim.GradScaler(init_scale=2.0)
-    before = full_state_dict(model)
-    scaler.scale(shardrt.Tensor(1.0))
-    pipes.run(stages, mesh["pp"], text(1, 0))
-    if mesh.rank == 1:
-        model.head.weight.grad[...] = np.inf
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 1.0
-    lab.assert_weights(model, before)
-
-
-@lab.on_ranks(2)
 def test_a_norm_that_is_no_number_on_one_stage_is_none_on_any():
     model, mesh, stages = two_stages()
-    pipes.run(stages, mesh["pp"], text(1, 0))
+    pipes.run(stages, mesh["pp"], text())
     if mesh.rank == 1:
         model.head.weight.grad[...] = np.nan
     assert np.isnan([clip_grad_norm_(model.parameters(), 1.0, kind) for kind in (2.0, np.inf)]).all()
@@ -114,24 +98,6 @@ def test_copies_of_tied_weights_that_differ_are_reported():
         check_replicas(model)
 
 
-def test_a_stage_that_is_frozen_counts_in_no_norm_and_has_no_state():
-    def frozen(model, mesh, stages):
-        for block in model.blocks[:2]:
-            block.requires_grad_(False)
-        model.embedding.requires_grad_(False)
-        optimizer = optim.AdamW(model.parameters(), lr=0.1)
-        before = full_state_dict(model)
-        pipes.run(stages, mesh["pp"], text(1, 0))
-        norm = clip_grad_norm_(model.parameters(), np.inf)
-        optimizer.step()
-        return norm, len(optimizer.slices), before, full_state_dict(model)
-
-    (norm, slices, before, after), (other, more, *_) = on_two(frozen)
-    assert norm == other > 0 and slices == 0 < more
-    unchanged = {name for name in before if np.array_equal(before[name], after[name])}
-    assert unchanged == {n for n in before if n.startswith(("embedding", "blocks.0", "blocks.1"))}
-
-
 def test_statistics_of_batch_norm_are_those_of_the_stages_that_have_them(tmp_path):
     """In state dicts, and in a checkpoint that a model in one piece takes up."""
 
@@ -156,7 +122,7 @@ def test_adapters_are_trained_in_stages_and_merged_where_they_are():
         model, mesh = nn.add_lora(lab.seeded(llama), 2), mesh_of(pp)
         stages = pipeline_stages(model, mesh["pp"])
         optimizer = optim.AdamW(nn.lora_parameters(model), lr=0.1)
-        pipes.run(stages, mesh["pp"], text(1, 0))
+        pipes.run(stages, mesh["pp"], text())
         norm = clip_grad_norm_(nn.lora_parameters(model), 1.0)
         optimizer.step()
         nn.merge_lora(model)
@@ -185,8 +151,8 @@ def test_what_is_said_of_units_of_the_model_holds_for_those_of_its_stages():
         shapes = [model.get_parameter(name).data.shape for name, _ in stages[0].named_parameters()]
         reshard(model)
         with no_sync(model):
-            pipes.run(stages, mesh["pp"], text(1, 0))
-        pipes.run(stages, mesh["pp"], text(1, 0))
+            pipes.run(stages, mesh["pp"], text())
+        pipes.run(stages, mesh["pp"], text())
         names = {name for name, gradient in full_gradients(model) if gradient is not None}
         with full_parameters(model, writeback=True):
             for p in stages[0].parameters():

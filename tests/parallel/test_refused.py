@@ -26,7 +26,7 @@ def plans(*rows, tp=2):
     """(plan of a GPT, exception, words)."""
     return lab.refusals(
         *(
-            (lambda plan=plan: parallelize_module(make("gpt"), mesh_of(1, 1, tp)["tp"], plan), *message)
+            (lambda plan=plan: parallelize_module(make("gpt"), mesh_of(tp=tp)["tp"], plan), *message)
             for plan, *message in rows
         ),
         ranks=tp,
@@ -165,7 +165,7 @@ CALLS = [  # of a GPT and a mesh with two ranks of "tp"
         lambda model, mesh: parallelize_module(model.blocks[0], mesh["tp"], {"mlp.up": ColwiseParallel()}),
         "call it on the outermost module, not on 'blocks.0'",
     ),
-    (lambda model, mesh: parallelize_module(model, mesh["cp"], {}), "'cp'"),
+    (lambda model, mesh: parallelize_module(model, mesh["pp"], {}), "'pp'"),
     (lambda model, mesh: parallelize_module(model, mesh["dp_shard", "tp"], {}), "must have one axis"),
     (
         lambda model, mesh: parallelize_module(model, "tp", {}),
@@ -197,7 +197,7 @@ CALLS = [  # of a GPT and a mesh with two ranks of "tp"
     (narrow_input, r"x must be \(\.\.\., 6\)"),
 ]
 test_calls_that_are_refused = lab.refusals(
-    *((lambda call=call: call(make("gpt"), mesh_of(1, 1, 2)), *message) for call, *message in CALLS),
+    *((lambda call=call: call(make("gpt"), mesh_of(tp=2)), *message) for call, *message in CALLS),
     ranks=2,
     everywhere=True,
 )

@@ -67,9 +67,14 @@ def folder(tmp_path_factory):
     device.set_current(before)
 
 
+@pytest.fixture(scope="module")
+def quick(folder):
+    return Tried(QUICK)
+
+
 @pytest.fixture(scope="module", params=SPACES, ids=["quick", "parts", "saved"])
-def tried(request, folder):
-    found = Tried(request.param)
+def tried(request, quick):
+    found = quick if request.param is QUICK else Tried(request.param)
     found.plans()
     return found
 
@@ -131,28 +136,27 @@ def test_the_parts_of_a_step_add_up_and_say_what_binds_it(folder):
     assert full.shares[COMPUTING] < none.shares[COMPUTING]
 
 
-def test_a_search_that_is_interrupted_gives_what_it_found(folder):
-    tried, asked = Tried(QUICK), []
+def test_a_search_that_is_interrupted_gives_what_it_found(quick):
+    asked = []
 
     def simulate(candidate):
         asked.append(candidate)
         if len(asked) == 3:
             raise KeyboardInterrupt
-        return tried(candidate)
+        return quick(candidate)
 
-    found = search(tried.all, simulate, {"device": 1e12})
-    assert (len(found.best), found.left) == (2, len(tried.all) - 3)
-    some = search(tried.all, tried, {"device": 1e12}, tries=1)
-    assert (some.tried, some.left, some.late) == (1, len(tried.all) - 1, False)
+    found = search(quick.all, simulate, {"device": 1e12})
+    assert (len(found.best), found.left) == (2, len(quick.all) - 3)
+    some = search(quick.all, quick, {"device": 1e12}, tries=1)
+    assert (some.tried, some.left, some.late) == (1, len(quick.all) - 1, False)
 
 
-def test_a_search_ends_when_its_time_is_over_and_says_what_it_knows_of_the_rest(folder):
-    tried = Tried(QUICK)
-    none = search(tried.all, tried, {"device": 1e12}, seconds=0)
-    assert (none.tried, none.left, none.late) == (0, len(tried.all), True)
-    one = search(tried.all, tried, {"device": 1}, tries=1, seconds=100)  # too large, and so are others
+def test_a_search_ends_when_its_time_is_over_and_says_what_it_knows_of_the_rest(quick):
+    none = search(quick.all, quick, {"device": 1e12}, seconds=0)
+    assert (none.tried, none.left, none.late) == (0, len(quick.all), True)
+    one = search(quick.all, quick, {"device": 1}, tries=1, seconds=100)  # too large, and so are others
     assert (one.tried, one.late) == (1, False)
-    assert one.left + len(one.too_large) == len(tried.all) - 1 and one.too_large
+    assert one.left + len(one.too_large) == len(quick.all) - 1 and one.too_large
 
 
 def test_what_is_too_large_is_tried_with_a_little_less_before_other_meshes_are(folder):
@@ -164,10 +168,9 @@ def test_what_is_too_large_is_tried_with_a_little_less_before_other_meshes_are(f
     assert [plan.candidate for plan in found.best] == [matmul.candidate, full.candidate]
 
 
-def test_what_can_not_be_much_faster_is_left_out(folder):
-    tried = Tried(QUICK)
-    all_of = search(tried.all, tried, {"device": 1e12}, best=1, worth=0.0)
-    some = search(tried.all, tried, {"device": 1e12}, best=1, worth=0.3)
+def test_what_can_not_be_much_faster_is_left_out(quick):
+    all_of = search(quick.all, quick, {"device": 1e12}, best=1, worth=0.0)
+    some = search(quick.all, quick, {"device": 1e12}, best=1, worth=0.3)
     assert len(some.slower) > len(all_of.slower) and some.tried < all_of.tried
     assert some.best[0].cost <= all_of.best[0].cost / (1 - 0.3)
 

@@ -57,8 +57,14 @@ def gathered(slots=1, units=3, ready=True, free=True, wrong=False):
     return program
 
 
-def test_a_schedule_with_all_its_waits_has_no_race():
+def test_each_wait_for_a_slot_that_is_missing_or_for_another_event_is_a_race_with_a_count():
     assert message(gathered(slots=1)) == message(gathered(slots=2)) == []
+    assert message(gathered(slots=2, units=3, wrong=True)) == [("gathers.py:1", "linear.py:1", 2)]
+    assert message(gathered(slots=2, units=4, free=False)) == [("linear.py:1", "gathers.py:1", 2)]
+    assert message(gathered(ready=False, free=False, units=5)) == [
+        ("gathers.py:1", "linear.py:1", 5),
+        ("linear.py:1", "gathers.py:1", 4),
+    ]
 
 
 def test_a_missing_wait_is_told_with_both_sides_buffer_and_repair():
@@ -75,30 +81,10 @@ def test_a_missing_wait_is_told_with_both_sides_buffer_and_repair():
         assert words in str(race)
 
 
-def test_races_of_two_sites_are_one_with_a_count():
-    assert message(gathered(ready=False, free=False, units=5)) == [
-        ("gathers.py:1", "linear.py:1", 5),
-        ("linear.py:1", "gathers.py:1", 4),
-    ]
-
-
-def test_a_wait_for_an_event_of_the_unit_before_is_a_race():
-    assert message(gathered(slots=2, units=3, wrong=True)) == [("gathers.py:1", "linear.py:1", 2)]
-
-
-def test_a_slot_written_again_before_its_free_event_is_a_race():
-    assert message(gathered(slots=2, units=4, free=False)) == [("linear.py:1", "gathers.py:1", 2)]
-
-
-def test_what_reads_the_same_is_no_race():
+def test_accesses_of_other_parts_of_a_buffer_and_reads_are_no_race():
     program = Written()
     for stream in ("compute", "reduce"):
-        program.work(stream, f"{stream}.py", reads=SLOT)
-    assert message(program) == []
-
-
-def test_accesses_of_other_parts_of_a_buffer_are_no_race():
-    program = Written()
+        program.work(stream, f"{stream}.py", reads=(200, 300))
     program.work("compute", "left.py", writes=(100, 150))
     program.work("reduce", "right.py", reads=(150, 200))
     program.work("reduce", "nothing.py", reads=(120, 120))
@@ -166,14 +152,6 @@ def test_an_array_of_the_host_is_summed_over_ranks_when_the_call_returns(like):
     used = [item for program in programs for item in program.items if getattr(item, "writes", ())]
     assert [type(item) for item in used] == [Collective, Work] * 2
     assert not races(programs)
-
-
-def test_a_host_that_waits_for_one_stream_puts_what_it_submits_to_another_in_order():
-    program = Written()
-    program.work("compute", "forward.py", writes=SLOT)
-    program.wait(HOST, program.record("compute"), "loop.py")
-    program.work("reduce", "reduce.py", reads=SLOT)
-    assert message(program) == []
 
 
 def lent_again(waits):

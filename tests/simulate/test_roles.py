@@ -45,14 +45,6 @@ def sharded(layers=2):
     update(model, lambda: loss_of(model, TOKENS).backward())
 
 
-def hybrid():
-    mesh = init_device_mesh("auto", (2, 2), ("replicate", "shard"))
-    model = model_of(2)
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, strategy="HYBRID_SHARD")
-    update(model, lambda: loss_of(model, TOKENS).backward())
-
-
 def piped(stages=2):
     mesh, model = init_device_mesh("auto", (stages, 4 // stages), ("pp", "dp")), model_of(4)
     pipeline = Pipeline(model, mesh["pp"], micro_batches=4)
@@ -71,7 +63,7 @@ def cut():
 
 @pytest.mark.parametrize(
     "function, roles",
-    [(sharded, [range(4)]), (hybrid, [range(4)]), (cut, [range(4)]), (piped, [[0, 1], [2, 3]])],
+    [(sharded, [range(4)]), (cut, [range(4)]), (piped, [[0, 1], [2, 3]])],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_one_rank_of_each_role_says_what_all_ranks_say(function, roles):

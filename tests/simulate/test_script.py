@@ -51,22 +51,6 @@ def script(tmp_path, monkeypatch):
     return file
 
 
-RECORDED = """
-import sys
-from shardrt.simulate.races import races
-from shardrt.simulate.script import record
-(program,) = record(sys.argv[1:], ranks=4096, steps=3)
-print(program.rank, program.world_size, {len(group.ranks) for group in program.groups.values()})
-print([item.number for item in program.items if type(item).__name__ == "Step"], races([program]))
-"""
-
-
-def test_the_program_of_the_readme_is_recorded_as_it_stands_for_as_many_steps_as_wanted(readme):
-    """In a process of its own: it calls models by another name."""
-    message = in_a_process([sys.executable, "-c", RECORDED, readme])
-    assert message == "0 4096 {4096}\n[0, 1, 2] []\n"
-
-
 def test_a_script_has_its_arguments_and_neighbours_and_what_comes_behind_the_last_step_is_not_kept(
     script, capsys
 ):

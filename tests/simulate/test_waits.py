@@ -99,24 +99,6 @@ def test_a_wait_that_leads_there_only_over_one_that_suffices_alone_is_never_need
     assert verdicts(program) == {"detour": (NEVER,), "direct": (NEEDED,)}
 
 
-def test_two_waits_that_make_one_way_are_both_needed_and_one_beside_them_covers_both():
-    program = Written()
-    program.work("compute", "made.py", writes=SLOT)
-    mark = program.record("compute")
-    program.wait("copy", mark, "first half")
-    program.wait("reduce", program.record("copy"), "second half")
-    program.work("reduce", "used.py", reads=SLOT)
-    assert set(verdicts(program).values()) == {(NEEDED,)}
-    program.wait("reduce", mark, "beside")
-    program.items.append(program.items.pop(-3))  # the use comes last
-    program.items.sort(key=lambda item: item.__class__.__name__ == "Work" and item.site == "used.py")
-    assert verdicts(program) == {
-        "first half": (COVERED, "beside"),
-        "second half": (COVERED, "beside"),
-        "beside": (COVERED, "first half"),
-    }
-
-
 def test_a_barrier_is_a_wait_for_the_other_ranks():
     assert verdicts(*of_two_ranks("all_gather", barrier=True)) == {"readers_done": (NEEDED,)}
 
