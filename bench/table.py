@@ -2,13 +2,13 @@
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
-def as_csv(columns: Sequence[str], records: Iterable[dict]) -> str:
+def as_csv(records: Sequence[dict]) -> str:
     """With a head, one line each."""
     file = io.StringIO()
-    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
     return file.getvalue().rstrip("\n")

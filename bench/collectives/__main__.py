@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from bench import environment
 from bench.collectives import report
 from bench.collectives.contestants import Contestant, Ours, RawMPI, RawNCCL
-from bench.collectives.measure import Effort, Line, line
+from bench.collectives.measure import Effort, line
 from bench.collectives.ops import Case
 from bench.collectives.options import cases, parse
+from bench.table import as_csv
 from shardrt import device as devices
 from shardrt.comm import Communicator, create, mpi_world, thread
 from shardrt.comm import world as worlds
@@ -60,12 +61,12 @@ def run(options: argparse.Namespace, todo: list[Case], wrap: Wrap) -> int:
             print(report.text(found), flush=True)
     if speaks:
         _finish(options, lines, facts, as_text)
-    return int(any(found.wrong or found.raw_wrong for found in lines))
+    return int(any(found["wrong"] or found["raw_wrong"] for found in lines))
 
 
 def measured(
     options: argparse.Namespace, todo: list[Case], control: Communicator, wrap: Wrap
-) -> Iterator[Line]:
+) -> Iterator[dict]:
     """A line for each communicator and case. Collective."""
     times = options.warmup_iters, options.iters, options.rounds, options.check
     effort = Effort(*times, options.blocking, options.average)
@@ -92,14 +93,13 @@ def _contestants(kind: str, nbytes: int, wrap: Wrap) -> tuple[Contestant, Contes
     return Ours(wrap(communicator), device, nbytes), raw
 
 
-def _finish(options: argparse.Namespace, lines: list[Line], facts: dict, as_text: bool) -> None:
-    rows = [report.record(found) for found in lines]
+def _finish(options: argparse.Namespace, lines: list[dict], facts: dict, as_text: bool) -> None:
     fits = report.fits(lines)
-    result = {**facts, "lines": rows, "fits": fits, "verdict": report.verdict(lines).strip("# ")}
+    result = {**facts, "lines": lines, "fits": fits, "verdict": report.verdict(lines).strip("# ")}
     if options.json:
         print(json.dumps(result))
     elif options.csv:
-        print(report.as_csv(lines))
+        print(as_csv(lines))
     if as_text:
         print("\n".join([*map(report.fit_text, fits), report.verdict(lines)]))
     if options.output is not None:
