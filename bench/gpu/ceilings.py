@@ -49,7 +49,7 @@ def products(run: Run, clock: Clock, side: int) -> None:
             left, right = torch.of(a), torch.of(b)
             result = torch.torch.empty_like(left)
             works.append(lambda: torch.torch.mm(left, right, out=result))
-        seconds, _ = clock.by_turns(works)
+        seconds = clock.by_turns(works)
         if torch.there:
             check = agreement(difference(torch.of(out), result), inf)
     name = f"bf16 matmul {side}^3"
