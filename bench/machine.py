@@ -43,6 +43,7 @@ from bench.training import UNSHARDED, Training
 from bench.watched import Sample, watched
 from shardrt import device as devices
 from shardrt.comm import Communicator, DeviceMesh, init_device_mesh, world
+from shardrt.comm.objects import all_gather_object
 from shardrt.device import Device
 from shardrt.dtypes import bfloat16
 from shardrt.simulate.machine import Machine
@@ -140,7 +141,7 @@ def measured(
     item = of_issuing(here)
     calls, base = of_collectives(here, control, _CALL_BYTES[:3] if tiny else _CALL_BYTES)
     part = contention(here, mesh, 1 << (16 if tiny else 24))
-    every = message(control, [[astuple(s) for s in others], item, calls, base, part])
+    every = all_gather_object(control, [[astuple(s) for s in others], item, calls, base, part])
     samples += [sample_of(s) for each in every for s in each[0]]
     item, base, part = (statistics.fmean(each[place] for each in every) for place in (1, 3, 4))
     rows = {
@@ -162,11 +163,6 @@ def measured(
     if here.in_host_memory:
         return {"host_streams": ["compute"], **found}
     return found | {"host_processor": host_processor(), "host_link": host_link(here)}
-
-
-def message(control: Communicator, own: Any) -> list[Any]:
-    """What each rank says, by rank. Collective."""
-    return [json.loads(each) for each in control.all_gather_bytes(json.dumps(own).encode())]
 
 
 def sample_of(row: list[Any]) -> Sample:
@@ -214,7 +210,7 @@ class Models:
         samples, launches, host = [], 0, 0.0
         for own in self._steps:
             mine = [([astuple(s) for s in of_step], *rest) for of_step, *rest in own]
-            steps = list(zip(*message(control, mine), strict=True))
+            steps = list(zip(*all_gather_object(control, mine), strict=True))
             for step in [each for each in steps if _others(each) <= DISTURBED] or steps:
                 rows, count, seconds, *_ = max(step, key=_seconds_of)
                 samples += map(sample_of, rows)

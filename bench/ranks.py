@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bench.peers.launch import one_thread
@@ -20,19 +20,25 @@ def launcher() -> str:
 def mpirun(
     words: Sequence[str], ranks: int, environment: Mapping[str, str] | None = None, timeout: float = 1800
 ) -> str:
-    """What `mpirun -n ranks python *words` prints. Raises RuntimeError if it fails or hangs."""
+    """What `mpirun -n ranks python *words` prints. Raises RuntimeError if it fails or takes `timeout` s."""
     if not (found := launcher()):
         raise RuntimeError("mpirun was not found beside python or on PATH: pip install mpich")
     command = [found, "-n", str(ranks), sys.executable, *words]
     environment = environment or one_thread()
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{' '.join(words)}: no end after {timeout:.0f} s") from error
-    if done.returncode:
-        message = done.stderr.strip().removeprefix("error: ")
-        raise RuntimeError(message[-4000:] or f"{' '.join(words)}: exit code {done.returncode}")
-    return done.stdout
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # mpirun ends its ranks
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+            process.kill()
+            raise RuntimeError(f"{' '.join(words[:2])}: no end after {timeout:.0f} s") from None
+    if process.returncode:
+        message = errors.strip().removeprefix("error: ")
+        raise RuntimeError(message[-4000:] or f"{' '.join(words)}: exit code {process.returncode}")
+    return output
 
 
 def step(words: Sequence[str], ranks: int) -> dict:

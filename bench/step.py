@@ -26,9 +26,10 @@ from bench import workload as w
 from bench.command_line import Parser
 from bench.parts import COMPUTE, EXPOSED, PARTS, STREAMS, busy, parts
 from bench.traffic import Counter, expected, expected_of_stage, expected_of_tensor
-from bench.training import LOW, PIPELINE, TENSOR, UNSHARDED, Training, gathered
+from bench.training import LOW, PIPELINE, TENSOR, UNSHARDED, Training
 from shardrt import device
 from shardrt.comm import init_device_mesh, mpi_world, world
+from shardrt.comm.objects import all_gather_object
 from shardrt.device import timeline
 from shardrt.fsdp import ShardingStrategy
 from shardrt.kernels import onednn
@@ -49,9 +50,6 @@ def arguments() -> argparse.ArgumentParser:
         help="NONE: not sharded at all; every rank then trains a model of its own. TP: modules cut over all "
         "ranks, which train on the batches of all; TP_SP: the sequence as well. PP_1F1B, PP_ZB-H1 ..: stages "
         "on all ranks, and all batches in micro-batches. FULL_SHARD-bf16 ..: parameters in bfloat16",
-    )
-    parser.add_argument(
-        "--costs", choices=("parameters", "time"), default="parameters", help="of stages (parameters)"
     )
     parser.add_argument("--ranks", type=w.positive, metavar="N", help="start so many, where mpirun does not")
     parser.add_argument("--prefetch", type=w.natural, default=1, metavar="N", help="units gathered ahead (1)")
@@ -78,7 +76,7 @@ def main() -> None:
         counter = Counter()
         shape = mesh_shape(options.strategy, world.current().size)
         mesh = init_device_mesh("cpu", shape, communicator=options.communicator, wrap=counter)
-        names = ("prefetch", "clip", "loss_chunk", "micro_batches", "costs", "recompute")
+        names = ("prefetch", "clip", "loss_chunk", "micro_batches", "recompute")
         how = {name: getattr(options, name) for name in names}
         training = Training(workload, mesh, options.strategy, **how)
     with one_line(DATA, mesh):
@@ -130,8 +128,9 @@ def start(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace, training: Training, counter: Counter) -> None:
     """This rank's steps. Collective; rank 0 prints the figures."""
     mesh, workload = training.mesh, training.workload
-    gathered([0.0], mesh)  # all ranks multiply at the same time, as in a step
-    product = gathered([product_gflops(options.strategy.endswith(LOW))], mesh).mean()
+    control = mesh.communicator("control")
+    all_gather_object(control, None)  # all ranks multiply at the same time, as in a step
+    product = statistics.fmean(all_gather_object(control, product_gflops(options.strategy.endswith(LOW))))
     for number in range(options.warmup):
         training.step(*training.batch(number))
     before, used, steps = counter.bytes, 0.0, []
@@ -145,31 +144,24 @@ def run(options: argparse.Namespace, training: Training, counter: Counter) -> No
     traffic = (counter.bytes - before) / options.steps
     losses = list(training.losses)
     if training.pipeline is not None:  # but for the last stage's rank they are 0
-        losses = gathered(losses, mesh).sum(0).tolist()
+        losses = [sum(each) for each in zip(*all_gather_object(control, losses), strict=True)]
     last = training.batch(options.warmup + options.steps)
     with f.sampled(f.proportional_mb) as sampled:
         training.step(*last)
 
-    ways = middle(steps)
-    own = [
-        used,
-        f.process_peak_mb(),
-        max(sampled),
-        *ways.values(),
-        *losses,
-        *(seconds for seconds, *_ in steps),
-    ]
-    table = gathered(own, mesh)
+    seconds = [step[0] for step in steps]
+    own = seconds, used, losses, f.process_peak_mb(), max(sampled)
+    everyone = all_gather_object(control, [own, middle(steps)])
     if mesh.rank == 0:
-        first, second = 3 + len(ways), 3 + len(ways) + len(losses)
-        each = [f.RankFigures(row[second:], row[0], row[first:second], *row[1:3]) for row in table.tolist()]
-        slowest = max(range(mesh.size), key=lambda rank: statistics.median(each[rank].seconds))
-        result = f.figures(workload, each, **about(options, training))
-        split = dict(zip(ways, (1e3 * table[slowest, 3:first]).round(3).tolist(), strict=True))
+        result = f.figures(
+            workload, [f.RankFigures(*each) for each, _ in everyone], **about(options, training)
+        )
+        _, ways = max(everyone, key=lambda rank: statistics.median(rank[0][0]))  # of the slowest rank
+        split = {name: round(1e3 * value, 3) for name, value in ways.items()}
         result["parts_ms"] = {part: split[part] for part in PARTS}
         result["exposed_ms"] = round(sum(split[part] for part in EXPOSED), 3)
         result["streams_ms"] = {stream: split[stream] for stream in STREAMS}
-        result["product_gflops"] = round(float(product), 1)
+        result["product_gflops"] = round(product, 1)
         result["mfu_of_product"] = float(f"{result['gflops_per_rank'] / product:.4g}")
         result["mfu_of_peak"] = None  # a CPU does not tell how fast its cores could multiply
         result["received_mb"] = round(traffic / 1e6, 3)

@@ -1,8 +1,8 @@
 """shardrt's contestant: a model of a workload, sharded or not, and its training step, phase by phase."""
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from models.gpt import GPT, GPTConfig
 from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
 from models.vit import ViT, ViTConfig
-from shardrt import Tensor, device, nn, optim
+from shardrt import Tensor, nn, optim
 from shardrt import functional as F
 from shardrt.comm import DeviceMesh
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
@@ -46,8 +46,7 @@ class Training:
     """A model and its optimizer; begins with the same weights wherever the workload is the same.
 
     strategy: a ShardingStrategy's name, also with LOW behind it, or UNSHARDED: each rank then trains a model
-    of its own; or one of TENSOR or PIPELINE. micro_batches: of a pipeline's step; costs: by which its stages
-    are cut.
+    of its own; or one of TENSOR or PIPELINE. micro_batches: of a pipeline's step.
     recompute: backward recomputes the activations of each block.
     """
 
@@ -62,7 +61,6 @@ class Training:
         loss_chunk: int = 0,
         model: nn.Module | None = None,
         micro_batches: int = 8,
-        costs: str = "parameters",
         recompute: bool = False,
     ) -> None:
         shardrt.manual_seed(0)
@@ -73,14 +71,12 @@ class Training:
         self.strategy = strategy
         self.pipeline: Pipeline | None = None
         if strategy in PIPELINE:
-            self.pipeline = pipeline_of(self.model, workload, mesh, PIPELINE[strategy], micro_batches, costs)
+            self.pipeline = pipeline_of(self.model, workload, mesh, PIPELINE[strategy], micro_batches)
         elif strategy in TENSOR:
             parallelize_module(self.model, mesh, plan_of(self.model, sequence_parallel=TENSOR[strategy]))
         elif strategy != UNSHARDED:
-            kinds = ("bfloat16", "float32") if strategy.endswith(LOW) else (None, None)
-            how = {"strategy": strategy.removesuffix(LOW), "mp_policy": MixedPrecisionPolicy(*kinds)}
-            for unit in (*self.model.blocks, self.model):
-                fully_shard(unit, mesh=mesh, prefetch=prefetch, **how)
+            dtype = "bfloat16" if strategy.endswith(LOW) else "float32"
+            shard(self.model, mesh, dtype, strategy=strategy.removesuffix(LOW), prefetch=prefetch)
         self.optimizer: optim.AdamW | None = None
         self.losses: list[float] = []
 
@@ -112,8 +108,15 @@ class Training:
         return Stamps(begin, forward, backward, updated, time.perf_counter())
 
 
+def shard(model: nn.Module, mesh: DeviceMesh, dtype: str, **options: Any) -> None:
+    """Each block and what is left of the model. dtype: of parameters in use; gradients travel in float32."""
+    policy = MixedPrecisionPolicy() if dtype == "float32" else MixedPrecisionPolicy(dtype, "float32")
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, **options)
+
+
 def pipeline_of(
-    model: nn.Module, workload: w.Job, mesh: DeviceMesh, schedule: str, micro_batches: int, costs: str
+    model: nn.Module, workload: w.Job, mesh: DeviceMesh, schedule: str, micro_batches: int
 ) -> Pipeline:
     """Stages of `model` on the ranks of `mesh`. Raises ValueError where its batches don't divide."""
     rows = mesh.size * workload.batch
@@ -125,7 +128,6 @@ def pipeline_of(
         mesh,
         schedule=schedule,
         micro_batches=micro_batches,
-        costs=costs,
         batch=named(model, *one),
     )
 
@@ -189,14 +191,3 @@ def loss_of(model: nn.Module, inputs: np.ndarray, targets: np.ndarray) -> Tensor
 def loss_from(model: nn.Module, output: Tensor, targets: np.ndarray) -> Tensor:
     """The mean cross-entropy of what a model gives that has been called with targets where it takes them."""
     return F.cross_entropy(output, targets, inplace=True) if isinstance(model, ViT) else output
-
-
-def gathered(values: Iterable[float], mesh: DeviceMesh) -> np.ndarray:
-    """The values of all ranks, one row each. Collective."""
-    own = np.array([*values], np.float64)
-    table = np.zeros((mesh.size, own.size))
-    table[mesh.rank] = own
-    stream = device.current().current_stream
-    mesh.communicator("control").all_gather(table.reshape(-1), stream=stream)
-    stream.synchronize()
-    return table

@@ -10,16 +10,16 @@ Exit code 1 where an element was wrong, 2 for options that make no sense. docs/m
 import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 
 from bench import environment
 from bench.collectives import report
 from bench.collectives.contestants import Contestant, Ours, RawMPI, RawNCCL
-from bench.collectives.measure import Effort, Line, line
+from bench.collectives.measure import Effort, line
 from bench.collectives.ops import Case
 from bench.collectives.options import cases, parse
+from bench.table import Output
 from shardrt import device as devices
 from shardrt.comm import Communicator, create, mpi_world, thread
 from shardrt.comm import world as worlds
@@ -47,25 +47,19 @@ def main(arguments: list[str] | None = None, wrap: Wrap = lambda communicator: c
 def run(options: argparse.Namespace, todo: list[Case], wrap: Wrap) -> int:
     """This rank's part: every line, printed by rank 0 as it is measured."""
     control = create("auto")
-    speaks = control.rank == 0
-    as_text = speaks and not (options.csv or options.json)
     facts = environment.facts(options.given) | {"ranks": control.size}
-    if as_text:
-        print("\n".join(f"# {name}: {value}" for name, value in facts.items()))
-        print(report.HEAD, flush=True)
-    lines = []
+    output = Output(options, facts, report.HEAD, speaks=control.rank == 0)
     for found in measured(options, todo, control, wrap):
-        lines.append(found)
-        if as_text:
-            print(report.text(found), flush=True)
-    if speaks:
-        _finish(options, lines, facts, as_text)
-    return int(any(found.wrong or found.raw_wrong for found in lines))
+        output.add(found, report.text(found))
+    fits, verdict = report.fits(output.lines), report.verdict(output.lines)
+    output.say(*map(report.fit_text, fits), verdict)
+    output.close(fits=fits, verdict=verdict.strip("# "))
+    return int(any(found["wrong"] or found["raw_wrong"] for found in output.lines))
 
 
 def measured(
     options: argparse.Namespace, todo: list[Case], control: Communicator, wrap: Wrap
-) -> Iterator[Line]:
+) -> Iterator[dict]:
     """A line for each communicator and case. Collective."""
     times = options.warmup_iters, options.iters, options.rounds, options.check
     effort = Effort(*times, options.blocking, options.average)
@@ -90,20 +84,6 @@ def _contestants(kind: str, nbytes: int, wrap: Wrap) -> tuple[Contestant, Contes
     communicator = create(kind)
     raw = RawMPI(device, nbytes) if worlds.current().kind == "mpi" else None
     return Ours(wrap(communicator), device, nbytes), raw
-
-
-def _finish(options: argparse.Namespace, lines: list[Line], facts: dict, as_text: bool) -> None:
-    rows = [report.record(found) for found in lines]
-    fits = report.fits(lines)
-    result = {**facts, "lines": rows, "fits": fits, "verdict": report.verdict(lines).strip("# ")}
-    if options.json:
-        print(json.dumps(result))
-    elif options.csv:
-        print(report.as_csv(lines))
-    if as_text:
-        print("\n".join([*map(report.fit_text, fits), report.verdict(lines)]))
-    if options.output is not None:
-        environment.write_result(options.output, result)
 
 
 if __name__ == "__main__":

@@ -243,33 +243,25 @@ class RawNCCL(Contestant):
     def offers(self, case: Case) -> bool:
         return offers.raw_nccl(case)
 
-    def _places(self, source: Array, target: Array) -> tuple[int, int]:
-        return source.data.ptr, target.data.ptr
-
-    def _how(self, source: Array) -> tuple[int, int]:
-        return self._types[source.dtype.name], self.device.stream_here()
-
     def all_gather(self, source: Array, target: Array, case: Case) -> None:
-        self._comm.allGather(*self._places(source, target), case.count, *self._how(source))
+        self._collective("allGather", source, target, case)
 
     def reduce_scatter(self, source: Array, target: Array, case: Case) -> None:
-        kind, stream = self._how(source)
-        op = self._ops[case.reduction]
-        self._comm.reduceScatter(*self._places(source, target), case.count, kind, op, stream)
+        self._collective("reduceScatter", source, target, case, self._ops[case.reduction])
 
     def all_reduce(self, source: Array, target: Array, case: Case) -> None:
-        kind, stream = self._how(source)
-        op = self._ops[case.reduction]
-        self._comm.allReduce(*self._places(source, target), case.count, kind, op, stream)
+        self._collective("allReduce", source, target, case, self._ops[case.reduction])
 
     def broadcast(self, source: Array, target: Array, case: Case) -> None:
-        kind, stream = self._how(source)
-        self._comm.broadcast(*self._places(source, target), case.count, kind, case.root, stream)
+        self._collective("broadcast", source, target, case, case.root)
 
     def reduce(self, source: Array, target: Array, case: Case) -> None:
-        kind, stream = self._how(source)
-        op = self._ops[case.reduction]
-        self._comm.reduce(*self._places(source, target), case.count, kind, op, case.root, stream)
+        self._collective("reduce", source, target, case, self._ops[case.reduction], case.root)
+
+    def _collective(self, name: str, source: Array, target: Array, case: Case, *more: int) -> None:
+        """One call. more: what it takes between the type and the stream."""
+        arguments = source.data.ptr, target.data.ptr, case.count, self._types[source.dtype.name], *more
+        getattr(self._comm, name)(*arguments, self.device.stream_here())
 
     def gather(self, source: Array, target: Array, case: Case) -> None:
         pieces = self._pieces(target, case) if self.rank == case.root else []
@@ -292,7 +284,7 @@ class RawNCCL(Contestant):
         try:
             for call, messages in ((self._comm.send, sent), (self._comm.recv, received)):
                 for array, peer in messages:
-                    kind, stream = self._how(array)
-                    call(array.data.ptr, array.size, kind, peer, stream)
+                    kind = self._types[array.dtype.name]
+                    call(array.data.ptr, array.size, kind, peer, self.device.stream_here())
         finally:
             self._nccl.groupEnd()

@@ -1,16 +1,17 @@
-"""One line: time of ours and of the raw call, alternating, then a check of each. Collective."""
+"""Times of ours and of the raw call, alternating, then a check of each. Collective."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
+from bench.collectives import report
 from bench.collectives.contestants import Contestant
 from bench.collectives.ops import Case
 from bench.collectives.values import count_wrong, fill, poison
-from shardrt import device as devices
 from shardrt.comm import Communicator
+from shardrt.comm.objects import all_gather_object
 from shardrt.device import Array
 
 
@@ -35,75 +36,19 @@ class Effort:
         return (seconds[0], seconds.mean(axis=0), seconds.min(axis=0), seconds.max(axis=0))[self.over_ranks]
 
 
-@dataclass(frozen=True)
-class Line:
-    """Seconds of a call over ranks, each rank's median over rounds. None where the check failed.
-
-    time, raw: the one over ranks that `Effort.over_ranks` chooses, ours and the raw call's; None also where
-    there is no such call. wrong: elements, on all ranks in all rounds of checking; None where nothing was
-    checked. overhead, ratio: ours less and over the raw call's within a round, median over rounds. fastest:
-    the round that was disturbed least.
-    """
-
-    communicator: str
-    case: Case
-    time: float | None = None
-    average: float | None = None
-    least: float | None = None
-    most: float | None = None
-    wrong: int | None = None
-    raw: float | None = None
-    raw_wrong: int | None = None
-    overhead: float | None = None
-    ratio: float | None = None
-    fastest: float | None = None
-    raw_fastest: float | None = None
-
-    @property
-    def algorithm(self) -> float | None:
-        """Bytes per second: the size over the time."""
-        return self.case.nbytes / self.time if self.time else None
-
-    @property
-    def bus(self) -> float | None:
-        """Bytes per second that the slowest link carries, for the best algorithm; comparable between ops."""
-        return self.algorithm * self.case.op.bus(self.case.ranks) if self.time else None
-
-    @property
-    def overhead_allowed(self) -> float | None:
-        """What we allow ourselves above the raw call: 5 us and 1 % of it."""
-        return 5e-6 + 0.01 * self.raw if self.raw else None
-
-
 def line(
     name: str, case: Case, ours: Contestant, raw: Contestant | None, control: Communicator, effort: Effort
-) -> Line:
-    """Time and check one case. `control` starts the rounds and brings the ranks' figures together."""
-    contestants = [each for each in (ours, raw) if each is not None and each.offers(case)]
-    seconds = _timed(contestants, case, control, effort)  # (ranks, contestants, rounds)
-    wrong = [wrong_elements(contestant, case, control, effort.checks) for contestant in contestants]
-    rounds = effort.one(seconds)  # (contestants, rounds)
-    times = effort.one(np.median(seconds, axis=2))  # (contestants,)
-    found = Line(name, case)
-    for who, contestant in enumerate(contestants):
-        right = not wrong[who]
-        time_, fastest = (float(times[who]), float(rounds[who].min())) if right else (None, None)
-        if contestant is raw:
-            found = replace(found, raw=time_, raw_wrong=wrong[who], raw_fastest=fastest)
-            continue
-        found = replace(found, time=time_, wrong=wrong[who], fastest=fastest)
-        if right:
-            ranks = np.median(seconds[:, who], axis=1)
-            over = {"average": float(ranks.mean()), "least": float(ranks.min()), "most": float(ranks.max())}
-            found = replace(found, **over)
-    if len(contestants) == 2 and not any(wrong):
-        overhead, ratio = np.median(rounds[0] - rounds[1]), np.median(rounds[0] / rounds[1])
-        found = replace(found, overhead=float(overhead), ratio=float(ratio))
-    return found
+) -> dict:
+    """Time and check one case; see report.record. `control` starts the rounds and brings figures together."""
+    contestants = {"ours": ours, "raw": raw}
+    offering = {who: each for who, each in contestants.items() if each is not None and each.offers(case)}
+    seconds = dict(zip(offering, _timed([*offering.values()], case, control, effort), strict=True))
+    wrong = {who: wrong_elements(each, case, control, effort.checks) for who, each in offering.items()}
+    return report.record(name, case, wrong, seconds, effort.one)
 
 
 def _timed(contestants: list[Contestant], case: Case, control: Communicator, effort: Effort) -> np.ndarray:
-    """Seconds of a call, of every rank, contestant and round."""
+    """Seconds of a call, of every contestant, rank and round."""
     arrays = []
     for contestant in contestants:
         source, target = contestant.arrays(case)
@@ -112,13 +57,11 @@ def _timed(contestants: list[Contestant], case: Case, control: Communicator, eff
         for _ in range(effort.warmup):
             contestant.call(source, target, case)
         arrays.append((source, target))
-    seconds = np.zeros((control.size, len(contestants), effort.rounds))
-    for round_ in range(effort.rounds):
-        for which, contestant in enumerate(contestants):
-            seconds[control.rank, which, round_] = _round(contestant, *arrays[which], case, control, effort)
-    stream = devices.current().current_stream
-    control.all_gather(seconds.reshape(-1), stream=stream)
-    return seconds
+    rounds = [
+        [_round(each, *own, case, control, effort) for each, own in zip(contestants, arrays, strict=True)]
+        for _ in range(effort.rounds)
+    ]
+    return np.array(all_gather_object(control, rounds)).transpose(2, 0, 1)
 
 
 def _round(
@@ -165,6 +108,4 @@ def wrong_elements(contestant: Contestant, case: Case, control: Communicator, ch
         if case.gets(rank):
             right = partial(case.expected, rank, round_=round_)
             wrong += count_wrong(device, target, right, case.tolerance)
-    total = np.array([wrong], np.int64)
-    control.all_reduce(total, stream=devices.current().current_stream)
-    return int(total[0])
+    return sum(all_gather_object(control, wrong))

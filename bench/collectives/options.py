@@ -185,47 +185,34 @@ def _kinds(options: argparse.Namespace) -> list[str]:
     threads = options.nthreads > 1
     if threads and launched is not None and launched.size > 1:
         raise ValueError("-t: ranks are threads or processes, not both; leave out mpirun or -t")
-    size = options.nthreads if threads else (launched.size if launched else 1)
-    fitting = _fitting(threads, launched)
+    unfit = {kind: _unfit(kind, threads, launched) for kind in backends.kinds() if kind != "auto"}
+    fitting = [kind for kind, why in unfit.items() if not why]
     if options.communicators == ["all"]:
-        return list(fitting)
+        return fitting
     for kind in options.communicators:
         if kind not in backends.kinds():
             raise ValueError(f"-k: {kind!r} is unknown; known are {', '.join(backends.kinds())}, all")
-        if kind in backends.CARRIERS and cuda.count() == 0:
-            raise ValueError(f"-k: {kind!r} is for arrays of a GPU, and there is none here")
-        if kind not in fitting and kind != "auto":
-            raise ValueError(f"-k: {kind!r} {_why(kind, size, threads)}")
+        if why := unfit.get(kind):
+            raise ValueError(f"-k: {kind!r} {why}")
     alone = fitting[0] if len(fitting) == 1 else "auto"  # what "auto" is there
     return [alone if kind == "auto" else kind for kind in options.communicators]
 
 
-def _fitting(threads: bool, launched: mpi_world.Launch | None) -> list[str]:
+def _unfit(kind: str, threads: bool, launched: mpi_world.Launch | None) -> str:
+    """Why a communicator can't carry the ranks of this run; "" where it can."""
+    if kind in backends.CARRIERS and not cuda.count():
+        return "is for arrays of a GPU, and there is none here"
     if threads:
-        return ["thread"]
-    if launched is None or launched.size == 1:
-        return ["single"]
-    fitting = ["mpi"]
-    one_node = launched.local_size == launched.size
-    if one_node:
-        fitting.append("shm")
-    gpus = cuda.count()
-    if gpus:
-        fitting += ["staged", "ipc"] if one_node else ["staged"]
-        if gpus >= launched.local_size:
-            fitting.append("nccl")
-    return fitting
-
-
-def _why(kind: str, size: int, threads: bool) -> str:
-    if threads:
-        return "does not fit ranks that are threads (-t); 'thread' does"
+        return "" if kind == "thread" else "does not fit ranks that are threads (-t); 'thread' does"
     if kind == "thread":
         return "needs ranks that are threads: -t N, without mpirun"
-    if size == 1:
-        return "has no peer to talk to: this run is of one rank; start it with mpirun -n 2"
+    if launched is None or launched.size == 1:
+        why = "has no peer to talk to: this run is of one rank; start it with mpirun -n 2"
+        return "" if kind == "single" else why
     if kind == "single":
-        return f"is of one rank, and this run is of {size}"
-    if kind == "nccl":
+        return f"is of one rank, and this run is of {launched.size}"
+    if kind in ("shm", "ipc") and launched.local_size != launched.size:
+        return "needs all ranks on one node"
+    if kind == "nccl" and cuda.count() < launched.local_size:
         return "needs a GPU for each rank"
-    return "needs all ranks on one node"
+    return ""

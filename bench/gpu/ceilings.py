@@ -1,16 +1,13 @@
 """What this GPU can do at most, measured: copying, multiplying, and talking to the host."""
 
-import statistics
 from collections.abc import Callable
-from functools import partial
 from math import inf
-
-import numpy as np
 
 from bench.gpu import needs
 from bench.gpu.clock import Clock, Torch, blank, difference, filled
 from bench.gpu.report import PEAK_TFLOPS, agreement
 from bench.gpu.state import Run
+from bench.offload import copies
 
 COPIED = 1 << 30  # bytes of a copy on the device
 LINKED = 256 << 20  # bytes of a copy to or from the host
@@ -33,7 +30,7 @@ def measure(run: Run, *, copied: int = COPIED, linked: int = LINKED, side: int =
 
 def device_copy(run: Run, clock: Clock, nbytes: int) -> None:
     """Read and written bytes counted."""
-    source, target = (blank(nbytes, dtype=np.uint8) for _ in range(2))
+    source, target = (blank(nbytes, dtype="uint8") for _ in range(2))
     source.fill(1)
     seconds = clock.seconds(lambda: clock.device.copy(target, source))
     run.ceiling("copy", "device copy, read + written", 2 * nbytes / seconds / 1e9, "GB/s")
@@ -52,7 +49,7 @@ def products(run: Run, clock: Clock, side: int) -> None:
             left, right = torch.of(a), torch.of(b)
             result = torch.torch.empty_like(left)
             works.append(lambda: torch.torch.mm(left, right, out=result))
-        seconds, _ = clock.by_turns(works)
+        seconds = clock.by_turns(works)
         if torch.there:
             check = agreement(difference(torch.of(out), result), inf)
     name = f"bf16 matmul {side}^3"
@@ -63,26 +60,7 @@ def products(run: Run, clock: Clock, side: int) -> None:
 
 
 def links(run: Run, clock: Clock, nbytes: int) -> None:
-    """Pinned memory to the device, back, and both at once, in streams of their own."""
-    device = clock.device
-    up, down = device.new_stream("up"), device.new_stream("down")
-    host = [device.pinned(nbytes, np.uint8) for _ in range(2)]
-    there = [device.buffer(nbytes, np.uint8) for _ in range(2)]
-
-    def to_device() -> None:
-        up.submit(device.copy, there[0], host[0])
-
-    def to_host() -> None:
-        down.submit(device.copy, host[1], there[1])
-
-    works = {"host to device": [to_device], "device to host": [to_host], "both": [to_device, to_host]}
-    for key, works_of in works.items():
-        at_once = partial(_all, works_of)
-        times = [clock.on_host(at_once, 4) for _ in range(ROUNDS + 1)]  # the first is a warm-up
-        rate = len(works_of) * nbytes / statistics.median(times[1:]) / 1e9
-        run.ceiling(key, f"pinned, {key}{' at once' if key == 'both' else ''}", rate, "GB/s")
-
-
-def _all(works: list[Callable[[], None]]) -> None:
-    for work in works:
-        work()
+    """Pinned memory to the device, back, and both at once, as bench.offload copies it."""
+    _, rates = copies.rows(clock.device, nbytes, [], ROUNDS)
+    for direction, rate in rates.items():
+        run.ceiling(direction, f"pinned, {direction}", rate / 1e9, "GB/s")

@@ -63,19 +63,15 @@ class Clock:
         return self._cupy.cuda.get_elapsed_time(start, stop) / 1e3 / calls
 
     def seconds(self, work: Callable[[], Any], *, calls: int = 10, rounds: int = 5) -> float:
-        """The median over rounds; once before, untimed."""
-        work()
-        return statistics.median(self.round(work, calls) for _ in range(rounds))
+        """As `by_turns`, of one."""
+        return self.by_turns([work], calls=calls, rounds=rounds)[0]
 
-    def by_turns(
-        self, works: list[Callable[[], Any]], *, calls: int = 10, rounds: int = 5
-    ) -> tuple[list[float], float]:
-        """(median seconds of each, median over rounds of the last one's time over the first one's)."""
+    def by_turns(self, works: list[Callable[[], Any]], *, calls: int = 10, rounds: int = 5) -> list[float]:
+        """The median over rounds of each; once before, untimed."""
         for work in works:
             work()
         times = [[self.round(work, calls) for work in works] for _ in range(rounds)]
-        medians = [statistics.median(each) for each in zip(*times, strict=True)]
-        return medians, statistics.median(each[-1] / each[0] for each in times)
+        return [statistics.median(each) for each in zip(*times, strict=True)]
 
     def on_host(self, work: Callable[[], Any], calls: int, wait: bool = True) -> float:
         """Seconds of one of so many calls by the host's clock, from an idle GPU; wait: to an idle GPU."""

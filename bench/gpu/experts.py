@@ -56,7 +56,7 @@ def compare(run: Run, clock: Clock, torch: Torch, name: str, shape: Shape, rows:
         results.append([array.astype("float32") for array in layer.results])
     off = max(float(abs(a - b).max() / abs(b).max()) for *both, b in zip(*results, strict=True) for a in both)
     beside = {"beside": "cublasLt, one by one", "check": agreement(off, CLOSE)}
-    for how, times in (("GPU", clock.by_turns(works)[0]), ("with the host", with_host(clock, works))):
+    for how, times in (("GPU", clock.by_turns(works)), ("with the host", with_host(clock, works))):
         chosen, together, apart = (1e6 * seconds for seconds in times)
         run.add(f"{name}, {how}", together, "us", theirs=apart, **beside)
         run.add(f"{name}, by cuBLAS, {how}", chosen, "us", theirs=apart, **beside)

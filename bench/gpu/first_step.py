@@ -7,13 +7,12 @@ import numpy as np
 import shardrt
 from bench.gpu.report import agreement
 from bench.gpu.state import Run
-from bench.training import model_of
+from bench.training import model_of, shard
 from bench.workload import Workload
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
 
 SMALL = Workload(layers=2, dim=128, heads=4, seq=64, batch=4, vocab=257)
 CLOSE = {"float32": 1e-5, "bfloat16": 3e-2}  # relative difference
@@ -41,9 +40,7 @@ def step(name: str, dtype: str, workload: Workload) -> tuple[float, dict[str, np
     mesh = init_device_mesh(name)
     shardrt.manual_seed(0)
     model = model_of(workload)
-    more = {} if dtype == "float32" else {"mp_policy": MixedPrecisionPolicy(dtype, "float32")}
-    for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=mesh, **more)
+    shard(model, mesh, dtype)
     # Gradients as small as their rounding errors, of keys' biases say, must not make whole steps of lr.
     optimizer = optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     tokens, targets = workload.batch_of(0, 0)

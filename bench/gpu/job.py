@@ -6,7 +6,7 @@ from bench.workload import Workload
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Workload):
     """A training job on one GPU. `batch` sequences make a step, in so many micro-batches.
 
     strategy: shardrt's, or "NONE". deterministic: algorithms that give the same bits in every process. What
@@ -32,17 +32,7 @@ class Job:
     weights: str = ""
     device: str = "cuda"
 
-    @property
-    def workload(self) -> Workload:
-        """Its shape, and its tokens."""
-        return Workload(self.layers, self.dim, self.heads, self.seq, self.batch, self.vocab)
-
-    @property
-    def tokens(self) -> int:
-        """Of a step."""
-        return self.batch * self.seq
-
-    def flops(self, parameters: int) -> float:
+    def flops_per_token(self, parameters: int) -> float:
         """A training step's operations for each token, attention causal: 6 N + 6 L C T (as in llm.c)."""
         return 6.0 * parameters + 6.0 * self.layers * self.dim * self.seq
 

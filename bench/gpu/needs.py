@@ -58,24 +58,8 @@ _LIBRARIES = {
 }
 _COMPUTE_CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, ..._MINOR
 _NO_SUFFIX = ("runtime", "cccl", "nvrtc", "cublas")  # of the name of the wheel, from CUDA 13 on
-_PACKAGES = (
-    "numpy",
-    "cupy",
-    "ml_dtypes",
-    "cuda-pathfinder",
-    "numba",
-    "torch",
-    "triton",
-    "mpi4py",
-    "nvidia-cudnn-frontend",
-    *(f"nvidia-{each}" for each in ("cuda-runtime", "cuda-nvrtc", "cublas")),
-    *(f"cupy-cuda{major}x" for major in (12, 13)),
-    *(
-        f"nvidia-{each}-cu{major}"
-        for major in (12, 13)
-        for each in ("cuda-runtime", "cuda-nvrtc", "cublas", "cudnn", "nccl")
-    ),
-)
+# How the names begin of packages whose versions belong to a figure.
+_PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "cupy", "cuda-", "torch", "triton", "nvidia-")
 _HEALTH = {  # what nvidia-smi is asked -> its name for a reader
     "temperature.gpu": "C",
     "clocks.sm": "MHz",
@@ -174,7 +158,8 @@ def one_gpu() -> dict[str, str]:
 def machine() -> dict[str, str]:
     """Versions, and what nvidia-smi says of the first GPU; what can't be had is left out."""
     found = {"python": platform.python_version()}
-    found |= {name: version for name in _PACKAGES if (version := _version(name))}
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    found |= {name: installed[name] for name in sorted(installed) if name.startswith(_PACKAGES)}
     return found | {"GPUs": str(gpus())} | _asked(_QUERY.split(","))
 
 

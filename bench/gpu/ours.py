@@ -15,11 +15,11 @@ import numpy as np
 from bench import workload as w
 from bench.gpu.contestant import Timed, serve
 from bench.gpu.job import Job
-from bench.training import model_of
+from bench.training import UNSHARDED, model_of, shard
 from shardrt import optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
-from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, no_sync
+from shardrt.fsdp import CPUOffloadPolicy, no_sync
 
 
 class Trainer(Timed):
@@ -35,9 +35,11 @@ class Trainer(Timed):
         self._free = self._free_now()
         shardrt.use_deterministic_algorithms(self.job.deterministic)
         shardrt.manual_seed(0)
-        self.model = model_of(self.job.workload)
-        if self.job.strategy != "NONE":
-            self._shard()
+        self.model = model_of(self.job)
+        if self.job.strategy != UNSHARDED:
+            offload = CPUOffloadPolicy(parameters=False, gradients=False) if self.job.offload else None
+            how = {"strategy": self.job.strategy, "offload_policy": offload}
+            shard(self.model, self.mesh, self.job.dtype, **how)
         if self.job.save:
             values = {name: np.asarray(value) for name, value in full_state_dict(self.model).items()}
             np.savez(Path(self.job.save), **values)
@@ -67,15 +69,6 @@ class Trainer(Timed):
             digest.update(name.encode() + np.ascontiguousarray(values).tobytes())
         return {"digest": digest.hexdigest()}
 
-    def _shard(self) -> None:
-        job, more = self.job, {}
-        if job.dtype != "float32":
-            more["mp_policy"] = MixedPrecisionPolicy(job.dtype, "float32")
-        if job.offload:
-            more["offload_policy"] = CPUOffloadPolicy(parameters=False, gradients=False)
-        for module in (*self.model.blocks, self.model):
-            fully_shard(module, mesh=self.mesh, strategy=job.strategy, **more)
-
     def train(self, tokens: np.ndarray, targets: np.ndarray) -> shardrt.Tensor:
         """One step, issued and not waited for; the loss of its last micro-batch."""
         loss = self._backward(tokens, targets, self.job.micro_batches)
@@ -84,13 +77,13 @@ class Trainer(Timed):
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Of a step: tokens and targets of this rank."""
-        return self.job.workload.batch_of(step, self.mesh.rank)
+        return self.job.batch_of(step, self.mesh.rank)
 
     def _backward(self, tokens: np.ndarray, targets: np.ndarray, parts: int) -> shardrt.Tensor:
         """All micro-batches of a step; the loss of the last."""
         for part, (x, y) in enumerate(zip(np.split(tokens, parts), np.split(targets, parts), strict=True)):
-            wait = no_sync(self.model) if part < parts - 1 and self.job.strategy != "NONE" else nullcontext()
-            with wait:
+            sums = part == parts - 1 or self.job.strategy == UNSHARDED
+            with nullcontext() if sums else no_sync(self.model):
                 loss = self.model(x, y) * (1 / parts)
                 loss.backward()
         return loss

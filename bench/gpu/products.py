@@ -78,7 +78,7 @@ def compare(
     """
     if torch.there and theirs is None and case.peer is not None:
         theirs = case.peer(torch.torch, *map(torch.of, case.inputs))
-    seconds, _ = clock.by_turns([case.ours] if theirs is None else [case.ours, theirs], **how)
+    seconds = clock.by_turns([case.ours] if theirs is None else [case.ours, theirs], **how)
     check = ""
     if theirs is not None:
         off = max(map(difference, map(torch.of, case.results), theirs()))

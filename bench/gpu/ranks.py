@@ -6,9 +6,6 @@ Imports no shardrt, which would set the threads of the ranks' BLAS in their envi
 import json
 import os
 import re
-import subprocess
-import sys
-from contextlib import suppress
 from typing import Any
 
 from bench.gpu import needs
@@ -17,7 +14,7 @@ from bench.gpu.job import SIZES, Job
 from bench.gpu.report import of_peak
 from bench.gpu.state import Run
 from bench.gpu.training import CLOSE
-from bench.ranks import launcher
+from bench.ranks import launcher, mpirun
 
 COUNTS = (1, 2, 4, 8)
 NBYTES = 1 << 30  # of the array that all ranks have in the end, or have at first
@@ -38,18 +35,17 @@ def measure(
     run: Run,
     jobs: dict[str, Job] = JOBS,
     nbytes: int = NBYTES,
-    python: tuple[str, ...] = (sys.executable,),
+    runner: tuple[str, ...] = (),
 ) -> None:
     """Rows of tokens a second of all ranks beside as many times one GPU's, and of the collectives' bandwidth.
 
-    The most GPUs come first, after one. python: how a rank starts Python.
+    The most GPUs come first, after one. runner: words of Python's command line before the module.
     """
     counts = [count for count in COUNTS if count <= needs.gpus()]
     if len(counts) < 2:
         run.add("FULL_SHARD on several GPUs", check=f"not run: this process sees {needs.gpus()} GPU")
         return
-    mpirun = launcher()
-    if not mpirun or not needs.there("mpi4py"):
+    if not launcher() or not needs.there("mpi4py"):
         missing = "mpirun" if needs.there("mpi4py") else "mpi4py"
         run.add("FULL_SHARD on several GPUs", error=f"not run: {missing} missing (pip install mpi4py mpich)")
         return
@@ -61,39 +57,29 @@ def measure(
                 first = job is next(iter(jobs.values()))
                 given = {"job": job.settings(), "nbytes": nbytes if first and count > 1 else 0}
                 given |= {"warmup": 2 if run.quick else 4, "steps": 3 if run.quick else 8}
-                program = [*python, "-m", "bench.gpu.rank", json.dumps(given)]
-                found = started([mpirun, "-n", str(count), *program])
+                found = started([*runner, "-m", "bench.gpu.rank", json.dumps(given)], count)
                 one = one or (found if count == 1 else {})
                 add(run, name, job, count, found, one)
 
 
-def started(command: list[str]) -> dict:
-    """The answer of rank 0. Raises RuntimeError with the last line of the errors."""
+def started(words: list[str], count: int) -> dict:
+    """The answer of rank 0. Raises RuntimeError with the line of the errors that says most."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    with subprocess.Popen(command, env=os.environ | _MPI | {"PYTHONPATH": path}, **how) as process:
-        try:
-            said, errors = process.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            errors = ""
-            process.terminate()  # mpirun ends its ranks
-            with suppress(subprocess.TimeoutExpired):
-                _, errors = process.communicate(timeout=10)
-            process.kill()
-            raise RuntimeError(f"ended after {LIMIT:.0f} s: {_cause(errors)}") from None
-    if process.returncode:
-        raise RuntimeError(f"mpirun ended with exit code {process.returncode}: {_cause(errors)}")
-    return json.loads(said.splitlines()[-1])
+    try:
+        printed = mpirun(words, count, os.environ | _MPI | {"PYTHONPATH": path}, LIMIT)
+    except RuntimeError as error:
+        raise RuntimeError(_cause(str(error))) from None
+    return json.loads(printed.splitlines()[-1])
 
 
 def add(run: Run, name: str, job: Job, count: int, found: dict, one: dict) -> None:
     """The rows of a job. one: what a single GPU has found, or nothing."""
-    rate = count * job.tokens / found["seconds"]
-    check = of_peak(rate * job.flops(found["parameters"]) / count)
+    rate = count * job.count / found["seconds"]
+    check = of_peak(rate * job.flops_per_token(found["parameters"]) / count)
     check += f", {found['taken'] / 1e6:,.0f} MB taken, loss {found['loss']:.4f}"
     more: dict[str, Any] = {}
     if count > 1 and one:
-        more = {"beside": f"{count} times one GPU", "theirs": count * job.tokens / one["seconds"]}
+        more = {"beside": f"{count} times one GPU", "theirs": count * job.count / one["seconds"]}
         off = abs(found["loss"] / one["loss"] - 1)  # other tokens, but all are drawn at random
         check += "" if off <= CLOSE else f" WRONG, on one GPU {one['loss']:.4f}"
     if count > 1:

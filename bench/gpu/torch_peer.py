@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from bench import workload as w
 from bench.gpu.contestant import Timed, serve
 from bench.gpu.job import Job
-from bench.peers.torch_gpt import GPT
+from bench.peers.torch_step import fsdp2, network
 
 
 class Trainer(Timed):
@@ -32,14 +32,7 @@ class Trainer(Timed):
             torch.zeros(1, device="cuda")  # the context, before memory is counted
         self._free = self._free_now()
         torch.manual_seed(0)
-        workload = self.job.workload
-        model = GPT(
-            layers=workload.layers,
-            heads=workload.heads,
-            width=workload.dim,
-            time=workload.seq,
-            vocab=workload.vocab,
-        )
+        model = network(self.job)
         if self.job.weights and os.path.exists(self.job.weights):  # else their writer has failed
             with np.load(self.job.weights) as values:
                 model.load_state_dict({name: torch.from_numpy(values[name]) for name in values.files})
@@ -95,18 +88,11 @@ class Trainer(Timed):
             return self._loss(x, y)
 
     def _shard(self) -> None:
-        """FSDP2 as it is meant to be used: a unit per block, products in bfloat16 by its own policy."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
+        """FSDP2 with products in bfloat16 by its own policy."""
         if not dist.is_initialized():
             backend = "nccl" if self._cuda else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        mesh = dist.device_mesh.init_device_mesh(self.job.device, (1,))
-        low = torch.bfloat16 if self.job.dtype == "bfloat16" else None
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-        for block in self.model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        fsdp2(self.model, self.job.device, low=self.job.dtype == "bfloat16")
 
     def _forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         low = self.job.dtype == "bfloat16" and not self.job.fsdp
@@ -115,18 +101,15 @@ class Trainer(Timed):
             return F.cross_entropy(logits.flatten(0, 1), y.flatten()) / self.job.micro_batches
 
     def batch(self, step: int) -> tuple[torch.Tensor, ...]:
-        batch = map(torch.from_numpy, self.job.workload.batch_of(step, 0))
+        batch = map(torch.from_numpy, self.job.batch_of(step, 0))
         return tuple(part.pin_memory() if self._cuda else part for part in batch)
 
     def _fastest_attention(self) -> str:
         """Leave only the fastest of PyTorch's own on for this shape; its name."""
-        workload, enable = self.job.workload, torch.backends.cuda
-        shape = (self.job.batch // self.job.micro_batches, workload.heads, workload.seq, -1)
-        width = workload.dim // workload.heads
+        job, enable = self.job, torch.backends.cuda
+        shape = job.batch // job.micro_batches, job.heads, job.seq, job.dim // job.heads
         dtype = torch.bfloat16 if self.job.dtype == "bfloat16" else torch.float32
-        q, k, v = (
-            torch.randn(*shape[:3], width, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)
-        )
+        q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
         switches = {
             "cudnn": enable.enable_cudnn_sdp,
             "flash": enable.enable_flash_sdp,

@@ -59,8 +59,8 @@ def ours_alone(run: Run, job: Job | None = None) -> None:
 
 def alone(run: Run, job: Job, name: str, course: Course) -> None:
     """A row for each as soon as it can be: compiling the next may take all the time that is left."""
-    rate = job.tokens / course.alone["seconds"]
-    message = of_peak(rate * job.flops(course.about["parameters"]))
+    rate = job.count / course.alone["seconds"]
+    message = of_peak(rate * job.flops_per_token(course.about["parameters"]))
     taken = f"{course.about['warmup']['taken'] / 1e6:,.0f} MB taken"
     run.add(f"{name}, alone", rate, "tokens/s", check=f"{message}, {taken}, loss {course.alone['loss']:.4f}")
 
@@ -69,7 +69,7 @@ def compare(run: Run, job: Job, courses: dict[str, Course], aims: tuple[float, .
     """The rows of a race of "shardrt", "torch" and perhaps "FSDP2", as far as each came."""
     least, goal, least_mfu, goal_mfu = aims
     done = {name: course for name, course in courses.items() if course.seconds}
-    rates = {name: job.tokens / course.median for name, course in done.items()}
+    rates = {name: job.count / course.median for name, course in done.items()}
     for peer in ("torch", "FSDP2"):
         if not {"shardrt", peer} <= done.keys():
             continue
@@ -78,7 +78,7 @@ def compare(run: Run, job: Job, courses: dict[str, Course], aims: tuple[float, .
         how = {"model": "compiled", "blocks": "blocks compiled", "": "NOT COMPILED"}
         compiled = how[theirs.answers[-1]["compiled"]]
         run.add(
-            f"training step, {job.tokens} tokens" if peer == "torch" else "the same step",
+            f"training step, {job.count} tokens" if peer == "torch" else "the same step",
             rates["shardrt"],
             "tokens/s",
             beside=f"{peer}, {compiled}, {theirs.about['attention']} attention",
@@ -99,7 +99,13 @@ def compare(run: Run, job: Job, courses: dict[str, Course], aims: tuple[float, .
             check=f"{peer}'s tensors alone {held:,.0f} MB at their peak",
         )
     for name, course in done.items():
-        mfu(run, name, rates[name] * job.flops(course.about["parameters"]) / 1e12, least_mfu, goal_mfu)
+        mfu(
+            run,
+            name,
+            rates[name] * job.flops_per_token(course.about["parameters"]) / 1e12,
+            least_mfu,
+            goal_mfu,
+        )
 
 
 def mfu(run: Run, name: str, rate: float, least: float, goal: float) -> None:
@@ -141,7 +147,7 @@ def offloaded(run: Run, job: Job | None = None) -> None:
     courses = race(
         entrants, warmup=1, rounds=2 if run.quick else 3, steps=1, last=("digest", "update")
     )  # the digest first: `update` trains on
-    name = f"optimizer state on the host, {job.tokens} tokens a step"
+    name = f"optimizer state on the host, {job.count} tokens a step"
     if failed(run, name, courses):
         return
     same = len({course.about["digest"] for course in courses.values()}) == 1
@@ -155,7 +161,7 @@ def offloaded(run: Run, job: Job | None = None) -> None:
         moved,
         "GB/s",
         beside="pinned, both at once",
-        theirs=run.ceilings.get("both"),
+        theirs=run.ceilings.get("both at once"),
         **aims,
     )
     taken = [courses[key].about["warmup"]["taken"] / 1e6 for key in ("offloaded", "base")]

@@ -11,19 +11,18 @@ columns.
 import shardrt  # isort: skip  before NumPy: it sets the threads of BLAS
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Iterator
 
 from threadpoolctl import threadpool_limits
 
 from bench import environment
 from bench.kernels import report
 from bench.kernels.case import Maker
-from bench.kernels.measure import Ceilings, Judge, Line, keep_freed_memory
+from bench.kernels.measure import Judge, keep_freed_memory
 from bench.kernels.ops import OPS
 from bench.kernels.options import parse
+from bench.table import Output
 from shardrt import device as devices
 from shardrt.train.errors import USAGE, one_line
 
@@ -56,31 +55,16 @@ def _run(options: argparse.Namespace) -> int:
         "copy": f"{ceilings.copied / 1e9:.2f} GB/s, read and written",
         "product": f"{ceilings.multiplied / 1e9:.1f} GFLOP/s, {options.dtype}",
     }
-    as_text = not (options.csv or options.json)
-    if as_text:
-        print("\n".join(f"# {name}: {value}" for name, value in facts.items()))
-        print(report.HEAD, flush=True)
-    lines = []
-    for line in _measured(options, judge, ceilings):
-        lines.append(line)
-        if as_text:
-            print(report.text(line), flush=True)
-    facts["load average, after"] = " ".join(f"{load:.1f}" for load in os.getloadavg())
-    result = {**facts, "lines": [report.record(line) for line in lines], "verdict": report.verdict(lines)[2:]}
-    if options.csv or options.json:
-        print(report.as_csv(lines) if options.csv else json.dumps(result))
-    else:
-        print(report.verdict(lines))
-    if options.output is not None:
-        environment.write_result(options.output, result)
-    return int(not all(line.right("ours") for line in lines))
-
-
-def _measured(options: argparse.Namespace, judge: Judge, ceilings: Ceilings) -> Iterator[Line]:
+    output = Output(options, facts, report.HEAD)
     make = Maker(options.sizes, options.dtype)
-    for name in options.op:
-        for case in OPS[name](make):
-            yield judge.line(case, ceilings)
+    for case in (case for name in options.op for case in OPS[name](make)):
+        line = judge.line(case, ceilings)
+        output.add(line, report.text(line))
+    output.facts["load average, after"] = " ".join(f"{load:.1f}" for load in os.getloadavg())
+    verdict = report.verdict(output.lines)
+    output.say(verdict)
+    output.close(verdict=verdict.strip("# "))
+    return int(any("ours" in line["wrong"] for line in output.lines))
 
 
 if __name__ == "__main__":

@@ -111,6 +111,22 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Ceilings:
+    """What this machine does in a second, measured: bytes copied (read and written), flops of a product."""
+
+    copied: float
+    multiplied: float
+
+    def seconds(self, case: Case) -> float:
+        """The least that a case can take (Williams et al., Roofline, 2009)."""
+        return max(case.nbytes / self.copied, case.flops / self.multiplied)
+
+    def bound(self, case: Case) -> str:
+        """Which of the two that is."""
+        return "bytes" if case.nbytes / self.copied >= case.flops / self.multiplied else "flops"
+
+
+@dataclass(frozen=True)
 class Maker:
     """Gives the ops their kernels, sizes, and arrays on the current device."""
 

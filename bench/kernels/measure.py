@@ -1,74 +1,20 @@
 """One line: both contestants checked against PyTorch in float64, then the correct ones timed, alternating."""
 
 import ctypes
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from bench.gpu.clock import Clock, Torch, blank, filled
-from bench.kernels.case import Case
+from bench.kernels import report
+from bench.kernels.case import Case, Ceilings
 from shardrt import device as devices
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-5, "float16": 5e-3, "bfloat16": 2e-2}  # of the largest number
 LEAST = 5e-3  # seconds of a round, of calls in a row
 _MOST = 200  # such calls
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What this machine does in a second, measured: bytes copied (read and written), flops of a product."""
-
-    copied: float
-    multiplied: float
-
-    def seconds(self, case: Case) -> float:
-        """The least that a case can take (Williams et al., Roofline, 2009)."""
-        return max(case.nbytes / self.copied, case.flops / self.multiplied)
-
-    def bound(self, case: Case) -> str:
-        """Which of the two that is."""
-        return "bytes" if case.nbytes / self.copied >= case.flops / self.multiplied else "flops"
-
-
-@dataclass(frozen=True)
-class Line:
-    """A case and what was found. errors: by contestant, of its largest number; the tolerance is `allowed`.
-
-    seconds: of a call in each round, for contestants that were right.
-    """
-
-    case: Case
-    dtype: str
-    bound: str
-    least: float  # seconds, by the roofline
-    allowed: float
-    errors: dict[str, float]
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-
-    def right(self, who: str) -> bool:
-        """Whether the contestant's results are what they must be."""
-        return self.errors[who] <= self.allowed  # nan is not
-
-    def time(self, who: str) -> float | None:
-        """Median over rounds."""
-        return statistics.median(self.seconds[who]) if who in self.seconds else None
-
-    def fastest(self, who: str) -> float | None:
-        """Of the round that was disturbed least."""
-        return min(self.seconds[who]) if who in self.seconds else None
-
-    def of_roofline(self) -> tuple[float, float, float] | None:
-        """Median and quartiles over rounds of the least time over ours."""
-        return quartiles([self.least / own for own in self.seconds.get("ours", ())])
-
-    def over_ours(self, who: str) -> tuple[float, float, float] | None:
-        """Median and quartiles over rounds of a contestant's time over ours, both of one round."""
-        pairs = zip(self.seconds.get(who, ()), self.seconds.get("ours", ()), strict=False)
-        return quartiles([theirs / own for theirs, own in pairs])
 
 
 class HostClock:
@@ -108,27 +54,31 @@ class Judge:
         copied, multiplied = map(min, zip(*rounds, strict=True))
         return Ceilings(2 * source.nbytes / copied, 2.0 * side**3 / multiplied)
 
-    def line(self, case: Case, ceilings: Ceilings) -> Line:
-        """Check and time one case."""
+    def line(self, case: Case, ceilings: Ceilings) -> dict:
+        """Check and time one case; see report.record."""
         dtype = case.dtype or self._dtype
-        found = Line(case, dtype, ceilings.bound(case), ceilings.seconds(case), TOLERANCE[dtype], errors={})
-        right = {}
-        host = tuple(map(self._exact, case.inputs))
-        truth = None if case.judge else self._truth(case, host)
-        for who, call in self._contestants(case).items():
-            results = tuple(map(self._exact, call()))
-            found.errors[who] = case.judge(host, results) if case.judge else apart(results, truth)
-            if found.right(who):
-                right[who] = call
-        del truth, host
-        calls = {}
-        for who, call in right.items():
-            calls[who] = max(1, min(_MOST, int(LEAST / max(self.clock.round(call, 1), 1e-6))))
-            found.seconds[who] = []
+        allowed, contestants = TOLERANCE[dtype], self._contestants(case)
+        errors = self._errors(case, contestants)
+        right = {who: call for who, call in contestants.items() if errors[who] <= allowed}
+        calls = {
+            who: max(1, min(_MOST, int(LEAST / max(self.clock.round(call, 1), 1e-6))))
+            for who, call in right.items()
+        }
+        seconds: dict[str, list[float]] = {who: [] for who in right}
         for _ in range(self._rounds):
             for who, call in right.items():
-                found.seconds[who].append(self.clock.round(call, calls[who]))
-        return found
+                seconds[who].append(self.clock.round(call, calls[who]))
+        return report.record(case, dtype, ceilings, allowed, errors, seconds)
+
+    def _errors(self, case: Case, contestants: dict[str, Callable[[], Sequence]]) -> dict[str, float]:
+        """How far each is from the truth."""
+        host = tuple(map(self._exact, case.inputs))
+        truth = None if case.judge else self._truth(case, host)
+        errors = {}
+        for who, call in contestants.items():
+            results = tuple(map(self._exact, call()))
+            errors[who] = case.judge(host, results) if case.judge else apart(results, truth)
+        return errors
 
     def _contestants(self, case: Case) -> dict[str, Callable[[], Sequence]]:
         """Calls that give their results. PyTorch's inputs are copies: ours may be written to."""
@@ -165,13 +115,6 @@ def apart(found: Sequence[np.ndarray], truth: Sequence[np.ndarray]) -> float:
             worst, difference / (np.abs(other).max(initial=0.0) or 1.0)
         )  # unlike max, keeps nan
     return float(worst)
-
-
-def quartiles(values: list[float]) -> tuple[float, float, float] | None:
-    """(median, first quartile, third quartile), None of nothing."""
-    if not values:
-        return None
-    return tuple(float(q) for q in np.quantile(values, [0.5, 0.25, 0.75]))
 
 
 def keep_freed_memory() -> None:

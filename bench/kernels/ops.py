@@ -57,37 +57,31 @@ def matmul(make: Maker) -> Iterator[Case]:
     return both(make, "matmul", text, forward, (back, (da, db), (dy, a, b)), lambda torch, a, b: a @ b)
 
 
-def linear(make: Maker) -> Iterator[Case]:
-    return _linear(make, "linear", partial(functional, "linear"))
-
-
-def linear_gelu(make: Maker) -> Iterator[Case]:
-    def function(torch: Any, *given: Any) -> Any:
-        return functional("gelu", torch, functional("linear", torch, *given), **GELU)
-
-    return _linear(make, "linear_gelu", function)
-
-
-def _linear(make: Maker, op: str, function: Callable) -> Iterator[Case]:
+def linear(make: Maker, *, with_gelu: bool = False) -> Iterator[Case]:
     """The first layer of an MLP."""
     rows, inputs, outputs = make.sizes.multiplied, make.sizes.width, make.sizes.wide
     x, dy = make.numbers(rows, inputs), make.numbers(rows, outputs, seed=1)
     weight, bias = make.numbers(outputs, inputs, seed=2, scale=0.02), make.numbers(outputs, seed=3)
     y, dx, inner, dinner = (make.blank(*like.shape) for like in (dy, x, dy, dy))
     dweight, dbias = make.exact(outputs, inputs), make.exact(outputs)
-    if op == "linear":
-        calls = [("linear.forward", x, weight, bias, y)]
-        parameters = ("linear.backward_parameters", x, dy, dweight, False, dbias, False)
-        back = [("linear.backward_input", dy, weight, dx), parameters]
-    else:
+    if with_gelu:
         calls = [("linear.forward_gelu", x, weight, bias, inner, y)]
         back = [
             ("linear.backward_gelu", dy, inner, dinner, dbias, False),
             ("linear.backward_input", dinner, weight, dx),
             ("linear.backward_weight", x, dinner, dweight, False),
         ]
+    else:
+        calls = [("linear.forward", x, weight, bias, y)]
+        parameters = ("linear.backward_parameters", x, dy, dweight, False, dbias, False)
+        back = [("linear.backward_input", dy, weight, dx), parameters]
+
+    def function(torch: Any, *given: Any) -> Any:
+        y = functional("linear", torch, *given)
+        return functional("gelu", torch, y, **GELU) if with_gelu else y
+
     given = x, weight, bias
-    text = f"{shape_of(rows, inputs)} -> {outputs}"
+    op, text = "linear_gelu" if with_gelu else "linear", f"{shape_of(rows, inputs)} -> {outputs}"
     results = dx, dweight, dbias
     return both(make, op, text, (calls, (y,), given), (back, results, (dy, *given)), function)
 
@@ -175,19 +169,7 @@ def _conv2d_gradient(wanted: int, how: tuple, torch: Any, dy: Any, x: Any, weigh
 # -- rows
 
 
-def gelu(make: Maker) -> Iterator[Case]:
-    return _activation(make, "gelu", "gelu_tanh", **GELU)
-
-
-def silu(make: Maker) -> Iterator[Case]:
-    return _activation(make, "silu", "silu")
-
-
-def relu(make: Maker) -> Iterator[Case]:
-    return _activation(make, "relu", "relu")
-
-
-def _activation(make: Maker, op: str, kernel: str, **how: str) -> Iterator[Case]:
+def activation(make: Maker, op: str, kernel: str, **how: str) -> Iterator[Case]:
     shape = make.sizes.tokens, make.sizes.wide
     x, dy, y = make.numbers(*shape), make.numbers(*shape, seed=1), make.blank(*shape)
     flat = [array.reshape(-1) for array in (dy, x, y)]
@@ -256,31 +238,7 @@ def _dropped(p: float, inputs: tuple, results: tuple) -> float:
     return float(np.abs(y - x / (1 - p))[kept].max() / np.abs(x).max())
 
 
-def layer_norm(make: Maker) -> Iterator[Case]:
-    return _norm(make, "layer_norm", _layer_norm)
-
-
-def rms_norm(make: Maker) -> Iterator[Case]:
-    return _norm(make, "rms_norm", _rms_norm)
-
-
-def add_layer_norm(make: Maker) -> Iterator[Case]:
-    return _norm(make, "layer_norm", _layer_norm, added=True)
-
-
-def add_rms_norm(make: Maker) -> Iterator[Case]:
-    return _norm(make, "rms_norm", _rms_norm, added=True)
-
-
-def _layer_norm(torch: Any, x: Any, weight: Any, bias: Any) -> Any:
-    return functional("layer_norm", torch, x, weight.shape, weight, bias, EPS)
-
-
-def _rms_norm(torch: Any, x: Any, weight: Any) -> Any:
-    return functional("rms_norm", torch, x, weight.shape, weight, EPS)
-
-
-def _norm(make: Maker, kernel: str, function: Callable, added: bool = False) -> Iterator[Case]:
+def norm(make: Maker, kernel: str, *, added: bool = False) -> Iterator[Case]:
     """Of x, or of the sum with another, which is a result of its own."""
     count = 2 if kernel == "layer_norm" else 1  # weight and bias, mean and rstd
     rows, width = shape = make.sizes.tokens, make.sizes.width
@@ -291,6 +249,10 @@ def _norm(make: Maker, kernel: str, function: Callable, added: bool = False) -> 
     call = (f"{kernel}.forward", x, *parameters, y, *statistics, EPS)
     back = (f"{kernel}.backward", dy, total if added else x, parameters[0], *statistics, dx, *slopes, False)
     text, results = shape_of(*shape), (dx, *slopes)
+
+    def function(torch: Any, x: Any, weight: Any, *bias: Any) -> Any:
+        return functional(kernel, torch, x, weight.shape, weight, *bias, EPS)
+
     if not added:
         forward, backward = ([call], (y,), (x, *parameters)), ([back], results, (dy, x, *parameters))
         return both(make, kernel, text, forward, backward, function)
@@ -395,20 +357,10 @@ def batch_norm(make: Maker) -> Iterator[Case]:
     return both(make, "batch_norm", shape_of(*shape), forward, backward, function)
 
 
-def max_pool(make: Maker) -> Iterator[Case]:
-    """Of ResNet: 3 x 3, stride 2."""
-    return _pool(make, "max", "max_pool2d")
-
-
-def mean_pool(make: Maker) -> Iterator[Case]:
-    return _pool(make, "mean", "avg_pool2d")
-
-
-def _pool(make: Maker, kind: str, peer: str) -> Iterator[Case]:
-    shape, how = (
-        (*make.sizes.planes, make.sizes.side, make.sizes.side),
-        {"window": 3, "stride": 2, "padding": 1},
-    )
+def pool(make: Maker, kind: str, peer: str) -> Iterator[Case]:
+    """As in ResNet."""
+    shape = (*make.sizes.planes, make.sizes.side, make.sizes.side)
+    how = {"window": 3, "stride": 2, "padding": 1}
     small = *shape[:2], *((shape[2] - 1) // 2 + 1,) * 2
     x, dy, y, dx = make.numbers(*shape), make.numbers(*small, seed=1), make.blank(*small), make.blank(*shape)
     index = devices.current().empty(small, np.int32)
@@ -601,9 +553,38 @@ def _exact(count: int, seed: int = 0) -> Array:
     return placed(filled(count, dtype=np.float32, seed=seed))
 
 
-_PRODUCTS = matmul, linear, linear_gelu, linear_cross_entropy, attention, conv2d
-_ACTIVATIONS = gelu, gelu_bias, silu, relu, swiglu, add, dropout
-_ROWS = layer_norm, add_layer_norm, rms_norm, add_rms_norm, softmax, rotary, cross_entropy, embedding
-_FLAT = copy, cast, normal, sum_ranks, column_sum, power_sums, adamw, lion, sgd
-_ALL = *_PRODUCTS, *_ACTIVATIONS, *_ROWS, batch_norm, max_pool, mean_pool, *_FLAT
-OPS: dict[str, Callable[[Maker], Iterator[Case]]] = {function.__name__: function for function in _ALL}
+OPS: dict[str, Callable[[Maker], Iterator[Case]]] = {
+    "matmul": matmul,
+    "linear": linear,
+    "linear_gelu": partial(linear, with_gelu=True),
+    "linear_cross_entropy": linear_cross_entropy,
+    "attention": attention,
+    "conv2d": conv2d,
+    "gelu": partial(activation, op="gelu", kernel="gelu_tanh", **GELU),
+    "gelu_bias": gelu_bias,
+    "silu": partial(activation, op="silu", kernel="silu"),
+    "relu": partial(activation, op="relu", kernel="relu"),
+    "swiglu": swiglu,
+    "add": add,
+    "dropout": dropout,
+    "layer_norm": partial(norm, kernel="layer_norm"),
+    "add_layer_norm": partial(norm, kernel="layer_norm", added=True),
+    "rms_norm": partial(norm, kernel="rms_norm"),
+    "add_rms_norm": partial(norm, kernel="rms_norm", added=True),
+    "softmax": softmax,
+    "rotary": rotary,
+    "cross_entropy": cross_entropy,
+    "embedding": embedding,
+    "batch_norm": batch_norm,
+    "max_pool": partial(pool, kind="max", peer="max_pool2d"),
+    "mean_pool": partial(pool, kind="mean", peer="avg_pool2d"),
+    "copy": copy,
+    "cast": cast,
+    "normal": normal,
+    "sum_ranks": sum_ranks,
+    "column_sum": column_sum,
+    "power_sums": power_sums,
+    "adamw": adamw,
+    "lion": lion,
+    "sgd": sgd,
+}

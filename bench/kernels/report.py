@@ -1,9 +1,11 @@
-"""The lines of a run as text, CSV and JSON. A figure whose check failed is in none of them."""
+"""The lines of a run as records and text. A figure whose check failed is in none of them."""
 
+import statistics
 from collections.abc import Sequence
 
-from bench import table
-from bench.kernels.measure import Line
+import numpy as np
+
+from bench.kernels.case import Case, Ceilings
 from bench.table import number
 
 HEAD = (
@@ -11,57 +13,59 @@ HEAD = (
     f"{'error':>8}\n"
     f"# {'op':20} {'pass':16} {'shape':28} {'ms':>10} {'':>22} {'ms':>10}"
 )
-_COLUMNS = (
-    "op which shape dtype bytes flops bound roofline_ms ours_ms ours_fastest_ms of_roofline of_roofline_low "
-    "of_roofline_high torch_ms torch_fastest_ms torch_ratio torch_ratio_low torch_ratio_high error "
-    "torch_error allowed wrong"
-).split()
 
 
-def record(line: Line) -> dict:
-    """A line by the names of its columns. Ratios: the other's time over ours; quartiles are low and high."""
-    case, nothing = line.case, (None, None, None)
-    torch = line.over_ours("torch") or nothing
-    times = [line.time("ours"), line.fastest("ours")]
-    return dict(
-        zip(
-            _COLUMNS,
-            (
-                *(case.op, case.which, case.shape, line.dtype, case.nbytes, case.flops, line.bound),
-                *map(_ms, [line.least, *times]),
-                *map(_short, line.of_roofline() or nothing),
-                *(_ms(line.time("torch")), _ms(line.fastest("torch")), *map(_short, torch)),
-                *(line.errors.get(who) for who in ("ours", "torch")),
-                *(line.allowed, " ".join(who for who in line.errors if not line.right(who))),
-            ),
-            strict=True,
-        )
-    )
+def record(
+    case: Case,
+    dtype: str,
+    ceilings: Ceilings,
+    allowed: float,
+    errors: dict[str, float],
+    seconds: dict[str, list[float]],
+) -> dict:
+    """A line by the names of its columns. Ratios: the other's time over ours; quartiles are low and high.
+
+    errors: by contestant, of its largest number. seconds: of a call in each round, for those that were right.
+    """
+    least = ceilings.seconds(case)
+    ours, theirs = seconds.get("ours", []), seconds.get("torch", [])
+    parts = [least / own for own in ours]
+    ratios = [their / own for their, own in zip(theirs, ours, strict=False)]
+    return {
+        "op": case.op,
+        "which": case.which,
+        "shape": case.shape,
+        "dtype": dtype,
+        "bytes": case.nbytes,
+        "flops": case.flops,
+        "bound": ceilings.bound(case),
+        "roofline_ms": _short(1e3 * least, 5),
+        **_times("ours", ours),
+        **_quartiles("of_roofline", parts),
+        **_times("torch", theirs),
+        **_quartiles("torch_ratio", ratios),
+        "error": errors["ours"],
+        "torch_error": errors["torch"],
+        "allowed": allowed,
+        "wrong": " ".join(who for who, error in errors.items() if not error <= allowed),  # nan is wrong
+    }
 
 
-def text(line: Line) -> str:
+def text(line: dict) -> str:
     """A line of the table."""
-    r = record(line)
-    percent = [None if value is None else 100 * value for value in line.of_roofline() or (None,) * 3]
-    roofline = f"{_spread(*percent, 0):>16} {r['bound']}"
-    theirs = _spread(r["torch_ratio"], r["torch_ratio_low"], r["torch_ratio_high"], 2)
-    wrong = f"  WRONG: {r['wrong']}" if r["wrong"] else ""
+    roofline = f"{_spread(line, 'of_roofline', 100, 0):>16} {line['bound']}"
+    wrong = f"  WRONG: {line['wrong']}" if line["wrong"] else ""
     return (
-        f"  {r['op']:20} {r['which']:16} {r['shape']:28} {number(r['ours_ms'], 10)} {roofline} "
-        f"{number(r['torch_ms'], 10)} {theirs:>20} {r['error']:8.0e}{wrong}"
+        f"  {line['op']:20} {line['which']:16} {line['shape']:28} {number(line['ours_ms'], 10)} {roofline} "
+        f"{number(line['torch_ms'], 10)} {_spread(line, 'torch_ratio', 1, 2):>20} {line['error']:8.0e}{wrong}"
     )
 
 
-def as_csv(lines: Sequence[Line]) -> str:
-    """With a head, one line each."""
-    return table.as_csv(_COLUMNS, map(record, lines))
-
-
-def verdict(lines: Sequence[Line]) -> str:
+def verdict(lines: Sequence[dict]) -> str:
     """One line: what was wrong, what is slower than PyTorch, what is below half of its roofline."""
-    wrong = [line.case.name for line in lines if not all(map(line.right, line.errors))]
-    ratios = [found[0] for line in lines if (found := line.over_ours("torch"))]
-    parts = [found[0] for line in lines if (found := line.of_roofline())]
+    wrong = [f"{line['op']} {line['which']}" for line in lines if line["wrong"]]
+    ratios = [line["torch_ratio"] for line in lines if line["torch_ratio"]]
+    parts = [line["of_roofline"] for line in lines if line["of_roofline"]]
     return (
         f"# {len(lines)} lines, wrong: {', '.join(wrong) or 'none'}; "
         f"slower than PyTorch: {sum(ratio < 1 for ratio in ratios)} of {len(ratios)}; "
@@ -69,15 +73,26 @@ def verdict(lines: Sequence[Line]) -> str:
     )
 
 
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else float(f"{1e3 * seconds:.5g}")
+def _times(who: str, seconds: list[float]) -> dict[str, float | None]:
+    """Median over rounds, and the round that was disturbed least."""
+    if not seconds:
+        return {f"{who}_ms": None, f"{who}_fastest_ms": None}
+    middle, least = 1e3 * statistics.median(seconds), 1e3 * min(seconds)
+    return {f"{who}_ms": _short(middle, 5), f"{who}_fastest_ms": _short(least, 5)}
 
 
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
+def _quartiles(name: str, values: list[float]) -> dict[str, float | None]:
+    """Median and quartiles over rounds."""
+    found = [_short(q, 4) for q in np.quantile(values, [0.5, 0.25, 0.75])] if values else [None] * 3
+    return dict(zip((name, f"{name}_low", f"{name}_high"), found, strict=True))
 
 
-def _spread(middle: float | None, low: float | None, high: float | None, digits: int) -> str:
-    if middle is None:
+def _short(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def _spread(line: dict, name: str, scale: float, digits: int) -> str:
+    if line[name] is None:
         return "-"
-    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    middle, low, high = (f"{scale * line[name + end]:.{digits}f}" for end in ("", "_low", "_high"))
+    return f"{middle} ({low} to {high})"

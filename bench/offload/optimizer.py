@@ -5,8 +5,6 @@ bitwise identical at the end. A ceiling is what must move over the measured rate
 """
 
 import hashlib
-import statistics
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,7 +39,7 @@ class Stack(nn.Module):
 
 
 class Contestant:
-    """A model with gradients, and the optimizer that is timed."""
+    """A model with gradients, and the optimizer whose steps are timed."""
 
     def __init__(self, name: str, policy: CPUOffloadPolicy | None, width: int, mesh: DeviceMesh) -> None:
         self.name = name
@@ -54,15 +52,12 @@ class Contestant:
         x = np.random.default_rng(0).normal(size=(1, width)).astype(np.float32)
         y = self.model(shardrt.Tensor(self.device.asarray(x)))
         F.cross_entropy(y, self.device.asarray(np.zeros(1, np.int64))).backward()
-        self.seconds: list[float] = []
+        self.device.current_stream.synchronize()
 
     def step(self) -> None:
-        """One update with the gradients that are there, timed to its end."""
-        self.device.current_stream.synchronize()
-        start = time.perf_counter()
+        """One update with the gradients that are there, to its end."""
         self.optimizer.step()
         self.device.current_stream.synchronize()
-        self.seconds.append(time.perf_counter() - start)
 
     def bits(self) -> str:
         """A hash of all weights."""
@@ -92,20 +87,11 @@ def rows(
     ]
     copied = 4 * parameters  # as long as one of the arrays
     copy = copies.memory(device, copied) if device.name == "cpu" else lambda: None
-    copying: list[float] = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        copy()
-        copying.append(time.perf_counter() - start)
-        for contestant in contestants:
-            contestant.step()
+    copying, *steps = copies.by_turns([copy, *(each.step for each in contestants)], rounds)
     count = LAYERS * width**2
     bits = contestants[0].bits()
-    memory = 4 * copied / statistics.median(copying[1:])
-    for contestant, (moved, rate, beside) in zip(
-        contestants, _ceilings(device, memory, links, disk), strict=True
-    ):
-        seconds = statistics.median(contestant.seconds[1:])
+    ceilings = _ceilings(device, 4 * copied / copying, links, disk)
+    for contestant, seconds, (moved, rate, beside) in zip(contestants, steps, ceilings, strict=True):
         same = contestant.bits() == bits
         check = f"{'same bits' if same else 'OTHER BITS'}, {1e3 * seconds:.1f} ms"
         yield Row(

@@ -145,7 +145,7 @@ def build(workload: w.Job, options: argparse.Namespace):
     """(model, number of parameters), wrapped as the strategy says."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     torch.manual_seed(0)
@@ -171,12 +171,20 @@ def build(workload: w.Job, options: argparse.Namespace):
         wrapped = FullyShardedDataParallel(model, auto_wrap_policy=blocks, device_id=torch.device("cpu"))
         return wrapped, parameters
     if options.strategy in ("fsdp2", "fsdp2-bf16"):
-        low = torch.bfloat16 if options.strategy == "fsdp2-bf16" else None
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        for unit in (*model.blocks, model):
-            fully_shard(unit, mesh=mesh, mp_policy=policy)
+        fsdp2(model, "cpu", low=options.strategy == "fsdp2-bf16")
     return model, parameters
+
+
+def fsdp2(model, device: str, *, low: bool) -> None:
+    """FSDP2 as it is meant to be used: a unit per block. low: compute in bfloat16, reduce in float32."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    kinds = (torch.bfloat16, torch.float32) if low else (None, None)
+    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(*kinds))
 
 
 def product_gflops(low: bool) -> float:
@@ -215,20 +223,16 @@ def groups_of(model, options: argparse.Namespace):
 
 def network(workload: w.Job):
     """The model, in PyTorch."""
+    from bench.peers import torch_models as models
+
     shape = {"layers": workload.layers, "heads": workload.heads, "width": workload.dim}
     if isinstance(workload, w.ViTWorkload):
-        from bench.peers.torch_vit import ViT
-
         sizes = {name: getattr(workload, name) for name in ("hidden", "image", "patch", "classes")}
-        return ViT(**shape, **sizes)
+        return models.ViT(**shape, **sizes)
     shape |= {"time": workload.seq, "vocab": workload.vocab}
     if isinstance(workload, w.LlamaWorkload):
-        from bench.peers.torch_llama import Llama
-
-        return Llama(**shape, kv_heads=workload.kv_heads, hidden=workload.hidden)
-    from bench.peers.torch_gpt import GPT
-
-    return GPT(**shape)
+        return models.Llama(**shape, kv_heads=workload.kv_heads, hidden=workload.hidden)
+    return models.GPT(**shape)
 
 
 def clip(model, options: argparse.Namespace) -> None:

@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from bench.peers import torch_gpt, torch_llama
+from bench.peers import torch_models
+from bench.peers.torch_models import GPT, GatedMLP
 
 FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # which layers are made of which
 
@@ -30,8 +31,8 @@ def cut(model: nn.Module, mesh: DeviceMesh, *, sequence: bool, loss_parallel: bo
     sequence: norms and the residual stream on a part of the time each. loss_parallel: the model gives logits
     that stay cut, for a loss inside torch.distributed.tensor.parallel.loss_parallel.
     """
-    split(model)
     weight = "wte" if isinstance(model, GPT) else "embedding"
+    split(model, getattr(model, weight))
     between = Shard(1) if sequence else Replicate()
     logits = {"output_layouts": Shard(-1) if loss_parallel else Replicate()}
     plan = {
@@ -50,7 +51,8 @@ def cut(model: nn.Module, mesh: DeviceMesh, *, sequence: bool, loss_parallel: bo
 
 
 def _plan_of(block: nn.Module, sequence: bool, between) -> dict[str, ParallelStyle]:
-    angles = (None, None) if isinstance(block.attention, LlamaAttention) else ()
+    gated = isinstance(block.mlp, MLP)
+    angles = (None, None) if gated else ()  # of a Llama
     whole = {"desired_input_layouts": (Replicate(), *angles)}
     plan = {
         "attention": PrepareModuleInput(input_layouts=(between, *angles), **whole),
@@ -59,7 +61,7 @@ def _plan_of(block: nn.Module, sequence: bool, between) -> dict[str, ParallelSty
         "mlp.down": RowwiseParallel(output_layouts=between),
     }
     columns = ["attention.q", "attention.k", "attention.v", "mlp.up"]
-    columns += ["mlp.gate"] if hasattr(block.mlp, "gate") else []
+    columns += ["mlp.gate"] if gated else []
     norms = {"norm1": SequenceParallel(), "norm2": SequenceParallel()} if sequence else {}
     return plan | {path: ColwiseParallel() for path in columns} | norms
 
@@ -81,72 +83,40 @@ def fused(named: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def split(model: nn.Module) -> None:
-    """Make `model` one with layers of their own for queries, keys, values and gates, and a tied head."""
-    is_gpt = isinstance(model, torch_gpt.GPT)
-    embedding = model.wte if is_gpt else model.embedding
+def split(model: nn.Module, embedding: nn.Embedding) -> None:
+    """Give `model` layers of their own for queries, keys, values and gates, and for the tied head."""
     for block in model.blocks:
-        block.attention = (Attention if is_gpt else LlamaAttention)(block.attention)
-        if not is_gpt:
+        block.attention = Attention(block.attention)
+        if isinstance(block.mlp, GatedMLP):
             block.mlp = MLP(block.mlp)
     model.head = nn.Linear(*embedding.weight.shape[::-1], bias=False)
     model.head.weight = embedding.weight
-    model.__class__ = GPT if is_gpt else Llama
+    model.end = lambda x: model.head(model.norm(x))
 
 
-class Attention(nn.Module):
+class Attention(torch_models.Attention):
     """As many heads as its layers give."""
 
-    def __init__(self, whole: nn.Module) -> None:
-        super().__init__()
-        self.size = whole.output.in_features // whole.heads
-        kv_heads = getattr(whole, "kv_heads", whole.heads)
-        sizes = [heads * self.size for heads in (whole.heads, kv_heads, kv_heads)]
+    def __init__(self, whole: torch_models.Attention) -> None:
+        nn.Module.__init__(self)
+        self.heads, self.kv_heads, self.size = whole.heads, whole.kv_heads, whole.size
+        self.causal, self.output = whole.causal, whole.output
+        sizes = [heads * self.size for heads in (self.heads, self.kv_heads, self.kv_heads)]
         self.q, self.k, self.v = _rows_of(whole.qkv, sizes)
-        self.output = whole.output
 
-    def heads(self, x: Tensor) -> list[Tensor]:
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
         made = (layer(x) for layer in (self.q, self.k, self.v))
-        return [y.unflatten(-1, (-1, self.size)).transpose(1, 2) for y in made]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.scaled_dot_product_attention(*self.heads(x), is_causal=True)
-        return self.output(y.transpose(1, 2).flatten(2))
-
-
-class LlamaAttention(Attention):
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = self.heads(x)
-        q, k = torch_llama.rotate(q, cos, sin), torch_llama.rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.output(y.transpose(1, 2).flatten(2))
+        return tuple(y.unflatten(-1, (-1, self.size)).transpose(1, 2) for y in made)
 
 
 class MLP(nn.Module):
-    def __init__(self, whole: nn.Module) -> None:
+    def __init__(self, whole: GatedMLP) -> None:
         super().__init__()
         self.gate, self.up = _rows_of(whole.gate_up, [whole.down.in_features] * 2)
         self.down = whole.down
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class GPT(torch_gpt.GPT):
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-class Llama(torch_llama.Llama):
-    def forward(self, tokens: Tensor) -> Tensor:
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, cos, sin)
-        return self.head(self.norm(x))
 
 
 def _rows_of(layer: nn.Linear, sizes: list[int]) -> list[nn.Linear]:

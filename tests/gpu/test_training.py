@@ -95,7 +95,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_pytorch(gpu):
 
 def torch_losses(torch, weights, dtype):
     """The same by PyTorch; if a type is given, computed in it with float32 parameters, as FSDP2 does it."""
-    from bench.peers.torch_gpt import GPT as Peer
+    from bench.peers.torch_models import GPT as Peer
 
     state = {key: torch.from_numpy(values) for key, values in weights.items()}
     sizes = {"layers": MODEL.n_layer, "heads": MODEL.n_head, "width": MODEL.n_embd}

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from bench.peers.torch_gpt import GPT, MLP, Attention, Block
+from bench.peers.torch_models import GPT, MLP, Attention, Block
 from bench.peers.torch_step import leave
 from tests.parity import features
 from tests.parity.job import Job, Notes, load

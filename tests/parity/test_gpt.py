@@ -11,7 +11,7 @@ SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=31)
 
 def in_torch(config):
     pytest.importorskip("torch")
-    from bench.peers.torch_gpt import GPT as TorchGPT
+    from bench.peers.torch_models import GPT as TorchGPT
 
     return TorchGPT(
         layers=config.n_layer,
