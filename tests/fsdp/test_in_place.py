@@ -108,20 +108,6 @@ def test_a_backward_after_an_update_reads_the_weights_of_its_forward(kind):
     lab.assert_equal(found[1], found[0])
 
 
-@pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD, optim.Lion])
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_no_bit_depends_on_who_rounds(kind, in_backward):
-    def trained(strategy):
-        model, mesh = lab.build(strategy=strategy, mp_policy=BF16)
-        optimizer, losses = kind(model.parameters(), lr=1e-2, in_backward=in_backward), []
-        for batch in BATCHES:
-            losses.append(lab.backward(model, mesh, batch))
-            lab.update(optimizer)
-        return losses, full_state_dict(model)
-
-    lab.assert_equal(lab.first(2, trained, "NO_SHARD"), lab.first(2, trained, "FULL_SHARD"))
-
-
 def by_writing(model, values, folder):
     for name, parameter in model.named_parameters():
         with parameter.writing() as piece:
