@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from shardrt import device, nn
+from shardrt import device, nn, optim
 from shardrt.nn.extents import contiguous
 from shardrt.nn.storage import HostPlacement, Storage
 
@@ -86,6 +86,16 @@ class HostStorage(Storage):
         raise NotImplementedError
 
     edge = gradient_target = full
+
+
+class SlowAdamW(optim.AdamW):
+    """Every call of its kernel takes UPDATE seconds longer."""
+
+    UPDATE = 0.02
+
+    def update(self, kernels, update):
+        time.sleep(self.UPDATE)
+        super().update(kernels, update)
 
 
 def gradients(steps, sizes=SIZES, seed=1):
