@@ -1,19 +1,23 @@
-"""What both sides of test_tensor.py do, in numbers and names; knows neither shardrt nor PyTorch."""
+"""What both sides of test_axes.py do, in numbers and names; knows neither shardrt nor PyTorch."""
 
 import numpy as np
 
-from bench.workload import LlamaWorkload, Workload
-from tests.parity.features import OPTIMIZERS, STEPS  # noqa: F401  the same for all parity
+from bench.workload import LlamaWorkload, ViTWorkload, Workload
 
+RANKS = 2
 JOBS = {
-    "gpt": Workload(layers=2, dim=32, heads=4, seq=16, batch=4, vocab=64),
-    "llama": LlamaWorkload(layers=2, dim=32, heads=4, seq=16, batch=4, vocab=64, kv_heads=4, hidden=48),
-    "llama with groups": LlamaWorkload(2, 32, 4, 16, 4, 64, kv_heads=2, hidden=48),
+    "gpt": Workload(layers=2, dim=32, heads=4, seq=16, batch=8, vocab=64),
+    "llama": LlamaWorkload(layers=2, dim=32, heads=4, seq=16, batch=8, vocab=64, kv_heads=2, hidden=48),
+    "vit": ViTWorkload(layers=2, dim=32, heads=4, hidden=48, image=8, patch=4, batch=8, classes=5),
 }
-# AdamW makes of rounding steps of full size: the gradient of a GPT's bias of keys is nothing else.
-OPTIMIZER = {"gpt": "sgd", "llama": "adamw", "llama with groups": "adamw"}
-RANKS = 2  # of PyTorch's: it can't cut 2 heads of keys and values over 4
-VARIANTS = ("tp", "tp, sequence, loss")  # loss: of logits that stay cut
+# AdamW makes of rounding steps of full size: the gradient of a bias of keys is nothing else.
+OPTIMIZER = {"gpt": "sgd", "llama": "adamw", "vit": "sgd"}
+MICRO_BATCHES = 4  # of a pipeline, and of one process that accumulates
+
+# PyTorch's ways.
+ALONE, PIPELINE = "alone", "1F1B"
+TENSOR = ("tp", "tp, sequence, loss")  # loss: of logits that stay cut
+VARIANTS = {"gpt": (ALONE, PIPELINE, *TENSOR), "llama": (ALONE, PIPELINE, *TENSOR), "vit": (ALONE, PIPELINE)}
 
 
 def save_weights(path, shapes: dict[str, tuple[int, ...]]) -> None:

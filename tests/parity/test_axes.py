@@ -1,59 +1,106 @@
-"""Tensor and sequence parallelism beside PyTorch's parallelize_module: 10 steps, and one rank's."""
+"""Tensor and sequence parallelism and pipelines beside PyTorch's, in 10 steps on two ranks.
+
+PyTorch has parallelize_module, torch.distributed.pipelining, and one process that accumulates. tests/parallel
+has other numbers of ranks, beside one.
+"""
+
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
-from bench.training import model_of
+from bench.peers.launch import launch, one_thread
+from bench.training import model_of, piped
 from models.plans import plan_of
+from shardrt import optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
-from shardrt.parallel import parallelize_module
+from shardrt.parallel import Pipeline, parallelize_module
+from tests import lab
 from tests.parallel.meshes import whole_gradients
-from tests.parity import tensor
-from tests.parity.beside import OPTIMIZERS, begun, of_torch
+from tests.parity import axes
+from tests.parity.features import OPTIMIZERS, STEPS
 from tests.parity.job import Notes, part
 from tests.parity.test_features import assert_agrees
-from tests.ranks import run_ranks
+from tests.ranks import BACKSTOP, run_ranks
 
 pytestmark = pytest.mark.torch
+
+KINDS = {"sgd": optim.SGD, "adamw": optim.AdamW}
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """(folder, what PyTorch made of all jobs)."""
-    folder = begun(tmp_path_factory.mktemp("tensor"), tensor.JOBS)
-    return folder, of_torch("tensor_torch", folder, tensor.RANKS)
+    """(folder with weights for each job, what PyTorch made of all)."""
+    if find_spec("torch") is None:
+        pytest.skip("no PyTorch")
+    folder = tmp_path_factory.mktemp("axes")
+    for name, job in axes.JOBS.items():
+        shapes = {key: parameter.shape for key, parameter in model_of(job).named_parameters()}
+        axes.save_weights(folder / f"{name}.npz", shapes)
+    program = ["-m", "tests.parity.axes_torch", str(folder)]
+    launch(program, axes.RANKS, one_thread(), timeout=BACKSTOP)
+    with np.load(folder / "torch.npz") as arrays:
+        return folder, {name: arrays[name] for name in arrays}
 
 
-def train(folder, name, sequence):
-    """A rank's notes; those of rank 0 have the whole parameters."""
-    mesh = init_device_mesh("cpu")
-    job, kind = tensor.JOBS[name], tensor.OPTIMIZER[name]
-    model = model_of(job)
-    parallelize_module(model, mesh, plan_of(model, sequence_parallel=sequence))
+def train(folder, name, make):
+    """A rank's notes. make(model): (what gives the loss of a batch after its backward, gradients, values)."""
+    model, kind = model_of(axes.JOBS[name]), axes.OPTIMIZER[name]
+    backward, gradients, values = make(model)
     model.load_state_dict(dict(np.load(folder / f"{name}.npz")))
-    optimizer = OPTIMIZERS[kind](model.parameters(), **tensor.OPTIMIZERS[kind])
-    notes = Notes()
-    for step in range(tensor.STEPS):
-        loss = model(*job.batch_of(step, 0))
-        loss.backward()
-        notes.losses.append(loss.item())
-        notes.add("gradient", whole_gradients(model))
-        optimizer.step()
-        optimizer.zero_grad()
-        notes.add("parameter", full_state_dict(model))
+    optimizer, notes = KINDS[kind](model.parameters(), **OPTIMIZERS[kind]), Notes()
+    for step in range(STEPS):
+        notes.losses.append(backward(*axes.JOBS[name].batch_of(step, 0)))
+        notes.add("gradient", gradients(model))
+        lab.update(optimizer)
+        notes.add("parameter", values(model))
     return notes.result()
 
 
-@pytest.mark.parametrize("name", tensor.JOBS)
-def test_it_trains_as_pytorch_and_as_one_rank(world, name):
-    """At 2 and 4 ranks, with and without the sequence cut; PyTorch at 2, its logits whole and cut."""
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_modules_that_are_cut_train_as_those_of_pytorch(world, name, sequence):
+    def cut(model):
+        parallelize_module(model, init_device_mesh("cpu"), plan_of(model, sequence_parallel=sequence))
+
+        def backward(inputs, targets):
+            loss = model(inputs, targets)
+            loss.backward()
+            return loss.item()
+
+        return backward, whole_gradients, full_state_dict
+
     folder, theirs = world
-    (alone,) = run_ranks(1, train, folder, name, False)
-    for ranks in (2, 4):
-        for sequence in (False, True):
-            ours, *others = run_ranks(ranks, train, folder, name, sequence)
-            assert all((other["losses"] == ours["losses"]).all() for other in others)
-            assert_agrees(ours, alone)
-            for variant in tensor.VARIANTS:
-                assert_agrees(ours, part(theirs, f"{name}, {variant}"))
+    ours, other = run_ranks(axes.RANKS, train, folder, name, cut)
+    assert (other["losses"] == ours["losses"]).all()
+    for variant in axes.TENSOR:
+        assert_agrees(ours, part(theirs, f"{name}, {variant}"))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+@pytest.mark.parametrize("name", axes.JOBS)
+def test_pipelines_train_as_those_of_pytorch(world, name, schedule):
+    def staged(model):
+        mesh = init_device_mesh("cpu", (axes.RANKS,), ("pp",))
+        made = Pipeline(model, mesh["pp"], schedule=schedule, micro_batches=axes.MICRO_BATCHES)
+
+        def backward(inputs, targets):
+            return sum(loss.item() for loss in piped(made, inputs, targets))
+
+        def own(kind):
+            return lambda model: {
+                key: getattr(p, kind) for key, p in model.named_parameters() if not p.absent
+            }
+
+        return backward, own("grad"), own("data")
+
+    folder, theirs = world
+    first, last = run_ranks(axes.RANKS, train, folder, name, staged)
+    both = first.keys() & last.keys() - {"losses"}
+    assert all((first[key] == last[key]).all() for key in both)
+    assert len(both) == (0 if name == "vit" else 2)  # gradient and values of the tied embedding
+    for variant in (axes.ALONE, axes.PIPELINE):
+        expected = part(theirs, f"{name}, {variant}")
+        assert expected.keys() == {**first, **last}.keys()
+        assert_agrees({**first, **last}, expected)
