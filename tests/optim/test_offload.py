@@ -75,13 +75,6 @@ def test_what_no_group_owns_is_not_touched():
     assert np.array_equal(storage.shard[start:stop], before)
 
 
-def test_a_step_tells_the_storage_that_it_was_modified():
-    for placement in (HostPlacement(), EVERYTHING, ON_THE_HOST):
-        storage = HostStorage(placement)
-        train(storage, OPTIMIZERS["sgd"], steps=3)
-        assert storage.modifications == 3
-
-
 class SlowCopies(CPUDevice):
     """Every copy takes `seconds` longer, except in the stream of the ops."""
 
