@@ -129,26 +129,19 @@ def test_categories_say_where_things_are():
 def test_forwards_in_flight_are_recomputed_in_a_plan(sharded):
     """As they are in a pipeline: one backward comes between the forwards of others."""
 
-    class Stack(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = F.relu(block(x))
-            return x.sum()
-
-    model = Stack()
-    checkpoint_blocks(list(model.blocks)[1:])
-    for block in model.blocks if sharded == "blocks" else ():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    checkpoint_blocks(list(model)[1:])
+    for block in model if sharded == "blocks" else ():
         fully_shard(block)
     fully_shard(model)
 
+    def forward(rows):
+        return model(Tensor(np.ones((rows, 8), np.float32))).sum()
+
     def step():
-        first, second = model(Tensor(np.ones((2, 8), np.float32))), model(Tensor(np.ones((3, 8), np.float32)))
+        first, second = forward(2), forward(3)
         first.backward()
-        third = model(Tensor(np.ones((2, 8), np.float32)))
+        third = forward(2)
         for late in (second, third):
             late.backward()
 
