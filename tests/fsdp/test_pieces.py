@@ -143,6 +143,17 @@ def test_the_plan_and_the_arenas_have_no_whole_gradient(all_in_pieces):
 
 
 @lab.on_ranks(2)
+def test_gaps_between_parameters_are_zero_where_slots_held_others(all_in_pieces):
+    model, mesh = gpt()
+    model(BATCHES[0][:2], BATCHES[0][:2]).backward()
+    group = units(model)[0].groups[0]
+    gradient = np.zeros(group.layout.total)
+    gradient[slice(*group.layout.shard_range(mesh.rank))] = group.gradient
+    assert group.layout.padding
+    assert not any(gradient[start:stop].any() for start, stop in group.layout.padding)
+
+
+@lab.on_ranks(2)
 def test_a_backward_that_raises_leaves_nothing(all_in_pieces):
     model, _ = gpt()
     tokens = BATCHES[0][:2]
