@@ -21,7 +21,8 @@ from shardrt.fsdp import (
     set_find_unused_parameters,
     set_world_invariant,
 )
-from shardrt.fsdp.options.packed_rows import Rows
+from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.options.packed_rows import Move, Rows
 from shardrt.nn.utils import clip_grad_norm_
 from tests import lab
 from tests.lab import Block
@@ -200,6 +201,22 @@ def test_the_table_of_units_says_what_is_frozen_now():
     lines = [line.split("  ")[:3] for line in explain(model).splitlines()]
     assert [line[0] for line in lines if "partly frozen" in " ".join(line)] == ["blocks.1"]
     assert sum("frozen" in " ".join(line) for line in lines) == 2
+
+
+def test_rows_take_what_is_trained_and_nothing_where_that_saves_nothing():
+    layout = Layout.plan([("weight", (200,)), ("bias", (3,)), ("scale", (20,))], 2)  # shards of 128
+    assert Rows.plan(layout, {0, 1, 2}, False) is None and Rows.plan(layout, {0, 2}, False) is None
+    rows = Rows.plan(layout, {1, 2}, False)
+    assert rows.moves == ((), (Move(0, 0, 80, 36),)) and rows.size == 48 and rows.full == 48
+    assert rows.offsets == {1: 0, 2: 16} and rows.gaps == ((3, 16),)
+    message = Rows.plan(layout, {0, 2}, True)
+    assert message.moves == ((Move(0, 16, 0, 128),), (Move(128, 16, 0, 72), Move(208, 96, 96, 20)))
+    assert (
+        message.uses == 3
+        and message.size == 144
+        and message.full == 240
+        and message.offsets == {0: 0, 2: 208}
+    )
 
 
 # -- agreement
