@@ -136,7 +136,7 @@ def on(ranks, function=train, **options):
 
 CASES = {
     "FULL_SHARD": {},
-    "SHARD_OPT": {"strategy": "SHARD_OPT"},
+    "NO_SHARD": {"strategy": "NO_SHARD"},
     "recomputation": {"recompute": True},
     "offload of parameters and state": {"offload_policy": CPUOffloadPolicy(gradients=False)},
     "bf16": {"mp_policy": BF16},
