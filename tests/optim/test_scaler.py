@@ -35,11 +35,11 @@ def steps_of(scaler, parameter, optimizer, gradients, put=put_gradient):
     history = []
     for gradient in gradients:
         optimizer.zero_grad()
-        scaler.scale(loss_of(parameter))
+        scaler.scale((parameter * 0.0).sum())
         put(parameter, gradient)
         scaler.step(optimizer)
         scaler.update()
-        history.append((scaler.get_scale(), *(np.array(a) for a in (parameter.data, parameter.grad))))
+        history.append((scaler.get_scale(), parameter.data.tolist(), np.array(parameter.grad.tolist())))
     return history
 
 
