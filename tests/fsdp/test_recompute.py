@@ -13,7 +13,12 @@ from tests import lab
 from tests.fsdp.recorder import Recorder
 from tests.lab import Block, CalledTwice, Frozen, Nested, Net, NeverCalled, PartlyUsed, TiedInside, Viewed
 
-NETS = [Net, CalledTwice, NeverCalled, PartlyUsed, TiedInside, Nested, Frozen, Viewed]
+NETS = {  # by what is recomputed
+    Block: [Net, CalledTwice, NeverCalled, PartlyUsed, TiedInside, Nested, Frozen, Viewed],  # units
+    nn.Linear: [Net, TiedInside, Nested],  # parts of units
+    nn.Sequential: [Nested],  # what contains units
+    (nn.Sequential, Block): [Nested],
+}
 
 
 def selective(module):
@@ -27,11 +32,10 @@ def offloaded_and_recomputed(module):
 WAYS = [checkpoint, selective, offload_activations, offloaded_and_recomputed]
 
 
-# Blocks are units, stages contain units, linear layers are parts of units.
 @pytest.mark.parametrize("attach", WAYS)
-@pytest.mark.parametrize("kinds", [Block, nn.Linear, nn.Sequential, (nn.Sequential, Block)])
+@pytest.mark.parametrize("kinds", NETS)
 def test_training_is_the_same_to_the_bit(attach, kinds):
-    for net in NETS if kinds in (Block, nn.Linear) else [Nested]:
+    for net in NETS[kinds]:
         lab.assert_equal(lab.train_on(2, net, attach=attach, kinds=kinds), lab.train_on(2, net), net)
 
 
