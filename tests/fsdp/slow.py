@@ -54,12 +54,12 @@ class SlowNet(nn.Module):
         return x
 
 
-def sharded(blocks, mesh, prefetch=1, **settings):
+def sharded(blocks, mesh, **settings):
     """A SlowNet whose blocks are units."""
     model = SlowNet(blocks)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **settings)
-    return fully_shard(model, mesh=mesh, prefetch=prefetch, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
 
 
 def step(model):

@@ -34,12 +34,6 @@ def on_one_rank(call):
     return lambda: call(lab.build()[0])
 
 
-def two_prefetches():
-    model = Net()
-    fully_shard(model.blocks[0], prefetch=3)
-    optim.AdamW(fully_shard(model).parameters())
-
-
 def without_a_root(call):
     model = Net()
     for block in model.blocks:
@@ -78,20 +72,11 @@ test_calls_that_are_refused = lab.refusals(
     (lambda: fully_shard(Net(), mesh=3), TypeError, "mesh must be a DeviceMesh, got int"),
     (lambda: fully_shard(Net(), mp_policy="bfloat16"), TypeError, "mp_policy must be .* Precision, got str"),
     (lambda: fully_shard(Net(), offload_policy=True), TypeError, "must be .* OffloadPolicy, got bool"),
-    *(
-        (
-            lambda name=name: fully_shard(Net(), strategy=name, reshard_after_forward=True),
-            ValueError,
-            f"reshard_after_forward=True does not fit {name}",
-        )
-        for name in ("NO_SHARD", "SHARD_OPT")
-    ),
     (
         lambda: fully_shard(Net(), strategy="HYBRID_SHARD"),
         ValueError,
         "HYBRID_SHARD needs a mesh with two",
     ),
-    (two_prefetches, ValueError, "unit blocks.0 has prefetch=3, the outermost unit has 1"),
     (lambda: without_a_root(memory_plan), ValueError, NO_ROOT),
     (lambda: without_a_root(explain), ValueError, NO_ROOT),
     (lambda: two_optimizers(False), ValueError, "'1.weight' is in one unit with parameters that another"),

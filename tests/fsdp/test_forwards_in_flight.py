@@ -52,7 +52,6 @@ WAYS = [one_backward, newest_first, oldest_first, an_old_loss_is_kept, not_reduc
 SETTINGS = {
     "FULL_SHARD": {},
     "prefetch 2": {"prefetch": 2},
-    "SHARD_GRAD_OP": {"strategy": "SHARD_GRAD_OP"},
     "SHARD_OPT": {"strategy": "SHARD_OPT"},
     "NO_SHARD": {"strategy": "NO_SHARD"},
     "HYBRID_SHARD": {"strategy": "HYBRID_SHARD"},

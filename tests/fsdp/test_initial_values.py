@@ -12,7 +12,7 @@ def weights_and_size():
     return full_state_dict(model), sum(group.shard.size for group in lab.groups_of(model))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 128])
+@pytest.mark.parametrize("ranks", [1, 3, 8, 128])
 def test_weights_are_equal_to_the_bit_at_every_world_size(ranks):
     weights, size = lab.first(ranks, weights_and_size)
     lab.assert_equal(weights, lab.seeded(seed=5).state_dict())

@@ -141,9 +141,6 @@ def expected(make, ranks):
 SETTINGS = {
     "FULL_SHARD": {},
     "prefetch 0": {"prefetch": 0},
-    "prefetch 3": {"prefetch": 3},
-    "reshard": {"reshard_after_forward": True},
-    "SHARD_GRAD_OP": {"strategy": "SHARD_GRAD_OP"},
     "SHARD_OPT": {"strategy": "SHARD_OPT"},
     "NO_SHARD": {"strategy": "NO_SHARD"},
     "HYBRID_SHARD": {"strategy": "HYBRID_SHARD"},

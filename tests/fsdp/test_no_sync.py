@@ -22,9 +22,9 @@ def backward(model, tokens=TOKENS, targets=TARGETS):
     (loss * (1 / COUNT)).backward()
 
 
-def accumulated(micro_batches, delayed, make=lab.Net, **settings):
+def accumulated(micro_batches, delayed):
     """Gradients of the whole batch, from this rank's rows in `micro_batches` pieces, by token count."""
-    model, mesh = lab.build(make, **settings)
+    model, mesh = lab.build(lab.CalledTwice)
     set_gradient_divide_factor(model, 1)
     pieces = zip(*(np.split(part, micro_batches) for part in lab.rows(mesh, TOKENS, TARGETS)), strict=True)
     for number, piece in enumerate(pieces, start=1):
@@ -34,19 +34,12 @@ def accumulated(micro_batches, delayed, make=lab.Net, **settings):
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 8), (2, 4), (4, 2), (8, 1), (2, 1), (4, 1)])
-@pytest.mark.parametrize("make", [lab.Net, lab.CalledTwice])
-def test_uneven_batches_give_the_gradient_of_the_whole(ranks, micro_batches, delayed, make):
-    plain = lab.seeded(make)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 8), (2, 4), (4, 1), (8, 1)])
+def test_uneven_batches_give_the_gradient_of_the_whole(ranks, micro_batches, delayed):
+    plain = lab.seeded(lab.CalledTwice)
     backward(plain)
-    for found in thread.run(ranks, accumulated, micro_batches, delayed, make):
+    for found in thread.run(ranks, accumulated, micro_batches, delayed):
         lab.assert_close(found, lab.gradients(plain), of_largest=2e-6)
-
-
-@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP"])
-def test_strategies_accumulate_to_the_same_bits(strategy):
-    expected = lab.first(2, accumulated, 4, True)
-    lab.assert_equal(lab.first(2, accumulated, 4, True, strategy=strategy), expected)
 
 
 @lab.on_ranks(2)

@@ -3,9 +3,9 @@
 A feature is a few options of `train` (paired.py). Pairs meet in sets of up to twelve features, so that there
 are few trainings: whoever looks into one that fails leaves features out of its set. Those that only move
 things (strategies, offload, recomputation, ...) must not change a bit: a set gives what is left when they are
-taken away, on FULL_SHARD and on NO_SHARD, where nothing is cut, and nearly the same losses on one rank with
-the whole batch. Tensor and sequence parallelism, on an axis of two more ranks, sum in another order: a set
-with one of them gives its own bits whatever moves, and nearly the losses and weights of the set without it.
+taken away, on FULL_SHARD, and nearly the same losses on one rank with the whole batch. Tensor and sequence
+parallelism, on an axis of two more ranks, sum in another order: a set with one of them gives its own bits
+whatever moves, and nearly the losses and weights of the set without it.
 So does one with a pipeline, of two stages that have a weight in common; with context parallelism, beside the
 same net with whole sequences; and with expert parallelism, beside it with all experts on each rank. Beside
 "tensor-invariant" tensor parallelism changes no bit, and beside "world-invariant" expert parallelism.
@@ -20,6 +20,7 @@ import pytest
 
 from shardrt.comm import thread
 from shardrt.kernels.cpu._vectors import compiled_for
+from tests import lab
 from tests.fsdp import paired
 
 STRATEGIES = ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP")
@@ -133,9 +134,9 @@ def options_of(names):
     return options
 
 
-def train_on(ranks, names, directory=None, strategy=None, device="cpu"):
+def train_on(ranks, names, directory=None, device="cpu"):
     """(losses by rank, weights) of a net with the features `names`."""
-    options = options_of(names) | ({"strategy": [strategy]} if strategy else {})
+    options = options_of(names)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fully_shard: expected")  # unused units do
         results = thread.run(ranks, paired.train, options, directory, device)
@@ -143,16 +144,9 @@ def train_on(ranks, names, directory=None, strategy=None, device="cpu"):
 
 
 @cache
-def reference(ranks, names, strategy="FULL_SHARD"):
+def reference(ranks, names):
     """Without anything that only moves things."""
-    return train_on(ranks, names, None, strategy)
-
-
-def same_bits(found, expected):
-    assert found[0] == expected[0]
-    assert found[1].keys() == expected[1].keys()
-    for name, values in expected[1].items():
-        assert np.array_equal(found[1][name], values), name
+    return train_on(ranks, names)
 
 
 def nearly_the_same(cut, uncut, names):
@@ -276,8 +270,7 @@ def test_all_of_these_go_together(names, tmp_path):
     change = tuple(name for name in names if name in NUMBERS or MASKS.issubset(names) and name in MASKS)
     if {"world-invariant", "expert parallel"}.issubset(names):  # then wherever experts are changes no bit
         change = tuple("experts" if name == "expert parallel" else name for name in change)
-    same_bits(found, reference(ranks, change))
-    same_bits(found, reference(ranks, change, "NO_SHARD"))
+    lab.assert_equal(found, reference(ranks, change))
     uncut = tuple(dict.fromkeys(left for name in change for left in UNCUT.get(name, (name,))))
     tolerance = 3e-2 if LOW & set(names) else 1e-4
     if not BY_RANK & set(names):
@@ -287,7 +280,7 @@ def test_all_of_these_go_together(names, tmp_path):
         expected = reference(ranks // np.prod(twos(names)), uncut)
         nearly_the_same(found, expected, names)
         if UNCUT.keys() & set(names) == {"tensor parallel"} and "tensor-invariant" in names:
-            np.testing.assert_equal(found[1], expected[1])
+            lab.assert_equal(found[1], expected[1])
 
 
 @pytest.mark.parametrize("name", NUMBERS)

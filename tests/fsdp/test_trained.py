@@ -111,7 +111,7 @@ def test_what_is_frozen_may_change_from_step_to_step(strategy):
     lab.assert_equal(found[0][2], reference(4)[2])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -231,7 +231,7 @@ def apart(strategy, names_of_rank_1):
         update(model)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_OPT", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("names", [(), ("blocks.1.up.weight",), ("blocks",)], ids=str)
 def test_ranks_that_freeze_different_parameters_are_refused(strategy, names):
     with pytest.raises((CollectiveMismatch, StreamError), match="ranks differ .* parameters trained"):
@@ -241,19 +241,10 @@ def test_ranks_that_freeze_different_parameters_are_refused(strategy, names):
 # -- a change while a tape, or a gradient, is there
 
 
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
 def frozen_between(model, x):
     """Frozen after the first of two forwards, whose gradient must come all the same."""
     first = (model(x) * model(x)).mean()
-    model.first.requires_grad_(False)
+    model[0].requires_grad_(False)
     (first + model(x).mean()).backward()
     return model
 
@@ -261,18 +252,21 @@ def frozen_between(model, x):
 @lab.on_ranks(2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_what_is_frozen_after_a_forward_has_the_gradient_of_that_forward(strategy):
-    model, plain, mesh = lab.seeded(Two, 1), lab.seeded(Two, 1), init_device_mesh("auto")
-    for part in (model.first, model.second, model):
+    def two():
+        return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    model, plain, mesh = lab.seeded(two, 1), lab.seeded(two, 1), init_device_mesh("auto")
+    for part in (*model, model):
         fully_shard(part, mesh=mesh, strategy=strategy)
     x = np.arange(24, dtype=np.float32).reshape(8, 3) / 10
     found = gradients_of(frozen_between(model, *lab.rows(mesh, x)))
     lab.assert_close(found, lab.gradients(frozen_between(plain, x)), rtol=1e-5, atol=1e-6)
     model.zero_grad()
     model(x).mean().backward()
-    assert {n for n, p in model.named_parameters() if p.grad is None} == {"first.weight", "first.bias"}
+    assert {n for n, p in model.named_parameters() if p.grad is None} == {"0.weight", "0.bias"}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
 def test_what_is_unfrozen_after_a_backward_under_no_sync_keeps_what_was_accumulated(strategy):
     def rank():
         found = []
@@ -436,36 +430,22 @@ def test_a_rank_that_skips_a_unit_knows_whether_backward_comes_to_it(frozen, by_
     lab.assert_close(found, expected, atol=1e-6)
 
 
-class Either(nn.Module):
-    """One of two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-
-    def forward(self, x, layer):
-        return self.layers[layer](x)
-
-
-class WithEither(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.either, self.head = Either(), nn.Linear(3, 3)
-
-    def forward(self, x, layer):
-        return self.head(self.either(x, layer))
-
-
 @lab.on_ranks(2)
 def test_a_rank_that_used_only_what_is_frozen_of_a_unit_joins_the_others():
     """Rank 0 uses the layer that is frozen, rank 1 the other one."""
-    plain, model, mesh = lab.seeded(WithEither), lab.seeded(WithEither), init_device_mesh("auto")
+
+    def with_head():
+        return nn.Sequential(Choosing(), nn.Linear(3, 3))
+
+    plain, model, mesh = lab.seeded(with_head), lab.seeded(with_head), init_device_mesh("auto")
     for each in (plain, model):
-        freeze(each, ("either.layers.0",))
-    fully_shard(model.either, mesh=mesh)
+        freeze(each, ("0.layers.0",))
+    fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
     set_find_unused_parameters(model)
-    model(Tensor(X), mesh.rank).sum().backward()
+    model[0].use = (mesh.rank,)
+    model(Tensor(X)).sum().backward()
     for rank in (0, 1):
-        (plain(Tensor(X), rank).sum() * 0.5).backward()
+        plain[0].use = (rank,)
+        (plain(Tensor(X)).sum() * 0.5).backward()
     lab.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-6)

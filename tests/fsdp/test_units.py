@@ -421,6 +421,7 @@ def test_the_recorded_order_is_explained_after_a_forward():
         ("FULL_SHARD", ("KEPT", "SHARDED"), "SHARDED", "SHARDED"),
         ("SHARD_GRAD_OP", ("KEPT", "KEPT"), "SHARDED", "SHARDED"),
         ("SHARD_OPT", ("KEPT", "KEPT"), "KEPT", "STALE"),
+        ("NO_SHARD", ("KEPT", "KEPT"), "KEPT", "STALE"),
     ],
 )
 def test_the_state_of_a_unit_follows_from_its_strategy(strategy, forward, backward, update):

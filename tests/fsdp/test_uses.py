@@ -1,4 +1,4 @@
-"""Ways of using forward and backward: micro-batches, several losses, evaluation in between."""
+"""Ways of using forward and backward: evaluation in between, forwards without a backward, any output."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -10,80 +10,45 @@ import pytest
 import shardrt
 from shardrt import nn
 from shardrt.comm import CollectiveDelay, init_device_mesh, thread
-from shardrt.fsdp import fully_shard, set_gradient_divide_factor, units
+from shardrt.fsdp import fully_shard, units
 from tests import lab
 
 TOKENS, TARGETS = BATCH = lab.batches(1)[0]
 
 
-def loss_of(model, batch, scale=1.0):
-    return lab.loss_of(model, *batch) * scale
-
-
-def whole_batch(model, batch):
-    loss_of(model, batch).backward()
-
-
-def halves(batch):
-    return list(zip(*(np.split(array, 2) for array in batch), strict=True))
-
-
-def micro_batches(model, batch):
-    """Two halves, each forward and backward, without zero_grad between."""
-    for half in halves(batch):
-        loss_of(model, half, 0.5).backward()
-
-
-def two_losses_one_backward(model, batch):
-    first, second = (loss_of(model, half) for half in halves(batch))
-    ((first + second) * 0.5).backward()
-
-
-def two_losses_two_backwards(model, batch):
-    for loss in [loss_of(model, half, 0.5) for half in halves(batch)]:
-        loss.backward()
-
-
 def evaluation_between_forward_and_backward(model, batch):
-    loss = loss_of(model, batch)
+    loss = lab.loss_of(model, *batch)
     with shardrt.no_grad():
         model(TOKENS[:1])
     loss.backward()
 
 
 def a_forward_that_is_dropped(model, batch):
-    loss_of(model, batch[::-1])
-    loss_of(model, batch).backward()
+    lab.loss_of(model, *batch[::-1])
+    lab.loss_of(model, *batch).backward()
 
 
 def the_graph_used_twice(model, batch):
-    loss = loss_of(model, batch, 0.5)
+    loss = lab.loss_of(model, *batch) * 0.5
     loss.backward(retain_graph=True)
     loss.backward()
 
 
-def summed_by_the_loss(model, batch):
-    """Divide factor 1: the loss of each rank is weighted by its share of the whole batch."""
-    set_gradient_divide_factor(model, 1)
-    loss_of(model, batch, batch[0].size / TOKENS.size).backward()
-
-
-WAYS = [
-    *(whole_batch, micro_batches, two_losses_one_backward, two_losses_two_backwards, summed_by_the_loss),
-    *(evaluation_between_forward_and_backward, a_forward_that_is_dropped, the_graph_used_twice),
-]
+WAYS = [evaluation_between_forward_and_backward, a_forward_that_is_dropped, the_graph_used_twice]
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_gradients_are_those_of_the_whole_batch(way, ranks):
+    """With micro-batches: test_no_sync.py. With several losses: test_forwards_in_flight.py."""
+
     def rank():
         model, mesh = lab.build(lab.CalledTwice)
         way(model, lab.rows(mesh, *BATCH))
         return lab.gradients(model)
 
     plain = lab.seeded(lab.CalledTwice)
-    whole_batch(plain, BATCH)
+    lab.backward(plain, None, BATCH)
     for found in thread.run(ranks, rank):
         lab.assert_close(found, lab.gradients(plain), of_largest=2e-5)
 

@@ -29,6 +29,7 @@ from tests.lab.nets import (
     Net,
     NeverCalled,
     PartlyUsed,
+    Skips,
     TiedInside,
     Viewed,
 )

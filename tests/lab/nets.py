@@ -43,11 +43,21 @@ class CalledTwice(Net):
         return third(second(first(second(x))))
 
 
-class NeverCalled(Net):
-    """Its second block is not called at all."""
+class Skips(Net):
+    """Leaves out the blocks whose numbers are in `skipped`."""
+
+    skipped = ()
 
     def run_blocks(self, x):
-        return self.blocks[2](self.blocks[0](x))
+        for number, block in enumerate(self.blocks):
+            x = x if number in self.skipped else block(x)
+        return x
+
+
+class NeverCalled(Skips):
+    """Its second block is not called at all."""
+
+    skipped = (1,)
 
 
 class PartlyUsed(Net):

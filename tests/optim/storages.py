@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from shardrt import device, nn
+from shardrt import device, nn, optim
 from shardrt.nn.extents import contiguous
 from shardrt.nn.storage import Offloaded, Storage
 
@@ -18,7 +18,6 @@ class HostStorage(Storage):
     def __init__(self, placement=None, sizes=SIZES, dtype=np.float32, seed=0, delay=0.0):
         self.offloaded = placement or Offloaded()
         self.delay = delay
-        self.modifications = 0
         self._dtype = np.dtype(dtype)
         self._stops = np.cumsum(sizes)
         self._files = 0
@@ -61,7 +60,7 @@ class HostStorage(Storage):
         return self._array(name, self.offloaded.optimizer_state, dtype)
 
     def modified(self, copy_too=False):
-        self.modifications += 1
+        pass
 
     @property
     def shard(self):
@@ -86,6 +85,16 @@ class HostStorage(Storage):
         raise NotImplementedError
 
     edge = gradient_target = full
+
+
+class SlowAdamW(optim.AdamW):
+    """Every call of its kernel takes UPDATE seconds longer."""
+
+    UPDATE = 0.02
+
+    def update(self, kernels, update):
+        time.sleep(self.UPDATE)
+        super().update(kernels, update)
 
 
 def gradients(steps, sizes=SIZES, seed=1):

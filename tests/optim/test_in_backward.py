@@ -4,7 +4,6 @@ import gc
 import threading
 import time
 import weakref
-from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -12,11 +11,10 @@ import pytest
 
 from shardrt import nn, optim
 from shardrt.device import timeline
-from shardrt.fsdp import CPUOffloadPolicy, no_sync
 from shardrt.nn.storage import Offloaded
 from tests import lab
 from tests.lab import CalledTwice, Frozen, Nested, Net, NeverCalled
-from tests.optim.storages import HostStorage, assert_same_bits, gradients, snapshot
+from tests.optim.storages import HostStorage, SlowAdamW, assert_same_bits, gradients, snapshot
 
 STEPS = 5
 UNITS = 4
@@ -50,16 +48,6 @@ def train(make, placement, in_backward):
 def test_updates_in_backward_have_the_bits_of_step(placement, make, monkeypatch):
     monkeypatch.setattr(optim.offload, "CHUNK", 1000)
     assert_same_bits(train(make, placement, True), train(make, Offloaded(), False))
-
-
-class SlowAdamW(optim.AdamW):
-    """Every call of its kernel takes UPDATE seconds longer."""
-
-    UPDATE = 0.02
-
-    def update(self, kernels, update):
-        time.sleep(self.UPDATE)
-        super().update(kernels, update)
 
 
 class MeetingAdamW(optim.AdamW):
@@ -137,15 +125,6 @@ def test_a_second_backward_before_step_is_an_error_and_after_it_is_not():
     assert set(optimizer.slices[0].steps.tolist()) == {2}
 
 
-def test_a_storage_says_whether_its_gradient_is_applied():
-    storage = HostStorage()
-    optimizer = optim.AdamW(storage.parameters, in_backward=True)
-    storage.reduce(gradients(1)[0])
-    assert storage.applied
-    optimizer.step()
-    assert not storage.applied
-
-
 def test_the_settings_are_those_of_when_the_update_is_issued():
     storage = HostStorage(delay=0.02)
     optimizer = optim.SGD(storage.parameters, lr=0.0, weight_decay=0.0, in_backward=True)
@@ -175,32 +154,15 @@ def test_a_storage_neither_keeps_nor_calls_an_optimizer_that_is_gone():
 
 
 IN_BACKWARD = partial(lab.adamw, in_backward=True)
-POLICIES = [CPUOffloadPolicy(False, False, False), CPUOffloadPolicy(), CPUOffloadPolicy(step="host")]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize(
-    ("ranks", "make"), [(1, Net), (3, Net), (3, CalledTwice), (3, NeverCalled), (3, Nested), (3, Frozen)]
+    ("ranks", "make"), [(1, Net), (3, CalledTwice), (3, NeverCalled), (3, Nested), (3, Frozen)]
 )
-def test_a_sharded_model_trains_to_the_same_bits(ranks, make, policy):
-    found = lab.train_on(ranks, make, optimizer=IN_BACKWARD, offload_policy=policy)._replace(gradients=[])
+def test_a_sharded_model_trains_to_the_same_bits(ranks, make):
+    """What meets it, and what it refuses: tests/fsdp/test_pairs.py."""
+    found = lab.train_on(ranks, make, optimizer=IN_BACKWARD)._replace(gradients=[])
     lab.assert_equal(found, lab.train_on(ranks, make)._replace(gradients=[]))
-
-
-@lab.on_ranks(2)
-def test_accumulation_with_no_sync_goes_with_it():
-    """Three steps of three micro-batches each."""
-    losses = {}
-    for make in (lab.adamw, IN_BACKWARD):
-        model, _ = lab.build()
-        optimizer, losses[make] = make(model.parameters()), []
-        for tokens, targets in lab.batches(3):
-            for last in (4, 8, 12):
-                with no_sync(model) if last < 12 else nullcontext():
-                    part = tokens[last - 4 : last], targets[last - 4 : last]
-                    losses[make].append(lab.backward(model, None, part))
-            lab.update(optimizer)
-    assert losses[lab.adamw] == losses[IN_BACKWARD]
 
 
 @lab.on_ranks(2)
@@ -243,24 +205,3 @@ def test_a_backward_that_raises_leaves_the_updates_that_it_made_and_training_goe
     steps = {piece.name: set(piece.steps.tolist()) for piece in optimizer.slices}
     assert steps.pop("blocks.2.up.weight") == {2}  # backward came to it both times
     assert len(steps) == 3 and all(counts == {1} for counts in steps.values())
-
-
-def applied(change):
-    """A backward that applies its gradients, and then an attempt to change them."""
-
-    def rank():
-        model, _ = lab.build()
-        optimizer = optim.AdamW(model.parameters(), in_backward=True)
-        scaler = optim.GradScaler(init_scale=2.0)
-        scaler.scale(lab.loss_of(model, *lab.batches(1)[0])).backward()
-        change(model, optimizer, scaler)
-
-    return rank, RuntimeError, "in_backward=True and has applied these gradients already"
-
-
-test_gradients_that_were_applied_cannot_be_changed = lab.refusals(
-    applied(lambda model, optimizer, scaler: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
-    applied(lambda model, optimizer, scaler: nn.utils.clip_grad_value_(model.parameters(), 1.0)),
-    applied(lambda model, optimizer, scaler: scaler.unscale_(optimizer)),
-    ranks=2,
-)

@@ -1,11 +1,7 @@
 """Updates of what lives on the host: the same bits, copies beside computing, two slots, bounded memory."""
 
-import subprocess
-import sys
 import time
-from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +11,8 @@ from shardrt.device import timeline
 from shardrt.device.cpu import CPUDevice
 from shardrt.nn.storage import Offloaded
 from shardrt.optim import offload
-from tests.fsdp.slow import Hasty
-from tests.optim.storages import SIZES, HostStorage, assert_same_bits, gradients, snapshot
+from tests.optim.storages import SIZES, HostStorage, SlowAdamW, assert_same_bits, gradients, snapshot
+from tests.ranks import python
 
 STEPS = 5
 PLACES = [Offloaded(*places) for places in product([False, True], repeat=3) if any(places)]
@@ -51,7 +47,6 @@ def train(storage, make, steps=STEPS):
 def test_an_update_of_what_is_on_the_host_changes_no_bit(placement, make):
     storage = HostStorage()
     expected = train(storage, make)
-    assert not np.array_equal(expected["shard"], HostStorage().shard)
     assert_same_bits(train(HostStorage(placement), make), expected)
 
 
@@ -80,13 +75,6 @@ def test_what_no_group_owns_is_not_touched():
     assert np.array_equal(storage.shard[start:stop], before)
 
 
-def test_a_step_tells_the_storage_that_it_was_modified():
-    for placement in (Offloaded(), EVERYTHING, ON_THE_HOST):
-        storage = HostStorage(placement)
-        train(storage, OPTIMIZERS["sgd"], steps=3)
-        assert storage.modifications == 3
-
-
 class SlowCopies(CPUDevice):
     """Every copy takes `seconds` longer, except in the stream of the ops."""
 
@@ -103,16 +91,6 @@ class SlowCopies(CPUDevice):
         array = super().buffer(count, dtype)
         self.buffers.append(array)
         return array
-
-
-class SlowAdamW(optim.AdamW):
-    """Every call of its kernel takes UPDATE seconds longer."""
-
-    UPDATE = 0.02
-
-    def update(self, kernels, update):
-        time.sleep(self.UPDATE)
-        super().update(kernels, update)
 
 
 @pytest.mark.serial
@@ -138,41 +116,19 @@ def test_uploads_and_downloads_run_beside_the_updates():
         assert len(beside) == chunks - 1, direction  # all but the first up, all but the last down
 
 
-def test_the_step_ends_when_the_last_copy_is_back():
-    with device.use(SlowCopies(0.01)):
-        found = train(HostStorage(EVERYTHING, delay=0.01), OPTIMIZERS["adamw"], steps=2)
-    assert_same_bits(found, train(HostStorage(), OPTIMIZERS["adamw"], steps=2))
+def test_nothing_reads_a_staging_slot_outside_its_turn():
+    """Slots that are given back are NaN, and copies come late. (tests/races has each wait of it.)"""
 
-
-def poisoned(hasty=None):
-    """As train, with NaN in every staging slot that is given back, and copies that come late."""
-
-    def make(groups):
-        optimizer = optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+    def poisoned(groups):
+        optimizer = OPTIMIZERS["adamw"](groups)
         optimizer.updates.staging.poison = True
         for slot in optimizer.updates.staging.slots:
             slot.array.fill(np.nan)
-        if hasty == "optimizer":
-            routes = optimizer.updates._routes
-            for piece, route in routes.items():
-                routes[piece] = replace(route, stream=Hasty(route.stream))
-        elif hasty is not None:
-            setattr(optimizer.updates, hasty, Hasty(getattr(optimizer.updates, hasty)))
         return optimizer
 
     with device.use(SlowCopies(0.001)):
-        return train(HostStorage(EVERYTHING, delay=0.02), make, steps=3)
-
-
-def test_nothing_reads_a_staging_slot_outside_its_turn():
-    expected = train(HostStorage(), OPTIMIZERS["adamw"], steps=3)
-    assert_same_bits(poisoned(), expected)
-
-
-@pytest.mark.parametrize("stream", ["_upload", "optimizer", "_download"])
-def test_poison_shows_a_stream_that_does_not_wait(stream):
-    expected = train(HostStorage(), OPTIMIZERS["adamw"], steps=3)
-    assert not np.array_equal(poisoned(hasty=stream)["shard"], expected["shard"])
+        found = train(HostStorage(EVERYTHING, delay=0.02), poisoned, steps=3)
+    assert_same_bits(found, train(HostStorage(), OPTIMIZERS["adamw"], steps=3))
 
 
 @pytest.mark.parametrize("placement", [*PLACES, ON_THE_HOST], ids=str)
@@ -198,17 +154,12 @@ def test_staging_is_no_longer_than_the_longest_shard(monkeypatch):
     assert optimizer.updates.staging_bytes == 2 * 4 * 160 * 4
 
 
-def test_on_the_device_alone_nothing_is_staged():
-    assert optim.AdamW(HostStorage().parameters).updates is None
-
-
 def test_an_update_on_the_host_needs_everything_there():
     storage = HostStorage(Offloaded(True, False, False, step="host"))
     with pytest.raises(ValueError, match="'p0' has step='host'.*gradients and optimizer_state on the device"):
         optim.AdamW(storage.parameters)
 
 
-ROOT = Path(__file__).parent.parent.parent
 RESIDENT = """
 import sys, threading, time
 from pathlib import Path
@@ -229,8 +180,8 @@ def watch():
         time.sleep(0.0005)
 
 offload.CHUNK = 1 << 16
-placement = Offloaded(True, True, True, sys.argv[1], Path(sys.argv[2]))
-small = HostStorage(Offloaded(True, True, True, sys.argv[1]), sizes=(1000,))
+placement = Offloaded(True, True, True, "host", Path(sys.argv[1]))
+small = HostStorage(Offloaded(True, True, True, "host"), sizes=(1000,))
 large = HostStorage(placement, sizes=(1 << 22,))
 optimizer = optim.AdamW(small.parameters + large.parameters)
 small.reduce(np.ones(1000, np.float32))
@@ -252,11 +203,9 @@ print(*(peak[kind] - before[kind] for kind in ("RssAnon", "RssFile", "RssShmem")
 """
 
 
-@pytest.mark.parametrize("step", ["device", "host"])
-def test_spilled_state_is_not_resident(step, tmp_path):
-    command = [sys.executable, "-c", RESIDENT, step, str(tmp_path)]
-    environment = {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+def test_spilled_state_is_not_resident(tmp_path):
+    """On the host; test_beyond_memory.py has what is updated on the device."""
+    done = python("-c", RESIDENT, tmp_path)
     assert done.returncode == 0, done.stderr
     anonymous, file, shared = map(int, done.stdout.split())
     arrays = 4 * (4 << 22)  # bytes of shard, gradient and two states

@@ -9,6 +9,7 @@ from shardrt import Tensor, nn, optim
 from shardrt.comm import create
 from shardrt.nn.storage import LocalStorage
 from shardrt.optim import GradScaler
+from tests import lab
 from tests.ranks import run_ranks
 
 
@@ -29,17 +30,16 @@ def loss_of(parameter):
     return (parameter * parameter).sum()
 
 
-def steps_of(scaler, parameter, optimizer, gradients, add_gradient):
-    """(scale, parameters, gradients after unscaling) after each step."""
+def steps_of(scaler, parameter, optimizer, gradients, put=put_gradient):
+    """(scale, parameters, gradients after unscaling) after each step, of a scaler of ours or of PyTorch's."""
     history = []
     for gradient in gradients:
         optimizer.zero_grad()
-        scaler.scale(Tensor(1.0))
-        add_gradient(parameter, gradient)
+        scaler.scale((parameter * 0.0).sum())
+        put(parameter, gradient)
         scaler.step(optimizer)
         scaler.update()
-        grad = np.array(parameter.grad, copy=True)
-        history.append((scaler.get_scale(), np.array(parameter.data).tolist(), grad.tolist()))
+        history.append((scaler.get_scale(), parameter.data.tolist(), np.array(parameter.grad.tolist())))
     return history
 
 
@@ -57,27 +57,15 @@ GRADIENTS = [[64, 32, 16], [inf, 0, 0], [1, 2, 3], [3, 2, 1], [0, 0, 0], [0, nan
 def test_scales_and_parameters_are_those_of_pytorch(settings):
     torch = pytest.importorskip("torch")
 
-    def torch_gradient(parameter, values):
+    def put(parameter, values):
         parameter.grad = torch.tensor(values, dtype=torch.float32)
 
-    theirs = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-    with torch.no_grad():
-        plain = theirs.detach()
-    their_steps = []
-    their_optimizer = torch.optim.SGD([theirs], lr=1.0)
-    their_scaler = torch.amp.GradScaler("cpu", **settings)
-    for gradient in GRADIENTS:
-        their_scaler.scale((theirs * theirs).sum())
-        torch_gradient(theirs, gradient)
-        their_scaler.step(their_optimizer)
-        their_scaler.update()
-        their_steps.append((their_scaler.get_scale(), plain.tolist(), theirs.grad.tolist()))
-    parameter, optimizer = make()
-    steps = steps_of(GradScaler(**settings), parameter, optimizer, GRADIENTS, put_gradient)
-    for found, expected in zip(steps, their_steps, strict=True):
-        assert found[:2] == expected[:2]
-        np.testing.assert_array_equal(found[2], expected[2])
-    assert len({scale for scale, _, _ in steps}) > 2
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    scaler = torch.amp.GradScaler("cpu", **settings)
+    expected = steps_of(scaler, parameter, torch.optim.SGD([parameter], lr=1.0), GRADIENTS, put)
+    found = steps_of(GradScaler(**settings), *make(), GRADIENTS)
+    lab.assert_equal(found, expected)
+    assert len({scale for scale, *_ in found}) > 2
 
 
 def test_a_step_is_that_without_scaling():
@@ -197,11 +185,11 @@ def test_a_scaler_goes_on_from_its_state():
     parameter, optimizer = make()
     settings = {"init_scale": 8.0, "growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25}
     scaler = GradScaler(**settings)
-    steps_of(scaler, parameter, optimizer, [[1, 1, 1]] * 2, put_gradient)
+    steps_of(scaler, parameter, optimizer, [[1, 1, 1]] * 2)
     again = GradScaler()
     again.load_state_dict(scaler.state_dict())
     assert again.state_dict() == scaler.state_dict()
-    steps_of(again, parameter, optimizer, [[1, 1, 1]], put_gradient)
+    steps_of(again, parameter, optimizer, [[1, 1, 1]])
     assert again.get_scale() == 32.0
 
 
@@ -224,63 +212,44 @@ def test_a_scaler_that_is_not_enabled_passes_everything_through():
     assert scaler.get_scale() == 1.0 and scaler.state_dict() == {}
 
 
-def scaled():
-    """(scaler, optimizer) after backward."""
-    parameter, optimizer = make()
-    scaler = GradScaler()
-    scaler.scale(loss_of(parameter)).backward()
-    return scaler, optimizer
+def after_backward(*calls, scaled=True):
+    """These calls of a scaler, with the optimizer where they take one."""
+
+    def call():
+        parameter, optimizer = make()
+        scaler, loss = GradScaler(), loss_of(parameter)
+        (scaler.scale(loss) if scaled else loss).backward()
+        for name in calls:
+            getattr(scaler, name)(*() if name == "update" else (optimizer,))
+
+    return call
 
 
-def test_calls_in_a_wrong_order_are_errors():
-    scaler, optimizer = scaled()
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) was called for this optimizer already"):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"step\(\) was called already"):
-        scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"step\(\) was called for this optimizer already"):
-        scaler.unscale_(optimizer)
-    scaler.update()
-    with pytest.raises(RuntimeError, match=r"update: call step\(\) or unscale_\(\) first"):
-        scaler.update()
-
-
-@pytest.mark.parametrize("method", ["unscale_", "step", "update"])
-def test_without_a_scaled_loss_nothing_can_be_done(method):
-    parameter, optimizer = make()
-    loss_of(parameter).backward()
-    arguments = () if method == "update" else (optimizer,)
-    with pytest.raises(RuntimeError, match=rf"GradScaler.{method}: call scale\(loss\) first"):
-        getattr(GradScaler(), method)(*arguments)
-
-
-def test_a_step_without_gradients_is_an_error():
-    _, optimizer = make()
+def without_gradients():
     scaler = GradScaler()
     scaler.scale(Tensor(1.0))
-    with pytest.raises(RuntimeError, match="no parameter of this optimizer has a gradient"):
-        scaler.step(optimizer)
+    scaler.step(make()[1])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"init_scale": 0}, "init_scale must be positive, got 0"),
-        ({"growth_factor": 1.0}, "growth_factor must be more than 1, got 1.0"),
-        ({"backoff_factor": 1.0}, "backoff_factor must be between 0 and 1, got 1.0"),
-        ({"growth_interval": 0}, "growth_interval must be positive, got 0"),
-    ],
+FIRST = r"call scale\(loss\) first"
+TWICE = r"\(\) was called for this optimizer already"
+test_calls_in_a_wrong_order_are_refused = lab.refusals(
+    (after_backward("unscale_", "unscale_"), RuntimeError, f"unscale_{TWICE}"),
+    (after_backward("step", "step"), RuntimeError, r"step\(\) was called already"),
+    (after_backward("step", "unscale_"), RuntimeError, f"step{TWICE}"),
+    (after_backward("step", "update", "update"), RuntimeError, r"call step\(\) or unscale_\(\) first"),
+    (after_backward("unscale_", scaled=False), RuntimeError, f"GradScaler.unscale_: {FIRST}"),
+    (after_backward("step", scaled=False), RuntimeError, f"GradScaler.step: {FIRST}"),
+    (after_backward("update", scaled=False), RuntimeError, f"GradScaler.update: {FIRST}"),
+    (without_gradients, RuntimeError, "no parameter of this optimizer has a gradient"),
 )
-def test_settings_that_cannot_be_are_errors(settings, message):
-    with pytest.raises(ValueError, match=message):
-        GradScaler(**settings)
-
-
-def test_an_empty_state_is_an_error():
-    with pytest.raises(ValueError, match="state_dict is empty"):
-        GradScaler().load_state_dict({})
+test_settings_and_states_that_cannot_be_are_refused = lab.refusals(
+    (lambda: GradScaler(init_scale=0), "init_scale must be positive, got 0"),
+    (lambda: GradScaler(growth_factor=1.0), "growth_factor must be more than 1, got 1.0"),
+    (lambda: GradScaler(backoff_factor=1.0), "backoff_factor must be between 0 and 1, got 1.0"),
+    (lambda: GradScaler(growth_interval=0), "growth_interval must be positive, got 0"),
+    (lambda: GradScaler().load_state_dict({}), "state_dict is empty"),
+)
 
 
 @pytest.mark.parametrize(

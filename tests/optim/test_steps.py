@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import shardrt
-from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
@@ -88,25 +87,16 @@ def test_an_ordinary_step_is_one_range_for_each_group_of_neighbours():
     assert piece.steps.tolist() == [2, 2, 1, 2, 2]
 
 
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 7), nn.Linear(7, 5)
-
-    def forward(self, x):
-        return self.second(F.gelu(self.first(x)))
-
-
 def pauses(sharded):
     """Weights and numbers of updates after steps in which some parameters of the only unit are frozen."""
     shardrt.manual_seed(0)
-    model = Two()
+    model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5))
     if sharded:
         fully_shard(model, mesh=init_device_mesh("auto"))
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(6):
-        model.first.weight.requires_grad = step in (0, 5)
-        model.second.bias.requires_grad = step != 3
+        model[0].weight.requires_grad = step in (0, 5)
+        model[1].bias.requires_grad = step != 3
         y = model(np.full((2, 6), 0.1 * (step + 1), np.float32))
         (y * y).sum().backward()
         lab.update(optimizer)
@@ -119,7 +109,7 @@ def test_a_parameter_of_a_unit_that_was_frozen_for_a_while_trains_as_a_plain_one
     weights, steps = pauses(sharded=False)
     found = thread.run(ranks, pauses, sharded=True)
     lab.assert_close(found[0][0], weights, atol=1e-6)
-    assert steps == {"first.weight": 2, "first.bias": 6, "second.weight": 6, "second.bias": 5}
+    assert steps == {"0.weight": 2, "0.bias": 6, "1.weight": 6, "1.bias": 5}
     assert all(own == steps for _, own in found)
 
 

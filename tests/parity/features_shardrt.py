@@ -15,13 +15,11 @@ import numpy as np
 from models.gpt import GPT, Block, GPTConfig
 from shardrt import functional as F
 from shardrt import nn, optim
-from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import DeviceMesh, init_device_mesh
 from shardrt.comm.objects import all_gather_object
 from shardrt.fsdp import by_class, fully_shard, no_sync, wrap
 from shardrt.optim import GradScaler
-from shardrt.recompute import checkpoint
 from tests.lab import gradients
 from tests.parity import features
 from tests.parity.job import Job, Notes, load
@@ -37,29 +35,23 @@ def run(
     wrapped=BY_BLOCK,
     shape: tuple[int, ...] | None = None,
     optimizer: str = "sgd",
-    in_backward: bool = False,
     micro_batches: int = 1,
     reduce_each: bool = True,
     clip: Callable[[GPT], float] | None = None,
     scaled: bool = False,
-    watch: Callable[[GPT], object] = lambda model: None,
     **settings,
 ) -> dict[str, np.ndarray]:
     """Train; this rank's notes, whose arrays are whole and losses the means over ranks.
 
     prepare: what is done to the model before it is sharded. wrapped: a policy for `wrap`; None: one unit.
-    shape: of the mesh. clip: gives what it clipped. watch: sees the model once the optimizer is made.
-    settings: of every unit.
+    shape: of the mesh. clip: gives what it clipped. settings: of every unit.
     """
     job, weights, tokens, targets = load(path)
     mesh = init_device_mesh("auto", shape)
     model = build(job, weights, prepare, wrapped, mesh=mesh, **settings)
-    updates = OPTIMIZERS[optimizer](
-        model.parameters(), in_backward=in_backward, **features.OPTIMIZERS[optimizer]
-    )
+    updates = OPTIMIZERS[optimizer](model.parameters(), **features.OPTIMIZERS[optimizer])
     scaler = GradScaler(**features.SCALER, enabled=scaled)
 
-    watch(model)
     notes = Notes()
     for step in range(len(tokens)):
         parts = features.parts_of(tokens[step], targets[step], micro_batches, mesh.rank, mesh.size)
@@ -123,16 +115,6 @@ def freeze(model: GPT, patterns: tuple[str, ...]) -> None:
 
 def add_adapters(model: GPT) -> None:
     nn.add_lora(model, features.LORA_RANK, alpha=features.LORA_ALPHA, targets=features.LORA_LAYERS)
-
-
-def offload_blocks(model: GPT) -> None:
-    for block in model.blocks:
-        offload_activations(block)
-
-
-def recompute_blocks(model: GPT, policy: str) -> None:
-    for block in model.blocks:
-        checkpoint(block, policy)
 
 
 def clip_norm(model: GPT, norm_type: float) -> float:

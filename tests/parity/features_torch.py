@@ -3,8 +3,6 @@
 python -m tests.parity.features_torch FOLDER, in two processes. FOLDER/torch.npz is what they made of
 FOLDER/job.npz: NAME/losses, NAME/gradient/..., for each name in TWINS; and curve/losses and
 curve bfloat16/losses of FOLDER/curve.npz.
-
-No twin is FSDP1 with CPUOffload: "Cannot access accelerator device when none is available".
 """
 
 import sys
@@ -20,13 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from bench.peers.torch_models import GPT, MLP, Attention, Block
+from bench.peers.torch_models import GPT
 from bench.peers.torch_step import leave
 from tests.parity import features
 from tests.parity.job import Job, Notes, load
@@ -57,17 +54,12 @@ def ddp(model: GPT, group: Group) -> nn.Module:
     return DistributedDataParallel(model, process_group=group)
 
 
-def is_block(module: nn.Module) -> bool:
-    return isinstance(module, Block)
-
-
-def is_half(module: nn.Module) -> bool:
-    return isinstance(module, Attention | MLP)
-
-
-def fsdp2(model: GPT, group: Group, pick: Callable[[nn.Module], bool] = is_block, **settings) -> nn.Module:
-    """The picked modules and the whole are units."""
-    return cut(model, pick, mesh=DeviceMesh.from_group(group, "cpu"), **settings)
+def fsdp2(model: GPT, group: Group, by_block: bool = True, **settings) -> nn.Module:
+    """Each block and the whole are units, or the whole alone."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for block in model.blocks if by_block else ():
+        fully_shard(block, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
 
 
 def low_precision(model: GPT, group: Group, policy: MixedPrecisionPolicy) -> nn.Module:
@@ -76,13 +68,6 @@ def low_precision(model: GPT, group: Group, policy: MixedPrecisionPolicy) -> nn.
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))
-
-
-def cut(model: GPT, pick: Callable[[nn.Module], bool], **settings) -> nn.Module:
-    for module in model.modules():
-        if pick(module):
-            fully_shard(module, **settings)
-    return fully_shard(model, **settings)
 
 
 # -- what is done to a model before
@@ -107,29 +92,6 @@ def add_adapters(model: GPT) -> None:
 def adapted(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     beside = F.linear(F.linear(x, layer.lora_a), layer.lora_b)
     return F.linear(x, layer.weight, layer.bias) + features.LORA_ALPHA / features.LORA_RANK * beside
-
-
-def around_blocks(model: GPT, wrapped: Callable) -> None:
-    """Each block's forward becomes `wrapped(forward, x)`."""
-    for block in model.blocks:
-        block.forward = partial(wrapped, block.forward)
-
-
-def recomputed(forward: Callable, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(forward, x, use_reentrant=False)
-
-
-def recomputed_from_products(forward: Callable, x: torch.Tensor) -> torch.Tensor:
-    aten = torch.ops.aten
-    kept = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
-    return checkpoint(
-        forward, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, kept)
-    )
-
-
-def saved_on_the_host(forward: Callable, x: torch.Tensor) -> torch.Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        return forward(x)
 
 
 # -- the rest of a step
@@ -177,25 +139,18 @@ class Twin:
 
 
 # Collectives between processes are what a run takes time for, so where the cut is not the point there is one.
-one_unit = partial(fsdp2, pick=lambda module: False)
+one_unit = partial(fsdp2, by_block=False)
 BF16, FP16 = torch.bfloat16, torch.float16
 TWINS = {
     "fsdp2": Twin(),
     "fsdp2 adamw": Twin(optimizer=adamw),
     "fsdp2 kept": Twin(partial(fsdp2, reshard_after_forward=False)),
-    "fsdp2 offloaded": Twin(partial(fsdp2, offload_policy=CPUOffloadPolicy(pin_memory=False))),
-    "fsdp2 one unit": Twin(one_unit),
-    "fsdp2 halves": Twin(partial(fsdp2, pick=is_half)),
     "ddp": Twin(ddp),
     "zero": Twin(ddp, optimizer=zero),
     "reduced each": Twin(one_unit, micro_batches=features.MICRO_BATCHES),
     "reduced last": Twin(one_unit, micro_batches=features.MICRO_BATCHES, reduce_each=False),
-    "ddp reduced last": Twin(ddp, micro_batches=features.MICRO_BATCHES, reduce_each=False),
     **{f"clipped {p}": Twin(one_unit, clip=partial(clip_norm, norm_type=p)) for p in features.MAX_NORM},
     "clipped values": Twin(one_unit, clip=clip_value),
-    "recomputed full": Twin(prepare=partial(around_blocks, wrapped=recomputed)),
-    "recomputed matmul": Twin(prepare=partial(around_blocks, wrapped=recomputed_from_products)),
-    "activations offloaded": Twin(prepare=partial(around_blocks, wrapped=saved_on_the_host)),
     **{f"frozen {key}": Twin(prepare=partial(freeze, patterns=p)) for key, p in features.FROZEN.items()},
     "lora": Twin(prepare=add_adapters),
     "bfloat16 float32": Twin(partial(low_precision, policy=MixedPrecisionPolicy(BF16, torch.float32))),

@@ -1,43 +1,27 @@
-"""models/gpt.py beside the same model in PyTorch: names, shapes, logits, initial values; and its config."""
+"""models/gpt.py: names, shapes and logits of the same model in PyTorch, initial values of GPT-2; refusals."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import shardrt
 from models.gpt import GPT, GPTConfig
+from tests import lab
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=31)
 
 
-def in_torch(config):
-    pytest.importorskip("torch")
-    from bench.peers.torch_models import GPT as TorchGPT
-
-    return TorchGPT(
-        layers=config.n_layer,
-        heads=config.n_head,
-        width=config.n_embd,
-        time=config.block_size,
-        vocab=config.vocab_size,
-        bias=config.bias,
-    )
-
-
 @pytest.mark.torch
 @pytest.mark.parametrize("bias", [True, False])
-def test_names_and_shapes_are_those_of_the_peer(bias):
-    config = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=31, bias=bias)
-    theirs = {name: tuple(p.shape) for name, p in in_torch(config).named_parameters()}
-    assert {name: p.shape for name, p in GPT(config).named_parameters()} == theirs
-
-
-@pytest.mark.torch
 @pytest.mark.parametrize("time", [1, 12])
-def test_logits_are_those_of_the_peer(time):
+def test_weights_fit_the_peer_which_has_the_same_logits(time, bias):
     torch = pytest.importorskip("torch")
-    model, peer = GPT(SMALL), in_torch(SMALL)
-    weights = {name: torch.from_numpy(values) for name, values in model.state_dict().items()}
-    peer.load_state_dict(weights)
+    from bench.peers.torch_models import GPT as Peer
+
+    model = GPT(replace(SMALL, bias=bias))
+    peer = Peer(layers=2, heads=2, width=16, time=12, vocab=31, bias=bias)
+    peer.load_state_dict({name: torch.from_numpy(values) for name, values in model.state_dict().items()})
     tokens = np.random.default_rng(0).integers(0, SMALL.vocab_size, (3, time))
     with torch.no_grad(), shardrt.no_grad():
         theirs, ours = peer(torch.from_numpy(tokens)).numpy(), np.asarray(model(tokens))
@@ -58,37 +42,10 @@ def test_initial_values_are_those_of_gpt2():
             assert abs(values.mean()) < expected / 20, name
 
 
-def test_the_head_is_the_token_embedding():
-    names = [name for name, _ in GPT(SMALL).named_parameters()]
-    assert "wte.weight" in names and not [name for name in names if "head" in name]
-
-
-def test_dropout_acts_in_training_only():
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=12, vocab_size=31, dropout=0.5))
-    tokens = np.arange(12)[None]
-    with shardrt.no_grad():
-        first, second = np.array(model(tokens)), np.array(model(tokens))
-        assert (first != second).any()
-        model.eval()
-        np.testing.assert_array_equal(np.array(model(tokens)), np.array(model(tokens)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"n_embd": 384, "n_head": 5}, ["n_embd", "n_head", "384", "5"]),
-        ({"n_layer": 0}, ["n_layer", "0"]),
-        ({"vocab_size": -3}, ["vocab_size", "-3"]),
-        ({"dropout": 1.0}, ["dropout", "1.0"]),
-    ],
+test_what_makes_no_model_is_refused_by_name = lab.refusals(
+    (lambda: GPTConfig(n_embd=384, n_head=5), "n_embd.*n_head.*384.*5"),
+    (lambda: GPTConfig(n_layer=0), "n_layer.*0"),
+    (lambda: GPTConfig(vocab_size=-3), "vocab_size.*-3"),
+    (lambda: GPTConfig(dropout=1.0), "dropout.*1.0"),
+    (lambda: GPT(SMALL)(np.zeros((1, 13), np.int64)), "block_size = 12"),
 )
-def test_a_config_that_makes_no_model_is_refused_by_name(settings, words):
-    with pytest.raises(ValueError) as error:
-        GPTConfig(**settings)
-    message = str(error.value)
-    assert all(word in message for word in words) and "\n" not in message
-
-
-def test_more_tokens_than_positions_are_refused():
-    with pytest.raises(ValueError, match="block_size = 12"):
-        GPT(SMALL)(np.zeros((1, 13), np.int64))

@@ -2,53 +2,35 @@
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+
+from bench.peers import torch_vit
 
 
-class ViT(nn.Module):
+class ViT(torch_vit.ViT):
+    """Its head sees the class token, or the mean of all patches."""
+
     def __init__(self, config):
-        super().__init__()
-        width = config.n_embd
-        self.config = config
-        self.patches = nn.Conv2d(config.channels, width, config.patch_size, config.patch_size)
-        if config.pool == "class":
-            self.token = nn.Parameter(torch.zeros(1, 1, width))
-        self.positions = nn.Parameter(torch.zeros(1, config.tokens, width))
-        self.blocks = nn.ModuleList(ViTBlock(config) for _ in range(config.n_layer))
-        self.norm = nn.LayerNorm(width, config.eps)
-        self.head = nn.Linear(width, config.classes)
-
-    def forward(self, images):
-        x = self.patches(images).flatten(2).transpose(1, 2)
-        if self.config.pool == "class":
-            x = torch.cat([self.token.expand(len(x), 1, -1), x], 1)
-        x = x + self.positions
-        for block in self.blocks:
-            x = block(x)
-        x = self.norm(x)
-        return self.head(x[:, 0] if self.config.pool == "class" else x.mean(1))
-
-
-class ViTBlock(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        width = config.n_embd
-        self.heads = config.n_head
-        self.norm1 = nn.LayerNorm(width, config.eps)
-        self.attention = nn.ModuleDict(
-            {"qkv": nn.Linear(width, 3 * width), "output": nn.Linear(width, width)}
+        super().__init__(
+            layers=config.n_layer,
+            heads=config.n_head,
+            width=config.n_embd,
+            hidden=config.n_hidden,
+            image=config.image_size,
+            patch=config.patch_size,
+            classes=config.classes,
         )
-        self.norm2 = nn.LayerNorm(width, config.eps)
-        self.mlp = nn.ModuleDict(
-            {"up": nn.Linear(width, config.n_hidden), "down": nn.Linear(config.n_hidden, width)}
-        )
+        self.mean = config.pool == "mean"
+        if self.mean:
+            del self.token
+            self.positions = nn.Parameter(torch.zeros(1, config.tokens, config.n_embd))
 
-    def forward(self, x):
-        batch, time, width = x.shape
-        qkv = self.attention["qkv"](self.norm1(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(*qkv).transpose(1, 2).reshape(batch, time, width)
-        x = x + self.attention["output"](y)
-        return x + self.mlp["down"](F.gelu(self.mlp["up"](self.norm2(x))))
+    def begin(self, images):
+        if not self.mean:
+            return super().begin(images)
+        return self.patches(images).flatten(2).transpose(1, 2) + self.positions
+
+    def end(self, x):
+        return self.head(self.norm(x).mean(1)) if self.mean else super().end(x)
 
 
 class RegNet(nn.Module):

@@ -35,9 +35,10 @@ QUICK = [case for case in SPREAD if case.ranks <= 4]
 QUICK.append(Case(("offload parameters", "offload gradients"), fails=("gather",), turn=16))
 
 
-# What two ranks share, one has alone: each set is recorded as one or the other. What four share, two do.
-BY_TURNS = zip(KINDS["alone"], KINDS["two share"], strict=True)
-REST = {pair[place % 2] for place, pair in enumerate(BY_TURNS)}
+# What two ranks share, one has alone, in five units or in one: each set is recorded in one of these ways.
+WAYS = [[Case(names), Case(names, shared=2), Case(names, one_unit=names in TOGETHER)] for names in EVERY]
+REST = {way for place, ways in enumerate(WAYS) for way in ways if way != ways[place % 3]}
+# What four share, two do.
 REST.update(case for place, case in enumerate(KINDS["four share"]) if place % 4)
 
 

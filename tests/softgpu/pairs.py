@@ -29,6 +29,7 @@ CUDA = start()
 import numpy as np  # noqa: E402  after what is below CuPy
 
 from shardrt.checkpoint import full_state_dict  # noqa: E402
+from tests import lab  # noqa: E402
 from tests.fsdp import paired  # noqa: E402
 from tests.fsdp import test_pairs as pairs  # noqa: E402
 from tests.softgpu.cuda import MODES  # noqa: E402
@@ -47,7 +48,7 @@ def trained(names, ranks, modes):
         try:
             with tempfile.TemporaryDirectory() as folder:
                 found = pairs.train_on(ranks, names, Path(folder), device="cuda")
-            pairs.same_bits(found, first or found)
+            lab.assert_equal(found, first or found)
         except Exception as error:
             return f"{mode}: {type(error).__name__}: {error}"
         first = first or found
