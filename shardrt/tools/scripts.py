@@ -15,6 +15,14 @@ USAGE, FAILED = 2, 65
 R = TypeVar("R")
 
 
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add the simulated ranks and their machine."""
+    parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="in all (1)")
+    parser.add_argument(
+        "--machine", default="h100-8", metavar="NAME", help="a machine's name, or its TOML file (h100-8)"
+    )
+
+
 def add_script(parser: argparse.ArgumentParser) -> None:
     """Add the script and its arguments, which come last, behind "--"."""
     parser.add_argument(
@@ -25,10 +33,15 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def script_of(options: argparse.Namespace) -> list[str]:
+    """The script and its arguments."""
+    return options.command[options.command[:1] == ["--"] :]
+
+
 def of_script(options: argparse.Namespace, recorded: Callable[[Sequence[str]], R]) -> tuple[int, R | None]:
     """(0, result of `recorded`), or (exit code, None) after a message if the script is missing or fails."""
     try:
-        return 0, recorded(options.command[options.command[:1] == ["--"] :])
+        return 0, recorded(script_of(options))
     except NoScript as error:
         say(f"error: {error}", file=sys.stderr)
         return USAGE, None
