@@ -21,7 +21,7 @@ from shardrt.simulate.machine import Machine
 from shardrt.simulate.plan import COMMUNICATION, COMPUTING, HOST, MEMORY, Found, Plan, search
 from shardrt.simulate.space import Candidate, candidates, combinations, words_for, words_of
 from shardrt.simulate.step import Simulated, simulated
-from shardrt.tools.scripts import FAILED, USAGE, add_machine, add_script, of_script, positive, script_of
+from shardrt.tools.scripts import FAILED, USAGE, add_machine, add_script, of_script, positive
 from shardrt.train.config import read_toml
 from shardrt.train.errors import describe_error
 from shardrt.train.options import last_of
@@ -66,7 +66,7 @@ def add_to(commands: Any) -> None:
 
 def plan(options: argparse.Namespace) -> int:
     """Search and print; returns the exit code."""
-    command = script_of(options)
+    command = options.command[options.command[:1] == ["--"] :]
     try:
         machine = Machine.load(options.machine)
         vary = _varied(options.vary)

@@ -33,15 +33,10 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def script_of(options: argparse.Namespace) -> list[str]:
-    """The script and its arguments."""
-    return options.command[options.command[:1] == ["--"] :]
-
-
 def of_script(options: argparse.Namespace, recorded: Callable[[Sequence[str]], R]) -> tuple[int, R | None]:
     """(0, result of `recorded`), or (exit code, None) after a message if the script is missing or fails."""
     try:
-        return 0, recorded(script_of(options))
+        return 0, recorded(options.command[options.command[:1] == ["--"] :])
     except NoScript as error:
         say(f"error: {error}", file=sys.stderr)
         return USAGE, None
