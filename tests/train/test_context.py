@@ -15,7 +15,7 @@ RUNS = {  # name: ranks, options
     "no dropout": (1, ("--model.dropout", "0.0", "--micro-batches", "4")),
     "cp 4": (4, ("--parallel.cp", "4")),
     "cp 2, dp 2": (4, CP),
-    "cp 2, copies 2, dp 2": (8, (*CP, *jobs.HYBRID)),
+    "cp 2, copies 2": (4, (*CP, *jobs.HYBRID)),
     "cp 2, tp 2, sp": (4, (*CP, *SEQUENCE)),
     "cp 2, pp 2": (4, (*CP, "--parallel.pp", "2", "--model.dropout", "0.0")),
 }
