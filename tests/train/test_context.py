@@ -9,6 +9,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 SEQUENCE = ("--parallel.tp", "2", "--parallel.sequence", "True")
 COMMON = ("--steps", "4", "--model.dropout", "0.1", "--sample.temperature", "0")
+COMMON += ("--report.eval-interval", "4")
 CP = ("--parallel.cp", "2")
 RUNS = {  # name: ranks, options
     "alone": (1, ()),

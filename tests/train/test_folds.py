@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 SHAPE = LlamaConfig(2, 2, 1, 8, 8, 8, 256, tied=False, experts=4, balance_loss=0.1, expert_bias=True)
 COMMON = ("--config", "experts.toml", "--steps", "10", "--sample.length", "4", "--micro-batches", "2")
+COMMON += ("--report.eval-interval", "10")
 run = partial(jobs.run, common=COMMON)
 ALL = ("--parallel.pp", "2", "--parallel.cp", "2", "--parallel.tp", "2", "--parallel.sequence")
 RUNS = {  # name: ranks, options

@@ -16,7 +16,7 @@ from tests.lab import jobs
 from tests.lab.jobs import arguments, curves, records, start
 
 INVARIANT = ("--deterministic", "world-invariant", "--micro-batches", "8", "--batch-size", "16")
-INVARIANT += ("--model.dropout", "0.1", "--checkpoint.every", "2")
+INVARIANT += ("--model.dropout", "0.1", "--checkpoint.every", "2", "--report.eval-interval", "6")
 
 
 run = partial(jobs.run, common=INVARIANT)
