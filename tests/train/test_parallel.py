@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 STEPS = 4
 COMMON = ("--steps", str(STEPS), "--model.dropout", "0.1", "--sample.temperature", "0")
+COMMON += ("--report.eval-interval", str(STEPS))
 run = partial(jobs.run, common=COMMON)
 TP = ("--parallel.tp", "2")
 SEQUENCE = (*TP, "--parallel.sequence", "True")

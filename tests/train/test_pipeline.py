@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 STEPS = 3
 COMMON = ("--steps", str(STEPS), "--batch-size", "8", "--sample.temperature", "0")
+COMMON += ("--report.eval-interval", str(STEPS))
 run = partial(jobs.run, common=COMMON)
 DROPOUT = ("--model.dropout", "0.1")
 PARTS = ("--micro-batches", "4")
@@ -39,7 +40,7 @@ RUNS = {  # name: ranks, options
 }
 # What changes no bit of "pipeline".
 SAME = {
-    "both ends on one rank": (2, ("--parallel.schedule", "ZBVZeroBubble")),
+    "both ends on one rank": (2, ("--parallel.schedule", "zbvzerobubble")),
     "a table from a file": (2, ("--parallel.schedule", "own.csv", "--micro-batches", "1")),
     "four ranks": (4, ("--parallel.pp", "4", "--parallel.schedule", "GPipe")),
     "less memory": (2, ("--parallel.schedule", "ScheduleZB-H1", *SAVING)),
