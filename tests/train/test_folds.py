@@ -71,7 +71,7 @@ def test_the_record_names_the_axes_and_the_most_rows(folder):
 
 def test_a_run_on_all_axes_goes_on_on_one_rank_and_back(folder):
     """Sixteen ranks: experts over four of the eight of a stage."""
-    axes = (*ALL, "--parallel.ep", "4")
+    axes = (*ALL, "--parallel.ep", "4", "--sample.length", "1", "--report.final-samples", "4")
     kept = ("--checkpoint.every", "1", "--resume", "auto")
     for until, ranks, options in ((2, 16, axes), (4, 1, ()), (6, 16, axes)):
         run(ranks, "to and fro", *kept[: 2 if until == 2 else 4], *options, "--steps", str(until))
