@@ -4,11 +4,8 @@ Reads top to bottom like the figure: a stem, stages of residual blocks, the firs
 image, and a head on the mean of all pixels. Knows nothing of sharding.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import log, sqrt
-from typing import Any
 
 from shardrt import Tensor, nn
 from shardrt import functional as F
@@ -158,12 +155,9 @@ class RegNet(nn.Module):
 
     def pieces(self) -> list[nn.Piece]:
         """The forward, for a pipeline."""
+        blocks = [nn.Piece(b.name, lambda x, batch, block=b: block(x), (b,)) for b in self.blocks]
         return [
             nn.Piece("stem", lambda x, batch: self.stemmed(batch["images"]), (self.stem,)),
-            *(nn.Piece(block.name, partial(_called, block), (block,)) for block in self.blocks),
+            *blocks,
             nn.Piece("head", lambda x, batch: self.headed(x), (self.head,)),
         ]
-
-
-def _called(block: Block, x: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    return block(x)

@@ -4,10 +4,7 @@ Reads top to bottom like the figure: patches and their positions, blocks of atte
 before each, a last norm, and a head on the class token or the mean of the patches. Knows nothing of sharding.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from shardrt import Tensor, nn
 from shardrt import functional as F
@@ -160,15 +157,12 @@ class ViT(nn.Module):
         """The forward, for a pipeline."""
         start = (self.patches, self.positions, self.dropout)
         start = start if self.token is None else (*start, self.token)
+        blocks = [nn.Piece(b.name, lambda x, batch, block=b: block(x), (b,)) for b in self.blocks]
         return [
             nn.Piece("embedding", lambda x, batch: self.embedded(batch["images"]), start),
-            *(nn.Piece(block.name, partial(_called, block), (block,)) for block in self.blocks),
+            *blocks,
             nn.Piece("head", lambda x, batch: self.headed(x), (self.norm, self.head)),
         ]
-
-
-def _called(block: Block, x: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    return block(x)
 
 
 def linear(config: ViTConfig, inputs: int, outputs: int) -> nn.Linear:

@@ -11,8 +11,6 @@ from shardrt.checkpoint.state import full_state_dict
 from shardrt.checkpoint.store import Store, read_manifest, verify
 from shardrt.checkpoint.weights import load, save
 
-Checkpoints = CheckpointManager  # as it was called before
-
 __all__ = [
     "CheckpointError",
     "CheckpointManager",

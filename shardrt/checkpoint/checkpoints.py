@@ -11,7 +11,7 @@ import secrets
 import warnings
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +177,11 @@ class CheckpointManager:
         root, tag = self._place
         folder = root / self.store.BEGUN.format(self.store.name(step), tag)
         steps = {name: int(piece.steps[position]) for name, (piece, position) in self._counted.items()}
-        save = self._pending = _Save(folder, step, extra, best, steps, self._writer if copy else None)
         self._count += 1
-        save.name = self.store.FILE.format(self._mesh.rank, tag, self._count)
-        save.message = steps if self._report else {}
+        name = self.store.FILE.format(self._mesh.rank, tag, self._count)
+        message = steps if self._report else {}
+        writer = self._writer if copy else None
+        save = self._pending = _Save(folder, name, step, extra, best, steps, message, writer)
         try:
             pieces = self._copied() if copy else self._saved
         except MemoryError as error:  # reported by the next tick: a collective here would delay training
@@ -398,40 +399,37 @@ class CheckpointManager:
             set_steps(self._model, self._optimizer, manifest.steps)
 
 
+@dataclass(eq=False)
 class _Save:
     """One save on one rank: what to write, where, and the outcome. All write, then rank 0 publishes."""
 
-    def __init__(
-        self,
-        folder: Path,
-        step: int,
-        extra: dict[str, Any],
-        best: int | None,
-        steps: dict[str, int],
-        writer: ThreadStream | None,
-    ) -> None:
-        self.folder, self.step, self.extra, self.best, self.steps = folder, step, extra, best, steps
-        self.name = ""  # of this rank's file
-        self.written = self.published = False  # by all ranks, as all ranks know
-        self.done = False
-        self.error: BaseException | None = None
-        self.left: OSError | None = None  # why old checkpoints are still there
-        self.message: dict[str, int] = {}  # the entries of `steps` to send to rank 0
-        self.described = b""  # this rank's file, its contents and `message`, for the manifest
-        self._writer = writer
+    folder: Path
+    name: str  # of this rank's file
+    step: int
+    extra: dict[str, Any]
+    best: int | None
+    steps: dict[str, int]
+    message: dict[str, int]  # the entries of `steps` to send to rank 0
+    writer: ThreadStream | None
+    written: bool = False  # by all ranks, as all ranks know
+    published: bool = False
+    done: bool = False
+    error: BaseException | None = None
+    left: OSError | None = None  # why old checkpoints are still there
+    described: bytes = b""  # this rank's file, its contents and `message`, for the manifest
 
     def go(self, part: Callable[[], None]) -> None:
         """Run a stage of the save: in the writer's thread, or at once if there is none."""
         self.done = False
-        if self._writer is None:
+        if self.writer is None:
             self._do(part)
         else:
-            self._writer.submit(self._do, part)
+            self.writer.submit(self._do, part)
 
     def wait(self) -> None:
         """Return when the stage is done or has failed."""
-        if self._writer is not None:
-            self._writer.synchronize()
+        if self.writer is not None:
+            self.writer.synchronize()
 
     def write(self, disk: Disk, pieces: list[Piece], rank: int) -> None:
         """Write this rank's file, in the directory that the first rank to arrive makes."""

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardrt.checkpoint.disk import write_file
 from shardrt.checkpoint.manifest import Damaged, Manifest
 from shardrt.checkpoint.store import MANIFEST, STEP, Store, is_here, read_manifest
 
@@ -37,9 +36,7 @@ class ObjectStore(Store):
         _until(lambda: all(is_here(temporary, file) for file in manifest.files))
         if (temporary / MANIFEST).exists():
             self.disk.remove_file(temporary / MANIFEST)
-        write_file(self.disk, temporary / MANIFEST, manifest.dump())
-        if self.read(temporary) != manifest:
-            raise Damaged(f"{temporary / MANIFEST}: it reads back as something else than what was written")
+        self._write_manifest(temporary, manifest, part)
         with suppress(OSError):
             (self.root / NEWEST).write_text(str(manifest.step), encoding="utf-8")
         names = {MANIFEST, *(file.name for file in manifest.files)}

@@ -54,9 +54,7 @@ class Store:
         """
         target = self.root / self.name(manifest.step)
         replaced = self.root / f"{_REPLACED}{target.name}"
-        write_file(self.disk, temporary / MANIFEST, manifest.dump())
-        if read_manifest(temporary, part) != manifest:
-            raise Damaged(f"{temporary / MANIFEST}: it reads back as something else than what was written")
+        self._write_manifest(temporary, manifest, part)
         self.disk.sync_directory(temporary)
         if _ours(target):
             self._remove_replaced()
@@ -72,6 +70,12 @@ class Store:
             raise
         self.disk.sync_directory(self.root)
         return target
+
+    def _write_manifest(self, path: Path, manifest: Manifest, part: bool) -> None:
+        """Write the manifest into the directory `path`, and read it back. Raises OSError, Damaged."""
+        write_file(self.disk, path / MANIFEST, manifest.dump())
+        if self.read(path, part) != manifest:
+            raise Damaged(f"{path / MANIFEST}: it reads back as something else than what was written")
 
     def read(self, path: Path, part: bool = False) -> Manifest:
         """Call `read_manifest`."""

@@ -153,10 +153,8 @@ class FolderWriter:
     have more than `file_bytes`. Raises FileExistsError where `folder` is there and not empty; OSError.
     """
 
-    def __init__(
-        self, folder: Path, tensors: dict[str, tuple[int, ...]], file_bytes: int, disk: Disk | None = None
-    ) -> None:
-        self._folder, self._disk = folder, disk or Disk()
+    def __init__(self, folder: Path, tensors: dict[str, tuple[int, ...]], file_bytes: int) -> None:
+        self._folder, self._disk = folder, Disk()
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise FileExistsError(f"{folder} is there already")
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -99,14 +99,13 @@ def report(
     programs: Sequence[Program],
     machine: Machine,
     spans: Sequence[Span] = (),
-    stands_for: Sequence[int] = (),
     timing: Timing | None = None,
 ) -> Report:
     """Price the programs, unless `timing` says what they take, and say what their last step was.
 
     spans: of the first program's compute stream in places of its items, not seconds (script.py); without
-    them the names of kernels tell forward from backward. stands_for: how many ranks each program does,
-    if they don't say so themselves; of one program all. Raises NoStep where none ended.
+    them the names of kernels tell forward from backward. One program that does not say for which ranks it
+    stands does so for all; several stand for one rank each. Raises NoStep if no step ended.
     """
     timing = timing or price(programs, machine)
     program = timing.programs[0]
@@ -119,7 +118,7 @@ def report(
     dtype, peak = _peak(works, machine)
     mine, all_run = _flops(works)
     most = _peaks(timing, 0)
-    ranks = list(stands_for) or [len(each.alike) for each in programs]
+    ranks = [len(each.alike) for each in programs]
     if not all(ranks):
         ranks = [program.world_size] if len(programs) == 1 else [1] * len(programs)
     memories = [{place: by_category(peak) for place, peak in most.items()}]

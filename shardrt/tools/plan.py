@@ -21,7 +21,7 @@ from shardrt.simulate.machine import Machine
 from shardrt.simulate.plan import COMMUNICATION, COMPUTING, HOST, MEMORY, Found, Plan, search
 from shardrt.simulate.space import Candidate, candidates, combinations, words_for, words_of
 from shardrt.simulate.step import Simulated, simulated
-from shardrt.tools.scripts import FAILED, USAGE, add_script, of_script, positive
+from shardrt.tools.scripts import FAILED, USAGE, add_machine, add_script, of_script, positive
 from shardrt.train.config import read_toml
 from shardrt.train.errors import describe_error
 from shardrt.train.options import last_of
@@ -39,10 +39,7 @@ def add_to(commands: Any) -> None:
     """Add `plan` to argparse's subparsers."""
     what = "find the fastest way to train on a machine within its memory, by simulating many"
     parser = commands.add_parser("plan", help=what, description=what)
-    parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="in all (1)")
-    parser.add_argument(
-        "--machine", default="h100-8", metavar="NAME", help="a machine's name, or its TOML file (h100-8)"
-    )
+    add_machine(parser)
     parser.add_argument(
         "--memory", type=_above_zero, required=True, metavar="GB", help="of 10^9 bytes on each rank's device"
     )

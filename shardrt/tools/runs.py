@@ -96,10 +96,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
     Raises BadRun, Refused, OSError.
     """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(2, "no such folder", str(path.parent))
-    if not path.exists():
-        raise BadRun(f"{path.parent}: no {path.name}, so no run of models.train")
+    check_there(path)
     records = []
     *whole, _ = read_regular(path, LARGEST).split(b"\n")
     for place, line in enumerate(whole, start=1):
@@ -110,6 +107,14 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if not records:
         raise BadRun(f"{path}: nothing in it yet")
     return records
+
+
+def check_there(path: Path) -> None:
+    """Raise FileNotFoundError if the folder of a metrics.jsonl is missing, BadRun if the file is."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(2, "no such folder", str(path.parent))
+    if not path.exists():
+        raise BadRun(f"{path.parent}: no {path.name}, so no run of models.train")
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:

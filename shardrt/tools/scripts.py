@@ -15,6 +15,14 @@ USAGE, FAILED = 2, 65
 R = TypeVar("R")
 
 
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add the simulated ranks and their machine."""
+    parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="in all (1)")
+    parser.add_argument(
+        "--machine", default="h100-8", metavar="NAME", help="a machine's name, or its TOML file (h100-8)"
+    )
+
+
 def add_script(parser: argparse.ArgumentParser) -> None:
     """Add the script and its arguments, which come last, behind "--"."""
     parser.add_argument(

@@ -17,7 +17,7 @@ from shardrt.simulate.machine import Machine
 from shardrt.simulate.phases import traced
 from shardrt.simulate.step import Simulated, simulated
 from shardrt.simulate.values import Values
-from shardrt.tools.scripts import USAGE, add_script, of_script, positive, seconds
+from shardrt.tools.scripts import USAGE, add_machine, add_script, of_script, positive, seconds
 from shardrt.train.trace import events_of, names_of, write
 from shardrt.untrusted import say
 
@@ -26,10 +26,7 @@ def add_to(commands: Any) -> None:
     """Add `simulate` to argparse's subparsers."""
     message = "say what a step of a script would take on a machine, without it"
     parser = commands.add_parser("simulate", help=message, description=message)
-    parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="in all (1)")
-    parser.add_argument(
-        "--machine", default="h100-8", metavar="NAME", help="a machine's name, or its TOML file (h100-8)"
-    )
+    add_machine(parser)
     parser.add_argument(
         "--steps",
         type=positive,

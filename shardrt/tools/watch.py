@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrt.tools import autopsy
-from shardrt.tools.runs import LARGEST, BadRun, parsed, pipeline_described
+from shardrt.tools.runs import LARGEST, BadRun, check_there, parsed, pipeline_described
 from shardrt.train.metrics import METRICS
 from shardrt.train.progress import evaluation_line, step_line
 from shardrt.train.screen import Screen
@@ -84,10 +84,7 @@ class Metrics:
     """The records of a growing metrics.jsonl, each once."""
 
     def __init__(self, path: Path) -> None:
-        if not path.parent.is_dir():
-            raise FileNotFoundError(2, "no such folder", str(path.parent))
-        if not path.exists():
-            raise BadRun(f"{path.parent}: no {path.name}, so no run of models.train")
+        check_there(path)
         self._path = path
         self._file: tuple[int, int] | None = None
         self._read = 0  # bytes

@@ -251,27 +251,25 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         _at_least("memory.recompute_every", self.recompute_every, 1)
-        if self.update_on is Update.host and not self._all_on_host:
+        if self.update_on is Update.host and not all(self._on_host):
             raise ValueError(
                 "memory.update_on = 'host' needs offload_parameters, offload_gradients and offload_optimizer"
             )
-
         if self.directory is not None and self.policy is None:
             raise ValueError(
                 "memory.directory needs offload_parameters, offload_gradients or offload_optimizer"
             )
 
     @property
-    def _all_on_host(self) -> bool:
-        return self.offload_parameters and self.offload_gradients and self.offload_optimizer
+    def _on_host(self) -> tuple[bool, bool, bool]:
+        return self.offload_parameters, self.offload_gradients, self.offload_optimizer
 
     @property
     def policy(self) -> CPUOffloadPolicy | None:
         """The same for fully_shard; None if nothing is on the host."""
-        if not (self.offload_parameters or self.offload_gradients or self.offload_optimizer):
+        if not any(self._on_host):
             return None
-        on_host = (self.offload_parameters, self.offload_gradients, self.offload_optimizer)
-        return CPUOffloadPolicy(*on_host, step=self.update_on.value, directory=self.directory)
+        return CPUOffloadPolicy(*self._on_host, step=self.update_on.value, directory=self.directory)
 
     def prepare(self, blocks: Sequence[Module]) -> None:
         """Attach recomputation and the offload of activations to `blocks`."""

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import threading
+from dataclasses import dataclass
 from errno import EDQUOT, EIO, ENOSPC
 from itertools import product
 from pathlib import Path
@@ -55,7 +56,7 @@ class Stop(Watched):
     def note(self, name, args, result):
         """Keep in mind what would be lost if the machine stopped now."""
         if name == "create":
-            self.files[result] = File(SharedOffset(args[0]))
+            self.files[result] = File(Location(args[0]))
             self.written.append(self.files[result])
             self.names.append(("create", self.files[result].place, None))
         elif name == "write":
@@ -63,18 +64,17 @@ class Stop(Watched):
         elif name == "sync":
             self.files[args[0]].safe = self.files[args[0]].length
         elif name == "make_directory":
-            self.names.append(("create", SharedOffset(args[0]), None))
+            self.names.append(("create", Location(args[0]), None))
         elif name == "rename":
             self.move(*args)
-            self.names.append(("rename", SharedOffset(args[0]), SharedOffset(args[1])))
+            self.names.append(("rename", Location(args[0]), Location(args[1])))
         elif name == "sync_directory":
-            self.names = [entry for entry in self.names if args[0] not in (entry[1].path.parent,)]
+            self.names = [entry for entry in self.names if args[0] != entry[1].path.parent]
 
     def move(self, old, new):
         """What was noted of things below `old` is true of them below `new`."""
-        for place in {
-            id(p): p for p in [*(f.place for f in self.written), *(n[1] for n in self.names)]
-        }.values():
+        places = [*(file.place for file in self.written), *(entry[1] for entry in self.names)]
+        for place in {id(place): place for place in places}.values():
             if place.path.is_relative_to(old):
                 place.path = new / place.path.relative_to(old)
 
@@ -95,18 +95,20 @@ class Stop(Watched):
         os._exit(9)
 
 
-class SharedOffset:
+@dataclass
+class Location:
     """Where something is now."""
 
-    def __init__(self, path):
-        self.path = path
+    path: Path
 
 
+@dataclass
 class File:
     """Bytes written, and how many of them are on the disk."""
 
-    def __init__(self, place):
-        self.place, self.length, self.safe = place, 0, 0
+    place: Location
+    length: int = 0
+    safe: int = 0
 
 
 class Fails(Watched):
@@ -123,22 +125,22 @@ class Fails(Watched):
         return operation(*args)
 
 
-def run(root, disk, first, last):
-    """Save steps first, ..., last with values that tell the step; keeps one."""
+def made(root, disk=None):
+    """(model, checkpoints) of this rank; keeps one."""
     mesh = init_device_mesh("auto")
-    model = nn.Linear(5, 3)
-    for name, parameter in model.named_parameters():
-        parameter.data = values(name, parameter.shape, 0)
-    fully_shard(model, mesh=mesh)
-    checkpoints = CheckpointManager(
-        root, model, optim.SGD(model.parameters(), lr=1.0), mesh, keep_last=1, disk=disk
-    )
+    model = fully_shard(nn.Linear(5, 3), mesh=mesh)
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+    return model, CheckpointManager(root, model, optimizer, mesh, keep_last=1, disk=disk)
+
+
+def run(root, disk, first, last):
+    """Save steps first, ..., last with values that tell the step."""
+    model, checkpoints = made(root, disk)
     if first > OLD:
         checkpoints.restore()
     for step in range(first, last + 1):
         model.load_state_dict({n: values(n, p.shape, step) for n, p in model.named_parameters()})
         checkpoints.save(step)
-    return disk.count if isinstance(disk, Stop) else 0
 
 
 def values(name, shape, step):
@@ -147,10 +149,8 @@ def values(name, shape, step):
 
 def restored(root):
     """(step, whether the values are those of the step), as the next start finds them."""
-    model = nn.Linear(5, 3)
-    fully_shard(model, mesh=init_device_mesh("auto"))
-    optimizer = optim.SGD(model.parameters(), lr=1.0)
-    step, _ = CheckpointManager(root, model, optimizer, init_device_mesh("auto")).restore()
+    model, checkpoints = made(root)
+    step, _ = checkpoints.restore()
     right = all((p.shard == 10 * step + len(n)).all() for n, p in model.named_parameters())
     return step, right or step == 0
 

@@ -11,6 +11,7 @@ from shardrt.checkpoint.pieces import counted, pieces_of
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tests import lab
+from tests.combinations import pairwise
 from tests.lab import Net, loss_of
 
 STEPS = 6
@@ -18,19 +19,16 @@ BATCHES = lab.batches(STEPS, size=24)
 
 
 def made(
-    root, disk=None, keep_last=3, keep_every=0, sgd=False, net=Net, shape=None, kind="shared", **settings
+    root, disk=None, keep_last=3, keep_every=0, sgd=None, net=Net, shape=None, kind="shared", **settings
 ):
-    """(model, optimizer, checkpoints) of this rank."""
+    """(model, optimizer, checkpoints) of this rank. sgd: its momentum; None: AdamW."""
     model, mesh = lab.build(net, shape=shape, **settings)
-    rate = {"lr": 0.1, "momentum": 0.9 if sgd is True else sgd} if sgd is not False else {"lr": 1e-2}
-    optimizer = (optim.AdamW if sgd is False else optim.SGD)(model.parameters(), **rate)
-    return (
-        model,
-        optimizer,
-        CheckpointManager(
-            root, model, optimizer, mesh, keep_last=keep_last, keep_every=keep_every, kind=kind, disk=disk
-        ),
-    )
+    if sgd is None:
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    else:
+        optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=sgd)
+    how = {"keep_last": keep_last, "keep_every": keep_every, "kind": kind, "disk": disk}
+    return model, optimizer, CheckpointManager(root, model, optimizer, mesh, **how)
 
 
 def train(model, optimizer, first, last):
@@ -92,12 +90,13 @@ SETTINGS = {
     "SHARD_OPT": {"strategy": "SHARD_OPT"},
     "bfloat16": {"mp_policy": MixedPrecisionPolicy("bfloat16")},
     "on the host": {"offload_policy": CPUOffloadPolicy()},
-    "SGD": {"sgd": True},
+    "SGD": {"sgd": 0.9},
 }
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "asynchronous"), [("FULL_SHARD", False), *((name, True) for name in SETTINGS)]
+)
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path, name, asynchronous):
     settings = SETTINGS[name]
     expected = thread.run(2, uninterrupted, **settings)
@@ -108,19 +107,22 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path, name, asy
     assert [held[1] for held, _, _ in results] == [steps for _, steps in expected]
 
 
+SIZES = (1, 2, 3, 4, 8)
+
+
 @pytest.fixture(scope="module")
 def saved_at(tmp_path_factory):
     """World size -> (folder with a checkpoint of step 2, everything in it)."""
     made_by = {}
-    for size in (1, 2, 3, 4, 8):
+    for size in SIZES:
         root = tmp_path_factory.mktemp(f"saved-{size}") / "c"
         made_by[size] = root, whole(thread.run(size, save_after, root, 2))
     return made_by
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("saved", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize(
+    ("saved", "size", "strategy"), pairwise(SIZES, SIZES, ["FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"])
+)
 def test_it_loads_at_any_number_of_ranks_with_the_same_bits(saved_at, saved, size, strategy):
     root, expected = saved_at[saved]
     results = thread.run(size, resume, root, until=2, strategy=strategy)
@@ -225,7 +227,7 @@ def test_it_loads_into_other_units(saved_at):
     lab.assert_equal(whole(thread.run(2, into_one_unit, root)), expected)
 
 
-@pytest.mark.parametrize("momentum, message", [(True, "no 'momentum'"), (0.0, "'m', SGD keeps nothing")])
+@pytest.mark.parametrize("momentum, message", [(0.9, "no 'momentum'"), (0.0, "'m', SGD keeps nothing")])
 @lab.on_ranks(2)
 def test_weights_alone_load_under_another_optimizer(saved_at, momentum, message):
     root, expected = saved_at[2]

@@ -111,8 +111,8 @@ def test_a_checkpoint_that_one_host_has_not_published_is_passed_over(parts):
 
 
 def test_parts_of_different_checkpoints_are_not_put_together(tmp_path):
-    for name, rate in (("a", False), ("b", 0.5)):
-        thread.run(4, saved, tmp_path / name, (2,), sgd=rate)
+    for name, momentum in (("a", None), ("b", 0.5)):
+        thread.run(4, saved, tmp_path / name, (2,), sgd=momentum)
     shutil.rmtree(tmp_path / "a" / "host1")
     os.rename(tmp_path / "b" / "host1", tmp_path / "a" / "host1")
     with pytest.raises(CheckpointError, match="hosts have parts of different checkpoints"):

@@ -38,7 +38,7 @@ os.write(1, f"{made.rank} {type(made).__name__} {across:g} {digest(made)}\\n".en
 OF_THREADS = [
     (
         "tests/checkpoint/test_checkpoints.py",
-        "resumed_run and (FULL_SHARD-True or bfloat16-False) or another_model_is",
+        "resumed_run and (FULL_SHARD-False or bfloat16-True) or another_model_is",
     ),
     ("tests/fsdp/test_equal_to_one_rank.py", "unsharded_model and (4-Net or 4-Tied or 3-Frozen)"),
     ("tests/parity/test_features.py", "twins and (2-FULL or 4-)"),

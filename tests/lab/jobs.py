@@ -34,7 +34,7 @@ TINY = GPTRecipe(
     batch_size=4,
     model=GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256),
     report=settings.ReportConfig(log_interval=1, eval_interval=2, eval_samples=8),
-    sample=settings.SampleConfig(length=20),
+    sample=settings.SampleConfig(length=4),
 )
 TEXT = "All the world's a stage, and all the men and women merely players.\n" * 40
 # Open MPI refuses root, and more ranks than cores, unless these say so; MPICH knows none of these.
@@ -54,7 +54,6 @@ def furnish(folder: Path) -> Path:
     (folder / "unknown.toml").write_text("stepps = 3\n")
     (folder / "text.txt").write_text(TEXT)
     (folder / "empty.txt").touch()
-    (folder / "short.txt").write_text("short\n")
     (folder / "runs" / "taken").mkdir(parents=True)
     (folder / "runs" / "taken" / "metrics.jsonl").write_text("kept")
     (folder / "runs" / "untrained").mkdir()

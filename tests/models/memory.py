@@ -15,8 +15,6 @@ from models.gpt import Block as GPTBlock
 from models.hub import load_pretrained, save_pretrained
 from models.llama import Block as LlamaBlock
 from models.llama import Llama, LlamaConfig
-from models.vit import Block as ViTBlock
-from models.vit import ViT, ViTConfig
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import by_class, units, wrap
 from shardrt.kernels.cpu._warm_up import call_all
@@ -24,7 +22,6 @@ from shardrt.kernels.cpu._warm_up import call_all
 KINDS = {
     "gpt2": lambda: GPT(GPTConfig(n_layer=6, n_head=8, n_embd=512, block_size=256, vocab_size=16384)),
     "llama": lambda: Llama(LlamaConfig(n_layer=6, n_head=8, n_embd=512, n_hidden=1536, vocab_size=16384)),
-    "vit": lambda: ViT(ViTConfig(n_layer=2, n_head=8, n_embd=1024, n_hidden=4608)),
 }
 
 
@@ -53,18 +50,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("directory", help="where the model is exported to; it must not exist")
     options = parser.parse_args(arguments)
-    measure(options.kind, options.directory)
-
-
-def measure(kind: str, directory: str) -> None:
     mesh = init_device_mesh("auto")
     call_all()  # kernels: from here on they are loaded
-    first = KINDS[kind]()
-    wrap(first, by_class(GPTBlock, LlamaBlock, ViTBlock), mesh=mesh)
+    first = KINDS[options.kind]()
+    wrap(first, by_class(GPTBlock, LlamaBlock), mesh=mesh)
     _ = next(first.parameters()).shard  # built: from here on only what saving takes
-    saving = grown(lambda: save_pretrained(first, directory))
-    model = load_pretrained(directory)
-    wrap(model, by_class(GPTBlock, LlamaBlock, ViTBlock), mesh=mesh)
+    saving = grown(lambda: save_pretrained(first, options.directory))
+    model = load_pretrained(options.directory)
+    wrap(model, by_class(GPTBlock, LlamaBlock), mesh=mesh)
     loading = grown(lambda: next(model.parameters()).shard)
     line = {
         "saving": saving,

@@ -22,7 +22,7 @@ from shardrt import nn
 from shardrt.comm import init_device_mesh, thread, world
 from shardrt.fsdp import by_class, fully_shard, wrap
 from shardrt.parallel import expert_plan, parallelize_module
-from tests.lab import whole_gradients
+from tests import lab
 
 pytestmark = pytest.mark.torch
 
@@ -187,7 +187,7 @@ def step(folder, kind, ep=1):
     loss.backward()
     form, _ = hub.described(model)
     places, gradients = dict(form.tensors(model.config)), {}
-    for name, values in whole_gradients(model).items():
+    for name, values in lab.whole_gradients(model).items():
         for part, tensor in hub.in_files(values, places[name]) if mesh.rank == 0 else ():
             gradients[form.full_name(part.name)] = np.array(tensor)
     return np.array(logits.data), loss.item(), gradients
@@ -197,7 +197,7 @@ SPREAD = [(ranks, kind, ep) for kind in EXPERTS for ranks, ep in ((2, 2), (4, 2)
 
 
 @pytest.mark.parametrize(
-    "ranks, kind, ep", [*((ranks, kind, 1) for kind in KINDS for ranks in (1, 2, 4)), *SPREAD]
+    "ranks, kind, ep", [*((ranks, kind, 1) for kind in KINDS for ranks in (1, 4)), *SPREAD]
 )
 def test_logits_loss_and_gradients_are_those_of_transformers(references, kind, ranks, ep):
     reference = references(kind)
@@ -238,12 +238,11 @@ def exported(source, target, ep=1):
 def test_files_of_spread_experts_are_those_they_came_from_to_the_bit(references, tmp_path, ranks, kind, ep):
     thread.run(ranks, exported, references(kind).folder, tmp_path, ep)
     before = load_file(references(kind).folder / "model.safetensors")
-    after = {
-        name: values for file in tmp_path.glob("*.safetensors") for name, values in load_file(file).items()
-    }
-    assert after.keys() == before.keys() and any(".experts." in name for name in before)
-    for name, values in before.items():
-        np.testing.assert_array_equal(after[name], values, err_msg=name)
+    assert any(".experts." in name for name in before)
+    after = {}
+    for file in tmp_path.glob("*.safetensors"):
+        after |= load_file(file)
+    lab.assert_equal(after, before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -376,18 +375,9 @@ def test_images_are_seen_there_as_in_training(tmp_path, crop):
         (tmp_path / "pictures" / kind).mkdir(parents=True)
         for number in range(5):
             Image.fromarray(pixels).save(tmp_path / "pictures" / kind / f"{number}.png")
-    options = [
-        "--images.size",
-        "28",
-        "--images.channels",
-        "3",
-        "--model.image-size",
-        "28",
-        "--images.crop",
-        crop,
-    ]
-    options += ["--images.mean", "0.1", "0.2", "0.3", "--images.std", "0.5", "--model.patch-size", "7"]
-    task = train.parse(["--architecture", "vit", "--data", str(tmp_path / "pictures"), *options]).task()
+    options = f"--images.size 28 --images.channels 3 --images.crop {crop} --images.mean 0.1 0.2 0.3"
+    options += " --images.std 0.5 --architecture vit --model.image-size 28 --model.patch-size 7"
+    task = train.parse([*options.split(), "--data", str(tmp_path / "pictures")]).task()
     (tmp_path / "preprocessor_config.json").write_bytes(task.preprocessor())
     found = AutoImageProcessor.from_pretrained(tmp_path)(Image.fromarray(pixels))["pixel_values"][0]
     expected = next(iter(task.held_out(1, 1, 0, 1)))[0][0]

@@ -1,4 +1,4 @@
-"""Runs of a Llama with experts: their load is told, evaluation leaves balance out, any ranks have one run."""
+"""Runs of a Llama with experts: their load is told, evaluation leaves balance out. Ranks: test_folds.py."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,31 +16,9 @@ from tests.lab.jobs import arguments, curves, records, remove_after
 pytestmark = pytest.mark.usefixtures("here")
 
 SHAPE = LlamaConfig(2, 2, 1, 16, 12, 16, 256, tied=False, experts=4, balance_loss=0.1)
-HALVES = ("--micro-batches", "2")
 COMMON = ("--config", "experts.toml", "--steps", "3", "--sample.length", "4")
-
-
-RUNS = {  # of the same micro-batches: name -> ranks, options
-    "one": (1, HALVES),
-    "two": (2, (*HALVES, "--export")),
-    "stages": (2, (*HALVES, "--parallel.pp", "2", "--memory.recompute", "full")),
-    "spread": (2, (*HALVES, "--parallel.ep", "2")),
-}
 run = partial(jobs.run, common=COMMON)
-folder = jobs.folder_of(RUNS, COMMON, experts=jobs.with_experts(SHAPE))
-
-
-def test_losses_and_load_are_those_of_one_rank(folder):
-    steps = records(folder, "one", "step")
-    assert all(1 <= step["expert_load"] <= 2 and 0 <= step["empty_experts"] < 1 for step in steps)
-    assert len({step["expert_load"] for step in steps}) > 1
-    for name in ("two", "stages", "spread"):
-        for found, expected in zip(records(folder, name, "step"), steps, strict=True):
-            assert found["loss"] == pytest.approx(expected["loss"], rel=2e-6)
-            for figure in ("expert_load", "empty_experts"):
-                assert found[figure] == expected[figure]
-        held_out = [[r["held_out_loss"] for r in records(folder, run, "evaluation")] for run in (name, "one")]
-        assert held_out[0] == pytest.approx(held_out[1], rel=2e-6)
+folder = jobs.folder_of({"two": (2, ("--export",))}, COMMON, experts=jobs.with_experts(SHAPE))
 
 
 def test_the_load_is_told_in_progress_and_in_the_report(folder, capsys):

@@ -17,15 +17,11 @@ run = partial(jobs.run, 4, common=COMMON)
 # These save memory or traffic and change no bit.
 SAME = {
     "NO_SHARD": ["--fsdp.strategy", "NO_SHARD"],
-    "SHARD_OPT": ["--fsdp.strategy", "SHARD_OPT"],
     "SHARD_GRAD_OP": ["--fsdp.strategy", "SHARD_GRAD_OP", "--fsdp.prefetch", "2"],
     "larger units": ["--fsdp.blocks", "2", "--memory.recompute", "full"],
     "HYBRID_SHARD": jobs.HYBRID,
-    "recomputation": ["--memory.recompute", "full", "--memory.recompute-every", "2"],
-    "recomputation but for products": ["--memory.recompute", "matmul"],
-    "activations on the host": ["--memory.offload-activations", "True"],
-    "optimizer's state on the host": ["--memory.offload-optimizer", "True"],
-    "all on the host": jobs.ON_HOST,
+    "recomputation but for products": ["--memory.recompute", "matmul", "--memory.recompute-every", "2"],
+    "all on the host": [*jobs.ON_HOST, "--memory.offload-activations", "True"],
     "updates on the host": [*jobs.ON_HOST, "--memory.update-on", "host"],
     "all in files": [*jobs.ON_HOST, "--memory.directory", "spill"],
 }

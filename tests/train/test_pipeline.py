@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 STEPS = 3
 COMMON = ("--steps", str(STEPS), "--batch-size", "8", "--sample.temperature", "0")
+COMMON += ("--report.eval-interval", str(STEPS))
 run = partial(jobs.run, common=COMMON)
 DROPOUT = ("--model.dropout", "0.1")
 PARTS = ("--micro-batches", "4")
@@ -39,17 +40,14 @@ RUNS = {  # name: ranks, options
 }
 # What changes no bit of "pipeline".
 SAME = {
-    "late gradients": (2, ("--parallel.schedule", "ZB-H1")),
-    "two stages per rank": (2, ("--parallel.schedule", "interleaved1f1b")),
-    "both ends on one rank": (2, ("--parallel.schedule", "ZBVZeroBubble")),
+    "both ends on one rank": (2, ("--parallel.schedule", "zbvzerobubble")),
     "a table from a file": (2, ("--parallel.schedule", "own.csv", "--micro-batches", "1")),
     "four ranks": (4, ("--parallel.pp", "4", "--parallel.schedule", "GPipe")),
     "less memory": (2, ("--parallel.schedule", "ScheduleZB-H1", *SAVING)),
 }
 # What does as much as without a pipeline: ranks along the data, options, how close losses are.
 LIKEWISE = {
-    "data beside it": (2, DROPOUT, 2e-6),
-    "copies": (2, (*jobs.HYBRID, "--fsdp.check-copies", "1"), 2e-6),
+    "copies": (2, (*jobs.HYBRID, *DROPOUT, "--fsdp.check-copies", "1"), 2e-6),
     "adapters": (1, ("--lora.rank", "2", "--export"), 2e-6),
     "float16": (1, ("--precision.param", "float16"), 2e-5),
     "updates in backward": (1, (*LLAMA, *IN_BACKWARD, "--parallel.schedule", "DualPipeV"), 2e-6),
@@ -119,11 +117,6 @@ def test_three_axes(folder):
     run(2, "data of two", *PARTS)
     run(8, "three axes", *PP, "--parallel.tp", "2", "--parallel.sequence")
     assert_alike(folder, "three axes", "data of two", 2e-6)
-    llama = train.load(folder / "llama.toml")
-    settings.dump(replace(llama, model=replace(llama.model, n_kv_head=2)), folder / "wide.toml")
-    run(2, "Llama of two", *PARTS, "--config", "wide.toml")
-    run(8, "Llama on three axes", *PP, "--config", "wide.toml", "--parallel.tp", "2")
-    assert_alike(folder, "Llama on three axes", "Llama of two", 2e-6)
 
 
 def test_bits_depend_neither_on_stages_nor_on_parts_of_the_data(folder):
@@ -153,13 +146,12 @@ def test_a_run_moves_from_pipeline_to_pipeline(folder):
 def test_images_are_classified_alike(folder):
     pytest.importorskip("sklearn")
     quick = settings.ReportConfig(log_interval=1, eval_interval=2, eval_samples=16, final_samples=16)
-    for kind, layers in (("vit", ("--model.n-layer", "1")), ("regnet", ())):
-        recipe = train.parse(["--architecture", kind, "--steps", "2", *layers])
-        recipe = replace(recipe, report=quick, micro_batches=2, batch_size=16)
-        for name, pp in ((kind, 1), (f"{kind} in stages", 2)):
-            parallel = settings.ParallelConfig(pp=pp)
-            thread.run(pp, job.launch, replace(recipe, name=name, parallel=parallel))
-        assert_alike(folder, f"{kind} in stages", kind, 1e-5)
+    recipe = train.parse(["--architecture", "regnet", "--steps", "2"])
+    recipe = replace(recipe, report=quick, micro_batches=2, batch_size=16)
+    for name, pp in (("regnet", 1), ("regnet in stages", 2)):
+        parallel = settings.ParallelConfig(pp=pp)
+        thread.run(pp, job.launch, replace(recipe, name=name, parallel=parallel))
+    assert_alike(folder, "regnet in stages", "regnet", 1e-5)
 
 
 @pytest.mark.mpi
@@ -260,7 +252,7 @@ test_what_can_be_no_pipeline_is_told_in_the_words_of_the_command = jobs.set_up_r
         "6 stages can't be made of the 4 pieces of a GPT",
         *(2, *SCHEDULE, "Interleaved1F1B", "--parallel.stages-per-rank", "3"),
     ),
-    ("batch_size 4 cannot be shared equally", 2, *COUNTS, "3"),
+    ("batch_size 4 cannot be shared equally by 1 group of 2 ranks and 3 micro-batches", 2, *COUNTS, "3"),
     (
         "parallel.schedule: DualPipeV: 2 micro-batches are too few for 4 stages",
         *(2, *LLAMA, *COUNTS, "2", "--parallel.schedule", "DualPipeV"),

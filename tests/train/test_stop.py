@@ -57,7 +57,7 @@ def at_step(monkeypatch, number, action):
     monkeypatch.setattr(loop, "update", update)
 
 
-@pytest.mark.parametrize("every", [0, 3, 5])
+@pytest.mark.parametrize("every", [0, 5])
 def test_a_stop_file_saves_exits_and_the_run_goes_on(folder, monkeypatch, capfd, every):
     launch(1, "whole")
     checkpoint = settings.CheckpointConfig(every=every)

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from models import generate, train
 from models.hub import load_pretrained
-from models.images import ViTRecipe
 from shardrt.comm import init_device_mesh, thread
 from shardrt.train.job import launch
 from shardrt.untrusted import printable
@@ -67,19 +65,16 @@ def test_all_ranks_together_measure_every_held_out_image_once():
     assert figures(3, 100)["held_out_loss"][1] == 100
 
 
-@pytest.mark.parametrize("name", ["digits-vit", "digits-regnet"])
-def test_the_recipes_for_digits_learn_on_two_ranks(name, folder, capfd):
-    """A part of the recipe; docs/vision.md has the whole."""
+def test_the_recipe_for_digits_learns_on_two_ranks(folder, capfd):
+    """A part of the recipe; docs/vision.md has the whole. (test_image_runs.py has a RegNet.)"""
     pytest.importorskip("sklearn")
-    recipe = train.parse(["--config", str(CONFIGS / f"{name}.toml"), "--steps", "80", "--name", "x"])
+    recipe = train.parse(["--config", str(CONFIGS / "digits-vit.toml"), "--steps", "80", "--name", "x"])
     thread.run(2, launch, replace(recipe, report=replace(recipe.report, eval_interval=40)))
     evaluations = records(folder, "x", "evaluation")
     assert evaluations[-1]["held_out_accuracy"] > 0.8
     assert evaluations[-1]["held_out_loss"] < evaluations[0]["held_out_loss"]
     message = capfd.readouterr().out
     assert "img/s" in message and "% right" in message
-    weights = load_file(folder / "runs" / "x" / "checkpoint" / "model.safetensors")
-    assert ("stem.norm.running_mean" in " ".join(weights)) == (name == "digits-regnet")
 
 
 def test_a_folder_of_images_that_is_not_there_is_one_line(folder, capfd):
@@ -159,14 +154,13 @@ def test_fine_tuning_begins_with_the_weights_of_files_and_exports_them_merged(fo
     first = records(folder, "tuned", "step")[0]["loss"]
     assert first < records(folder, "base", "step")[0]["loss"]
     capsys.readouterr()
-    generate.main(["runs/tuned", "--length", "20"])
+    generate.main(["runs/tuned", "--length", "4"])
     sample = printable(records(folder, "tuned", "end")[0]["sample"], lines=True)  # raw in the record alone
     assert capsys.readouterr().out == sample + "\n"
 
 
 test_what_makes_no_sense_is_one_line = jobs.one_line_tests(
     ("architecture must be one of gpt, llama, vit, regnet, got 'bert'", "--architecture", "bert"),
-    ("size must be one of gpt2, gpt2-medium, gpt2-large, gpt2-xl, got 'gpt3'", "--size", "gpt3"),
     ("text.window 17 is more than the model's 16", "--text.window", "17"),
     ("text.separate_documents needs a token file", "--text.separate-documents", "True"),
     ("nowhere/config.json", "--init-from", "nowhere"),
@@ -180,9 +174,6 @@ test_what_makes_no_sense_is_one_line = jobs.one_line_tests(
 def test_a_size_by_name_goes_under_the_files_settings():
     recipe = train.parse(["--size", "gpt2-medium", "--config", str(CONFIGS / "gpt2.toml")])
     assert (recipe.model.n_layer, recipe.model.n_embd) == (12, 768), "what the file says goes over it"
-    recipe = train.parse(["--architecture", "vit", "--size", "vit-s16", "--model.n-layer", "3"])
-    assert (recipe.model.n_layer, recipe.model.n_embd) == (3, 384)
-    assert isinstance(recipe, ViTRecipe)
 
 
 def test_a_run_of_vit_is_loaded_again(folder):

@@ -1,20 +1,22 @@
-"""deterministic = 'world-invariant': a run leaves the same bits on 1, 2, 4 and 8 ranks, and if it moves."""
+"""deterministic = 'world-invariant': a run leaves the same bits on 1, 2, 4 and 8 ranks, and if it moves.
+
+That bits differ without the mode is in tests/fsdp/test_world_invariant.py, parts of sequences are in
+tests/parallel/test_context.py.
+"""
 
 from functools import partial
 
-import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import shardrt
 from shardrt.checkpoint import read_manifest
 from shardrt.kernels import cpu as kernels
-from tests import lab
 from tests.lab import jobs
 from tests.lab.jobs import arguments, curves, records, start
 
 INVARIANT = ("--deterministic", "world-invariant", "--micro-batches", "8", "--batch-size", "16")
-INVARIANT += ("--model.dropout", "0.1", "--checkpoint.every", "2")
+INVARIANT += ("--model.dropout", "0.1", "--checkpoint.every", "2", "--report.eval-interval", "6")
 
 
 run = partial(jobs.run, common=INVARIANT)
@@ -63,23 +65,6 @@ def test_every_number_of_ranks_leaves_the_same(folder):
         assert left(folder, f"on {ranks}") == left(folder, "alone")
 
 
-def test_so_it_is_where_two_ranks_share_each_sequence(folder):
-    for ranks in (2, 4):
-        run(ranks, f"cp 2 on {ranks}", "--steps", "6", "--parallel.cp", "2")
-    assert left(folder, "cp 2 on 4") == left(folder, "cp 2 on 2")
-    lab.assert_close(curves(folder, "cp 2 on 2")[0], curves(folder, "alone")[0], rtol=1e-5)
-
-
-def test_without_the_mode_bits_differ(folder):
-    """Same batch, same micro-batches, same data and masks but for the order of sums."""
-    without = ("--deterministic", "per-world", "--model.dropout", "0.0", "--steps", "6")
-    run(1, "by one", *without, "--micro-batches", "8", "--reduce-each", "True", "--threads", "1")
-    run(2, "by two", *without, "--micro-batches", "4", "--reduce-each", "True", "--threads", "1")
-    one, two = left(folder, "by one"), left(folder, "by two")
-    assert one != two
-    assert np.allclose(one[0], two[0], rtol=1e-5)
-
-
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_processes_that_go_on_where_threads_of_other_numbers_were_leave_the_same(folder, capfd):
@@ -95,11 +80,11 @@ def test_processes_that_go_on_where_threads_of_other_numbers_were_leave_the_same
 
 
 def test_another_number_of_micro_batches_is_reported(folder, capfd):
-    run(2, "told", "--steps", "2")
-    run(2, "told", "--steps", "3", "--resume", "auto", "--micro-batches", "4")
+    run(1, "told", "--steps", "2")
+    run(1, "told", "--steps", "3", "--resume", "auto", "--micro-batches", "4")
     message = "warning: not the run that was saved: micro_batches was 8, is 4"
     assert message in capfd.readouterr().out
-    run(2, "told", "--steps", "4", "--resume", "auto", "--micro-batches", "4", "--deterministic", "per-world")
+    run(1, "told", "--steps", "4", "--resume", "auto", "--micro-batches", "4", "--deterministic", "per-world")
     assert "deterministic was world-invariant, is per-world" in capfd.readouterr().out
 
 
