@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_an_error():
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("chunk", [0, 1, 2, 5, 6, 99])
+@pytest.mark.parametrize("chunk", [0, 1, 4, 99])
 def test_gradients_in_chunks(reduction, chunk):
     targets = targets_for((2, 3), 5)
     targets[1, 1] = -100
