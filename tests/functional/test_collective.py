@@ -237,33 +237,6 @@ def test_values_and_gradients_are_those_of_one_graph_over_all_ranks(name, axis, 
         np.testing.assert_allclose(dx[rank], gradient, rtol=1e-13, atol=1e-15)
 
 
-def test_they_chain_as_a_column_and_a_row_cut_do():
-    """f and g around two products that are cut over ranks give the gradients of the products uncut."""
-    x, first, second = normal(3, 4), normal(4, 6, seed=1), normal(6, 5, seed=2)
-
-    def body():
-        comm = create()
-        given = Tensor(x, requires_grad=True)
-        own = [Tensor(part, requires_grad=True) for part in cut(comm.rank, comm.size)]
-        loss = (C.reduce_from(C.copy_to(given, comm) @ own[0] @ own[1], comm) ** 2).sum()
-        loss.backward()
-        return loss.item(), np.array(given.grad), *(np.array(part.grad) for part in own)
-
-    def cut(rank, size):
-        return np.split(first, size, axis=1)[rank], np.split(second, size, axis=0)[rank]
-
-    whole = [Tensor(array, requires_grad=True) for array in (x, first, second)]
-    loss = ((whole[0] @ whole[1] @ whole[2]) ** 2).sum()
-    loss.backward()
-    found = run_ranks(3, body)
-    for each in found:
-        assert each[0] == pytest.approx(loss.item(), rel=1e-12)
-        np.testing.assert_allclose(each[1], whole[0].grad, rtol=1e-10)
-    for place, axis in ((2, 1), (3, 0)):
-        joined = np.concatenate([each[place] for each in found], axis)
-        np.testing.assert_allclose(joined, whole[place - 1].grad, rtol=1e-10)
-
-
 def test_alone_each_is_the_identity():
     comm = create()
     for name in OPS.keys() - {"send and receive"}:

@@ -154,24 +154,6 @@ def test_the_heads_loss_and_gradients_are_those_of_the_whole_weight(size, vocab,
     close(joined(found, 2), weight.grad)
 
 
-@pytest.mark.parametrize("chunk", [0, 2])
-def test_with_sequence_parallelism_each_rank_gets_the_gradient_of_its_rows(chunk):
-    x, matrix, targets = normal(6, WIDTH), normal(11, WIDTH), targets_of((6,), 11)
-
-    def body():
-        comm = create()
-        part, weight = of_rank(comm, matrix)
-        own = Tensor(np.split(x, 3)[comm.rank], requires_grad=True)
-        V.linear_cross_entropy(C.gather(own, comm), weight, targets, part, chunk=chunk).backward()
-        return np.array(own.grad), np.array(weight.grad)
-
-    given, weight = Tensor(x, requires_grad=True), Tensor(matrix, requires_grad=True)
-    F.linear_cross_entropy(given, weight, targets).backward()
-    found = run_ranks(3, body)
-    close(joined(found, 0), given.grad)
-    close(joined(found, 1), weight.grad)
-
-
 @pytest.mark.parametrize("ignore_index", [3, 0, -1, -6])
 def test_what_is_ignored_is_so_on_all_ranks_whatever_its_number(ignore_index):
     """A word of the first or of the other part; a number that is a column, counted from the part's end."""

@@ -132,12 +132,3 @@ def test_a_run_over_a_link_that_loses_packets_has_the_losses_and_weights_of_one_
         found[name] = losses(tmp_path, name), weights
     assert len(found["whole"][0]) == 12 and found["whole"][1]
     assert found["lossy"] == found["whole"]
-
-
-@pytest.mark.hosts
-def test_a_link_that_loses_packets_costs_time_and_nothing_else():
-    with Hosts(loss=0.01) as made, made.launching():
-        lossy = strategies("float32")
-        assert made.lost(0) and made.lost(1)
-    with Hosts() as made, made.launching():
-        assert strategies("float32") == lossy
