@@ -210,11 +210,8 @@ def test_backward_finds_two_bytes_of_each_number_it_needs():
 
 def test_a_gelu_reads_the_bits_that_are_kept():
     random = np.random.default_rng(0)
-    x, weight, bias, dy = (
-        random.standard_normal(s).astype(np.float32) for s in ((9, 8), (40, 8), 40, (9, 40))
-    )
-    inner, dinner = np.empty((2, 9, 40), np.uint16)
-    y, dbias = np.empty((9, 40), np.float32), np.empty(40, np.float32)
+    x, weight, bias = (random.standard_normal(s).astype(np.float32) for s in ((9, 8), (40, 8), 40))
+    inner, y = np.empty((9, 40), np.uint16), np.empty((9, 40), np.float32)
     K.linear.forward_gelu(x, weight, bias, inner, y)
     sums = np.empty_like(y)
     K.linear.forward(x, weight, None, sums)
@@ -225,11 +222,6 @@ def test_a_gelu_reads_the_bits_that_are_kept():
     K.activation.gelu_tanh_forward(inner.reshape(-1), again.reshape(-1))
     np.testing.assert_array_equal(y, again)
     np.testing.assert_allclose(y, expected, rtol=0, atol=1e-6)
-    K.linear.backward_gelu(dy, inner, dinner, dbias, False)
-    slope, sums = np.empty_like(y), np.empty_like(dbias)
-    K.linear.backward_gelu(dy, exact, slope, sums, False)
-    np.testing.assert_allclose(unpacked(dinner).data, slope, rtol=2**-8, atol=1e-6)
-    np.testing.assert_allclose(dbias, sums, rtol=1e-5, atol=1e-5)
 
 
 def unpacked(x):

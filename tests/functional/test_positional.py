@@ -100,7 +100,7 @@ interpolate(IMAGE, None, (1.7, 0.6), "bicubic") | interpolate(IMAGE, (5, 1), Non
 pow(X, 2) | pow(X, 3.0) | pow(SQUARE, -1) | pow(SQUARE, 0.5) | pow(X, 0) | clamp(X, 0.7)
 where(MASK, X, 3.0) | where(MASK, X[0], Y) | gelu(X * 6) | gelu(X * 6, approximate="tanh") | silu(X * 6)
 relu(X[0, 0]) | softmax(X * 3, -1) | softmax(CUBE, 1) | log_softmax(X, -1) | log_softmax(X[:, :1], 0)
-linear(CUBE, Y, COLUMN)
+linear(CUBE, Y, COLUMN) | linear(X[0], Y, COLUMN)
 cross_entropy(X, TARGETS, None, None, -100, None, "sum")
 cross_entropy(X, TARGETS, None, None, -100, None, "none")
 scaled_dot_product_attention(IMAGE, IMAGE[:, :, 1:], IMAGE[:, :, :5])
