@@ -93,24 +93,29 @@ def cases(sizes: tuple[int, ...]) -> list[Case]:
 
 
 def short() -> list[Case]:
-    """A selection, at 2 and 3 ranks: each failure and each mismatch in one phase, some differences.
+    """A selection, at 2 and 3 ranks: each failure in one phase, a mismatch, and ranks of other code.
 
-    And on 2 x 2 ranks, tensor parallelism beside data's: ranks that are killed, hang and mismatch. And in
-    stages: ranks of the first and of the last that are killed, hang and raise. And where rows go to experts
-    of other ranks: one that is killed, and one that raises on their way back.
+    On 2 x 2 ranks, tensor parallelism beside data's: ranks that hang and mismatch. In stages: ranks of the
+    first and of the last that hang and raise. Where rows go to experts of other ranks: one that is killed,
+    and one that raises on their way back.
 
-    (tests/train/test_stop.py has those in settings, of which the seed is one.)
+    (tests/mpi/contract.py has the messages of other mismatches, tests/train/test_stop.py those of other
+    differences.)
     """
-    chosen = [
-        Case(failure, PHASES[number % len(PHASES)], 2 + number % 2)
-        for number, failure in enumerate((*FAILURES, *MISMATCHES))
+    return [
+        *(
+            Case(failure, PHASES[number], 2 + number % 2)
+            for number, failure in enumerate((*FAILURES, "order"))
+        ),
+        Case("code", "set-up", 2),
+        Case("loop", "backward", 4, tp=2),
+        Case("unit", "optimizer", 4, tp=2),
+        Case("stop", "forward", 2, pp=2),
+        Case("loop", "backward", 4, pp=2),
+        Case("raise", "forward", 4, pp=2),
+        Case("kill", "exchange", 2, ep=2),
+        Case("raise", "exchange back", 2, ep=2),
     ]
-    chosen += [Case(difference, "set-up", 2) for difference in ("data", "code")]
-    crossed = (("kill", "forward"), ("loop", "backward"), ("unit", "optimizer"))
-    chosen += [Case(*kind, 4, tp=2) for kind in crossed]
-    staged = (("stop", "forward"), ("loop", "backward"), ("kill", "backward"), ("raise", "forward"))
-    chosen += [Case(*kind, 2 + 2 * (number % 2), pp=2) for number, kind in enumerate(staged)]
-    return chosen + [Case("kill", "exchange", 2, ep=2), Case("raise", "exchange back", 2, ep=2)]
 
 
 def prepare(folder: Path) -> Path:

@@ -16,7 +16,7 @@ from shardrt.comm import thread
 from shardrt.faults import guard
 from shardrt.train.job import launch
 from tests.clock import whole_job
-from tests.failures.launcher import KILLS, RECIPES, Run, check, of_ranks, prepare, runs, strike
+from tests.failures.launcher import Run, check, of_ranks, prepare, strike
 from tests.failures.matrix import survivors
 from tests.ranks import ROOT, clean_environment, mpirun_path
 
@@ -61,10 +61,3 @@ def test_a_program_without_a_loop_ends_when_its_launcher_is_gone(tmp_path, kill)
         survivors(mark)
         job.kill()
         job.wait()
-
-
-def test_the_runs_have_every_kill_of_every_recipe():
-    chosen = list(runs())
-    assert {(run.recipe, run.kill) for run in chosen} == {(r, k) for r in RECIPES for k in KILLS}
-    assert len(chosen) == len(RECIPES) * len(KILLS) == 80
-    assert {run.kill for run in chosen[:8]} == set(KILLS)

@@ -10,18 +10,7 @@ from shardrt import functional as F
 from shardrt.kernels import cpu
 from shardrt.kernels.cpu import _conv2d_plan, _conv2d_planes, _threads, conv2d
 from shardrt.kernels.cpu._vectors import WIDE
-from tests.gradcheck import check_gradients, leaf, normal
-
-
-def test_a_weight_used_twice_gets_both_gradients():
-    x, weight = leaf(normal(1, 2, 4, 4)), leaf(normal(2, 2, 3, 3))
-    check_gradients(lambda x, w: F.conv2d(F.conv2d(x, w, padding=1) * 2, w), x, weight)
-    depthwise = leaf(normal(2, 1, 3, 3))
-    check_gradients(lambda x, w: F.conv2d(F.conv2d(x, w, padding=1, groups=2), w, groups=2), x, depthwise)
-    for weight in (2, 3, 1, 1), (8, 3, 2, 2):
-        x = leaf(normal(2, 3, 6, 6))
-        check_gradients(lambda x, w: F.conv2d(x, w) + F.conv2d(x * x, w), x, leaf(normal(*weight)))
-
+from tests.gradcheck import normal
 
 # x, weight, stride, padding, dilation, groups: whole vectors and what is left of them.
 LARGE = [
@@ -53,7 +42,9 @@ LARGE = [
     # Weight's gradient: planes of a whole number of 2048 bytes; groups that fill vectors with a row of taps.
     ((2, 48, 16, 32), (20, 24, 3, 3), 1, 1, 1, 2),
     ((3, 24, 7, 9), (48, 12, 1, 3), (2, 1), (0, 1), (2, 1), 2),
-    # Nearly from y to x, but for strides, groups, the window, padding (which counts plane by plane, too).
+]
+# Nearly from y to x, but for strides, groups, the window, padding.
+NEARLY = [
     ((2, 40, 13, 12), (4, 40, 1, 1), 2, 0, 1, 1),
     ((2, 40, 9, 8), (4, 20, 1, 1), 1, 0, 1, 2),
     ((2, 40, 9, 8), (4, 40, 3, 3), 1, 0, 1, 1),
@@ -79,7 +70,7 @@ def test_cases_reach_what_they_are_for():
 
     for case in PLANES:
         assert _conv2d_planes.plan(*shapes(case), False) is not None
-    for case in LARGE:
+    for case in LARGE + NEARLY:
         assert _conv2d_plan.weight_plan(*shapes(case)).by_outputs == (case in BY_OUTPUTS)
         x, weight, _, *how, _ = shapes(case)
         assert conv2d._swaps(case[0][0] * x[1] * x[2], weight, *how) == (case in SWAPPED)
@@ -108,6 +99,20 @@ def test_equal_to_torch(dtype):
             other = other.numpy()
             error = np.abs(one - other).max() / np.abs(other).max()
             assert error < tolerance, f"{name} of {x} by {weight} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("case", [LARGE[1], LARGE[4], LARGE[6], LARGE[8], LARGE[21], PLANES[0]], ids=str)
+def test_a_weight_used_twice_gets_both_gradients(case):
+    x, weight, *geometry = case
+
+    def gradient(*images):
+        w = Tensor(normal(*weight).astype("float32"), requires_grad=True)
+        sum(F.conv2d(image, w, None, *geometry) for image in images).sum().backward()
+        return w.grad
+
+    images = [normal(*x, seed=seed).astype("float32") for seed in range(2)]
+    apart, both = sum(map(gradient, images)), gradient(*images)
+    np.testing.assert_allclose(both, apart, rtol=0, atol=1e-5 * np.abs(apart).max())
 
 
 def test_the_same_bits_on_any_number_of_threads(monkeypatch):

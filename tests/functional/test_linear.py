@@ -13,6 +13,7 @@ from shardrt.autograd import WRITTEN
 from shardrt.kernels import onednn
 from shardrt.kernels.cpu import _choice, linear, matmul
 from shardrt.recompute import checkpoint
+from tests import lab
 from tests.gradcheck import LAYOUTS, check_gradients, contiguous, leaf, normal
 
 SHAPES = [(3, 5, 2), (1, 1, 1), (7, 1, 3), (2, 9, 1)]  # rows, inputs, outputs
@@ -25,11 +26,6 @@ def test_gradients(sizes, layout):
     x, weight, bias = normal(rows, inputs), normal(outputs, inputs, seed=1), normal(outputs)
     check_gradients(F.linear, leaf(layout(x)), leaf(contiguous(weight)), leaf(bias))
     check_gradients(F.linear, leaf(contiguous(x)), leaf(layout(weight)), leaf(layout(bias)))
-
-
-@pytest.mark.parametrize("shape", [(5,), (2, 3, 5), (1, 1, 1, 5)], ids=str)
-def test_x_may_have_any_number_of_dimensions(shape):
-    check_gradients(F.linear, leaf(normal(*shape)), leaf(normal(4, 5)))
 
 
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
@@ -48,13 +44,9 @@ def test_gelu_in_one_op_is_linear_and_gelu_to_the_bit(sizes):
             np.testing.assert_allclose(one.grad, two.grad, rtol=1e-13, atol=1e-14)
 
 
-def test_gelu_in_one_op_adds_to_gradients_and_names_itself_in_errors():
-    weight, bias = leaf(normal(4, 4)), leaf(normal(4))
-    check_gradients(
-        lambda x, w, b: F.linear_gelu(F.linear_gelu(x, w, b), w, b), leaf(normal(3, 4)), weight, bias
-    )
-    with pytest.raises(ValueError, match="linear_gelu: weight must be"):
-        F.linear_gelu(normal(3, 4), normal(4))
+def test_gelu_in_one_op_adds_to_gradients():
+    inputs = leaf(normal(3, 4)), leaf(normal(4, 4)), leaf(normal(4))
+    check_gradients(lambda x, w, b: F.linear_gelu(F.linear_gelu(x, w, b), w, b), *inputs)
 
 
 # -- GELU's backward in the product that makes its gradient
@@ -193,38 +185,26 @@ def test_gradients_through_gelu_of_what_is_recomputed_or_was_offloaded(fused, po
     assert len(fused) == 4, "not where only the first of both layers is recomputed, or offloaded"
 
 
-def test_weight_and_bias_may_be_results_of_ops():
-    check_gradients(
+def twice(x, w, b=None):
+    return F.linear(F.linear(x, w, b), w, b)
+
+
+USES = {  # the layer, and shapes of what it gets
+    "weight and bias are results of ops": (
         lambda x, w, b: F.linear(x, (w * 2).T, b[1:] * 3),
-        leaf(normal(3, 5)),
-        leaf(normal(5, 2)),
-        leaf(normal(3)),
-    )
+        *((3, 5), (5, 2), (3,)),
+    ),
+    "a weight used twice": (twice, (3, 4), (4, 4), (4,)),
+    "a result used twice as weight": (lambda x, w: twice(x, w * w), (3, 4), (4, 4)),
+    "one tensor as input and weight": (lambda w: F.linear(w, w), (3, 4)),
+    "a weight in other ops too": (lambda x, w: F.linear(x, w) * (w * w).sum(), (3, 4), (2, 4)),
+}
 
 
-def test_a_weight_used_twice_gets_both_gradients():
-    check_gradients(
-        lambda x, w, b: F.linear(F.linear(x, w, b), w, b),
-        leaf(normal(3, 4)),
-        leaf(normal(4, 4)),
-        leaf(normal(4)),
-    )
-
-
-def test_a_result_used_twice_as_weight_gets_both_gradients():
-    def twice(x, w):
-        product = w * w
-        return F.linear(F.linear(x, product), product)
-
-    check_gradients(twice, leaf(normal(3, 4)), leaf(normal(4, 4)))
-
-
-def test_one_tensor_as_input_and_weight():
-    check_gradients(lambda w: F.linear(w, w), leaf(normal(3, 4)))
-
-
-def test_a_weight_that_also_goes_through_other_ops():
-    check_gradients(lambda x, w: F.linear(x, w) * (w * w).sum(), leaf(normal(3, 4)), leaf(normal(2, 4)))
+@pytest.mark.parametrize("use", USES)
+def test_gradients_of_what_is_used(use):
+    function, *shapes = USES[use]
+    check_gradients(function, *(leaf(normal(*shape)) for shape in shapes))
 
 
 def test_gradients_add_up_over_backwards():
@@ -259,23 +239,17 @@ def test_a_frozen_weight_saves_no_input():
     assert y.node.saved[0] is None
 
 
-@pytest.mark.parametrize(
-    "x, weight, bias, text",
-    [
-        ((3, 5), (2, 4), None, r"x must be \(\.\.\., 4\) for weight \(2, 4\), got \(3, 5\)"),
-        ((3, 4), (4,), None, "weight must be"),
-        ((3, 4), (2, 4), (4,), r"bias must be \(2,\)"),
-        ((), (2, 4), None, "x must be"),
-    ],
+test_what_does_not_fit_is_an_error = lab.refusals(
+    (
+        lambda: F.linear(normal(3, 5), normal(2, 4)),
+        r"x must be \(\.\.\., 4\) for weight \(2, 4\), got \(3, 5\)",
+    ),
+    (lambda: F.linear(normal(3, 4), normal(4)), "weight must be"),
+    (lambda: F.linear(normal(3, 4), normal(2, 4), normal(4)), r"bias must be \(2,\)"),
+    (lambda: F.linear(normal(), normal(2, 4)), "x must be"),
+    (lambda: F.linear(normal(3, 4).astype("f4"), normal(2, 4)), TypeError, "x float32, weight float64"),
+    (lambda: F.linear_gelu(normal(3, 4), normal(4)), "linear_gelu: weight must be"),
 )
-def test_sizes_that_do_not_fit_are_an_error(x, weight, bias, text):
-    with pytest.raises(ValueError, match=text):
-        F.linear(normal(*x), normal(*weight), None if bias is None else normal(*bias))
-
-
-def test_dtypes_do_not_mix():
-    with pytest.raises(TypeError, match="x float32, weight float64"):
-        F.linear(normal(3, 4).astype(np.float32), normal(2, 4))
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

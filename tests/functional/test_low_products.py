@@ -88,9 +88,10 @@ def test_gradients_are_at_least_as_near_to_exact_ones_as_those_of_torch_in_bfloa
 
 @pytest.fixture
 def read(monkeypatch):
-    """The types of what products with weights have read."""
+    """The types of what products and convolutions with weights have read."""
     read = []
     names = [(K.linear, name) for name in ("forward", "forward_gelu", "backward_input", "backward_weight")]
+    names += [(K.conv2d, name) for name in ("forward", "backward_input", "backward_weight")]
     for module, name in (*names, (K.matmul, "matmul")):
         real = getattr(module, name)
 
@@ -168,17 +169,7 @@ def test_products_of_experts_read_bits_and_those_of_their_router_float32(read):
         assert 0 < far < 0.02, f"{name}: {far:.1e}"
 
 
-def test_convolutions_read_bits_and_follow_those_in_float32(monkeypatch):
-    read = []
-    for name in ("forward", "backward_input", "backward_weight"):
-        real = getattr(K.conv2d, name)
-
-        def spied(a, b, *rest, real=real):
-            read.append((a.dtype, b.dtype))
-            real(a, b, *rest)
-
-        monkeypatch.setattr(K.conv2d, name, spied)
-
+def test_convolutions_read_bits_and_follow_those_in_float32(read):
     def step(policy):
         shardrt.manual_seed(3)
         model = nn.Sequential(nn.Conv2d(3, 16, 4, stride=4), nn.GELU(), nn.Conv2d(16, 8, 3, padding=1))
@@ -219,11 +210,8 @@ def test_backward_finds_two_bytes_of_each_number_it_needs():
 
 def test_a_gelu_reads_the_bits_that_are_kept():
     random = np.random.default_rng(0)
-    x, weight, bias, dy = (
-        random.standard_normal(s).astype(np.float32) for s in ((9, 8), (40, 8), 40, (9, 40))
-    )
-    inner, dinner = np.empty((2, 9, 40), np.uint16)
-    y, dbias = np.empty((9, 40), np.float32), np.empty(40, np.float32)
+    x, weight, bias = (random.standard_normal(s).astype(np.float32) for s in ((9, 8), (40, 8), 40))
+    inner, y = np.empty((9, 40), np.uint16), np.empty((9, 40), np.float32)
     K.linear.forward_gelu(x, weight, bias, inner, y)
     sums = np.empty_like(y)
     K.linear.forward(x, weight, None, sums)
@@ -234,11 +222,6 @@ def test_a_gelu_reads_the_bits_that_are_kept():
     K.activation.gelu_tanh_forward(inner.reshape(-1), again.reshape(-1))
     np.testing.assert_array_equal(y, again)
     np.testing.assert_allclose(y, expected, rtol=0, atol=1e-6)
-    K.linear.backward_gelu(dy, inner, dinner, dbias, False)
-    slope, sums = np.empty_like(y), np.empty_like(dbias)
-    K.linear.backward_gelu(dy, exact, slope, sums, False)
-    np.testing.assert_allclose(unpacked(dinner).data, slope, rtol=2**-8, atol=1e-6)
-    np.testing.assert_allclose(dbias, sums, rtol=1e-5, atol=1e-5)
 
 
 def unpacked(x):

@@ -5,6 +5,7 @@ import pytest
 
 from shardrt import Tensor
 from shardrt import functional as F
+from tests import lab
 from tests.gradcheck import check_gradients, leaf, normal
 
 
@@ -51,61 +52,37 @@ def test_the_norm_of_a_sum_is_a_sum_and_a_norm(norm, used):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_gradients_of_the_norm_of_a_sum(norm):
+def test_gradients_of_the_norm_of_one_tensor_twice_and_of_one_that_alone_is_trained(norm):
     def function(x, added, weight, bias):
         total, y = NORMS[norm][0](x, added, weight, bias)
         return total * y + (bias * 0).sum()
 
     weight, bias = parameters(5)
-    check_gradients(function, *map(leaf, (normal(3, 5), normal(3, 5, seed=4), weight, bias)))
     x = leaf(normal(3, 5))
     check_gradients(lambda x, w, b: function(x, x, w, b), x, leaf(weight), leaf(bias))
     frozen = [Tensor(a) for a in (normal(3, 5), weight, bias)]
     check_gradients(lambda added: function(frozen[0], added, *frozen[1:]), leaf(normal(3, 5, seed=4)))
 
 
-def test_sums_of_other_shapes_are_an_error():
-    with pytest.raises(
-        ValueError, match=r"add_rms_norm: x and added must have one shape, got \(3, 5\) and \(5,"
-    ):
-        F.add_rms_norm(normal(3, 5), normal(5), normal(5))
-    with pytest.raises(TypeError, match="add_layer_norm: .*x float64, added float32"):
-        F.add_layer_norm(normal(3, 5), normal(3, 5).astype(np.float32), normal(5))
+USES = {  # the norm, and shapes of what it gets
+    "both parameters twice": (lambda x, w, b: layer_norm(layer_norm(x, w, b) * 2, w, b), (3, 5), (5,), (5,)),
+    "the weight twice, of RMS norm": (lambda x, w: rms_norm(rms_norm(x, w) * x, w), (3, 5), (5,)),
+    # One gradient is there already when the kernel writes both: it must add to one and not to the other.
+    "the weight twice": (lambda x, w, b: layer_norm(layer_norm(x, w) * 2, w, b), (3, 5), (5,), (5,)),
+    "the bias twice": (
+        lambda x, w, b: layer_norm(layer_norm(x, x[0] * 0 + 1, b) * 2, w, b),
+        *((3, 5), (5,), (5,)),
+    ),
+    "one tensor as weight and bias": (lambda x, w: layer_norm(x, w, w), (3, 5), (5,)),
+    "results of ops": (lambda x, w, b: layer_norm(x, w[::2] * 2, b[::2]), (3, 5), (10,), (10,)),
+    "a result of an op, of RMS norm": (lambda x, w: rms_norm(x, w[::2]), (3, 5), (10,)),
+}
 
 
-def test_parameters_used_twice_get_both_gradients():
-    weight, bias = parameters(5)
-    check_gradients(
-        lambda x, w, b: layer_norm(layer_norm(x, w, b) * 2, w, b),
-        leaf(normal(3, 5)),
-        leaf(weight),
-        leaf(bias),
-    )
-    check_gradients(lambda x, w: rms_norm(rms_norm(x, w) * x, w), leaf(normal(3, 5)), leaf(weight))
-
-
-def test_one_parameter_used_twice_and_the_other_once():
-    """One gradient is there already when the kernel writes both: it must add to one and not to the other."""
-    weight, bias = parameters(5)
-    for first in (lambda x, w, b: layer_norm(x, w), lambda x, w, b: layer_norm(x, x[0] * 0 + 1, b)):
-        check_gradients(
-            lambda x, w, b: layer_norm(first(x, w, b) * 2, w, b),  # noqa: B023
-            leaf(normal(3, 5)),
-            leaf(weight),
-            leaf(bias),
-        )
-
-
-def test_one_tensor_as_weight_and_bias():
-    check_gradients(lambda x, w: layer_norm(x, w, w), leaf(normal(3, 5)), leaf(normal(5)))
-
-
-def test_parameters_may_be_results_of_ops():
-    weight, bias = parameters(10)
-    check_gradients(
-        lambda x, w, b: layer_norm(x, w[::2] * 2, b[::2]), leaf(normal(3, 5)), leaf(weight), leaf(bias)
-    )
-    check_gradients(lambda x, w: rms_norm(x, w[::2]), leaf(normal(3, 5)), leaf(weight))
+@pytest.mark.parametrize("use", USES)
+def test_gradients_of_parameters(use):
+    function, *shapes = USES[use]
+    check_gradients(function, *(leaf(normal(*shape, seed=i)) for i, shape in enumerate(shapes)))
 
 
 @pytest.mark.parametrize(
@@ -120,16 +97,19 @@ def test_gradients_that_nobody_wants_are_not_made(trained):
         check_gradients(rms_norm, *inputs[:2])
 
 
-def test_a_constant_row_is_no_trouble():
-    y = F.layer_norm(np.full((2, 8), 3.0, np.float32), 8, np.ones(8, np.float32))
-    assert (y.data == 0).all()
-
-
-@pytest.mark.parametrize("op", [layer_norm, rms_norm])
-def test_sizes_that_do_not_fit_are_an_error(op):
-    with pytest.raises(ValueError, match=r"weight must be \(5,\) for x \(3, 5\), got \(4,\)"):
-        op(normal(3, 5), normal(4))
-    with pytest.raises(ValueError, match="normalized_shape must be the last sizes of x, got"):
-        op(Tensor(1.0), normal(1))
-    with pytest.raises(TypeError, match="x float64, weight float32"):
-        op(normal(3, 5), np.ones(5, np.float32))
+SINGLE, OTHER = np.ones(5, np.float32), r"x and added must have one shape, got \(3, 5\) and \(5,"
+UNFIT = r"weight must be \(5,\) for x \(3, 5\), got \(4,\)"
+SCALAR = "normalized_shape must be the last sizes of x, got"
+test_what_does_not_fit_is_an_error = lab.refusals(
+    (lambda: F.add_rms_norm(normal(3, 5), normal(5), normal(5)), f"add_rms_norm: {OTHER}"),
+    (
+        lambda: F.add_layer_norm(normal(3, 5), normal(3, 5).astype("f4"), normal(5)),
+        *(TypeError, "add_layer_norm: .*x float64, added float32"),
+    ),
+    (lambda: layer_norm(normal(3, 5), normal(4)), UNFIT),
+    (lambda: rms_norm(normal(3, 5), normal(4)), UNFIT),
+    (lambda: layer_norm(Tensor(1.0), normal(1)), SCALAR),
+    (lambda: rms_norm(Tensor(1.0), normal(1)), SCALAR),
+    (lambda: layer_norm(normal(3, 5), SINGLE), TypeError, "x float64, weight float32"),
+    (lambda: rms_norm(normal(3, 5), SINGLE), TypeError, "x float64, weight float32"),
+)

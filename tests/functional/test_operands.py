@@ -81,7 +81,7 @@ def assert_it_leaves_the_dtype(name, kind, shape, dtype):
         x.grad = None
         result.sum().backward()
         assert x.grad.dtype == dtype and x.grad.shape == shape
-    if dtype == np.float64:
+    if dtype == np.float64 and kind in ("float", "0-d float64 array"):
         check_gradients(lambda x: op(x, number), x)
         check_gradients(lambda x: op(number, x), x)
 

@@ -1,21 +1,11 @@
-"""functional/pool.py: equal numbers, nan, bad arguments. The rest is in test_beside_pytorch.py."""
+"""functional/pool.py: bad arguments. The rest is in tests/contracts and test_beside_pytorch.py."""
 
-import numpy as np
 import pytest
 
-from shardrt import Tensor
 from shardrt import functional as F
 from tests.gradcheck import normal
 
 OPS = [F.max_pool2d, F.avg_pool2d]
-
-
-def test_of_equal_numbers_the_first_has_the_gradient_and_nan_stays():
-    x = Tensor(np.ones((1, 1, 2, 4), np.float32), requires_grad=True)
-    F.max_pool2d(x, 2).backward(np.array([[[[2, 3]]]], np.float32))
-    np.testing.assert_array_equal(x.grad[0, 0], [[2, 0, 3, 0], [0, 0, 0, 0]])
-    x.data[0, 0, 1, 1] = np.nan
-    np.testing.assert_array_equal(F.max_pool2d(x, 2).data[0, 0], [[np.nan, 1]])
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -97,6 +97,20 @@ huber_loss(X, Y, "sum", 0.7) | binary_cross_entropy(SHARE, SHARE * 0.9)
 binary_cross_entropy_with_logits(X * 20, SHARE_, SQUARE_, None, None, "mean", ROW_) | topk(X, 2)[0]
 cosine_similarity(X, Y, 1) | interpolate(IMAGE, None, 2) | interpolate(IMAGE, (5, 2), None, "bilinear")
 interpolate(IMAGE, None, (1.7, 0.6), "bicubic") | interpolate(IMAGE, (5, 1), None, "bilinear", True)
+pow(X, 2) | pow(X, 3.0) | pow(SQUARE, -1) | pow(SQUARE, 0.5) | pow(X, 0) | clamp(X, 0.7)
+where(MASK, X, 3.0) | where(MASK, X[0], Y) | gelu(X * 6) | gelu(X * 6, approximate="tanh") | silu(X * 6)
+relu(X[0, 0]) | softmax(X * 3, -1) | softmax(CUBE, 1) | log_softmax(X, -1) | log_softmax(X[:, :1], 0)
+linear(CUBE, Y, COLUMN) | linear(X[0], Y, COLUMN)
+cross_entropy(X, TARGETS, None, None, -100, None, "sum")
+cross_entropy(X, TARGETS, None, None, -100, None, "none")
+scaled_dot_product_attention(IMAGE, IMAGE[:, :, 1:], IMAGE[:, :, :5])
+max_pool2d(IMAGE, (2, 3), (1, 2), (1, 0)) | avg_pool2d(IMAGE, (2, 3), (1, 2), (1, 0))
+max_pool2d(IMAGE, (3, 1), (4, 1)) | avg_pool2d(IMAGE, (3, 1), (4, 1))
+conv2d(IMAGE, KERNEL[:, :, :2], COLUMN, (2, 1), (0, 2), (1, 2), 2)
+conv2d(IMAGE, UP.transpose(0, 1), None, 2) | conv2d(IMAGE, KERNEL[:, :1], COLUMN, (1, 2), 1, 1, 4)
+conv2d(IMAGE, KERNEL[:, :, 1:2, :1], COLUMN, 2, 0, 1, 2)
+conv_transpose2d(IMAGE, UP[:, :1], COLUMN, 2, 0, 0, 4)
+conv_transpose2d(IMAGE, UP[:, :, :1, :1], None, 3, 0, 2)
 """
 CASES = [call for line in CALLS.strip().split("\n") for call in line.split(" | ")]
 HERE = {"amax": "max", "amin": "min", "cat": "concatenate"}  # PyTorch's name, and that of shardrt

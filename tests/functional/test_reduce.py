@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from shardrt import functional as F
-from tests.gradcheck import LAYOUTS, check_gradients, leaf, normal
+from tests import lab
+from tests.gradcheck import check_gradients, leaf, normal
 
 AXES = [None, 0, 1, -1, (0, 2), (1, 0), ()]
 
@@ -12,9 +13,8 @@ AXES = [None, 0, 1, -1, (0, 2), (1, 0), ()]
 @pytest.mark.parametrize("op", [F.sum, F.mean, F.max])
 @pytest.mark.parametrize("axis", AXES, ids=str)
 @pytest.mark.parametrize("keepdims", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_and_values(op, axis, keepdims, layout):
-    x = layout(normal(3, 1, 5))
+def test_gradients_and_values(op, axis, keepdims):
+    x = normal(3, 1, 5)
     check_gradients(lambda x: op(x, axis, keepdims), leaf(x))
     expected = getattr(np, op.__name__)(x, axis=axis, keepdims=keepdims)
     np.testing.assert_allclose(op(leaf(x), axis, keepdims).data, expected, rtol=1e-14)
@@ -40,11 +40,7 @@ def test_results_are_arrays_of_the_dtype_of_the_input():
     assert F.mean(np.arange(4)).dtype == np.float32
 
 
-def test_an_axis_that_is_not_there_is_an_error():
-    with pytest.raises(ValueError, match="axis 2 is out of bounds"):
-        F.sum(leaf(normal(2, 3)), 2)
-
-
-def test_the_largest_of_nothing_is_an_error():
-    with pytest.raises(ValueError, match="zero-size"):
-        F.max(leaf(np.zeros((0, 3))))
+test_what_does_not_fit_is_an_error = lab.refusals(
+    (lambda: F.sum(leaf(normal(2, 3)), 2), "axis 2 is out of bounds"),
+    (lambda: F.max(leaf(np.zeros((0, 3)))), "zero-size"),
+)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from shardrt import functional as F
+from tests import lab
 from tests.gradcheck import LAYOUTS, check_gradients, leaf, normal
 
 
@@ -30,9 +31,7 @@ def test_scores_depend_on_the_distance_alone():
         np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-12)
 
 
-def test_what_does_not_fit_is_an_error():
-    x, (cos, sin) = normal(2, 3, 8), tables(3, 2)
-    with pytest.raises(ValueError, match="3 heads of 4 do not fit into x"):
-        F.rotary(x, cos, sin, 3)
-    with pytest.raises(ValueError, match="needs cos and sin"):
-        F.rotary(x, *tables(4, 2), 1)
+test_what_does_not_fit_is_an_error = lab.refusals(
+    (lambda: F.rotary(normal(2, 3, 8), *tables(3, 2), 3), "3 heads of 4 do not fit into x"),
+    (lambda: F.rotary(normal(2, 3, 8), *tables(4, 2), 1), "needs cos and sin"),
+)

@@ -47,13 +47,6 @@ def test_a_bias_moves_the_choice_and_not_the_weights():
     np.testing.assert_allclose(weights.data, 1 / (1 + np.exp([[-2.0, 0]])))
 
 
-def test_rows_are_in_order_of_expert_and_token():
-    order = F.expert_order(np.array([[1, 3], [0, 1], [1, 3]]), 5)
-    assert order.counts.tolist() == order.chosen.tolist() == [1, 3, 0, 2, 0]
-    assert order.copies.tolist() == [2, 0, 3, 4, 1, 5]
-    assert order.places.tolist() == [[1, 4], [0, 2], [3, 5]]
-
-
 def test_a_full_expert_keeps_the_highest_and_then_the_first():
     experts = np.array([[0], [0], [1], [0], [0]])
     priority = np.array([[0.5], [0.2], [0.1], [0.5], [0.9]])

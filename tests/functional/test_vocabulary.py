@@ -12,11 +12,13 @@ from shardrt.comm.counter import CollectiveCounter
 from shardrt.device.cpu import CPUDevice
 from shardrt.functional import collective as C
 from shardrt.functional import vocabulary as V
+from tests.combinations import pairwise
 from tests.gradcheck import leaf, normal
 from tests.ranks import run_ranks
 
 SIZES = [2, 3, 4]
-VOCABS = [12, 11, 5]  # 11 and 5: parts of 6 and 5, 4, 4 and 3; of 2, 2, 1 and none
+VOCABS = [12, 11, 5]  # 11: parts of 6 and 5, of 4, 4 and 3; 5: of 2, 1, 1 and 1
+PARTS = [(2, 12), (3, 11), (4, 5)]
 REDUCTIONS = ["mean", "sum", "none"]
 WIDTH = 4
 IGNORED = -100
@@ -61,8 +63,7 @@ def test_parts_are_as_equal_as_can_be(vocab, size, counts):
     assert halves[::2] == [first for first, _ in parts]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize(("size", "vocab"), PARTS)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_embedding_and_its_gradient_are_those_of_the_whole_table(size, vocab, sequence):
     """sequence: each rank goes on with its rows of the sum, as with sequence parallelism."""
@@ -100,10 +101,9 @@ def test_a_row_of_another_part_is_zero_and_has_no_gradient():
     assert other == ([[0, 0], [1, 1], [1, 1]], [4, 0, 0])
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    ("size", "vocab", "reduction", "inplace"), pairwise(SIZES, VOCABS, REDUCTIONS, (False, True))
+)
 def test_cross_entropy_and_its_gradient_are_those_of_all_logits(size, vocab, reduction, inplace):
     logits, targets = 3 * normal(2, 3, vocab), targets_of((2, 3), vocab)
 
@@ -129,10 +129,9 @@ def head(x, weight, targets, part, reduction="mean", chunk=128, ignore_index=-10
     return V.linear_cross_entropy(x, weight, targets, part, ignore_index, reduction, chunk)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("chunk", [0, 1, 4, 99])
+@pytest.mark.parametrize(
+    ("size", "vocab", "reduction", "chunk"), pairwise(SIZES, VOCABS, REDUCTIONS, (0, 1, 4, 99))
+)
 def test_the_heads_loss_and_gradients_are_those_of_the_whole_weight(size, vocab, reduction, chunk):
     x, matrix, targets = normal(2, 3, WIDTH), normal(vocab, WIDTH), targets_of((2, 3), vocab)
 
@@ -153,24 +152,6 @@ def test_the_heads_loss_and_gradients_are_those_of_the_whole_weight(size, vocab,
         close(each[1], given.grad)
         np.testing.assert_array_equal(each[1], found[0][1])
     close(joined(found, 2), weight.grad)
-
-
-@pytest.mark.parametrize("chunk", [0, 2])
-def test_with_sequence_parallelism_each_rank_gets_the_gradient_of_its_rows(chunk):
-    x, matrix, targets = normal(6, WIDTH), normal(11, WIDTH), targets_of((6,), 11)
-
-    def body():
-        comm = create()
-        part, weight = of_rank(comm, matrix)
-        own = Tensor(np.split(x, 3)[comm.rank], requires_grad=True)
-        V.linear_cross_entropy(C.gather(own, comm), weight, targets, part, chunk=chunk).backward()
-        return np.array(own.grad), np.array(weight.grad)
-
-    given, weight = Tensor(x, requires_grad=True), Tensor(matrix, requires_grad=True)
-    F.linear_cross_entropy(given, weight, targets).backward()
-    found = run_ranks(3, body)
-    close(joined(found, 0), given.grad)
-    close(joined(found, 1), weight.grad)
 
 
 @pytest.mark.parametrize("ignore_index", [3, 0, -1, -6])
@@ -227,8 +208,7 @@ def test_a_logit_that_is_no_number_is_seen_by_all_ranks():
     assert run_ranks(3, body) == [[True, False]] * 3
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("size", "dtype"), [(2, np.float64), (3, np.float32)])
 def test_two_numbers_per_row_are_gathered_once_whatever_the_chunks_and_no_more_backward(size, dtype):
     x, matrix, targets = normal(10, WIDTH).astype(dtype), normal(11, WIDTH).astype(dtype), np.arange(10)
 
@@ -285,8 +265,7 @@ def test_nobody_ever_has_an_array_of_all_logits(monkeypatch):
         assert taken < 4 * rows * vocab
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize(("size", "vocab"), PARTS)
 def test_logits_are_gathered_where_there_are_no_targets(size, vocab):
     x, matrix = normal(2, 3, WIDTH), normal(vocab, WIDTH)
 

@@ -78,8 +78,8 @@ def _training(name: str) -> list[str]:
     return [*command, "--resume", "auto", "--steps", str(STEPS), "--report.log-interval", "1"]
 
 
-def losses(folder: Path, name: str) -> dict[int, float]:
-    """By step; what was done again counts once."""
+def losses(folder: Path, name: str | Path) -> dict[int, float]:
+    """By step; what was done again counts once. name: of a run, or its folder."""
     rows = read_metrics(folder / "runs" / name / "metrics.jsonl")
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
 

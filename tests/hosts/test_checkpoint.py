@@ -11,10 +11,10 @@ from models import train
 from shardrt.checkpoint import verify
 from shardrt.comm import thread
 from shardrt.train.job import launch
-from shardrt.train.metrics import read_metrics
 from tests import lab
 from tests.failures.matrix import prepare
 from tests.hosts.hosts import Hosts
+from tests.hosts.restarts import losses
 from tests.hosts.test_failures import Job
 
 STEPS = 8
@@ -50,10 +50,6 @@ def with_places(folder: Path, name: str):
         yield places
 
 
-def losses(runs: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read_metrics(runs / "metrics.jsonl") if row["kind"] == "step"}
-
-
 def test_hosts_with_folders_of_their_own_go_on_to_the_bit_and_parts_are_gathered(folder):
     with with_places(folder, "host") as places:
         for steps in (STEPS // 2, STEPS):
@@ -64,7 +60,7 @@ def test_hosts_with_folders_of_their_own_go_on_to_the_bit_and_parts_are_gathered
             for place in places
         ]
         assert here == [[f"rank-{rank:05d}.safetensors" for rank in ranks] for ranks in ((0, 1), (2, 3))]
-        assert losses(places[0] / "apart") == losses(folder / "runs" / "whole")
+        assert losses(folder, places[0] / "apart") == losses(folder, "whole")
         gathered = lab.printed(4, "-m", "shardrt", "ckpt", "gather", str(folder / "runs" / "apart"))
         assert sum(line.endswith("  whole") for line in gathered) == 1
     verify(places[0] / "apart/checkpoints" / f"step-{STEPS:08d}")
@@ -84,4 +80,4 @@ def test_a_host_that_lacks_its_part_gets_it_from_the_other(folder):
         job = Job(folder, "moved", "--steps", str(STEPS), *KEPT)
         assert job.ended(200) == 0, job.out + job.err
         assert f"resumed from step {STEPS // 2}" in job.out
-        assert losses(places[0] / "moved") == losses(folder / "runs" / "whole")
+        assert losses(folder, places[0] / "moved") == losses(folder, "whole")

@@ -1,4 +1,4 @@
-"""The hosts themselves: what each has of its own, what cables do, and that nothing of them is left."""
+"""The hosts themselves: what each has of its own, and that nothing of them is left."""
 
 import os
 import signal
@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import lab
-from tests.hosts import hosts as made_here
-from tests.hosts.hosts import Hosts, unavailable
+from tests.hosts.hosts import unavailable
 from tests.ranks import ROOT, clean_environment
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
@@ -30,24 +29,6 @@ here.root.Barrier()
 mine.unlink()
 os.write(1, (" ".join(map(str, facts)) + "\\n").encode())
 """
-TIMES = """
-import os, time
-import numpy as np
-from mpi4py import MPI
-world, times = MPI.COMM_WORLD, []
-for n in (1, 1, 1, 1, 1, 1, 1 << 20):
-    data = np.zeros(n, np.uint8)
-    began = time.perf_counter()
-    if world.rank == 0:
-        world.Send(data, 1)
-        world.Recv(data[:1], 1)
-        times.append(time.perf_counter() - began)
-    else:
-        world.Recv(data, 0)
-        world.Send(data[:1], 0)
-if times:
-    os.write(1, f"{min(times[:-1])} {times[-1]}".encode())
-"""
 KEEP = """
 import sys
 from tests.hosts.hosts import Hosts
@@ -55,13 +36,6 @@ with Hosts(latency=1e-3) as hosts:
     print(*hosts.pids, *(process.pid for process in hosts._holding), flush=True)
     sys.stdin.read()
 """
-
-
-def times(**how):
-    """(seconds of the shortest round trip, those of one of 1 MiB, frames that its sender's cable lost)."""
-    with Hosts(2, 1, **how) as hosts, hosts.launching():
-        (line,) = lab.printed(2, "-c", TIMES)
-        return *map(float, line.split()), hosts.lost(0)
 
 
 def test_ranks_of_a_host_share_its_name_network_and_memory_and_nothing_with_the_other(hosts):
@@ -75,22 +49,6 @@ def test_ranks_of_a_host_share_its_name_network_and_memory_and_nothing_with_the_
     networks = [row[5] for row in found]
     assert networks[0] == networks[1] != networks[2] == networks[3]
     assert os.readlink("/proc/self/ns/net") not in networks
-
-
-def test_a_cable_takes_the_time_that_it_is_reported():
-    trip, _, lost = times(latency=5e-3)
-    assert trip > 4 * 5e-3  # there and back, each over two cables
-    assert not lost
-
-
-def test_a_cable_has_the_rate_that_it_is_reported():
-    _, mebibyte, _ = times(rate="50mbit")
-    assert mebibyte > ((1 << 20) - made_here.BURST) / (50e6 / 8)
-
-
-def test_what_a_cable_loses_comes_all_the_same():
-    *_, lost = times(loss=0.05)
-    assert 5 < lost < 200  # of 700 and more
 
 
 def test_hosts_go_with_the_process_that_made_them_however_it_ends():

@@ -23,17 +23,6 @@ facts = here.rank, here.size, socket.gethostname(), here.local_rank, here.local_
 os.write(1, (" ".join(map(str, facts)) + "\\n").encode())
 made.close()
 """
-MPICH = {
-    "a list of hosts": "-hosts node0:2,node1:2 -n 4",
-    "a list, and ranks per host": "-hosts node0,node1 -ppn 2 -n 4",
-}
-OPEN_MPI = {
-    "a list of hosts": "--host node0:2,node1:2 -n 4",
-    "a host file": "--hostfile slots -n 4",
-    "a host file, and no number": "--hostfile slots",
-    "a host file, and ranks per host": "--hostfile slots --map-by ppr:2:node",
-    "more ranks than cores": "--hostfile slots -n 4 --map-by slot:OVERSUBSCRIBE",
-}
 SRUN = [sys.executable, str(HERE / "as_srun.py")]
 
 
@@ -78,22 +67,19 @@ def test_ranks_of_mpich_know_their_host(mpich, folder):
 
 
 @pytest.mark.hosts
-@pytest.mark.parametrize("way", MPICH)
-def test_ranks_of_mpich_know_their_host_however_it_is_named(mpich, folder, way):
-    assert who(mpich, folder, MPICH[way]) == EXPECTED
-
-
-@pytest.mark.hosts
-@pytest.mark.parametrize("way", OPEN_MPI)
-def test_ranks_of_open_mpi_know_their_host(open_mpi, folder, way):
-    assert who(open_mpi, folder, OPEN_MPI[way]) == EXPECTED
-
-
-@pytest.mark.hosts
-def test_tasks_of_srun_with_pmi2_know_their_host(mpich, folder):
-    assert who(mpich, folder, "-f hosts -n 4", SRUN) == EXPECTED
-
-
-@pytest.mark.hosts
-def test_tasks_of_srun_with_pmix_know_their_host(open_mpi, folder):
-    assert who(open_mpi, folder, "--hostfile slots -n 4", SRUN) == EXPECTED
+@pytest.mark.parametrize(
+    ("launcher", "options", "between"),
+    [
+        ("mpich", "-hosts node0:2,node1:2 -n 4", ()),
+        ("mpich", "-hosts node0,node1 -ppn 2 -n 4", ()),
+        ("mpich", "-f hosts -n 4", SRUN),  # with PMI-2
+        ("open_mpi", "--host node0:2,node1:2 -n 4", ()),
+        ("open_mpi", "--hostfile slots -n 4", ()),
+        ("open_mpi", "--hostfile slots", ()),
+        ("open_mpi", "--hostfile slots --map-by ppr:2:node", ()),
+        ("open_mpi", "--hostfile slots -n 4 --map-by slot:OVERSUBSCRIBE", ()),  # more ranks than cores
+        ("open_mpi", "--hostfile slots -n 4", SRUN),  # with PMIx
+    ],
+)
+def test_ranks_know_their_host_however_it_is_named(request, folder, launcher, options, between):
+    assert who(request.getfixturevalue(launcher), folder, options, between) == EXPECTED

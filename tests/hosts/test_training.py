@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from shardrt.comm import create
-from shardrt.train.metrics import read_metrics
 from tests import lab
 from tests.failures.matrix import prepare
 from tests.hosts.hosts import Hosts
+from tests.hosts.restarts import losses
 from tests.hosts.test_failures import Job
 from tests.mpi.contract import digest
 from tests.ranks import BACKSTOP, ROOT, clean_environment, open_mpi, run_ranks
@@ -128,17 +128,7 @@ def test_a_run_over_a_link_that_loses_packets_has_the_losses_and_weights_of_one_
             assert job.ended(BACKSTOP) == 0, job.out + job.err
             assert not how or made.lost(0) and made.lost(1)
         run = tmp_path / "runs" / name
-        rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "step"]
         weights = {path.name: path.read_bytes() for path in run.glob("checkpoint/*.safetensors")}
-        found[name] = [(row["step"], row["loss"]) for row in rows], weights
+        found[name] = losses(tmp_path, name), weights
     assert len(found["whole"][0]) == 12 and found["whole"][1]
     assert found["lossy"] == found["whole"]
-
-
-@pytest.mark.hosts
-def test_a_link_that_loses_packets_costs_time_and_nothing_else():
-    with Hosts(loss=0.01) as made, made.launching():
-        lossy = strategies("float32")
-        assert made.lost(0) and made.lost(1)
-    with Hosts() as made, made.launching():
-        assert strategies("float32") == lossy

@@ -8,6 +8,7 @@ import pytest
 
 from shardrt.kernels import cpu as K
 from shardrt.nn.exact import norm_of
+from tests.contracts.sums import tree
 
 SIZE = 40_003
 CUTS = [(0, 17), (17, 17), (17, 20_000), (20_000, SIZE)]
@@ -15,13 +16,6 @@ CUTS = [(0, 17), (17, 17), (17, 20_000), (20_000, SIZE)]
 
 def normal(size, dtype, seed=0):
     return np.random.default_rng(seed).standard_normal(size).astype(dtype)
-
-
-def tree(parts):
-    """The reference: neighbours added, level by level; a last one without a neighbour goes up as it is."""
-    while len(parts) > 1:
-        parts = [parts[i] + parts[i + 1] if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
-    return parts[0]
 
 
 def in_pieces(sum_up, out, parts):
@@ -48,9 +42,8 @@ def test_two_parts_few_or_many_add_up_without_a_word_about_infinity(size, scale,
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("parts", [*range(1, 10), 16, 23])
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("own", [None, 0, -1])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 8, 9, 23])
+@pytest.mark.parametrize(("accumulate", "own"), [(True, None), (False, 0), (False, -1)])
 def test_a_sum_is_the_tree_of_neighbours_and_may_be_cut_anywhere(
     dtype, parts, accumulate, own, kernel_threads
 ):
@@ -69,29 +62,8 @@ def test_a_sum_is_the_tree_of_neighbours_and_may_be_cut_anywhere(
     assert np.array_equal(cut, expected)
 
 
-def test_longer_than_the_cache_too(kernel_threads):
-    buffers = [normal(300_007, np.float32, seed) for seed in range(6)]
-    out = np.empty(300_007, np.float32)
-    K.reduce.sum_into(out, buffers, 1.0, False)
-    assert np.array_equal(out, tree(buffers))
-
-
-@pytest.mark.parametrize("group", [2, 4, 8])
-def test_groups_may_be_summed_before_groups_are(group):
-    """What a reduction within nodes and then across them does."""
-    buffers = [normal(1000, np.float32, seed) for seed in range(16)]
-    sums = []
-    for first in range(0, 16, group):
-        sums.append(np.empty(1000, np.float32))
-        K.reduce.sum_into(sums[-1], buffers[first : first + group], 1.0, False)
-    expected, out = np.empty((2, 1000), np.float32)
-    K.reduce.sum_into(expected, buffers, 0.3, False)
-    K.reduce.sum_into(out, sums, 0.3, False)
-    assert np.array_equal(out, expected)
-
-
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-@pytest.mark.parametrize("parts", range(1, 10))
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_packed_sum_is_the_sum_of_the_unpacked(kind, parts, accumulate, kernel_threads):
     packed, unpacked = np.empty((parts, SIZE), np.uint16), np.empty((parts, SIZE), np.float32)

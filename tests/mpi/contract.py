@@ -227,12 +227,12 @@ class Contract:
             with noting(dtype, n, accumulate):
                 count = comm.size * n
                 scale = 0.3 if np.dtype(dtype).kind == "f" else 1.0
-                mine = values(comm.rank, count, dtype)
+                mine, before = values(comm.rank, count, dtype), values(99, n, dtype)
+                added_to = before if accumulate else None
+                expected = total(comm.size, count, dtype, own(comm, n), output=added_to, scale=scale)
                 for buffer in (np.empty(count, dtype), comm.allocate(count, dtype, shared=False)):
                     buffer[:] = mine
-                    output = values(99, n, dtype)
-                    before = output if accumulate else None
-                    expected = total(comm.size, count, dtype, own(comm, n), output=before, scale=scale)
+                    output = before.copy()
                     comm.reduce_scatter(output, buffer, stream=INLINE, scale=scale, accumulate=accumulate)
                     same(output, expected)
                     same(buffer, mine)
@@ -287,10 +287,12 @@ class Contract:
     def test_all_reduce_gives_every_rank_the_same_bits(self, comm):
         for op, dtype, count in REDUCTIONS:
             with noting(op, dtype, count):
+                mine = values(comm.rank, count, dtype)
+                expected = total(comm.size, count, dtype, slice(None), op=op)
                 for buffer in (np.empty(count, dtype), comm.allocate(count, dtype, shared=False)):
-                    buffer[:] = values(comm.rank, count, dtype)
+                    buffer[:] = mine
                     comm.all_reduce(buffer, op=op, stream=INLINE)
-                    same(buffer, total(comm.size, count, dtype, slice(None), op=op))
+                    same(buffer, expected)
 
     @on_every_rank
     def test_broadcast_from_every_root(self, comm):
@@ -314,13 +316,14 @@ class Contract:
         for dtype, n in MOVED:
             with noting(dtype, n):
                 count = comm.size * n
-                expected = [values(rank, count, dtype, part=own(comm, n)) for rank in range(comm.size)]
+                parts = [values(rank, count, dtype, part=own(comm, n)) for rank in range(comm.size)]
+                mine, expected = values(comm.rank, count, dtype), np.concatenate(parts)
                 for buffer in (np.empty(count, dtype), comm.allocate(count, dtype, shared=False)):
-                    buffer[:] = values(comm.rank, count, dtype)
+                    buffer[:] = mine
                     output = np.zeros(count, dtype)
                     comm.all_to_all(output, buffer, stream=INLINE)
-                    same(output, np.concatenate(expected))
-                    same(buffer, values(comm.rank, count, dtype))
+                    same(output, expected)
+                    same(buffer, mine)
 
     @on_every_rank
     def test_all_to_all_by_counts_per_peer(self, comm):

@@ -241,23 +241,21 @@ def check_stages(counted, mesh, schedule, **choices):
 
 
 def any_two(strategies, choose):
-    """Settings of which any two are together, or all."""
-    for row in choose(strategies, OFFLOADS, PRECISIONS, ACCUMULATIONS):
-        yield dict(zip(("strategy", "offload", "precision", "accumulation"), row, strict=True))
-    for change, strategy, precision in choose((None, *CHANGES), strategies, PRECISIONS):
-        accumulation = "none" if change else "tree"
-        yield {"strategy": strategy, "precision": precision, "accumulation": accumulation, "change": change}
-    for saving in SAVINGS:
-        yield {"strategy": strategies[-1], "saving": saving}
+    """Settings of which any two are together, or all; and sums by a tree in each strategy."""
+    names = ("strategy", "offload", "precision", "accumulation", "change")
+    rows = choose(strategies, OFFLOADS, PRECISIONS, ACCUMULATIONS, (None, *CHANGES))
+    for row, saving in zip(rows, cycle(SAVINGS), strict=False):
+        yield dict(zip(names, row, strict=True)) | {"saving": saving}
+    for strategy, precision in zip(strategies, cycle(PRECISIONS), strict=False):
+        yield {"strategy": strategy, "precision": precision, "accumulation": "tree"}
 
 
 def cut_in_modules():
     """Each way to cut them beside every other setting."""
-    ways, offloads, precisions = cycle(("tensor", "sequence")), cycle(OFFLOADS), cycle(PRECISIONS)
-    for saving in SAVINGS:
-        for accumulation in ACCUMULATIONS:
-            rest = {"offload": next(offloads), "precision": next(precisions), "accumulation": accumulation}
-            yield {"strategy": "FULL_SHARD", "cut": next(ways), "saving": saving, **rest}
+    savings, precisions, accumulations = cycle(SAVINGS), cycle(PRECISIONS), cycle(ACCUMULATIONS)
+    for cut, offload in product(("tensor", "sequence"), OFFLOADS):
+        rest = {"precision": next(precisions), "accumulation": next(accumulations)}
+        yield {"strategy": "FULL_SHARD", "cut": cut, "offload": offload, "saving": next(savings), **rest}
 
 
 STAGED = [
@@ -290,14 +288,12 @@ IN_STAGES = {  # by the number of ranks: meshes, what their communicators are wr
 
 def each_strategy(strategies):
     """Each beside every other setting."""
-    precisions, accumulations = cycle(PRECISIONS), cycle(ACCUMULATIONS)
+    precisions, accumulations, changes = cycle(PRECISIONS), cycle(ACCUMULATIONS), cycle((None, *CHANGES))
     for strategy in strategies:
         for offload in OFFLOADS:
-            rest = {"precision": next(precisions), "accumulation": next(accumulations)}
-            yield {"strategy": strategy, "offload": offload, **rest}
-        for change in (None, *CHANGES):
-            rest = {"precision": next(precisions), "accumulation": "none" if change else "tree"}
-            yield {"strategy": strategy, "change": change, **rest}
+            rest = {"accumulation": next(accumulations), "change": next(changes)}
+            yield {"strategy": strategy, "offload": offload, "precision": next(precisions), **rest}
+        yield {"strategy": strategy, "precision": next(precisions), "accumulation": "tree"}
 
 
 def main(backend, combinations="pairs"):

@@ -11,7 +11,6 @@ from tests.mpi import memory, readers
 
 SIZE = mpi_world.of_mpi().size
 SHARED = "shm" if mpi_world.of_mpi().local_size == SIZE else "auto"
-BACKENDS = pytest.mark.parametrize("backend", [SHARED, "mpi"])
 
 
 def weights(mesh, **settings):
@@ -24,7 +23,7 @@ def weights(mesh, **settings):
 
 
 @pytest.mark.skipif(SIZE % 2, reason="for 2 and 4 ranks")
-@BACKENDS
+@pytest.mark.parametrize("backend", [SHARED, "mpi"] if SIZE == 2 else [SHARED])
 def test_every_strategy_precision_and_offload_gives_the_same_bits(backend):
     flat = init_device_mesh("auto", communicator=backend)
     cases = [(flat, {"strategy": name}) for name in ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP")]
@@ -41,7 +40,7 @@ def test_every_strategy_precision_and_offload_gives_the_same_bits(backend):
 
 
 @pytest.mark.skipif(SIZE != 2, reason="for 2 ranks")
-@BACKENDS
+@pytest.mark.parametrize("backend", [SHARED, "mpi"])
 def test_late_readers_and_several_models_on_one_mesh(backend):
     readers.main(backend)
 
