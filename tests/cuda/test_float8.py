@@ -90,12 +90,6 @@ def test_bits_both_ways_and_the_scale(emulated, element, kind, sizes):
         assert emulated.launches == [float8._KERNELS[kind]]
 
 
-def test_two_launches_cast_transpose_and_find_the_largest(emulated):
-    with guarded("bfloat16") as array:
-        cast(array, array(normal(64, 32)), E4M3)
-    assert emulated.launches == ["abs_max", "cast_e4m3"]
-
-
 @pytest.mark.parametrize("tiny", [0.0, 1e-30])
 def test_a_matrix_of_zeros_and_tiny_numbers_has_a_finite_scale(emulated, tiny):
     with guarded("float32") as array:

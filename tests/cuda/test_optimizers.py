@@ -49,18 +49,6 @@ def test_a_range_has_the_same_bits_whatever_the_others(emulated, element):
             np.testing.assert_array_equal(one, other)
 
 
-def test_an_update_in_parts_has_the_bits_of_one(emulated):
-    """As after a cut by offload."""
-    with guarded("float32") as array:
-        whole, parts = ([array(values) for values in state()] for _ in range(2))
-        cuda.adamw.step(*whole, WHOLE)
-        for start, stop in ((0, 777), (777, 778), (778, COUNT)):
-            piece = np.array([[0, stop - start, *WHOLE[0, 2:]]])
-            cuda.adamw.step(*(part[start:stop] for part in parts), piece)
-        for one, other in zip(whole, parts, strict=True):
-            np.testing.assert_array_equal(one, other)
-
-
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 @pytest.mark.parametrize("shift", [0, 1])
 def test_the_new_weights_are_written_rounded_as_a_cast_would(emulated, kind, shift):
