@@ -36,11 +36,13 @@ def made(
     shape=None,
     tp=False,
     sequence=False,
+    outermost=None,
     **settings,
 ):
     """(mesh of the data, sharded model): every block and the whole are units.
 
-    tp: the second axis of `shape` cuts them; sequence: and what is between them.
+    tp: the second axis of `shape` cuts them; sequence: and what is between them. outermost: other settings of
+    the outermost unit.
     """
     names = ("dp_shard", "tp") if tp else None
     mesh = init_device_mesh(name, shape, names, communicator=communicator, reduction=reduction)
@@ -55,7 +57,7 @@ def made(
         fully_shard(block, mesh=mesh, **settings)
     if "mp_policy" in settings:
         settings["mp_policy"] = replace(settings["mp_policy"], output_dtype="float32")  # the logits
-    return mesh, fully_shard(model, mesh=mesh, **settings)
+    return mesh, fully_shard(model, mesh=mesh, **settings | (outermost or {}))
 
 
 def train(name, directory=None, *, scaled=False, parts=1, in_backward=False, freeze=False, **settings):

@@ -2,7 +2,6 @@
 
 import threading
 from collections import Counter, defaultdict
-from dataclasses import replace
 from itertools import product
 from threading import get_ident
 
@@ -10,8 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import shardrt
-from models.gpt import GPT, GPTConfig
 from shardrt import device, nn, optim
 from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
@@ -20,10 +17,10 @@ from shardrt.device.cuda import CUDADevice
 from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    fully_shard,
     memory_plan,
     set_world_invariant,
 )
+from tests.cuda.small_gpt import CONFIG, made, same_bits
 from tests.mpi.contract import packed, unpacked, values
 from tests.softgpu.nccl import NcclCommunicator
 
@@ -31,7 +28,6 @@ pytest.importorskip("cupy")
 MODES = ("late", "side first", "compute first")
 COUNTS = (0, 1, 7, 1000)  # elements per rank
 OPS = {"sum": np.sum, "prod": np.prod, "max": np.max, "min": np.min}
-SMALL = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=29)
 FLOAT = 2e-7  # what sums of a few float32 may be off, relative to their largest
 RANKS = pytest.mark.parametrize("ranks", [2, 3])
 REDUCTION = pytest.mark.parametrize("reduction", ["nccl", "tree"])
@@ -146,26 +142,14 @@ def test_nccl_adds_16_bits_as_a_sum_that_is_rounded_at_each_rank_and_the_tree_do
 # -- training
 
 
-def model_on(mesh, outermost=None, **settings):
-    """A GPT in units, of which the outermost has other settings as well."""
-    shardrt.manual_seed(0)
-    model = GPT(SMALL)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **settings)
-    if "mp_policy" in settings:
-        settings["mp_policy"] = replace(settings["mp_policy"], output_dtype="float32")  # the logits
-    return fully_shard(model, mesh=mesh, **settings | (outermost or {}))
-
-
 def texts(mesh, step):
     """This rank's two rows."""
-    return np.random.default_rng([step, mesh.rank]).integers(0, SMALL.vocab_size, (2, SMALL.block_size + 1))
+    return np.random.default_rng([step, mesh.rank]).integers(0, CONFIG.vocab_size, (2, CONFIG.block_size + 1))
 
 
-def train(name, *, communicator="auto", reduction="nccl", shape=None, parts=1, **settings):
+def train(name, *, parts=1, **settings):
     """Norms and weights of two steps in which the host reads nothing but the norm."""
-    mesh = init_device_mesh(name, shape, communicator=communicator, reduction=reduction)
-    model = model_on(mesh, **settings)
+    mesh, model = made(name, **settings)
     optimizer, norms = optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(2):
         for _ in range(parts):
@@ -185,13 +169,6 @@ TRAINED = {  # by NCCL, with each reduction: ranks, in how many modes, how
     "gradients on the host": (2, 1, {"offload_policy": ON_HOST, "parts": 2}),
     "bfloat16": (4, 1, {"mp_policy": MixedPrecisionPolicy("bfloat16", "bfloat16")}),
 }
-
-
-def same(found, expected):
-    """To the bit."""
-    np.testing.assert_array_equal(found[0], expected[0])
-    for name, array in expected[1].items():
-        np.testing.assert_array_equal(found[1][name], array, err_msg=name)
 
 
 def near(found, expected):
@@ -215,7 +192,7 @@ def test_training_is_near_the_cpus_and_has_the_same_bits_however_late_streams_ar
             software.choose(mode, seed=1)
             how = {"communicator": "nccl", "reduction": reduction, **settings}
             found = thread.run(ranks, train, "cuda", **how)[0]
-            same(found, first.setdefault(variant, found))
+            same_bits([found], [first.setdefault(variant, found)])
         expected = thread.run(ranks, train, "cpu", **settings)[0]
         assert near(first[variant], expected) < (6e-2 if variant == "bfloat16" else 1e-5), variant
     apart = [near(first[variant], first["FULL_SHARD"]) for variant in ("NO_SHARD", "HYBRID_SHARD")]
@@ -223,12 +200,11 @@ def test_training_is_near_the_cpus_and_has_the_same_bits_however_late_streams_ar
 
 
 def train_invariant(reduction):
-    mesh = init_device_mesh("cuda", communicator="nccl", reduction=reduction)
-    model = model_on(mesh)
+    mesh, model = made("cuda", communicator="nccl", reduction=reduction)
     set_world_invariant(model, 2)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     for number in range(mesh.rank, 2, mesh.size):
-        text = np.random.default_rng(number).integers(0, SMALL.vocab_size, (2, SMALL.block_size + 1))
+        text = np.random.default_rng(number).integers(0, CONFIG.vocab_size, (2, CONFIG.block_size + 1))
         (F.cross_entropy(model(text[:, :-1]), text[:, 1:]) * 0.5).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
@@ -237,7 +213,7 @@ def train_invariant(reduction):
 
 def test_one_rank_and_two_train_to_the_same_bits_by_the_tree_and_nccls_sums_are_refused(software):
     one, two = (thread.run(ranks, train_invariant, "tree")[0] for ranks in (1, 2))
-    same(two, one)
+    same_bits([two], [one])
     with pytest.raises(ValueError, match="reduction='tree'"):
         thread.run(2, train_invariant, "nccl")
 
@@ -276,8 +252,8 @@ def counting(software, monkeypatch):
 
 def counted_step(reduction, norm_type, outermost, counting):
     """Waits for the norm of a second step, and counts of all of that step."""
-    mesh = init_device_mesh("cuda", communicator="nccl", reduction=reduction)
-    model = model_on(mesh, {"strategy": outermost})
+    how = {"communicator": "nccl", "reduction": reduction, "outermost": {"strategy": outermost}}
+    mesh, model = made("cuda", **how)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     here = device.current()
     seen = []
@@ -344,9 +320,9 @@ def allocated(software, monkeypatch):
 
 def planned(communicator, reduction, strategy, precision, allocated):
     """[[planned on the device, on the host], [allocated there]]."""
-    shape = (2, 2) if "HYBRID" in strategy else None
-    mesh = init_device_mesh("cuda", shape, communicator=communicator, reduction=reduction)
-    model = model_on(mesh, strategy=strategy, mp_policy=MixedPrecisionPolicy(precision))
+    how = {"strategy": strategy, "mp_policy": MixedPrecisionPolicy(precision)}
+    how["shape"] = (2, 2) if "HYBRID" in strategy else None
+    mesh, model = made("cuda", communicator=communicator, reduction=reduction, **how)
     text = texts(mesh, 0)
 
     def backward():

@@ -33,7 +33,6 @@ def counts(software):
 
 def test_a_step_of_gpt2_is_at_most_336_launches(counts):
     """Kernels, matmuls and fills; with four kernels for attention in a layer, where cuDNN has two."""
-    print(sorted(counts.items(), key=str))
     launches = sum(n for (what, _), n in counts.items() if what in ("launch", "product", "set"))
     assert 147 < launches <= 336
     assert counts["product", None] == 3 * (12 * 4 + 1)  # qkv, output, up, down; the head

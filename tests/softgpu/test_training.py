@@ -209,7 +209,7 @@ CAPTURED = {
     "more pieces of gradients than CuPy joins without an upload": (1, {"layers": 12}),
     "two ranks": (2, {"communicator": "nccl", "dropout": 0.2}),
     "two ranks, by the tree": (2, {"communicator": "nccl", "reduction": "tree"}),
-    "two ranks along tp": (2, {"communicator": "nccl", "shape": (1, 2), "dropout": 0.2}),
+    "two ranks along tp": (2, {"communicator": "nccl", "shape": (1, 2), "tp": True, "dropout": 0.2}),
 }
 
 
