@@ -126,12 +126,11 @@ def test_ranks_that_share_a_gpu_are_staged_and_say_so_once():
 
 @pytest.mark.mpi
 @pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.parametrize("gpus, pair", [(1, "0 and 1"), (2, "0 and 2")])
-def test_of_all_groups_and_roles_one_rank_warns_once(gpus, pair):
-    done = mpirun(4, ["-m", "tests.softgpu.run", "-c", GROUPS], SOFTGPU_DEVICES=str(gpus))
+def test_of_all_groups_and_roles_one_rank_warns_once():
+    done = mpirun(4, ["-m", "tests.softgpu.run", "-c", GROUPS], SOFTGPU_DEVICES="2")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("UserWarning") == 1
-    assert f"ranks {pair} share a GPU" in done.stderr
+    assert "ranks 0 and 2 share a GPU" in done.stderr
 
 
 def test_a_thread_of_the_host_that_waits_for_a_gpu_makes_no_context_on_another(software):
