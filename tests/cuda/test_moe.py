@@ -89,8 +89,11 @@ def on_ranks_of_their_own(name, policy, **router):
     return losses, full_state_dict(model)
 
 
-@pytest.mark.parametrize("router", [{}, {"capacity_factor": 0.75}], ids=["all rows", "a capacity"])
-@pytest.mark.parametrize("policy", [None, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("policy", "router"),
+    [(None, {"capacity_factor": 0.75}), (BFLOAT16, {})],
+    ids=["float32, a capacity", "bfloat16, all rows"],
+)
 def test_experts_on_two_ranks_train_as_on_the_cpu(gpu, policy, router):
     found, expected = (
         thread.run(2, on_ranks_of_their_own, name, policy, **router) for name in ("cuda", "cpu")

@@ -113,8 +113,7 @@ def test_a_rank_without_rows(emulated, chunk):
         assert_close(each[2], x @ matrix.T, 2)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("chunk", [0, 4])
+@pytest.mark.parametrize(("size", "chunk"), [(2, 0), (3, 4)])
 def test_with_cupy_and_nccl(gpu, size, chunk):
     def communicator():
         mesh = init_device_mesh("cuda", communicator="nccl")
