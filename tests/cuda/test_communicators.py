@@ -11,10 +11,9 @@ from bench.collectives.ops import OPS as BENCH_OPS
 from bench.collectives.ops import Case, rounded
 from shardrt import device
 from shardrt.comm import CollectiveMismatch, create, init_device_mesh, thread
-from tests.cuda.test_ipc import processes
 from tests.mpi.contract import PATTERNS, added, packed, tree, unpacked, values
 
-__all__ = ["processes"]  # threads pass for them, which ipc wants; and each call is done at once
+pytestmark = pytest.mark.usefixtures("processes")
 
 COUNTS = (1, 7, 1000)
 OPS = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}

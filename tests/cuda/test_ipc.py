@@ -3,7 +3,6 @@
 Ranks are threads, taken for processes. That its results are those of the contract: test_communicators.py.
 """
 
-import itertools
 import threading
 
 import numpy as np
@@ -16,73 +15,8 @@ from shardrt.device.cuda import CUDADevice
 from tests.cuda import small_gpt
 from tests.mpi.contract import values
 
-cupy = pytest.importorskip("cupy")
-
-
-class Sharing:
-    """CUDA IPC: a handle stands for an address of this process, and threads for processes."""
-
-    def __init__(self, software):
-        self.exported = {}  # handle -> (address, thread)
-        self.opened = []  # (address, thread)
-        self.errors = []
-        self._sizes = {}  # of the GPU's memory
-        self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
-        self._malloc, self._free = software.malloc, software.free
-
-    def malloc(self, size):
-        address = self._malloc(size)
-        self._sizes[address] = size
-        return address
-
-    def free(self, address):
-        with self._lock:
-            if any(known == address for known, _ in self.opened):
-                self.errors.append("freed while others have it mapped")
-            self._sizes.pop(address, None)
-            self.exported = {h: given for h, given in self.exported.items() if given[0] != address}
-        self._free(address)
-
-    def export(self, address):
-        assert address in self._sizes, "not the beginning of an allocation"
-        assert self._sizes[address] % (2 << 20) == 0, "others share the driver's page, and are exported too"
-        with self._lock:
-            assert address not in [known for known, _ in self.exported.values()], "exported twice"
-            handle = next(self._numbers).to_bytes(64, "big")
-            self.exported[handle] = address, threading.get_ident()
-        return handle
-
-    def open(self, handle):
-        address, owner = self.exported[handle]
-        assert owner != threading.get_ident(), "opened in the exporting process"
-        with self._lock:
-            assert (address, threading.get_ident()) not in self.opened, "mapped twice"
-            self.opened.append((address, threading.get_ident()))
-        return address
-
-    def close(self, address):
-        with self._lock:
-            self.opened.remove((address, threading.get_ident()))
-
-
-@pytest.fixture(autouse=True)
-def processes(software, monkeypatch):
-    """Every thread passes for a process. What they share with one another."""
-    software.choose("at once")  # no test here orders streams: what counts is what the host does
-    sharing, runtime = Sharing(software), cupy.cuda.runtime
-    monkeypatch.setattr(software, "malloc", sharing.malloc)
-    monkeypatch.setattr(software, "free", sharing.free)
-    monkeypatch.setattr(runtime, "ipcGetMemHandle", sharing.export)
-    monkeypatch.setattr(runtime, "ipcOpenMemHandle", sharing.open)
-    monkeypatch.setattr(runtime, "ipcCloseMemHandle", sharing.close)
-    monkeypatch.setattr(ipc, "_process", lambda: threading.get_ident().to_bytes(16, "big"))
-    return sharing
-
-
-@pytest.fixture
-def sharing(processes, gpu):
-    return processes
+pytest.importorskip("cupy")
+pytestmark = pytest.mark.usefixtures("processes")
 
 
 @pytest.fixture
@@ -109,7 +43,9 @@ def gather(comm, here, stream, buffer):
     np.testing.assert_array_equal(here.to_numpy(buffer), expected)
 
 
-def test_a_buffer_is_exported_once_and_opened_once_by_each_peer(sharing):
+def test_a_buffer_is_exported_once_and_opened_once_by_each_peer(software):
+    before = len(software.exported)
+
     def body(comm, here, stream):
         buffer = comm.allocate(30, "float32", shared=True)
         again = comm.duplicate()
@@ -117,14 +53,16 @@ def test_a_buffer_is_exported_once_and_opened_once_by_each_peer(sharing):
             gather(each, here, stream, buffer)
             gather(each, here, stream, buffer[3:15])
         comm.barrier(stream=stream)
-        assert len(sharing.exported) == 3
-        assert len(sharing.opened) == 3 * 2
+        assert len(software.exported) == before + 3
+        assert len(software.mapped) == 3 * 2
         comm.barrier(stream=stream)
 
     on_ranks(3, body)
 
 
-def test_everything_is_unmapped_before_anyone_may_free_and_own_memory_stays_valid(sharing):
+def test_everything_is_unmapped_before_anyone_may_free_and_own_memory_stays_valid(software):
+    before = software.exported
+
     def body(comm, here, stream):
         comm.allocate(5, "float64", shared=False)  # which nobody but the communicator refers to
         buffer = comm.allocate(12, "float32", shared=True)
@@ -133,20 +71,19 @@ def test_everything_is_unmapped_before_anyone_may_free_and_own_memory_stays_vali
         comm.close()
         gather(again, here, stream, buffer)  # a duplicate knows the memory still
         again.close()
-        assert sharing.opened == []
+        assert software.mapped == []
         np.testing.assert_array_equal(here.to_numpy(buffer)[:3], values(0, 3, "float32"))
 
     on_ranks(4, body)
-    assert sharing.errors == []
-    assert sharing.exported == {}  # all freed
+    assert software.freed_while_mapped == [] and software.exported == before  # all freed
 
 
-def test_ranks_of_one_process_open_nothing(sharing, monkeypatch):
+def test_ranks_of_one_process_open_nothing(software, monkeypatch):
     monkeypatch.setattr(ipc, "_process", lambda: bytes(16))
 
     def body(comm, here, stream):
         gather(comm, here, stream, comm.allocate(12, "float32", shared=True))
-        assert sharing.opened == []
+        assert software.mapped == []
 
     on_ranks(3, body)
 

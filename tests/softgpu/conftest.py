@@ -5,9 +5,9 @@ from threading import get_ident
 
 import pytest
 
-from tests.softgpu.fixtures import gpu, gpu_kernels, software, without_cudnn
+from tests.softgpu.fixtures import gpu, gpu_kernels, processes, software, without_cudnn
 
-__all__ = ["gpu", "gpu_kernels", "software", "without_cudnn", "waits"]
+__all__ = ["gpu", "gpu_kernels", "processes", "software", "without_cudnn", "waits"]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from shardrt import device, nn, optim
 from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import init_device_mesh, ipc, thread
+from shardrt.comm import init_device_mesh, thread
 from shardrt.device.cuda import CUDADevice
 from shardrt.fsdp import (
     CPUOffloadPolicy,
@@ -361,12 +361,8 @@ SCRATCH = {  # of communicators, on the device and on the host
 
 
 @pytest.mark.parametrize("how", PLANS, ids=str)
-def test_what_communicators_take_is_planned_to_the_byte(allocated, monkeypatch, how):
+def test_what_communicators_take_is_planned_to_the_byte(processes, allocated, how):
     """In float32 and bfloat16, on the GPU and pinned on the host."""
-    monkeypatch.setattr(ipc, "_process", lambda: get_ident().to_bytes(16, "big"))  # threads pass for them
-    monkeypatch.setattr(CUDADevice, "export_memory", lambda self, array: array.data.ptr.to_bytes(64, "big"))
-    monkeypatch.setattr(CUDADevice, "open_memory", lambda self, handle: int.from_bytes(handle, "big"))
-    monkeypatch.setattr(CUDADevice, "close_memory", lambda self, address: None)
     kind, reduction, ranks, *settings = how
     for plan, taken, *categories in thread.run(ranks, planned, kind, reduction, *settings, allocated):
         assert plan == taken, categories

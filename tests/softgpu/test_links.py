@@ -9,10 +9,9 @@ from shardrt.comm import init_device_mesh, thread
 from shardrt.comm.links import Links
 from shardrt.device.cuda import CUDADevice
 from tests import links
-from tests.cuda.test_ipc import processes
 from tests.softgpu.scheduler import MODES
 
-__all__ = ["processes"]  # threads pass for them, which ipc wants
+pytestmark = pytest.mark.usefixtures("processes")
 
 
 def run(ranks, kind, chunks=1):

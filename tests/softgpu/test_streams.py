@@ -16,7 +16,7 @@ from tests.softgpu.start import ROOT
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 INT32, FLOAT16 = 2, 6
-BIG = 5 << 20  # bytes
+BIG = 6 << 20  # bytes
 
 
 @pytest.fixture
