@@ -199,16 +199,20 @@ def test_threads_that_share_the_handle_have_streams_of_their_own(cublas, softwar
     assert issued == {stream: 3 for stream in streams} and len(issued) == 2
 
 
-def test_the_host_waits_for_nothing(cublas, software, gpu, monkeypatch):
-    """Addresses are copied, and products made, when the stream comes to them; sizes were read in the call."""
-    layer = Layer("bfloat16")
+@pytest.mark.parametrize("element, what", [("bfloat16", "product"), ("float32", "launch")])
+def test_the_host_waits_for_nothing(cublas, software, gpu, monkeypatch, element, what):
+    """Addresses are copied, and products made, when the stream comes to them; sizes were read in the call.
+
+    So is the table of the launch of the other kernels.
+    """
+    layer = Layer(element)
     monkeypatch.setattr(software, "poll", lambda stream: None)  # CuPy asks whether pinned memory is free
     gpu.current_stream.synchronize()
     before = {stream: len(stream.queue) for stream in software.working()}
     begun = len(software.log)
     cuda.forward(layer.x, layer.weight, layer.counts, layer.y)
     issued = Counter(software.stream(handle) for _, handle, _ in software.log[begun:])
-    assert "product" in [what for what, *_ in software.log[begun:]]
+    assert what in [each for each, *_ in software.log[begun:]]
     assert {stream: len(stream.queue) - before.get(stream, 0) for stream in issued} == issued
     layer.run()
     layer.check()

@@ -4,7 +4,6 @@ import ctypes
 import gc
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -107,12 +106,6 @@ def test_threads_that_measure_at_once_keep_one_algorithm(library, monkeypatch):
     assert len(set(in_threads(rank))) == 1
 
 
-# -- GELU's backward and the gradient of a bias, in the product
-
-
-# -- which algorithm it is
-
-
 def chosen(library, stage):
     """By a process that begins."""
     CublasLt(library, stage).gemm(A, A, OUT, accumulate=False)
@@ -188,19 +181,6 @@ def test_an_algorithm_that_cublaslt_refuses_is_not_used(library, kept):
             assert chosen(library, Stage(library, fastest=101)) == 101
         later = Stage(library, fastest=102)
         assert chosen(library, later) == 101 and later.measured == 0
-
-
-def test_of_processes_that_measure_at_once_the_first_decides_for_all(kept):
-    both = threading.Barrier(8)
-
-    def write(number):
-        store = Kept(lambda: ("gpu", 1))
-        both.wait(10)
-        return store.write("product", f"choice {number}")
-
-    with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(write, range(8)))) == 1
-    assert len(list(kept.iterdir())) == 1
 
 
 def test_where_nothing_can_be_kept_each_process_measures(library, monkeypatch, tmp_path):

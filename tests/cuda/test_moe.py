@@ -1,7 +1,5 @@
 """Experts on the GPU in software, by CuPy and the kernels of CUDA: as on the CPU."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
@@ -102,32 +100,3 @@ def test_a_graph_is_not_captured(gpu):
     layer(x)
     with pytest.raises(RuntimeError, match="an array can't be read by the host"):
         gpu.capture(lambda: layer(x))
-
-
-COUNTS = (3, 0, 1, 6)  # rows of each group
-
-
-def test_the_host_does_not_wait_for_the_table_of_a_launch_of_products(software, gpu, monkeypatch):
-    """There nothing runs before it does."""
-    monkeypatch.setattr(software, "poll", lambda stream: None)  # nor where CuPy asks if pinned memory is free
-    x, weight = (gpu.asarray(normal(*shape).astype(np.float32)) for shape in ((12, 5), (4, 7, 5)))
-    y = gpu.empty((12, 7), np.float32)
-    gpu.current_stream.synchronize()
-    begun, before = len(software.log), waiting(software)
-    gpu.kernels.grouped.forward(x, weight, COUNTS, y)
-    issued = Counter(software.stream(handle) for _, handle, _ in software.log[begun:])
-    assert "launch" in [what for what, *_ in software.log[begun:]]
-    assert {stream: len(stream.queue) - before[stream] for stream in issued} == issued
-    expected = np.concatenate([a @ b.T for a, b in parts(x, weight)])
-    np.testing.assert_allclose(gpu.to_numpy(y)[:10], expected, rtol=1e-5, atol=1e-6)
-
-
-def waiting(software):
-    """How much of what was issued to each stream has not run."""
-    return Counter({stream: len(stream.queue) for stream in software.working()})
-
-
-def parts(x, weight):
-    """(rows, weight) of each group, on the host."""
-    x, weight = x.get(), weight.get()
-    return zip(np.split(x[:10], np.cumsum(COUNTS)[:-1]), weight, strict=True)

@@ -163,7 +163,7 @@ def train(name, *, parts=1, **settings):
 
 ON_HOST = CPUOffloadPolicy(parameters=False, optimizer_state=False)
 TRAINED = {  # by NCCL, with each reduction: ranks, in how many modes, how
-    "FULL_SHARD": (4, 3, {}),
+    "FULL_SHARD": (4, 2, {}),
     "NO_SHARD": (4, 1, {"strategy": "NO_SHARD"}),
     "HYBRID_SHARD": (4, 1, {"strategy": "HYBRID_SHARD", "shape": (2, 2)}),
     "gradients on the host": (2, 1, {"offload_policy": ON_HOST, "parts": 2}),

@@ -3,8 +3,6 @@
 What a wait that is missing would do there, tests/softgpu/mutations.py shows.
 """
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -14,7 +12,6 @@ from shardrt.activation_offload import offload_activations
 from shardrt.comm import thread
 from shardrt.device.cuda import CUDAStream
 from shardrt.fsdp import memory_plan
-from shardrt.functional import waits
 from shardrt.parallel.axis import Axis
 from shardrt.tensor import Tensor
 from tests.cuda.small_gpt import STEPS, TENSOR, VARIANTS, agree, made, same_bits, train
@@ -127,28 +124,6 @@ def test_a_sum_along_tp_is_under_way_while_the_weights_product_runs(software, na
         same_bits(thread.run(*how, **settings), expected)
         found = products_meanwhile(software.log, names)
         assert len(found) == 2 * STEPS * 3 and min(found) > 0  # of attention, MLP and head, on two ranks
-
-
-@pytest.mark.parametrize("removed", ["the wait for the gradient", "the wait for the sum"])
-def test_each_wait_around_such_a_sum_is_needed(software, monkeypatch, removed):
-    how, settings = (2, train, "cuda"), {"communicator": "nccl", "tp": True, "shape": (1, 2)}
-    expected, before = thread.run(*how, **settings), CUDAStream.wait
-    stream_of = {"the wait for the gradient": "tensor", "the wait for the sum": "compute"}[removed]
-
-    def wait(stream, event):
-        if stream.name != stream_of or sys._getframe(1).f_code.co_filename != waits.__file__:
-            before(stream, event)
-
-    monkeypatch.setattr(CUDAStream, "wait", wait)
-    noticed = []
-    for mode in MODES:
-        software.choose(mode, seed=1)
-        try:
-            same_bits(thread.run(*how, **settings), expected)
-        except Exception as error:  # of the numbers, or of NCCL
-            noticed.append(error)
-        software.rank.error = None
-    assert noticed
 
 
 def test_memory_of_what_is_cut_along_tp_is_planned_without_a_collective(software):
