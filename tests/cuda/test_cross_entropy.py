@@ -8,7 +8,7 @@ from shardrt.kernels.cuda import cross_entropy as cuda
 from shardrt.kernels.cuda._launch import STATIC_SHARED
 from tests.contracts import check
 from tests.contracts.losses import IGNORE, losses
-from tests.cuda.numbers import ELEMENTS, assert_close, guarded, normal
+from tests.cuda.numbers import assert_close, guarded, normal
 
 
 @pytest.mark.parametrize("width", [8, 37, 3001])
@@ -44,7 +44,7 @@ def test_a_target_outside_of_the_vocabulary_makes_its_row_nan_and_reads_nothing(
         assert np.isfinite(logits[[0, 2]]).all() and np.isnan(logits[1]).all()
 
 
-@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("element", ["float32", "bfloat16"])
 @pytest.mark.parametrize("room", [None, 0, 100, 1000], ids=["held", "read again", "in part", "in part, more"])
 def test_in_place_a_row_is_held_in_shared_memory_or_read_again(emulated, monkeypatch, element, room):
     if room is not None:

@@ -97,18 +97,6 @@ def test_a_gradient_that_does_not_begin_at_16_bytes_is_made_beside_it(cudnn, emu
     assert emulated.launches == ["sum_parts"]
 
 
-def test_arrays_are_described_as_they_lie(cudnn):
-    with guarded("bfloat16") as array:
-        everything(array, ((2, 4, 5, 6), (6, 2, 1, 2), (1, 2), (0, 1), (1, 1), 2))
-    forward, backward_input, backward_weight = cudnn.graphs
-    x, weight, y = [2, 4, 5, 6], [6, 2, 1, 2], [2, 6, 5, 4]
-    assert [t.dim for t in forward.tensors] == [x, weight, y]
-    assert [t.dim for t in backward_input.tensors] == [y, weight, x]
-    assert [t.dim for t in backward_weight.tensors] == [x, y, weight]
-    assert [t.stride for t in forward.tensors] == [[120, 30, 6, 1], [4, 2, 2, 1], [120, 20, 4, 1]]
-    assert all(graph.io == "BFLOAT16" for graph in cudnn.graphs)
-
-
 @pytest.mark.parametrize(("element", "notes"), [("float32", set()), *[(e, {"TENSOR_CORE"}) for e in HALVES]])
 def test_plans_sum_products_of_what_was_given_in_float32_in_one_order(cudnn, element, notes):
     """float32 is float32, not TF32; nothing is nondeterministic, transformed or summed in 16 bits."""

@@ -7,7 +7,7 @@ from shardrt.kernels import cpu, cuda
 from shardrt.kernels.cpu import cast
 from tests.contracts import CONTRACTS, run
 from tests.contracts.optimizers import ADAMW, COUNT, PLACES, adamw, tables
-from tests.cuda.numbers import ELEMENTS, assert_close, dtype_of, guarded, normal
+from tests.cuda.numbers import assert_close, dtype_of, guarded, normal
 
 WHOLE, RANGES = (table.values for table in tables(ADAMW))
 INSIDE = np.zeros(COUNT, bool)
@@ -38,7 +38,7 @@ def test_nothing_is_launched_for_no_ranges(emulated):
     assert not emulated.launches
 
 
-@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("element", ["float32", "bfloat16"])
 def test_a_range_has_the_same_bits_whatever_the_others(emulated, element):
     with guarded(element) as array:
         together, alone = ([array(values) for values in state()] for _ in range(2))

@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from tests.contracts.attention import backward, forward, heads_of
-from tests.gpu.sizes import HEADS, TIME
+from tests.gpu.sizes import ELEMENTS, HEADS, TIME
 
 pytestmark = pytest.mark.gpu
-
-ELEMENTS = ["float32", "bfloat16", "float16"]
 
 
 def check(on_gpu, element, shape, **how):

@@ -1,10 +1,11 @@
 """Convolution as networks call it: cuDNN's where it is there, else our own, against float64 on the host."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from tests.contracts.vision import CALLS, output_shape
+from tests.cuda.numbers import dtype_of
+from tests.gpu.sizes import ELEMENTS
 from tests.gpu.test_products import poisoned, random, there
 
 pytestmark = pytest.mark.gpu
@@ -22,16 +23,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("element", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("case", CASES)
 def test_forward_and_gradients(on_gpu, element, case):
     for kernel, calls in CALLS.items():
         on_gpu(kernel, element, calls(CASES[case]))
 
 
-@pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16, np.float16])
-def test_the_same_bits_every_time(gpu, kind):
-    dtype, (x_shape, w_shape, *geometry) = np.dtype(kind), CASES["3 x 3"]
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_the_same_bits_every_time(gpu, element):
+    dtype, (x_shape, w_shape, *geometry) = dtype_of(element), CASES["3 x 3"]
     x, weight = (there(gpu, random(*shape), dtype)[0] for shape in (x_shape, w_shape))
     dy = there(gpu, random(*output_shape(*CASES["3 x 3"])), dtype)[0]
     found = []
