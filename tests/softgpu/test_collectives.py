@@ -298,26 +298,6 @@ def test_the_host_waits_once_in_a_step_for_the_norm_and_calls_are_those_of_the_r
 # -- memory
 
 
-@pytest.fixture
-def allocated(software, monkeypatch):
-    """By thread and kind: bytes asked for of the device, outside of CuPy's pool, and pinned on the host."""
-    found = defaultdict(Counter)
-
-    def count(name):
-        original = getattr(CUDADevice, name)
-
-        def counted(this, *args):
-            array = original(this, *args)
-            found[get_ident()][name] += array.nbytes
-            return array
-
-        monkeypatch.setattr(CUDADevice, name, counted)
-
-    count("buffer")
-    count("pinned")
-    return found
-
-
 def planned(communicator, reduction, strategy, precision, allocated):
     """[[planned on the device, on the host], [allocated there]]."""
     how = {"strategy": strategy, "mp_policy": MixedPrecisionPolicy(precision)}

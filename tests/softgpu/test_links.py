@@ -7,7 +7,6 @@ import pytest
 
 from shardrt.comm import init_device_mesh, thread
 from shardrt.comm.links import Links
-from shardrt.device.cuda import CUDADevice
 from tests import links
 from tests.softgpu.scheduler import MODES
 
@@ -74,22 +73,8 @@ def test_a_slot_is_written_again_only_when_what_reads_it_has_run(gpu, software, 
 
 
 @pytest.mark.parametrize("kind", ["nccl", "staged", "ipc"])
-def test_what_links_take_is_planned_to_the_byte(gpu, software, monkeypatch, kind):
+def test_what_links_take_is_planned_to_the_byte(gpu, software, allocated, kind):
     software.choose("late")
-    taken = Counter()
-
-    def counted(name):
-        original = getattr(CUDADevice, name)
-
-        def call(*args):
-            array = original(*args)
-            taken[name] += array.nbytes
-            return array
-
-        monkeypatch.setattr(CUDADevice, name, call)
-
-    counted("buffer")
-    counted("pinned")
 
     def rank():
         mesh = init_device_mesh("cuda", communicator=kind)
@@ -109,7 +94,7 @@ def test_what_links_take_is_planned_to_the_byte(gpu, software, monkeypatch, kind
         made.close()
         return plan
 
-    plans = thread.run(2, rank)
+    plans, taken = thread.run(2, rank), sum(allocated.values(), Counter())
     assert [sum(plan) for plan in zip(*plans, strict=True)] == [taken["buffer"], taken["pinned"]]
     assert taken["buffer"] == 4 * (12_032 + 256 + 512)
     assert taken["pinned"] == (0 if kind == "nccl" else 4 * 12_032)
