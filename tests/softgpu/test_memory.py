@@ -16,6 +16,7 @@ from tests.softgpu.available import missing
 from tests.softgpu.kernels import STATIC
 
 pytest.importorskip("cupy")
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 cross_entropy = pytest.importorskip("shardrt.kernels.cuda.cross_entropy")
 MB = 1 << 20
 TRAINS = """
@@ -116,7 +117,6 @@ def test_the_workspace_of_a_thread_that_has_ended_is_given_back(gpu):
     assert first not in backend._workspaces and second in backend._workspaces
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_pinned_memory_is_not_freed_at_exit():
     """Streams of the host end later than the functions of atexit, and may still write it."""
     job = [sys.executable, "-m", "tests.softgpu.run", "-c", PINNED]
@@ -141,7 +141,6 @@ def test_a_row_of_logits_is_held_where_static_shared_memory_leaves_room(
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_a_job_that_fills_its_gpus_ends_with_its_code_and_the_plan():
     """By arrays. test_nccl_life.py has the errors of NCCL that have the same code."""
     done = mpirun(2, ["-m", "tests.softgpu.run", "-c", TRAINS])

@@ -14,11 +14,13 @@ import pytest
 from shardrt import device
 from shardrt.comm import init_device_mesh, nccl_watchdog, supervision, thread
 from shardrt.faults import failure
+from tests import lab
 from tests.ranks import BACKSTOP, ROOT, clean_environment, mpirun
 from tests.softgpu import nccl
 from tests.softgpu.available import missing
 
 pytest.importorskip("cupy")
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 BROKEN = """
 import time
 from shardrt.comm import init_device_mesh
@@ -160,7 +162,6 @@ def test_what_a_graph_refers_to_goes_after_it(software):
     assert found == [False]
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_graphs_go_when_the_program_ends():
     """Then Python collects communicators in an order of its own, and NCCL destroys each that it collects."""
     words, how = [sys.executable, "-c", AT_EXIT], {"capture_output": True, "text": True, "cwd": ROOT}
@@ -217,7 +218,6 @@ def test_threads_end_a_communicator_one_after_the_other(software, monkeypatch):
 
 @pytest.mark.mpi
 @pytest.mark.timed
-@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_an_error_in_the_threads_of_nccl_ends_the_job_and_is_named():
     """CuPy has no name for this one; the next test has one that it names."""
     done = mpirun(2, ["-m", "tests.softgpu.run", "-c", BROKEN])
@@ -253,22 +253,19 @@ def test_an_error_of_nccl_names_the_rank_of_the_job(software, monkeypatch):
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_peers_that_go_when_all_programs_have_ended_are_no_error():
     done = mpirun(2, ["-m", "tests.softgpu.run", "-c", ENDS])
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_communicators_are_destroyed_in_one_order_and_not_by_the_collector():
     """At `close`, or when all programs have ended: NCCL's destroy waits for other ranks."""
-    done = mpirun(2, ["-m", "tests.softgpu.run", "-c", DROPS])
-    assert done.returncode == 0, done.stderr
+    lines = lab.printed(2, "-m", "tests.softgpu.run", "-c", DROPS)
     destroyed = [f"communicator {number}" for number in range(8)]
     expected = [*destroyed[:4], "end", *destroyed[4:]]
     for rank in ("0", "1"):
-        message = [line.split(": ") for line in done.stdout.splitlines()]
+        message = [line.split(": ") for line in lines]
         assert [what for who, what in message if who == rank] == expected
 
 

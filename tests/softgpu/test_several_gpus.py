@@ -12,11 +12,13 @@ import pytest
 from shardrt import device
 from shardrt.comm import init_device_mesh, thread
 from shardrt.device.cpu import ThreadStream
+from tests import lab
 from tests.cuda.small_gpt import VARIANTS, agree, train
 from tests.ranks import mpirun
 from tests.softgpu.available import missing
 
 cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 SEEN = """
 import json
 from shardrt.comm import init_device_mesh
@@ -102,7 +104,6 @@ def test_kernels_go_to_the_compute_stream_after_a_mesh_was_made_beside_the_devic
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_ranks_that_each_see_one_gpu_of_their_own_take_nccl():
     """As by `srun --gpus-per-task=1`."""
     done = mpirun(2, ["-c", HIDDEN, "-c", SEEN], SOFTGPU_DEVICES="2")
@@ -113,7 +114,6 @@ def test_ranks_that_each_see_one_gpu_of_their_own_take_nccl():
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_ranks_that_share_a_gpu_are_staged_and_say_so_once():
     done = mpirun(2, ["-m", "tests.softgpu.run", "-c", SEEN], SOFTGPU_DEVICES="1")
     assert done.returncode == 0, done.stderr
@@ -123,7 +123,6 @@ def test_ranks_that_share_a_gpu_are_staged_and_say_so_once():
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_of_all_groups_and_roles_one_rank_warns_once():
     done = mpirun(4, ["-m", "tests.softgpu.run", "-c", GROUPS], SOFTGPU_DEVICES="2")
     assert done.returncode == 0, done.stderr
@@ -182,13 +181,11 @@ def test_what_ends_in_a_thread_of_the_host_makes_no_context_on_another_gpu(softw
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_all_threads_of_a_rank_choose_its_gpu():
     """The guard's is begun before MPI, those of batches and of a stream before the mesh."""
-    done = mpirun(2, ["-m", "tests.softgpu.run", "-c", CHOSEN], SOFTGPU_DEVICES="2")
-    assert done.returncode == 0, done.stderr
+    lines = lab.printed(2, "-m", "tests.softgpu.run", "-c", CHOSEN, SOFTGPU_DEVICES="2")
     names = "batches guard nccl watchdog stream watchdog"
-    assert done.stdout.splitlines() == [f"{rank}: {names}" for rank in range(2)]
+    assert lines == [f"{rank}: {names}" for rank in range(2)]
 
 
 def test_asking_for_a_gpu_leaves_the_current_one(software):
