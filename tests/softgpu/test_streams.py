@@ -120,13 +120,6 @@ def test_freed_memory_outlives_a_capture_and_the_work_before_it(cuda):
         cuda.memcpyAsync(out, block, 16, 4, stream)
 
 
-def test_what_a_rank_that_has_ended_has_left_is_freed_by_the_next_one(cuda):
-    kept = thread.run(1, lambda: cuda.block(cuda.malloc(BIG), BIG))[0]
-    cuda.free(kept.address)  # as the garbage collector does, from another thread
-    cuda.free(cuda.malloc(8))
-    assert kept.freed
-
-
 def test_memory_of_a_pool_is_poisoned_in_the_graph_that_took_it_and_gave_it_back(cuda):
     stream, before, inside = new(cuda), cuda.malloc(16), cuda.malloc(16)
     for block in (before, inside):
@@ -252,29 +245,6 @@ def test_a_communicator_serves_two_streams_only_if_events_order_them(cuda):
         comm.allReduce(memory, memory, 4, INT32, ring.SUM, stream)
 
     communicators(cuda, 1, rank)
-
-
-@pytest.mark.parametrize("mode", ["late", "random"])
-def test_replays_in_another_stream_meet_those_of_the_other_rank(cuda, mode):
-    """What a rank waits for is where its peer's call is now, not where it was captured."""
-    cuda.choose(mode)
-
-    def rank(comm, stream, memory):
-        numbers(memory)[:] = 1
-        cuda.streamBeginCapture(stream)
-        comm.allReduce(memory, memory, 4, INT32, ring.SUM, stream)
-        graph = cuda.graphInstantiate(cuda.streamEndCapture(stream))
-        replayed = new(cuda)
-        for _ in range(3):
-            cuda.graphLaunch(graph, replayed)
-        if comm._rank == 0:
-            cuda.streamSynchronize(replayed)
-            done.set()
-        done.wait(10)
-        return numbers(memory).tolist()
-
-    done = threading.Event()
-    assert communicators(cuda, 2, rank)[0] == [8] * 4
 
 
 def test_a_rank_that_calls_nothing_is_a_deadlock(cuda):
