@@ -43,8 +43,11 @@ def train(name, kind, config, precision=None):
     return losses, full_state_dict(model)
 
 
-@pytest.mark.parametrize("precision", [None, "bfloat16"])
-@pytest.mark.parametrize(("kind", "config"), [(RegNet, REGNET), (ViT, VIT)], ids=["regnet", "vit"])
+@pytest.mark.parametrize(
+    ("kind", "config", "precision"),
+    [(RegNet, REGNET, None), (RegNet, REGNET, "bfloat16"), (ViT, VIT, "bfloat16")],
+    ids=["regnet, float32", "regnet, bfloat16", "vit, bfloat16"],
+)
 def test_it_trains_as_on_the_cpu(gpu, kind, config, precision):
     expected = thread.run(2, train, "cpu", kind, config)
     found = thread.run(2, train, "cuda", kind, config, precision)

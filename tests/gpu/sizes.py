@@ -13,6 +13,7 @@ if SOFTWARE:
     HEADS = [(2, 3, 40, 64), (1, 2, 33, 128)]  # batch, heads, time, width
     TIME = 40  # of other attention
     ELEMENTS = ["float32", "bfloat16"]
+    CONVOLUTIONS = ["groups of 16", "dilated, odd"]
 else:
     MODEL = GPTConfig(n_layer=2, n_head=4, n_embd=64, block_size=32, vocab_size=97)
     STEPS, LEARNT = 50, 0.8
@@ -20,3 +21,4 @@ else:
     HEADS = [(2, 3, 64, 64), (1, 2, 200, 64), (2, 2, 128, 128), (1, 12, 1024, 64)]
     TIME = 128
     ELEMENTS = ["float32", "bfloat16", "float16"]
+    CONVOLUTIONS = None  # all

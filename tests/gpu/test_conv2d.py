@@ -5,7 +5,7 @@ import pytest
 
 from tests.contracts.vision import CALLS, output_shape
 from tests.cuda.numbers import dtype_of
-from tests.gpu.sizes import ELEMENTS
+from tests.gpu.sizes import CONVOLUTIONS, ELEMENTS
 from tests.gpu.test_products import poisoned, random, there
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CONVOLUTIONS or CASES)
 def test_forward_and_gradients(on_gpu, element, case):
     for kernel, calls in CALLS.items():
         on_gpu(kernel, element, calls(CASES[case]))

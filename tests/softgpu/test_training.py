@@ -144,7 +144,7 @@ def test_memory_of_what_is_cut_along_tp_is_planned_without_a_collective(software
 @pytest.mark.parametrize(("schedule", "shards"), [("1F1B", 2), ("ZB-H1", 1)])
 def test_pipelines_train_to_the_same_bits_however_late_links_are(software, schedule, shards):
     how, first = (2 * shards, piping.train, "cuda", schedule, shards), None
-    for mode in MODES:
+    for mode in MODES[1:]:
         software.choose(mode, seed=1)
         found = thread.run(*how, communicator="nccl")
         first = first or found
