@@ -135,10 +135,3 @@ TENSOR = {
     "dp 2, tp 2, updates in backward": (4, {"shape": (2, 2), **VARIANTS["updates in backward"]}),
 }
 TENSOR = {name: (ranks, {"tp": True, **settings}) for name, (ranks, settings) in TENSOR.items()}
-
-
-def same_bits(found, expected):
-    for (steps, weights), (other_steps, other_weights) in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(steps, other_steps)
-        for key, values in (weights or {}).items():
-            np.testing.assert_array_equal(values, other_weights[key], err_msg=key)

@@ -14,6 +14,7 @@ from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.deferred_gradients import DeferredGradients
 from shardrt.recompute import checkpoint
+from tests import lab
 from tests.cuda import small_gpt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -101,16 +102,12 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_replays_train_as_steps_that_are_not_captured(gpu, variant):
-    (expected,), (found,) = (
-        thread.run(1, train, captured, **VARIANTS[variant]) for captured in (False, True)
-    )
+    expected, found = (thread.run(1, train, captured, **VARIANTS[variant]) for captured in (False, True))
     assert_same(found, expected)
 
 
 def assert_same(found, expected):
-    """To the bit."""
-    assert found[0] == expected[0]
-    assert all(np.isfinite(pair).all() for pair in found[0])
-    for name, values in (expected[1] or {}).items():
-        np.testing.assert_array_equal(found[1][name], values, err_msg=name)
-    assert found[2] == expected[2] and set(found[2]) == {STEPS}
+    """To the bit, and there was something: finite numbers, and as many updates as steps."""
+    lab.assert_equal(found, expected)
+    for seen, _, updates in found:
+        assert np.isfinite(seen).all() and set(updates) == {STEPS}

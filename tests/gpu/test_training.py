@@ -19,7 +19,8 @@ from shardrt.device.arena import Arena
 from shardrt.device.cuda import CUDADevice
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, full_parameters, fully_shard
 from shardrt.train.config import SampleConfig
-from tests.cuda.small_gpt import CONFIG, VARIANTS, same_bits, train
+from tests import lab
+from tests.cuda.small_gpt import CONFIG, VARIANTS, train
 from tests.gpu.sizes import LEARNT, MODEL, STEPS
 from tests.gpu.spin import spin
 
@@ -169,7 +170,7 @@ def test_late_copies_and_calls_and_poisoned_slots_change_no_bit(gpu, determinist
     """A wait that is missing would let somebody read what has not arrived, or what is there no more."""
     prompt = thread.run(2, train, "cuda", **VARIANTS[variant])
     make_late(monkeypatch, poison=variant != "NO_SHARD")  # whose slots are the parameters themselves
-    same_bits(thread.run(2, train, "cuda", **VARIANTS[variant]), prompt)
+    lab.assert_equal(thread.run(2, train, "cuda", **VARIANTS[variant]), prompt)
 
 
 def test_offload_changes_no_bit(gpu, deterministic):

@@ -20,7 +20,8 @@ from shardrt.fsdp import (
     memory_plan,
     set_world_invariant,
 )
-from tests.cuda.small_gpt import CONFIG, made, same_bits
+from tests import lab
+from tests.cuda.small_gpt import CONFIG, made
 from tests.mpi.contract import packed, unpacked, values
 from tests.softgpu.nccl import NcclCommunicator
 
@@ -189,7 +190,7 @@ def test_training_is_near_the_cpus_and_has_the_same_bits_however_late_streams_ar
             software.choose(mode, seed=1)
             how = {"communicator": "nccl", "reduction": reduction, **settings}
             found = thread.run(ranks, train, "cuda", **how)[0]
-            same_bits([found], [first.setdefault(variant, found)])
+            lab.assert_equal(found, first.setdefault(variant, found))
         expected = thread.run(ranks, train, "cpu", **settings)[0]
         assert near(first[variant], expected) < (6e-2 if variant == "bfloat16" else 1e-5), variant
     apart = [near(first[variant], first["FULL_SHARD"]) for variant in ("NO_SHARD", "HYBRID_SHARD")]
@@ -210,7 +211,7 @@ def train_invariant(reduction):
 
 def test_one_rank_and_two_train_to_the_same_bits_by_the_tree_and_nccls_sums_are_refused(software):
     one, two = (thread.run(ranks, train_invariant, "tree")[0] for ranks in (1, 2))
-    same_bits([two], [one])
+    lab.assert_equal(two, one)
     with pytest.raises(ValueError, match="reduction='tree'"):
         thread.run(2, train_invariant, "nccl")
 

@@ -52,11 +52,6 @@ def trained(ranks=1, captured=False, **how):
     return thread.run(ranks, capturing.train, captured, make=made, **how)
 
 
-def same(found, expected):
-    for pair in zip(found, expected, strict=True):
-        capturing.assert_same(*pair)
-
-
 RANKS = {"one": {}, "two": {"ranks": 2, "strategy": "FULL_SHARD"}, "two along tp": {"ranks": 2, "tp": True}}
 
 
@@ -68,7 +63,7 @@ def test_a_gpt_trains_about_as_in_bfloat16_to_the_same_bits_however_late_streams
         software.choose(mode, seed=1)
         found = trained(**how)
         first = first or found
-        same(found, first)
+        capturing.assert_same(found, first)
     losses, others = ([loss for loss, _ in each[0][0]] for each in (first, plain))
     assert losses != others, "not in float8"
     np.testing.assert_allclose(losses, others, rtol=0.02)
@@ -79,7 +74,7 @@ def test_replays_gradients_that_are_put_off_and_recomputation_change_no_bit(soft
     expected = trained()
     for mode in ("late", "compute first"):
         software.choose(mode, seed=1)
-        same(trained(**how), expected)
+        capturing.assert_same(trained(**how), expected)
 
 
 def layers(policy=None, bias=True, precision=FLOAT8):

@@ -14,7 +14,8 @@ from shardrt.device.cuda import CUDAStream
 from shardrt.fsdp import memory_plan
 from shardrt.parallel.axis import Axis
 from shardrt.tensor import Tensor
-from tests.cuda.small_gpt import STEPS, TENSOR, VARIANTS, agree, made, same_bits, train
+from tests import lab
+from tests.cuda.small_gpt import STEPS, TENSOR, VARIANTS, agree, made, train
 from tests.gpu import test_captured_step as capturing
 from tests.gpu import test_pipeline as piping
 from tests.softgpu import programs
@@ -70,7 +71,7 @@ def test_however_late_streams_are_it_trains_as_the_cpu_and_to_the_same_bits(
         found = thread.run(ranks, train, "cuda", communicator=communicator, **settings)
         first = first or found
         agree(found, expected, 1e-1 if "16" in variant else 2e-5)  # bfloat16 rounds others there
-        same_bits(found, first)
+        lab.assert_equal(found, first)
     streams = kernels_by_stream(software.log, names)
     compute = streams.pop("compute")
     assert {"forward", "backward", "add"} < compute
@@ -93,7 +94,7 @@ def test_so_does_what_is_cut_along_tp(software, variant):
         found = thread.run(ranks, train, "cuda", communicator="nccl", **settings)
         first = first or found
         agree(found, expected, 1e-1 if "16" in variant else 2e-5)  # bfloat16 rounds others there
-        same_bits(found, first)
+        lab.assert_equal(found, first)
 
 
 def products_meanwhile(log, names):
@@ -121,7 +122,7 @@ def test_a_sum_along_tp_is_under_way_while_the_weights_product_runs(software, na
     for mode in MODES:
         software.choose(mode, seed=1)
         software.log.clear()
-        same_bits(thread.run(*how, **settings), expected)
+        lab.assert_equal(thread.run(*how, **settings), expected)
         found = products_meanwhile(software.log, names)
         assert len(found) == 2 * STEPS * 3 and min(found) > 0  # of attention, MLP and head, on two ranks
 
@@ -167,7 +168,7 @@ def test_what_is_under_way_when_a_backward_raises_reaches_nothing_that_comes_aft
     expected = thread.run(ranks, programs.raises, "cuda", **settings)
     for mode in ("late", "compute first"):
         software.choose(mode, seed=1)
-        same_bits(thread.run(ranks, programs.raises, "cuda", **settings), expected)
+        lab.assert_equal(thread.run(ranks, programs.raises, "cuda", **settings), expected)
 
 
 def kernels_by_stream(log, names):
@@ -195,8 +196,7 @@ def test_replays_of_a_captured_step_train_as_steps_that_are_not(software, varian
     for mode in MODES[::2] if settings.get("layers", 1) == 1 else MODES[:1]:
         software.choose(mode, seed=2)
         found = thread.run(ranks, capturing.train, True, **settings)
-        for pair in zip(found, expected, strict=True):
-            capturing.assert_same(*pair)
+        capturing.assert_same(found, expected)
 
 
 def submit_in_a_submit(here, x):
