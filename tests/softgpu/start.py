@@ -1,6 +1,7 @@
 """Puts the software GPU below CuPy, which must not have been imported yet, and shows it to shardrt.
 
-SOFTGPU_DEVICES says how many GPUs this machine has (8), CUDA_VISIBLE_DEVICES which of them this process sees.
+SOFTGPU_DEVICES says how many GPUs this machine has (8), CUDA_VISIBLE_DEVICES which of them this process sees,
+SOFTGPU_MODE and SOFTGPU_SEED in which order streams take turns (see scheduler.py).
 """
 
 import os
@@ -22,10 +23,10 @@ ROOT = Path(__file__).parents[2]
 _MOST = 16  # GPUs of a machine
 
 
-def start(mode: str = "late", seed: int = 0, processes: int = 0) -> CUDA:
+def start(processes: int = 0) -> CUDA:
     """The CUDA that CuPy and shardrt see from now on, without cuDNN. processes: ranks, or 0 for threads."""
     cuda = plugged(processes)
-    cuda.choose(mode, seed)
+    cuda.choose(os.environ.get("SOFTGPU_MODE", "late"), int(os.environ.get("SOFTGPU_SEED", "0")))
     from shardrt.kernels.cuda._cupy import CuPyBackend
 
     show(cuda, pytest.MonkeyPatch())
