@@ -1,17 +1,15 @@
 """A whole training step as a CUDA graph: its replays train with the bits of steps that are not captured."""
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 
 import shardrt
-from models.gpt import GPT
 from shardrt import device, nn, optim
 from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import init_device_mesh, thread
+from shardrt.comm import thread
 from shardrt.deferred_gradients import DeferredGradients
 from shardrt.recompute import checkpoint
 from tests import lab
@@ -20,13 +18,6 @@ from tests.cuda import small_gpt
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 STEPS = 4
-
-
-def not_sharded(name, dropout):
-    """(mesh, model) as small_gpt.made gives them, without units."""
-    mesh = init_device_mesh(name)
-    shardrt.manual_seed(0)
-    return mesh, GPT(replace(small_gpt.CONFIG, dropout=dropout))
 
 
 def train(
@@ -87,11 +78,7 @@ def train(
 SGD = partial(optim.SGD, lr=1e-2, momentum=0.9)
 BF16 = small_gpt.VARIANTS["bfloat16"]
 VARIANTS = {
-    "not sharded; dropout that is never seeded again": {
-        "make": not_sharded,
-        "dropout": 0.2,
-        "seeded": False,
-    },
+    "not sharded; dropout that is never seeded again": {"sharded": False, "dropout": 0.2, "seeded": False},
     "SHARD_OPT, bfloat16": {"strategy": "SHARD_OPT", **BF16},
     "NO_SHARD, bfloat16, changed by hand": {"strategy": "NO_SHARD", "changed": True, **BF16},
     "FULL_SHARD, bfloat16, changed by hand": {"changed": True, **BF16},
