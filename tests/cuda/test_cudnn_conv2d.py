@@ -56,23 +56,17 @@ def test_every_geometry(cudnn, emulated, element):
     assert emulated.launches == ["add_bias", "sum_parts"] * 4
 
 
-@pytest.mark.parametrize("element", HALVES)
+@pytest.mark.parametrize("gradient", [np.float32, None])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_gradients_of_weights_are_float32_until_they_are_added(cudnn, emulated, element, accumulate):
-    with guarded(element) as array:
-        *_, (dweight, expected) = everything(array, CONVOLUTIONS[0], np.float32, accumulate)
+def test_a_gradient_of_weights_is_float32_but_where_it_is_rounded_at_once(
+    cudnn, emulated, gradient, accumulate
+):
+    with guarded("bfloat16") as array:
+        *_, (dweight, expected) = everything(array, CONVOLUTIONS[0], gradient, accumulate)
         assert_close(dweight, expected)
-    assert cudnn.graphs[-1].tensors[-1].data_type == "FLOAT"
+    at_once = gradient is None and not accumulate
+    assert cudnn.graphs[-1].tensors[-1].data_type == ("BFLOAT16" if at_once else "FLOAT")
     assert ("sum_parts" in emulated.launches) == accumulate
-
-
-def test_a_gradient_in_16_bits_is_written_at_once_or_added_in_float32(cudnn, emulated):
-    for accumulate, kind in ((False, "BFLOAT16"), (True, "FLOAT")):
-        with guarded("bfloat16") as array:
-            *_, (dweight, expected) = everything(array, CONVOLUTIONS[0], None, accumulate)
-            assert_close(dweight, expected)
-        assert cudnn.graphs[-1].tensors[-1].data_type == kind
-    assert emulated.launches.count("sum_parts") == 1
 
 
 def test_where_no_plan_writes_float32_the_gradient_comes_in_16_bits(cudnn, emulated):
