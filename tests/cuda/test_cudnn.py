@@ -383,7 +383,7 @@ def assert_documents_exact(*arrays, factor=1):
 REFERENCE = ["forward", "dots", "backward_queries", "backward_keys"]
 
 
-@pytest.mark.parametrize("lengths, width", [((69, 1), 64), ((70,), 128), ((66, 33, 1, 10), 64)], ids=str)
+@pytest.mark.parametrize("lengths, width", [((69, 1), 64), ((70,), 128), ((130, 33, 1, 40), 64)], ids=str)
 def test_documents_are_sequences_of_cudnn(cudnn, emulated, lengths, width):
     """Our own kernels find that all was done; what they would give is as near to float64."""
     with documents_of("bfloat16", lengths, width=width) as arrays:

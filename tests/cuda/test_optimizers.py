@@ -25,6 +25,8 @@ def state():
 @pytest.mark.parametrize("element", ["float32", "bfloat16"])
 def test_vectors_and_single_elements_have_the_same_bits_in_one_launch(emulated, kernel, element):
     for call in CONTRACTS[f"{kernel}.step"]():
+        if element not in call.elements:
+            continue
         del emulated.launches[:]
         aligned, others = (run(getattr(cuda, kernel).step, call, element, offset) for offset in (0, 1))
         assert len(emulated.launches) == 2
