@@ -212,15 +212,6 @@ def test_the_host_waits_for_nothing(cublas, software, gpu, monkeypatch, element,
     layer.check()
 
 
-def test_a_layer_is_a_call_and_a_copy_for_each_product(cublas, software, gpu):
-    layer = Layer("bfloat16", counts=(20, 12, 20))
-    gpu.current_stream.synchronize()
-    begun = len(software.log)
-    layer.run(accumulate=True)
-    issued = Counter(what for what, *_ in software.log[begun:] if what not in ("poison", "record"))
-    assert issued == {"product": 3, "copy": 3, "set": 2}  # two: the rows behind the last group
-
-
 def test_in_a_capture_the_upload_of_addresses_is_refused(gpu, cublas):
     """As that of the other kernels' table. The handle is as before: the layer then runs."""
     layer = Layer("bfloat16")
