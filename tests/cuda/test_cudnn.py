@@ -62,14 +62,14 @@ def packed(element, batch=2, heads=3, time=9, width=16, kv_heads=None):
 
 
 def run(q, k, v, y, lse, dy, gradients, starts=None, **how):
-    how = {"causal": True, "scale": 0.3} | ({} if starts is None else {"starts": starts}) | how
+    how = {"causal": True, "scale": 0.1} | ({} if starts is None else {"starts": starts}) | how
     attention.forward(q, k, v, y, lse, **how)
     attention.backward(dy, q, k, v, y, lse, *gradients, **how)
 
 
 def exact(q, k, v, dy=None, y=None, lse=None, **how):
     """y and lse in float64; with dy the gradients too, from y and lse as they are given."""
-    how = {"causal": True, "scale": 0.3} | how
+    how = {"causal": True, "scale": 0.1} | how
     q, k, v = in_double(q, k, v)
     found = attention_of(q, k, v, **how)
     if dy is None:
@@ -77,8 +77,8 @@ def exact(q, k, v, dy=None, y=None, lse=None, **how):
     return *found, *gradients_of(*in_double(dy), q, k, v, *(found if y is None else in_double(y, lse)), **how)
 
 
-def assert_exact(q, k, v, y, lse, dy, gradients, factor=1, **how):
-    expected = exact(q, k, v, dy, y, lse, **how)
+def assert_exact(q, k, v, y, lse, dy, gradients, starts=None, factor=1, **how):
+    expected = exact(q, k, v, dy, y, lse, starts=starts, **how)
     for found, exactly in zip((y, lse, *gradients), expected, strict=True):
         assert_close(found, exactly, factor)
 
@@ -315,17 +315,16 @@ def chunks_of(element, offsets, batch=2, heads=4, kv_heads=2, each=26, keys=104,
 @pytest.mark.parametrize("offsets, width", [((0, 78), 64), ((26, 52), 128), ((39,), 64)], ids=str)
 def test_chunks_of_queries_at_their_places_among_the_keys(cudnn, emulated, offsets, width):
     """A call for each chunk; what it gives is as near to float64 as what our own kernels give."""
-    how = {"scale": 0.1, "offsets": offsets}
     with chunks_of("bfloat16", offsets, width=width) as arrays:
-        run(*arrays, **how)
+        run(*arrays, offsets=offsets)
         assert sum(graph.runs for graph in cudnn.graphs) == 2 * len(offsets)
         assert emulated.launches == ["complete"]
-        assert_exact(*arrays, **how)
+        assert_exact(*arrays, offsets=offsets)
         *_, y, lse, _, gradients = arrays
         found = [x.copy() for x in (y, lse, *gradients)]
         emulated.attention = lambda: None
-        run(*arrays, **how)
-        assert_exact(*arrays, 2, **how)
+        run(*arrays, offsets=offsets)
+        assert_exact(*arrays, factor=2, offsets=offsets)
         for one, other in zip(found, (y, lse, *gradients), strict=True):
             assert_close(one, other.astype(np.float64), 2)
 
@@ -340,14 +339,13 @@ def test_chunks_of_queries_at_their_places_among_the_keys(cudnn, emulated, offse
     ids=str,
 )
 def test_chunks_that_do_not_suit_run_by_the_reference_kernels(cudnn, emulated, element, offsets, shape):
-    how = {"scale": 0.1, "offsets": offsets}
     with chunks_of(element, offsets, **{"width": 16} | shape) as (*arrays, gradients):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            run(*arrays, gradients, **how)
+            run(*arrays, gradients, offsets=offsets)
         assert emulated.launches[-3:] == ["dots", "backward_queries", "backward_keys"]
         q, k, v, y, lse, dy = arrays
-        expected = exact(q, k, v, dy, y, lse, **how)
+        expected = exact(q, k, v, dy, y, lse, offsets=offsets)
         for found, exactly in zip(gradients[1:], expected[3:], strict=True):
             assert_close(found, exactly, 4)
 
@@ -371,15 +369,6 @@ def documents_of(element, lengths, width=64):
         yield *arrays, starts
 
 
-def run_documents(*arrays):
-    run(*arrays, scale=0.1)
-
-
-def assert_documents_exact(*arrays, factor=1):
-    *arrays, starts = arrays
-    assert_exact(*arrays, factor, scale=0.1, starts=starts)
-
-
 REFERENCE = ["forward", "dots", "backward_queries", "backward_keys"]
 
 
@@ -387,15 +376,15 @@ REFERENCE = ["forward", "dots", "backward_queries", "backward_keys"]
 def test_documents_are_sequences_of_cudnn(cudnn, emulated, lengths, width):
     """Our own kernels find that all was done; what they would give is as near to float64."""
     with documents_of("bfloat16", lengths, width=width) as arrays:
-        run_documents(*arrays)
+        run(*arrays)
         y, lse, gradients = arrays[3], arrays[4], arrays[6]
         assert [(graph.kind, graph.runs) for graph in cudnn.graphs] == [("forward", 1), ("backward", 1)]
         assert cudnn.graphs[1].bounded == (2 * sum(lengths),) * 2
         assert emulated.launches == ["documents", *REFERENCE[:1], "documents", *REFERENCE[1:]]
-        assert_documents_exact(*arrays)
+        assert_exact(*arrays)
         found = [x.copy() for x in (y, lse, *gradients)]
         emulated.attention = lambda: None
-        run_documents(*arrays)
+        run(*arrays)
         for one, other in zip(found, (y, lse, *gradients), strict=True):
             assert_close(one, other.astype(np.float64), 2)
             assert one.tobytes() != other.tobytes()  # so they were not what our own kernels had given
@@ -410,15 +399,15 @@ def test_more_documents_than_a_plan_is_for_are_left_to_the_reference_kernels(
     runs, run_one = [], fake_cudnn.Graph._run
     monkeypatch.setattr(fake_cudnn.Graph, "_run", lambda self, *how: runs.append(self) or run_one(self, *how))
     with documents_of("bfloat16", lengths, width=16) as arrays:
-        run_documents(*arrays)
-        assert_documents_exact(*arrays, factor=2)
+        run(*arrays)
+        assert_exact(*arrays, factor=2)
     assert len(runs) == 2 * sequences
 
 
 def test_a_plan_for_documents_is_made_once_for_all_lengths_of_documents(cudnn):
     for lengths in ((40,), (1, 39), (20, 3, 17)):
         with documents_of("bfloat16", lengths, width=16) as arrays:
-            run_documents(*arrays)
+            run(*arrays)
     assert [(graph.kind, graph.runs) for graph in cudnn.graphs] == [("forward", 3), ("backward", 3)]
 
 
@@ -436,8 +425,8 @@ def test_a_plan_for_documents_is_made_once_for_all_lengths_of_documents(cudnn):
 def test_documents_that_do_not_suit_run_by_the_reference_kernels(emulated, how, versions):
     module = played(emulated, **versions)
     with documents_of(**{"element": "bfloat16", "lengths": (30, 10), "width": 16} | how) as arrays:
-        run_documents(*arrays)
-        assert_documents_exact(*arrays, factor=2)
+        run(*arrays)
+        assert_exact(*arrays, factor=2)
     assert module.graphs == [] and emulated.launches == REFERENCE
 
 
@@ -445,8 +434,8 @@ def test_documents_of_which_cudnn_has_no_plan_run_by_the_reference_kernels(cudnn
     cudnn.refuses = lambda graph: True
     with documents_of("bfloat16", (30, 10), width=16) as arrays:
         with pytest.warns(UserWarning, match=r"cuDNN refuses documents of \(2, 4, 40, 16\) of bfloat16"):
-            run_documents(*arrays)
-        assert_documents_exact(*arrays, factor=2)
+            run(*arrays)
+        assert_exact(*arrays, factor=2)
 
 
 def test_rows_of_documents_that_lie_apart_run_by_the_reference_kernels(cudnn, emulated):
@@ -461,8 +450,8 @@ def test_deterministic_attention_of_documents_is_that_of_the_reference_kernels(c
     """Else the number of documents in one row would decide which kernels compute another."""
     use_deterministic_algorithms(True)
     with documents_of("bfloat16", (30, 10), width=16) as arrays:
-        run_documents(*arrays)
-        assert_documents_exact(*arrays, factor=2)
+        run(*arrays)
+        assert_exact(*arrays, factor=2)
     assert cudnn.graphs == [] and emulated.launches == REFERENCE
 
 
@@ -595,7 +584,7 @@ def test_on_the_device_it_runs_in_the_current_stream_and_waits_for_nobody(gpu, b
     side, given = gpu.new_stream("side"), gpu.new_event()
     made, how, runs = ON_THE_DEVICE[kind]
     with made("bfloat16") as (q, k, v, y, lse, dy, gradients, *starts):
-        how = {"causal": True, "scale": 0.1, **how} | ({"starts": starts[0]} if starts else {})
+        how = how | ({"starts": starts[0]} if starts else {})
         expected = exact(q, k, v, dy, **how)
         rows = [gpu.asarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for x in (q, y, dy, gradients[0])]
         if kind != "chunks":  # side by side in one array
