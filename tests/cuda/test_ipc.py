@@ -8,12 +8,13 @@ import threading
 import numpy as np
 import pytest
 
-from shardrt.comm import CollectiveMismatch, init_device_mesh, ipc, thread
+from shardrt.comm import CollectiveMismatch, ipc, thread
 from shardrt.comm.staged import StagedCommunicator
 from shardrt.comm.thread import ThreadCommunicator
 from shardrt.device.cuda import CUDADevice
 from tests import lab
 from tests.cuda import small_gpt
+from tests.cuda.test_communicators import on_ranks
 from tests.mpi.contract import values
 
 pytest.importorskip("cupy")
@@ -24,14 +25,6 @@ pytestmark = pytest.mark.usefixtures("processes")
 def never_staged(monkeypatch):
     for name in ("_all_gather", "_reduce_scatter", "_broadcast", "_all_to_all", "_all_reduce"):
         monkeypatch.delattr(StagedCommunicator, name)
-
-
-def on_ranks(size, body):
-    def rank():
-        mesh = init_device_mesh("cuda", communicator="ipc")
-        body(mesh.communicator("gather"), mesh.device, mesh.stream("gather"))
-
-    thread.run(size, rank)
 
 
 def gather(comm, here, stream, buffer):
@@ -58,7 +51,7 @@ def test_a_buffer_is_exported_once_and_opened_once_by_each_peer(software):
         assert len(software.mapped) == 3 * 2
         comm.barrier(stream=stream)
 
-    on_ranks(3, body)
+    on_ranks(3, "ipc", body)
 
 
 def test_everything_is_unmapped_before_anyone_may_free_and_own_memory_stays_valid(software):
@@ -75,7 +68,7 @@ def test_everything_is_unmapped_before_anyone_may_free_and_own_memory_stays_vali
         assert software.mapped == []
         np.testing.assert_array_equal(here.to_numpy(buffer)[:3], values(0, 3, "float32"))
 
-    on_ranks(4, body)
+    on_ranks(4, "ipc", body)
     assert software.freed_while_mapped == [] and software.exported == before  # all freed
 
 
@@ -86,7 +79,7 @@ def test_ranks_of_one_process_open_nothing(software, monkeypatch):
         gather(comm, here, stream, comm.allocate(12, "float32", shared=True))
         assert software.mapped == []
 
-    on_ranks(3, body)
+    on_ranks(3, "ipc", body)
 
 
 def test_what_was_allocated_here_goes_through_no_host_memory(gpu, never_staged):
@@ -98,7 +91,7 @@ def test_what_was_allocated_here_goes_through_no_host_memory(gpu, never_staged):
         comm.broadcast(full, root=1, stream=stream)
         comm.all_to_all(here.empty(full.shape, full.dtype), full, stream=stream)
 
-    on_ranks(3, body)
+    on_ranks(3, "ipc", body)
 
 
 def test_a_sum_over_ranks_is_one_kernel(software, gpu):
@@ -106,7 +99,7 @@ def test_a_sum_over_ranks_is_one_kernel(software, gpu):
         full = comm.allocate(4000, "float32", shared=False)
         comm.reduce_scatter(here.zeros((1000,), np.float32), full, stream=stream, scale=0.5, accumulate=True)
 
-    on_ranks(4, body)
+    on_ranks(4, "ipc", body)
     assert [kernel for what, _, kernel in software.log if what == "launch"] == ["sum_parts"] * 4
 
 
@@ -118,7 +111,7 @@ def test_all_ranks_stage_where_one_rank_has_memory_of_its_own(gpu, strange):
             buffer = here.buffer(12, np.float32)
         gather(comm, here, stream, buffer)
 
-    on_ranks(3, body)
+    on_ranks(3, "ipc", body)
 
 
 def test_ranks_may_use_different_places(gpu, never_staged):
@@ -126,7 +119,7 @@ def test_ranks_may_use_different_places(gpu, never_staged):
         slots = [comm.allocate(40, "float32", shared=True) for _ in range(comm.size)]
         gather(comm, here, stream, slots[comm.rank][4 * comm.rank :][:12])
 
-    on_ranks(3, body)
+    on_ranks(3, "ipc", body)
 
 
 def test_peers_read_between_the_end_of_a_stream_and_a_barrier(gpu, monkeypatch):
@@ -157,7 +150,7 @@ def test_peers_read_between_the_end_of_a_stream_and_a_barrier(gpu, monkeypatch):
         comm.reduce_scatter(output, full, stream=stream)
         assert mine == ["wait", "meet", "wait", "barrier"]
 
-    on_ranks(3, body)
+    on_ranks(3, "ipc", body)
 
 
 def test_ranks_in_different_calls_are_told_so(gpu):
@@ -166,13 +159,13 @@ def test_ranks_in_different_calls_are_told_so(gpu):
         comm.all_gather(buffer, stream=stream, tag=f"blocks.{comm.rank}")
 
     with pytest.raises(CollectiveMismatch, match=r"all_gather\(12 of float32, unit blocks\.[01]\)"):
-        on_ranks(2, body)
+        on_ranks(2, "ipc", body)
 
 
 def test_ranks_of_several_nodes_are_refused(gpu, monkeypatch):
     monkeypatch.setattr(ipc, "_node", lambda: threading.get_ident().to_bytes(16, "big"))
     with pytest.raises(ValueError, match="'ipc' needs all ranks on one node"):
-        on_ranks(2, lambda *given: None)
+        on_ranks(2, "ipc", lambda *given: None)
 
 
 @pytest.mark.parametrize("call", ["export_memory", "open_memory"])
@@ -193,7 +186,7 @@ def test_every_rank_raises_where_memory_of_one_cannot_be_shared(gpu, monkeypatch
             comm.allocate(8, "float32", shared=True)
         errors.append(str(caught.value))
 
-    on_ranks(3, body)
+    on_ranks(3, "ipc", body)
     assert len(errors) == 3
     assert sum("cudaErrorNotSupported" in error for error in errors) == 1
 
