@@ -156,6 +156,10 @@ def _take_over(old: dict, new: dict, module: str) -> None:
         value = inspect.unwrap(value) if callable(value) else value
         if getattr(value, "__module__", None) != module or value is before:
             continue
+        if (
+            getattr(value, "__name__", name) != name
+        ):  # a second name, which an option may take over
+            continue
         if inspect.isfunction(value):
             before.__code__ = value.__code__
         elif inspect.isclass(value):
