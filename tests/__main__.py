@@ -68,12 +68,12 @@ def files_with(mark: str, others: list[str]) -> list[str]:
 def software() -> list[str]:
     """Arguments for tests for a GPU on the one in software.
 
-    `make softgpu` has those of processes and of training, too, where tests/softgpu trains the same features,
-    and all cases of kernels.
+    `make softgpu` has those of processes, of training and of captured steps, too, where tests/softgpu trains
+    the same features, and all cases of kernels.
     """
     folder = Path(__file__).parent / "gpu"
-    left_out = f"--ignore={folder / 'test_training.py'}"
-    return ["-p", "tests.softgpu.plugin", "-m", "gpu and not mpi and not rest", left_out, str(folder)]
+    left_out = [f"--ignore={folder / name}" for name in ("test_training.py", "test_captured_step.py")]
+    return ["-p", "tests.softgpu.plugin", "-m", "gpu and not mpi and not rest", *left_out, str(folder)]
 
 
 def named(others: list[str]) -> bool:

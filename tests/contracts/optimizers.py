@@ -84,6 +84,10 @@ def lion():
     for table in tables(LION):
         for state in states(3, True):
             yield Call((*state, table), in_ranges(lion_rule))
+    # The direction is a sign, with 0 of 0 and nan of nan.
+    odd = np.array([1e-30, -1e-30, 0.0, -0.0, np.nan, np.inf, -np.inf])
+    args = Out(np.ones(7)), odd, Out(np.zeros(7)), Double(np.array([[0, 7, 1.0, 0.5, 0.0, 1.0]]))
+    yield Call(args, in_ranges(lion_rule), exact=True, elements=("float32",))
 
 
 @contract("sgd.step")

@@ -110,6 +110,13 @@ def add_pairs():
 
     for count in (0, 1, 3, 2000):
         yield Call((Double(pairs_of(count)), Out(double=True)), high_and_low)
+    for bad in (np.inf, np.nan, 1e308):  # 300 of 1e308 are too large together
+        for place in (0, 299):
+            pairs = np.full((300, 2), [1e308, 1.0])
+            pairs[place] = bad, 0
+            total = np.array([np.nan if np.isnan(bad) else np.inf, 0])
+            args = Double(pairs), Out(double=True)
+            yield Call(args, lambda pairs, total=total: total, exact=True)
 
 
 def pairs_of(count):

@@ -7,9 +7,9 @@ import pytest
 from shardrt.kernels.cuda import _launch
 from tests.cuda.played_cublaslt import kept, library, lt
 from tests.cuda.races import Checker
-from tests.softgpu.fixtures import gpu, gpu_kernels, software, without_cudnn
+from tests.softgpu.fixtures import gpu, gpu_kernels, processes, software, without_cudnn
 
-__all__ = ["gpu", "gpu_kernels", "kept", "library", "lt", "software", "without_cudnn"]
+__all__ = ["gpu", "gpu_kernels", "kept", "library", "lt", "processes", "software", "without_cudnn"]
 
 
 @pytest.fixture

@@ -52,6 +52,16 @@ class Handle:
     """What 1.28 wraps the number of a handle in."""
 
 
+def _setter(name):
+    """A method that sets an attribute and gives the object."""
+
+    def setter(self, value):
+        setattr(self, name, value)
+        return self
+
+    return setter
+
+
 class Tensor:
     """cudnn.tensor."""
 
@@ -59,29 +69,12 @@ class Tensor:
         self.dim, self.stride, self.data_type, self.uid, self.output = dim, stride, data_type, uid, False
         self.ragged = ragged_offset
 
-    def set_output(self, value):
-        self.output = value
-        return self
-
-    def set_uid(self, uid):
-        self.uid = uid
-        return self
-
-    def set_dim(self, dim):
-        self.dim = dim
-        return self
-
-    def set_stride(self, stride):
-        self.stride = stride
-        return self
-
-    def set_data_type(self, data_type):
-        self.data_type = data_type
-        return self
-
-    def set_ragged_offset(self, ragged_offset):
-        self.ragged = ragged_offset
-        return self
+    set_output = _setter("output")
+    set_uid = _setter("uid")
+    set_dim = _setter("dim")
+    set_stride = _setter("stride")
+    set_data_type = _setter("data_type")
+    set_ragged_offset = _setter("ragged")
 
     def at(self, address):
         """The memory as a NumPy array."""

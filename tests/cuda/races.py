@@ -71,7 +71,7 @@ class Watched(Library):
 class Checker(Emulator):
     """The emulator, whose launches raise Race. `bytes_read`: of each array in the last launch."""
 
-    bytes_read: dict[str, int]
+    bytes_read: dict[str, int] = {}  # before the first one
 
     def _library(self, file, defines):
         return Watched.of(self.sources / f"{file}.cu", defines)

@@ -28,34 +28,41 @@ STEPS = 2
 def made(
     name,
     *,
+    config=CONFIG,
+    sharded=True,
     prepare=None,
     dropout=0.0,
     communicator="auto",
     reduction="nccl",
-    layers=1,
+    layers=None,
     shape=None,
     tp=False,
     sequence=False,
+    outermost=None,
     **settings,
 ):
-    """(mesh of the data, sharded model): every block and the whole are units.
+    """(mesh of the data, model): every block and the whole are units, if it is sharded.
 
-    tp: the second axis of `shape` cuts them; sequence: and what is between them.
+    tp: the second axis of `shape` cuts them; sequence: and what is between them. outermost: other settings of
+    the outermost unit.
     """
     names = ("dp_shard", "tp") if tp else None
     mesh = init_device_mesh(name, shape, names, communicator=communicator, reduction=reduction)
     shardrt.manual_seed(0)
-    model = GPT(replace(CONFIG, dropout=dropout, n_layer=layers))
+    model = GPT(replace(config, dropout=dropout, n_layer=layers or config.n_layer))
     if tp:
         parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
         mesh = mesh["dp_shard"]
     for block in model.blocks:
         if prepare is not None:
             prepare(block)
-        fully_shard(block, mesh=mesh, **settings)
+        if sharded:
+            fully_shard(block, mesh=mesh, **settings)
+    if not sharded:
+        return mesh, model
     if "mp_policy" in settings:
         settings["mp_policy"] = replace(settings["mp_policy"], output_dtype="float32")  # the logits
-    return mesh, fully_shard(model, mesh=mesh, **settings)
+    return mesh, fully_shard(model, mesh=mesh, **settings | (outermost or {}))
 
 
 def train(name, directory=None, *, scaled=False, parts=1, in_backward=False, freeze=False, **settings):
@@ -133,10 +140,3 @@ TENSOR = {
     "dp 2, tp 2, updates in backward": (4, {"shape": (2, 2), **VARIANTS["updates in backward"]}),
 }
 TENSOR = {name: (ranks, {"tp": True, **settings}) for name, (ranks, settings) in TENSOR.items()}
-
-
-def same_bits(found, expected):
-    for (steps, weights), (other_steps, other_weights) in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(steps, other_steps)
-        for key, values in (weights or {}).items():
-            np.testing.assert_array_equal(values, other_weights[key], err_msg=key)

@@ -4,7 +4,6 @@ import ctypes
 import gc
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -21,16 +20,19 @@ pytestmark = pytest.mark.usefixtures("kept")
 A, OUT = np.ones((4, 4), np.float32), np.zeros((4, 4), np.float32)
 
 
-def test_the_fastest_algorithm_is_found_once_for_each_kind(lt, library):
-    a, out = np.ones((4, 4), np.float32), np.zeros((4, 4), np.float32)
-    stage = lt._stage
-    for _ in range(3):
-        lt.gemm(a, a, out, accumulate=False)
-        assert record(library).algorithm == 102
-    assert stage.measured == 4, "two candidates, once and then as finalists"
-    lt.gemm(a, a.T, out, accumulate=False)
-    assert stage.measured == 8
+def multiplied(lt, a=A, b=A, **how):
+    """The algorithm that computed a @ b, of ones."""
+    out = np.zeros((len(a), 4), np.float32)
+    lt.gemm(a, b, out, accumulate=False, **how)
     assert (out == 4).all(), "measuring wrote into the result"
+    return record(lt._stage.fake).algorithm
+
+
+def test_the_fastest_algorithm_is_found_once_for_each_kind(lt, library):
+    assert [multiplied(lt) for _ in range(3)] == [102] * 3
+    assert lt._stage.measured == 4, "two candidates, once and then as finalists"
+    multiplied(lt, b=A.T)
+    assert lt._stage.measured == 8
     assert (record(library).stream, record(library).workspace) == (77, 1 << 20)
 
 
@@ -48,22 +50,17 @@ def test_measuring_takes_no_second_result_but_where_it_would_be_added_to(lt, mon
 
 def test_while_nothing_can_be_measured_the_first_is_taken(library):
     lt = CublasLt(library, Capturing(library))
-    a, out = np.ones((4, 4), np.float32), np.zeros((4, 4), np.float32)
-    lt.gemm(a, a, out, accumulate=False)
-    assert record(library).algorithm == 101
+    assert multiplied(lt) == 101
     lt._stage = Stage(library)
-    lt.gemm(a, a, out, accumulate=False)
-    assert record(library).algorithm == 102
+    assert multiplied(lt) == 102
 
 
 def test_products_of_ever_new_sizes_take_the_first_and_leave_no_files(lt, library, kept):
     """Those of experts: as many as there are numbers of rows."""
     for rows in range(2, 6):
-        a, out = np.ones((rows, 4), np.float32), np.zeros((rows, 4), np.float32)
-        lt.gemm(a, A, out, accumulate=False, varied=True)
-        assert record(library).algorithm == 101 and (out == 4).all()
+        assert multiplied(lt, np.ones((rows, 4), np.float32), varied=True) == 101
     assert lt._stage.measured == 0 and not kept.exists()
-    lt.gemm(A, A, OUT, accumulate=False)
+    multiplied(lt)
     assert lt._stage.measured > 0, "an ordinary one of the same size is measured"
 
 
@@ -73,9 +70,8 @@ def test_plans_of_ever_new_sizes_do_not_pile_up(lt, library, monkeypatch):
     gc.collect()  # or plans of other tests would go by now
     before = destroyed.value
     for rows in range(2, 12):
-        a, out = np.ones((rows, 4), np.float32), np.zeros((rows, 4), np.float32)
-        lt.gemm(a, A, out, accumulate=False, varied=True)
-        assert len(lt._varied) <= 3 and (out == 4).all()
+        multiplied(lt, np.ones((rows, 4), np.float32), varied=True)
+        assert len(lt._varied) <= 3
     assert destroyed.value - before == 4 * 9, "a product and three layouts of each that is gone"
 
 
@@ -107,17 +103,9 @@ def test_threads_that_measure_at_once_keep_one_algorithm(library, monkeypatch):
     assert len(set(in_threads(rank))) == 1
 
 
-# -- GELU's backward and the gradient of a bias, in the product
-
-
-# -- which algorithm it is
-
-
 def chosen(library, stage):
     """By a process that begins."""
-    CublasLt(library, stage).gemm(A, A, OUT, accumulate=False)
-    assert (OUT == 4).all()
-    return record(library).algorithm
+    return multiplied(CublasLt(library, stage))
 
 
 def test_a_choice_holds_in_later_processes_whatever_they_would_measure(library, kept):
@@ -157,7 +145,7 @@ def damaged(kind, file):
 def test_a_damaged_file_is_measured_anew_with_one_warning_and_mended(library, kept, kind):
     lt = CublasLt(library, Stage(library, fastest=102))
     for b in (A, A.T):
-        lt.gemm(A, b, OUT, accumulate=False)
+        multiplied(lt, b=b)
     assert len(list(kept.iterdir())) == 2
     for file in kept.iterdir():
         damaged(kind, file)
@@ -165,8 +153,7 @@ def test_a_damaged_file_is_measured_anew_with_one_warning_and_mended(library, ke
     with pytest.warns(UserWarning, match="damaged or of another cublasLt") as report:
         lt = CublasLt(library, stage)
         for b in (A, A, A.T, A.T):
-            lt.gemm(A, b, OUT, accumulate=False)
-            assert record(library).algorithm == 101
+            assert multiplied(lt, b=b) == 101
     assert len(report) == 1 and str(kept) in str(report[0].message)
     assert stage.measured == 8
     later = Stage(library, fastest=102)
@@ -190,19 +177,6 @@ def test_an_algorithm_that_cublaslt_refuses_is_not_used(library, kept):
         assert chosen(library, later) == 101 and later.measured == 0
 
 
-def test_of_processes_that_measure_at_once_the_first_decides_for_all(kept):
-    both = threading.Barrier(8)
-
-    def write(number):
-        store = Kept(lambda: ("gpu", 1))
-        both.wait(10)
-        return store.write("product", f"choice {number}")
-
-    with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(write, range(8)))) == 1
-    assert len(list(kept.iterdir())) == 1
-
-
 def test_where_nothing_can_be_kept_each_process_measures(library, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -215,8 +189,7 @@ def test_deterministic_products_are_computed_by_the_first_algorithm(library, kep
     lt = CublasLt(library, stage)
     for deterministic, expected in ((True, 101), (False, 102), (True, 101)):
         determinism.use_deterministic_algorithms(deterministic)
-        lt.gemm(A, A, OUT, accumulate=False)
-        assert record(library).algorithm == expected
+        assert multiplied(lt) == expected
         assert stage.measured == (0 if not kept.exists() else 4), "nothing is measured for the first"
 
 
@@ -243,12 +216,11 @@ def test_all_candidates_are_measured_and_the_best_again(library, monkeypatch):
             return {105: 1.0, 108: 6.0}.get(number, 2.0 + number / 1000) + noise
 
     monkeypatch.setattr("shardrt.kernels.cuda._algorithms.FINALISTS", 3)
-    lt = CublasLt(library, Timing(library))
-    lt.gemm(A, A, OUT, accumulate=False)
+    algorithm = chosen(library, Timing(library))
     once = [number for number, rounds in runs if rounds == 1]
     assert once == [101, 102, 104, 105, 106, 107, 108], "103 says that it can't"
     assert [number for number, rounds in runs if rounds > 1] == [108, 105, 101]
-    assert record(library).algorithm == 105
+    assert algorithm == 105
 
 
 def test_no_algorithm_that_can(library, many):
@@ -267,12 +239,10 @@ def test_measuring_ends(library, many, monkeypatch):
     monkeypatch.setattr("shardrt.kernels.cuda._algorithms.LIMIT", 0.0)
     stage = Stage(library, fastest=102)
     lt = CublasLt(library, stage)
-    lt.gemm(A, A, OUT, accumulate=False)
-    assert stage.measured == 2 and record(library).algorithm == 101, "the first one alone, twice"
+    assert multiplied(lt) == 101 and stage.measured == 2, "the first one alone, twice"
     monkeypatch.setattr("shardrt.kernels.cuda._algorithms.BUDGET", 0.0)
-    lt.gemm(A, A.T, OUT, accumulate=False)
-    assert stage.measured == 2 and record(library).algorithm == 101
+    assert multiplied(lt, b=A.T) == 101 and stage.measured == 2
     later = Stage(library, fastest=102)
     monkeypatch.setattr("shardrt.kernels.cuda._algorithms.BUDGET", 20.0)
-    CublasLt(library, later).gemm(A, A.T, OUT, accumulate=False)
+    multiplied(CublasLt(library, later), b=A.T)
     assert later.measured == 0, "what was not measured is kept as well, or the next run would differ"

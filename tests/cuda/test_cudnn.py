@@ -6,6 +6,7 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -44,27 +45,31 @@ def played(emulated, **versions):
 
 
 @contextmanager
-def packed(element, batch=2, heads=3, time=9, width=16):
+def packed(element, batch=2, heads=3, time=9, width=16, kv_heads=None):
     """q, k, v in one array, y in another, lse, dy and the gradients in one array; all outputs poisoned."""
+    kv_heads = kv_heads or heads
     with guarded(element) as array:
-        nan = np.full((batch, time, 3 * heads * width), np.nan)
-        q, k, v = heads_of(array(normal(*nan.shape)), 3, heads)
-        (y,) = heads_of(array(nan[..., : heads * width]), 1, heads)
+
+        def split(values):
+            x = array(values).reshape(batch, time, heads + 2 * kv_heads, width).transpose(0, 2, 1, 3)
+            return x[:, :heads], x[:, heads:-kv_heads], x[:, -kv_heads:]
+
+        shapes = [(batch, time, count * width) for count in (heads + 2 * kv_heads, heads)]
+        (y,) = heads_of(array(np.full(shapes[1], np.nan)), 1, heads)
+        (dy,) = heads_of(array(normal(*shapes[1], seed=1)), 1, heads)
         lse = array(np.full((batch, heads, time), np.nan), dtype=np.float32)
-        (dy,) = heads_of(
-            array(normal(*y.transpose(0, 2, 1, 3).shape, seed=1).reshape(batch, time, -1)), 1, heads
-        )
-        yield q, k, v, y, lse, dy, heads_of(array(nan), 3, heads)
+        yield *split(normal(*shapes[0])), y, lse, dy, split(np.full(shapes[0], np.nan))
 
 
-def run(q, k, v, y, lse, dy, gradients, causal=True, scale=0.3):
-    attention.forward(q, k, v, y, lse, causal=causal, scale=scale)
-    attention.backward(dy, q, k, v, y, lse, *gradients, causal=causal, scale=scale)
+def run(q, k, v, y, lse, dy, gradients, starts=None, **how):
+    how = {"causal": True, "scale": 0.1} | ({} if starts is None else {"starts": starts}) | how
+    attention.forward(q, k, v, y, lse, **how)
+    attention.backward(dy, q, k, v, y, lse, *gradients, **how)
 
 
 def exact(q, k, v, dy=None, y=None, lse=None, **how):
     """y and lse in float64; with dy the gradients too, from y and lse as they are given."""
-    how = {"causal": True, "scale": 0.3} | how
+    how = {"causal": True, "scale": 0.1} | how
     q, k, v = in_double(q, k, v)
     found = attention_of(q, k, v, **how)
     if dy is None:
@@ -72,8 +77,8 @@ def exact(q, k, v, dy=None, y=None, lse=None, **how):
     return *found, *gradients_of(*in_double(dy), q, k, v, *(found if y is None else in_double(y, lse)), **how)
 
 
-def assert_exact(q, k, v, y, lse, dy, gradients, factor=1, **how):
-    expected = exact(q, k, v, dy, y, lse, **how)
+def assert_exact(q, k, v, y, lse, dy, gradients, starts=None, factor=1, **how):
+    expected = exact(q, k, v, dy, y, lse, starts=starts, **how)
     for found, exactly in zip((y, lse, *gradients), expected, strict=True):
         assert_close(found, exactly, factor)
 
@@ -82,7 +87,7 @@ def assert_exact(q, k, v, y, lse, dy, gradients, factor=1, **how):
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_heads_are_read_and_written_where_they_lie(cudnn, emulated, element, causal):
     with packed(element) as arrays:
-        run(*arrays, causal)
+        run(*arrays, causal=causal)
         assert_exact(*arrays, causal=causal)
         assert emulated.launches == []
 
@@ -100,18 +105,10 @@ def test_keys_may_have_another_time_and_fewer_heads(cudnn, emulated):
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_queries_may_go_in_groups(cudnn, emulated, heads):
-    """Six heads of q share one head of k and v, or two do; in one array, of which each takes its part."""
-    fused = emulated.attention()
-    with guarded("bfloat16") as array:
-        packed = array(normal(2, 7, 6 + 2 * heads, 16)).transpose(0, 2, 1, 3)  # (batch, heads, time, width)
-        q, k, v = packed[:, :6], packed[:, 6 : 6 + heads], packed[:, 6 + heads :]
-        y, dy = array(np.full(q.shape, np.nan)), array(normal(*q.shape, seed=1))
-        lse = array(np.full(q.shape[:3], np.nan), dtype=np.float32)
-        made = array(np.full((2, 7, 6 + 2 * heads, 16), np.nan)).transpose(0, 2, 1, 3)
-        gradients = made[:, :6], made[:, 6 : 6 + heads], made[:, 6 + heads :]
-        assert fused.forward(q, k, v, y, lse, causal=True, scale=0.3)
-        assert fused.backward(dy, q, k, v, y, lse, *gradients, causal=True, scale=0.3)
-        assert_exact(q, k, v, y, lse, dy, gradients)
+    """Six heads of q share one head of k and v, or two do."""
+    with packed("bfloat16", heads=6, time=7, kv_heads=heads) as arrays:
+        run(*arrays)
+        assert_exact(*arrays)
         assert cudnn.graphs[0].tensors[1].dim == [2, heads, 7, 16] and emulated.launches == []
 
 
@@ -235,19 +232,13 @@ def test_deterministic_backward_goes_in_parts_that_bound_its_memory(
     use_deterministic_algorithms(True)
     taken, empty = [], emulated.empty
     monkeypatch.setattr(emulated, "empty", lambda *how: taken.append(how[0][0]) or empty(*how))
-    with guarded("bfloat16") as array:
-        q, y, dy = (array(normal(2, 4, 12, 16, seed=seed)) for seed in range(3))
-        k, v = (array(normal(2, 2, 12, 16, seed=seed)) for seed in (3, 4))
-        lse = array(np.full((2, 4, 12), np.nan), dtype=np.float32)
-        made = [array(np.full(x.shape, np.nan)) for x in (q, k, v)]
-        fused = emulated.attention()
-        assert fused.forward(q, k, v, y, lse, causal=True, scale=0.3)
-        assert fused.backward(dy, q, k, v, y, lse, *made, causal=True, scale=0.3)
+    with packed("bfloat16", heads=4, time=12, kv_heads=2) as (*arrays, made):
+        run(*arrays, made)
         assert taken == [1] + parts * [limit] and emulated.launches == []
+        fixed = [x.copy() for x in made]
         use_deterministic_algorithms(False)
-        whole = [array(np.full(x.shape, np.nan)) for x in (q, k, v)]
-        assert fused.backward(dy, q, k, v, y, lse, *whole, causal=True, scale=0.3)
-        for found, expected in zip(made, whole, strict=True):
+        run(*arrays, made)
+        for found, expected in zip(fixed, made, strict=True):
             np.testing.assert_array_equal(found, expected)
 
 
@@ -321,52 +312,21 @@ def chunks_of(element, offsets, batch=2, heads=4, kv_heads=2, each=26, keys=104,
         yield q, k, v, y, lse, dy, (dq, dk, dv)
 
 
-CHUNKS = [(0, 78), (26, 52), (39,)]
-
-
-@pytest.mark.parametrize("element", ["float16", "bfloat16"])
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("offsets", CHUNKS, ids=str)
-def test_chunks_of_queries_at_their_places_among_the_keys(cudnn, emulated, element, width, offsets):
+@pytest.mark.parametrize("offsets, width", [((0, 78), 64), ((26, 52), 128), ((39,), 64)], ids=str)
+def test_chunks_of_queries_at_their_places_among_the_keys(cudnn, emulated, offsets, width):
     """A call for each chunk; what it gives is as near to float64 as what our own kernels give."""
-    how = {"causal": True, "scale": 0.1, "offsets": offsets}
-    with chunks_of(element, offsets, width=width) as (q, k, v, y, lse, dy, gradients):
-        attention.forward(q, k, v, y, lse, **how)
-        attention.backward(dy, q, k, v, y, lse, *gradients, **how)
+    with chunks_of("bfloat16", offsets, width=width) as arrays:
+        run(*arrays, offsets=offsets)
         assert sum(graph.runs for graph in cudnn.graphs) == 2 * len(offsets)
         assert emulated.launches == ["complete"]
-        assert_exact(q, k, v, y, lse, dy, gradients, **how)
+        assert_exact(*arrays, offsets=offsets)
+        *_, y, lse, _, gradients = arrays
         found = [x.copy() for x in (y, lse, *gradients)]
         emulated.attention = lambda: None
-        attention.forward(q, k, v, y, lse, **how)
-        attention.backward(dy, q, k, v, y, lse, *gradients, **how)
-        assert_exact(q, k, v, y, lse, dy, gradients, 2, **how)
+        run(*arrays, offsets=offsets)
+        assert_exact(*arrays, factor=2, offsets=offsets)
         for one, other in zip(found, (y, lse, *gradients), strict=True):
             assert_close(one, other.astype(np.float64), 2)
-
-
-def test_keys_that_no_chunk_sees_have_no_gradient(cudnn, emulated):
-    how = {"causal": True, "scale": 0.1, "offsets": (5, 31)}
-    with chunks_of("bfloat16", (5, 31), width=16) as (q, k, v, y, lse, dy, gradients):
-        attention.forward(q, k, v, y, lse, **how)
-        attention.backward(dy, q, k, v, y, lse, *gradients, **how)
-        for gradient in gradients[1:]:
-            assert (gradient[:, :, 57:] == 0).all() and (gradient[:, :, 56] != 0).any()
-
-
-def test_a_chunk_whose_softmax_lies_in_place_has_no_copy(cudnn, emulated, monkeypatch):
-    """One chunk, or one head of one sample: what cuDNN keeps is dense where it is."""
-    taken, empty = [], emulated.empty
-    monkeypatch.setattr(emulated, "empty", lambda *how: taken.append(how) or empty(*how))
-    single = {"batch": 1, "heads": 1, "kv_heads": 1}
-    for offsets, shape in (((30,), {}), ((0, 30), single | {"each": 28})):
-        with chunks_of("bfloat16", offsets, width=16, **shape) as (q, k, v, y, lse, *_):
-            attention.forward(q, k, v, y, lse, causal=True, scale=0.1, offsets=offsets)
-            assert_close(lse, exact(q, k, v, scale=0.1, offsets=offsets)[1])
-    assert {dtype for _, dtype in taken} == {np.uint8}
-    with chunks_of("bfloat16", (0, 30), width=16, **single) as (q, k, v, y, lse, *_):  # not at 16 bytes
-        attention.forward(q, k, v, y, lse, causal=True, scale=0.1, offsets=(0, 30))
-    assert [shape for shape, dtype in taken if dtype == np.float32] == [(1, 1, 26)]
 
 
 @pytest.mark.parametrize(
@@ -379,14 +339,13 @@ def test_a_chunk_whose_softmax_lies_in_place_has_no_copy(cudnn, emulated, monkey
     ids=str,
 )
 def test_chunks_that_do_not_suit_run_by_the_reference_kernels(cudnn, emulated, element, offsets, shape):
-    how = {"causal": True, "scale": 0.1, "offsets": offsets}
-    with chunks_of(element, offsets, **{"width": 16} | shape) as (q, k, v, y, lse, dy, gradients):
+    with chunks_of(element, offsets, **{"width": 16} | shape) as (*arrays, gradients):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            attention.forward(q, k, v, y, lse, **how)
-            attention.backward(dy, q, k, v, y, lse, *gradients, **how)
+            run(*arrays, gradients, offsets=offsets)
         assert emulated.launches[-3:] == ["dots", "backward_queries", "backward_keys"]
-        expected = exact(q, k, v, dy, y, lse, **how)
+        q, k, v, y, lse, dy = arrays
+        expected = exact(q, k, v, dy, y, lse, offsets=offsets)
         for found, exactly in zip(gradients[1:], expected[3:], strict=True):
             assert_close(found, exactly, 4)
 
@@ -402,54 +361,30 @@ def test_versions_that_refuse_such_a_mask_leave_chunks_to_the_reference_kernels(
 
 
 @contextmanager
-def documents_of(element, lengths, batch=2, heads=4, kv_heads=2, width=64):
-    """q, k, v in one array; the first row has documents of these lengths, the others are one document."""
-    time, parts = sum(lengths), heads + 2 * kv_heads
-    begins = np.zeros((batch, time), np.int64)
-    begins[0] = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
-    with guarded(element) as array:
-
-        def split(values):
-            x = array(values).reshape(batch, time, parts, width).transpose(0, 2, 1, 3)
-            return x[:, :heads], x[:, heads:-kv_heads], x[:, -kv_heads:]
-
-        q, k, v = split(normal(batch, time, parts * width))
-        (y,) = heads_of(array(np.full((batch, time, heads * width), np.nan)), 1, heads)
-        (dy,) = heads_of(array(normal(batch, time, heads * width, seed=1)), 1, heads)
-        gradients = split(np.full((batch, time, parts * width), np.nan))
-        lse = array(np.full((batch, heads, time), np.nan), dtype=np.float32)
-        yield q, k, v, y, lse, dy, gradients, array(begins, dtype=np.int64)
-
-
-def run_documents(q, k, v, y, lse, dy, gradients, starts):
-    how = {"causal": True, "scale": 0.1, "starts": starts}
-    attention.forward(q, k, v, y, lse, **how)
-    attention.backward(dy, q, k, v, y, lse, *gradients, **how)
-
-
-def assert_documents_exact(*arrays, factor=1):
-    *arrays, starts = arrays
-    assert_exact(*arrays, factor, scale=0.1, starts=starts)
+def documents_of(element, lengths, width=64):
+    """As `packed`, then where documents begin: in the first row of these lengths, in the second is one."""
+    starts = np.zeros((2, sum(lengths)), np.int64)
+    starts[0] = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+    with packed(element, 2, 4, sum(lengths), width, kv_heads=2) as arrays:
+        yield *arrays, starts
 
 
 REFERENCE = ["forward", "dots", "backward_queries", "backward_keys"]
 
 
-@pytest.mark.parametrize("element", ["float16", "bfloat16"])
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("lengths", [(69, 1), (70,), (130, 33, 1, 40)], ids=str)
-def test_documents_are_sequences_of_cudnn(cudnn, emulated, element, width, lengths):
+@pytest.mark.parametrize("lengths, width", [((69, 1), 64), ((70,), 128), ((130, 33, 1, 40), 64)], ids=str)
+def test_documents_are_sequences_of_cudnn(cudnn, emulated, lengths, width):
     """Our own kernels find that all was done; what they would give is as near to float64."""
-    with documents_of(element, lengths, width=width) as arrays:
-        run_documents(*arrays)
+    with documents_of("bfloat16", lengths, width=width) as arrays:
+        run(*arrays)
         y, lse, gradients = arrays[3], arrays[4], arrays[6]
         assert [(graph.kind, graph.runs) for graph in cudnn.graphs] == [("forward", 1), ("backward", 1)]
         assert cudnn.graphs[1].bounded == (2 * sum(lengths),) * 2
         assert emulated.launches == ["documents", *REFERENCE[:1], "documents", *REFERENCE[1:]]
-        assert_documents_exact(*arrays)
+        assert_exact(*arrays)
         found = [x.copy() for x in (y, lse, *gradients)]
         emulated.attention = lambda: None
-        run_documents(*arrays)
+        run(*arrays)
         for one, other in zip(found, (y, lse, *gradients), strict=True):
             assert_close(one, other.astype(np.float64), 2)
             assert one.tobytes() != other.tobytes()  # so they were not what our own kernels had given
@@ -464,15 +399,15 @@ def test_more_documents_than_a_plan_is_for_are_left_to_the_reference_kernels(
     runs, run_one = [], fake_cudnn.Graph._run
     monkeypatch.setattr(fake_cudnn.Graph, "_run", lambda self, *how: runs.append(self) or run_one(self, *how))
     with documents_of("bfloat16", lengths, width=16) as arrays:
-        run_documents(*arrays)
-        assert_documents_exact(*arrays, factor=2)
+        run(*arrays)
+        assert_exact(*arrays, factor=2)
     assert len(runs) == 2 * sequences
 
 
 def test_a_plan_for_documents_is_made_once_for_all_lengths_of_documents(cudnn):
     for lengths in ((40,), (1, 39), (20, 3, 17)):
         with documents_of("bfloat16", lengths, width=16) as arrays:
-            run_documents(*arrays)
+            run(*arrays)
     assert [(graph.kind, graph.runs) for graph in cudnn.graphs] == [("forward", 3), ("backward", 3)]
 
 
@@ -490,8 +425,8 @@ def test_a_plan_for_documents_is_made_once_for_all_lengths_of_documents(cudnn):
 def test_documents_that_do_not_suit_run_by_the_reference_kernels(emulated, how, versions):
     module = played(emulated, **versions)
     with documents_of(**{"element": "bfloat16", "lengths": (30, 10), "width": 16} | how) as arrays:
-        run_documents(*arrays)
-        assert_documents_exact(*arrays, factor=2)
+        run(*arrays)
+        assert_exact(*arrays, factor=2)
     assert module.graphs == [] and emulated.launches == REFERENCE
 
 
@@ -499,8 +434,8 @@ def test_documents_of_which_cudnn_has_no_plan_run_by_the_reference_kernels(cudnn
     cudnn.refuses = lambda graph: True
     with documents_of("bfloat16", (30, 10), width=16) as arrays:
         with pytest.warns(UserWarning, match=r"cuDNN refuses documents of \(2, 4, 40, 16\) of bfloat16"):
-            run_documents(*arrays)
-        assert_documents_exact(*arrays, factor=2)
+            run(*arrays)
+        assert_exact(*arrays, factor=2)
 
 
 def test_rows_of_documents_that_lie_apart_run_by_the_reference_kernels(cudnn, emulated):
@@ -515,8 +450,8 @@ def test_deterministic_attention_of_documents_is_that_of_the_reference_kernels(c
     """Else the number of documents in one row would decide which kernels compute another."""
     use_deterministic_algorithms(True)
     with documents_of("bfloat16", (30, 10), width=16) as arrays:
-        run_documents(*arrays)
-        assert_documents_exact(*arrays, factor=2)
+        run(*arrays)
+        assert_exact(*arrays, factor=2)
     assert cudnn.graphs == [] and emulated.launches == REFERENCE
 
 
@@ -616,23 +551,6 @@ def test_without_the_library_there_is_only_the_reference_and_a_warning(backend, 
     assert backend.attention() is None and backend.convolution() is None
 
 
-def test_on_the_device_it_runs_in_the_current_stream(gpu, backend):
-    """Late, as all that is there: after what the stream has before it, and before what comes then."""
-    side, given = gpu.new_stream("side"), gpu.new_event()
-    with packed("bfloat16") as (q, k, v, y, lse, dy, gradients):
-        expected = exact(q, k, v)
-        there = [gpu.asarray(np.ascontiguousarray(x)) for x in (q, k, v, y, lse, dy, *gradients)]
-        gpu.current_stream.record(given)
-        side.wait(given)
-        side.submit(run, *there[:6], there[6:])
-        side.synchronize()
-        assert_close(gpu.to_numpy(there[3]), expected[0])
-        assert not np.isnan(gpu.to_numpy(there[6]).astype(np.float32)).any()
-    handles = sys.modules["cudnn"].handles
-    assert list(handles.values()) == [side.handle.ptr]
-    assert backend.attention() is backend.attention()
-
-
 def test_each_gpu_has_handles_and_graphs_of_its_own(software, without_cudnn, monkeypatch):
     def issue(stream, work):
         software.issue("cudnn", stream, Work(work))
@@ -653,44 +571,49 @@ def test_each_gpu_has_handles_and_graphs_of_its_own(software, without_cudnn, mon
     assert sorted(played.owners.values()) == [0, 1] == sorted(graph.device for graph in played.graphs)
 
 
-@pytest.mark.parametrize("kind", ["chunks", "documents"])
-def test_on_the_device_chunks_and_documents_wait_for_nobody(gpu, backend, kind):
-    """Late likewise, in a stream of their own, on arrays of CuPy; the host reads nothing in between."""
+ON_THE_DEVICE = {  # arrays, more of a call, graphs that run
+    "heads": (partial(packed, heads=4, kv_heads=2), {}, 2),
+    "chunks": (partial(chunks_of, offsets=(26, 52)), {"offsets": (26, 52)}, 4),
+    "documents": (partial(documents_of, lengths=(30, 10, 12)), {}, 2),
+}
+
+
+@pytest.mark.parametrize("kind", ON_THE_DEVICE)
+def test_on_the_device_it_runs_in_the_current_stream_and_waits_for_nobody(gpu, backend, kind):
+    """Late, after what the stream has before it, on arrays of CuPy; the host reads nothing in between."""
     side, given = gpu.new_stream("side"), gpu.new_event()
-    made = chunks_of("bfloat16", (26, 52)) if kind == "chunks" else documents_of("bfloat16", (30, 10, 12))
-    with made as (q, k, v, y, lse, dy, gradients, *starts):
-        how = {"causal": True, "scale": 0.1}
-        how |= {"starts": starts[0]} if starts else {"offsets": (26, 52)}
+    made, how, runs = ON_THE_DEVICE[kind]
+    with made("bfloat16") as (q, k, v, y, lse, dy, gradients, *starts):
+        how = how | ({"starts": starts[0]} if starts else {})
         expected = exact(q, k, v, dy, **how)
         rows = [gpu.asarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for x in (q, y, dy, gradients[0])]
-        if starts:  # side by side in one array
+        if kind != "chunks":  # side by side in one array
             packed = [np.concatenate(x, axis=1).transpose(0, 2, 1, 3) for x in ((q, k, v), gradients)]
             whole = [gpu.asarray(np.ascontiguousarray(x)).transpose(0, 2, 1, 3) for x in packed]
             (q, k, v), gradients = ((x[:, :4], x[:, 4:6], x[:, 6:]) for x in whole)
-            how["starts"] = gpu.asarray(starts[0])
+            how |= {"starts": gpu.asarray(starts[0])} if starts else {}
         else:
             q, (k, v) = rows[0], map(gpu.asarray, (k, v))
             gradients = rows[3], *map(gpu.asarray, gradients[1:])
         y, dy, lse = rows[1], rows[2], gpu.asarray(lse)
         gpu.current_stream.record(given)
         side.wait(given)
-        side.submit(lambda: attention.forward(q, k, v, y, lse, **how))
-        side.submit(lambda: attention.backward(dy, q, k, v, y, lse, *gradients, **how))
+        side.submit(lambda: run(q, k, v, y, lse, dy, gradients, **how))
         side.synchronize()
         for found, exactly in zip((y, lse, *gradients), expected, strict=True):
             assert_close(gpu.to_numpy(found), exactly, 2)
     assert list(sys.modules["cudnn"].handles.values()) == [side.handle.ptr]
-    assert sum(graph.runs for graph in sys.modules["cudnn"].graphs) == (2 if starts else 4)
+    assert sum(graph.runs for graph in sys.modules["cudnn"].graphs) == runs
+    assert backend.attention() is backend.attention()
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
-def test_layers_give_documents_as_cudnn_takes_them(gpu, backend, dtype):
+def test_layers_give_documents_as_cudnn_takes_them(gpu, backend):
     """Queries, keys, values and their gradients in one array each, and dy as a linear layer gives it."""
     qkv, weight = normal(2, 40, 8 * 16), normal(64, 64)
-    qkv = Tensor(gpu.asarray(qkv.astype(dtype)), requires_grad=True)
+    qkv = Tensor(gpu.asarray(qkv.astype(ml_dtypes.bfloat16)), requires_grad=True)
     starts = F.document_starts(np.repeat([[0, 1], [3, 3]], [15, 25], axis=1))
     y = F.self_attention(qkv, 4, kv_heads=2, starts=starts)
-    F.linear(y, Tensor(gpu.asarray(weight.astype(dtype)))).sum().backward()
+    F.linear(y, Tensor(gpu.asarray(weight.astype(ml_dtypes.bfloat16)))).sum().backward()
     assert np.isfinite(gpu.to_numpy(qkv.grad).astype(np.float32)).all()
     assert [(graph.kind, graph.runs) for graph in sys.modules["cudnn"].graphs] == [
         ("forward", 1),

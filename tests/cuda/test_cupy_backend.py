@@ -2,13 +2,12 @@
 
 import ctypes
 
-import numpy as np
 import pytest
 
 cupy = pytest.importorskip("cupy")
 
 from shardrt.kernels import cuda  # noqa: E402
-from shardrt.kernels.cuda import _compile, _launch, attention  # noqa: E402
+from shardrt.kernels.cuda import _compile, _launch  # noqa: E402
 from shardrt.kernels.cuda._cupy import CuPyBackend  # noqa: E402
 
 PREPARE = CuPyBackend.prepare
@@ -22,17 +21,6 @@ def backend(gpu):
     before = _launch.use(made)
     yield made
     _launch.use(before)
-
-
-def test_large_shared_memory_is_asked_for_once(gpu, backend, monkeypatch):
-    asked, driver = [], cupy.cuda.driver
-    before = driver.funcSetAttribute
-    monkeypatch.setattr(driver, "funcSetAttribute", lambda *what: asked.append(what[1:]) or before(*what))
-    heads = [gpu.zeros((1, 1, 40, 128), np.float32) for _ in range(4)]
-    for _ in range(2):
-        attention.forward(*heads, gpu.zeros((1, 1, 40), np.float32), causal=True, scale=1.0)
-    ((attribute, value),) = asked
-    assert attribute == 8 and value > 48 << 10
 
 
 def test_everything_is_compiled_beforehand_for_this_gpu(backend, monkeypatch):

@@ -3,101 +3,28 @@
 Ranks are threads, taken for processes. That its results are those of the contract: test_communicators.py.
 """
 
-import itertools
 import threading
-from functools import partial
 
 import numpy as np
 import pytest
 
-from shardrt.comm import CollectiveMismatch, init_device_mesh, ipc, thread
+from shardrt.comm import CollectiveMismatch, ipc, thread
 from shardrt.comm.staged import StagedCommunicator
 from shardrt.comm.thread import ThreadCommunicator
 from shardrt.device.cuda import CUDADevice
+from tests import lab
 from tests.cuda import small_gpt
+from tests.cuda.test_communicators import on_ranks
 from tests.mpi.contract import values
 
-cupy = pytest.importorskip("cupy")
-
-
-class Sharing:
-    """CUDA IPC: a handle stands for an address of this process, and threads for processes."""
-
-    def __init__(self, software):
-        self.exported = {}  # handle -> (address, thread)
-        self.opened = []  # (address, thread)
-        self.errors = []
-        self._sizes = {}  # of the GPU's memory
-        self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
-        self._malloc, self._free = software.malloc, software.free
-
-    def malloc(self, size):
-        address = self._malloc(size)
-        self._sizes[address] = size
-        return address
-
-    def free(self, address):
-        with self._lock:
-            if any(known == address for known, _ in self.opened):
-                self.errors.append("freed while others have it mapped")
-            self._sizes.pop(address, None)
-            self.exported = {h: given for h, given in self.exported.items() if given[0] != address}
-        self._free(address)
-
-    def export(self, address):
-        assert address in self._sizes, "not the beginning of an allocation"
-        assert self._sizes[address] % (2 << 20) == 0, "others share the driver's page, and are exported too"
-        with self._lock:
-            assert address not in [known for known, _ in self.exported.values()], "exported twice"
-            handle = next(self._numbers).to_bytes(64, "big")
-            self.exported[handle] = address, threading.get_ident()
-        return handle
-
-    def open(self, handle):
-        address, owner = self.exported[handle]
-        assert owner != threading.get_ident(), "opened in the exporting process"
-        with self._lock:
-            assert (address, threading.get_ident()) not in self.opened, "mapped twice"
-            self.opened.append((address, threading.get_ident()))
-        return address
-
-    def close(self, address):
-        with self._lock:
-            self.opened.remove((address, threading.get_ident()))
-
-
-@pytest.fixture(autouse=True)
-def processes(software, monkeypatch):
-    """Every thread passes for a process. What they share with one another."""
-    software.choose("at once")  # no test here orders streams: what counts is what the host does
-    sharing, runtime = Sharing(software), cupy.cuda.runtime
-    monkeypatch.setattr(software, "malloc", sharing.malloc)
-    monkeypatch.setattr(software, "free", sharing.free)
-    monkeypatch.setattr(runtime, "ipcGetMemHandle", sharing.export)
-    monkeypatch.setattr(runtime, "ipcOpenMemHandle", sharing.open)
-    monkeypatch.setattr(runtime, "ipcCloseMemHandle", sharing.close)
-    monkeypatch.setattr(ipc, "_process", lambda: threading.get_ident().to_bytes(16, "big"))
-    return sharing
-
-
-@pytest.fixture
-def sharing(processes, gpu):
-    return processes
+pytest.importorskip("cupy")
+pytestmark = pytest.mark.usefixtures("processes")
 
 
 @pytest.fixture
 def never_staged(monkeypatch):
     for name in ("_all_gather", "_reduce_scatter", "_broadcast", "_all_to_all", "_all_reduce"):
         monkeypatch.delattr(StagedCommunicator, name)
-
-
-def on_ranks(size, body):
-    def rank():
-        mesh = init_device_mesh("cuda", communicator="ipc")
-        body(mesh.communicator("gather"), mesh.device, mesh.stream("gather"))
-
-    thread.run(size, rank)
 
 
 def gather(comm, here, stream, buffer):
@@ -110,7 +37,9 @@ def gather(comm, here, stream, buffer):
     np.testing.assert_array_equal(here.to_numpy(buffer), expected)
 
 
-def test_a_buffer_is_exported_once_and_opened_once_by_each_peer(sharing):
+def test_a_buffer_is_exported_once_and_opened_once_by_each_peer(software):
+    before = len(software.exported)
+
     def body(comm, here, stream):
         buffer = comm.allocate(30, "float32", shared=True)
         again = comm.duplicate()
@@ -118,14 +47,16 @@ def test_a_buffer_is_exported_once_and_opened_once_by_each_peer(sharing):
             gather(each, here, stream, buffer)
             gather(each, here, stream, buffer[3:15])
         comm.barrier(stream=stream)
-        assert len(sharing.exported) == 3
-        assert len(sharing.opened) == 3 * 2
+        assert len(software.exported) == before + 3
+        assert len(software.mapped) == 3 * 2
         comm.barrier(stream=stream)
 
-    on_ranks(3, body)
+    on_ranks(3, "ipc", body)
 
 
-def test_everything_is_unmapped_before_anyone_may_free_and_own_memory_stays_valid(sharing):
+def test_everything_is_unmapped_before_anyone_may_free_and_own_memory_stays_valid(software):
+    before = software.exported
+
     def body(comm, here, stream):
         comm.allocate(5, "float64", shared=False)  # which nobody but the communicator refers to
         buffer = comm.allocate(12, "float32", shared=True)
@@ -134,22 +65,21 @@ def test_everything_is_unmapped_before_anyone_may_free_and_own_memory_stays_vali
         comm.close()
         gather(again, here, stream, buffer)  # a duplicate knows the memory still
         again.close()
-        assert sharing.opened == []
+        assert software.mapped == []
         np.testing.assert_array_equal(here.to_numpy(buffer)[:3], values(0, 3, "float32"))
 
-    on_ranks(4, body)
-    assert sharing.errors == []
-    assert sharing.exported == {}  # all freed
+    on_ranks(4, "ipc", body)
+    assert software.freed_while_mapped == [] and software.exported == before  # all freed
 
 
-def test_ranks_of_one_process_open_nothing(sharing, monkeypatch):
+def test_ranks_of_one_process_open_nothing(software, monkeypatch):
     monkeypatch.setattr(ipc, "_process", lambda: bytes(16))
 
     def body(comm, here, stream):
         gather(comm, here, stream, comm.allocate(12, "float32", shared=True))
-        assert sharing.opened == []
+        assert software.mapped == []
 
-    on_ranks(3, body)
+    on_ranks(3, "ipc", body)
 
 
 def test_what_was_allocated_here_goes_through_no_host_memory(gpu, never_staged):
@@ -161,7 +91,7 @@ def test_what_was_allocated_here_goes_through_no_host_memory(gpu, never_staged):
         comm.broadcast(full, root=1, stream=stream)
         comm.all_to_all(here.empty(full.shape, full.dtype), full, stream=stream)
 
-    on_ranks(3, body)
+    on_ranks(3, "ipc", body)
 
 
 def test_a_sum_over_ranks_is_one_kernel(software, gpu):
@@ -169,7 +99,7 @@ def test_a_sum_over_ranks_is_one_kernel(software, gpu):
         full = comm.allocate(4000, "float32", shared=False)
         comm.reduce_scatter(here.zeros((1000,), np.float32), full, stream=stream, scale=0.5, accumulate=True)
 
-    on_ranks(4, body)
+    on_ranks(4, "ipc", body)
     assert [kernel for what, _, kernel in software.log if what == "launch"] == ["sum_parts"] * 4
 
 
@@ -181,7 +111,7 @@ def test_all_ranks_stage_where_one_rank_has_memory_of_its_own(gpu, strange):
             buffer = here.buffer(12, np.float32)
         gather(comm, here, stream, buffer)
 
-    on_ranks(3, body)
+    on_ranks(3, "ipc", body)
 
 
 def test_ranks_may_use_different_places(gpu, never_staged):
@@ -189,7 +119,7 @@ def test_ranks_may_use_different_places(gpu, never_staged):
         slots = [comm.allocate(40, "float32", shared=True) for _ in range(comm.size)]
         gather(comm, here, stream, slots[comm.rank][4 * comm.rank :][:12])
 
-    on_ranks(3, body)
+    on_ranks(3, "ipc", body)
 
 
 def test_peers_read_between_the_end_of_a_stream_and_a_barrier(gpu, monkeypatch):
@@ -220,7 +150,7 @@ def test_peers_read_between_the_end_of_a_stream_and_a_barrier(gpu, monkeypatch):
         comm.reduce_scatter(output, full, stream=stream)
         assert mine == ["wait", "meet", "wait", "barrier"]
 
-    on_ranks(3, body)
+    on_ranks(3, "ipc", body)
 
 
 def test_ranks_in_different_calls_are_told_so(gpu):
@@ -229,13 +159,13 @@ def test_ranks_in_different_calls_are_told_so(gpu):
         comm.all_gather(buffer, stream=stream, tag=f"blocks.{comm.rank}")
 
     with pytest.raises(CollectiveMismatch, match=r"all_gather\(12 of float32, unit blocks\.[01]\)"):
-        on_ranks(2, body)
+        on_ranks(2, "ipc", body)
 
 
 def test_ranks_of_several_nodes_are_refused(gpu, monkeypatch):
     monkeypatch.setattr(ipc, "_node", lambda: threading.get_ident().to_bytes(16, "big"))
     with pytest.raises(ValueError, match="'ipc' needs all ranks on one node"):
-        on_ranks(2, lambda *given: None)
+        on_ranks(2, "ipc", lambda *given: None)
 
 
 @pytest.mark.parametrize("call", ["export_memory", "open_memory"])
@@ -256,17 +186,14 @@ def test_every_rank_raises_where_memory_of_one_cannot_be_shared(gpu, monkeypatch
             comm.allocate(8, "float32", shared=True)
         errors.append(str(caught.value))
 
-    on_ranks(3, body)
+    on_ranks(3, "ipc", body)
     assert len(errors) == 3
     assert sum("cudaErrorNotSupported" in error for error in errors) == 1
 
 
-def test_a_model_trains_as_with_staged_communicators_to_the_bit(gpu, monkeypatch):
-    found = []
-    for kind in ("staged", "ipc"):
-        monkeypatch.setattr(small_gpt, "init_device_mesh", partial(init_device_mesh, communicator=kind))
-        found.append(thread.run(2, small_gpt.train, "cuda", **small_gpt.VARIANTS["bfloat16"]))
-    for (losses, weights), (other_losses, other_weights) in zip(*found, strict=True):
-        assert losses == other_losses
-        for key, array in (weights or {}).items():
-            np.testing.assert_array_equal(array, other_weights[key], err_msg=key)
+def test_a_model_trains_as_with_staged_communicators_to_the_bit(gpu):
+    how = (2, small_gpt.train, "cuda")
+    found, expected = (
+        thread.run(*how, communicator=kind, **small_gpt.VARIANTS["bfloat16"]) for kind in ("ipc", "staged")
+    )
+    lab.assert_equal(found, expected)

@@ -1,12 +1,8 @@
 """Libraries are loaded only from a folder that no other user can have made or filled."""
 
 import os
-import shutil
-
-import pytest
 
 from shardrt.untrusted import private
-from tests.cuda import libraries
 from tests.cuda.emulator import ROOT
 from tests.cuda.libraries import library_folder
 
@@ -23,16 +19,3 @@ def test_libraries_are_not_loaded_from_where_others_can_put_them(tmp_path):
         assert found.stat().st_uid == os.getuid() and found.stat().st_mode & 0o777 == 0o700
         assert tmp_path not in found.parents and private(found) == ""
     assert library_folder(ROOT / "build" / "shim").name.startswith("shim") or private(ROOT)
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no cc")
-@pytest.mark.parametrize("name", ["cublas", "cublaslt"])
-def test_a_stand_in_is_compiled_again_when_its_header_changes(tmp_path, monkeypatch, name):
-    for file in (f"fake_{name}.c", "fake_numbers.h"):
-        shutil.copy(libraries.HERE / file, tmp_path)
-    monkeypatch.setattr(libraries, "HERE", tmp_path)
-    before = libraries.stand_in(tmp_path, name)
-    assert libraries.stand_in(tmp_path, name) == before
-    with (tmp_path / "fake_numbers.h").open("a") as header:
-        header.write("// changed\n")
-    assert libraries.stand_in(tmp_path, name) != before

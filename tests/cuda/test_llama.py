@@ -13,6 +13,7 @@ from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
+from tests.cuda.small_gpt import agree
 
 CONFIG = LlamaConfig(
     n_layer=1, n_head=2, n_kv_head=1, n_embd=8, n_hidden=12, block_size=8, vocab_size=29, loss_chunk=3
@@ -52,11 +53,6 @@ def test_it_is_read_trained_and_continued_as_on_the_cpu(gpu, tmp_path, config, p
     save_pretrained(Llama(config), tmp_path / "llama")
     expected = thread.run(1, run, "cpu", tmp_path / "llama", policy)
     found = thread.run(1, run, "cuda", tmp_path / "llama", policy)
-    for (losses, weights, text), (other_losses, other_weights, other_text) in zip(
-        found, expected, strict=True
-    ):
-        np.testing.assert_allclose(losses, other_losses, rtol=tolerance)
-        for name, values in other_weights.items():
-            np.testing.assert_allclose(weights[name], values, rtol=0, atol=10 * tolerance, err_msg=name)
-        if policy is None:
-            np.testing.assert_array_equal(text, other_text)
+    agree([each[:2] for each in found], [each[:2] for each in expected], tolerance)
+    if policy is None:
+        np.testing.assert_array_equal(found[0][2], expected[0][2])

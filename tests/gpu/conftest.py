@@ -24,13 +24,13 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Of tests of tests/cuda, which run on the CPU, all but the first two cases of each kernel are rest."""
+    """Of tests of tests/cuda, which run on the CPU, all but the first case of each kernel are rest."""
     seen = Counter()
     for item in items:
         if item.path.name == "test_kernels.py" and item.path.parent.name == "gpu":
             params = getattr(item, "callspec", None)
             name = item.cls, item.originalname, params and params.params.get("kernel")
-            if seen[name] >= 2:
+            if seen[name]:
                 item.add_marker(pytest.mark.rest)
             seen[name] += 1
 

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from tests.contracts.attention import backward, forward, heads_of
-from tests.gpu.sizes import HEADS, TIME
+from tests.gpu.sizes import ELEMENTS, HEADS, TIME
+from tests.gpu.test_products import assert_repeats
 
 pytestmark = pytest.mark.gpu
-
-ELEMENTS = ["float32", "bfloat16", "float16"]
 
 
 def check(on_gpu, element, shape, **how):
@@ -57,15 +56,14 @@ def test_the_same_bits_every_time(gpu, deterministic):
     random = np.random.default_rng(0)
     qkv = gpu.asarray(random.normal(size=(2, 2 * TIME, 3 * 128)).astype(dtype))
     dy = gpu.asarray(random.normal(size=(2, 2 * TIME, 128)).astype(dtype))
-    found = []
-    for _ in range(3):
+
+    def both():
         outs = [gpu.empty(like.shape, dtype) for like in (dy, qkv)]
         lse = gpu.empty((2, 2, 2 * TIME), np.float32)
         run(gpu.kernels.attention, qkv, dy, *outs, lse, 2, {"causal": True, "scale": 0.125})
-        found.append([gpu.to_numpy(out).view(np.uint16) for out in outs])
-    for others in found[1:]:
-        for one, other in zip(found[0], others, strict=True):
-            np.testing.assert_array_equal(one, other)
+        return outs
+
+    assert_repeats(gpu, both)
 
 
 @pytest.mark.parametrize("keys", [64, 192])

@@ -1,13 +1,11 @@
 """Communicators of device arrays: the contract of tests/cuda on the GPU, NCCL and CUDA IPC by processes."""
 
-import sys
-
 import numpy as np
 import pytest
 
-from shardrt.comm import init_device_mesh
 from shardrt.comm.backends import create
 from shardrt.device.cuda import CUDADevice
+from tests.cuda import small_gpt
 from tests.cuda import test_communicators as contract
 from tests.ranks import mpirun
 
@@ -99,26 +97,5 @@ def test_between_processes_training_has_the_losses_of_threads(gpu, kind, ranks):
 
 
 def losses(kind):
-    """Of a few steps of a small GPT on this rank."""
-    import shardrt
-    from models.gpt import GPT, GPTConfig
-    from shardrt import functional as F
-    from shardrt import optim
-    from shardrt.fsdp import fully_shard
-
-    mesh = init_device_mesh("cuda", communicator=kind)
-    shardrt.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=61))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    found, random = [], np.random.default_rng(mesh.rank)
-    for _ in range(4):
-        text = random.integers(0, 61, (2, 17))
-        loss = F.cross_entropy(model(text[:, :-1]), text[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    sys.stdout.flush()
-    return found
+    """Of a small GPT on this rank."""
+    return [loss for loss, _ in small_gpt.train("cuda", communicator=kind, layers=2)[0]]

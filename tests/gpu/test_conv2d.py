@@ -1,11 +1,11 @@
 """Convolution as networks call it: cuDNN's where it is there, else our own, against float64 on the host."""
 
-import ml_dtypes
-import numpy as np
 import pytest
 
 from tests.contracts.vision import CALLS, output_shape
-from tests.gpu.test_products import poisoned, random, there
+from tests.cuda.numbers import dtype_of
+from tests.gpu.sizes import CONVOLUTIONS, ELEMENTS
+from tests.gpu.test_products import assert_repeats, poisoned, random, there
 
 pytestmark = pytest.mark.gpu
 
@@ -22,25 +22,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("element", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("case", CONVOLUTIONS or CASES)
 def test_forward_and_gradients(on_gpu, element, case):
     for kernel, calls in CALLS.items():
         on_gpu(kernel, element, calls(CASES[case]))
 
 
-@pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16, np.float16])
-def test_the_same_bits_every_time(gpu, kind):
-    dtype, (x_shape, w_shape, *geometry) = np.dtype(kind), CASES["3 x 3"]
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_the_same_bits_every_time(gpu, element):
+    dtype, (x_shape, w_shape, *geometry) = dtype_of(element), CASES["3 x 3"]
     x, weight = (there(gpu, random(*shape), dtype)[0] for shape in (x_shape, w_shape))
     dy = there(gpu, random(*output_shape(*CASES["3 x 3"])), dtype)[0]
-    found = []
-    for _ in range(3):
+
+    def run():
         outs = [poisoned(gpu, like.shape, dtype) for like in (dy, x, weight)]
         gpu.kernels.conv2d.forward(x, weight, None, outs[0], *geometry)
         gpu.kernels.conv2d.backward_input(dy, weight, outs[1], *geometry)
         gpu.kernels.conv2d.backward_weight(x, dy, outs[2], False, *geometry)
-        found.append([gpu.to_numpy(out).view(np.uint8) for out in outs])
-    for others in found[1:]:
-        for one, other in zip(found[0], others, strict=True):
-            np.testing.assert_array_equal(one, other)
+        return outs
+
+    assert_repeats(gpu, run)

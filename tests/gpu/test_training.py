@@ -1,25 +1,24 @@
 """GPTs trained on the GPU: as on the CPU, as PyTorch, on several ranks, and with every copy late."""
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 
-import shardrt
 from models.gpt import GPT
 from models.sampling import ByteText, generate
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict, load, save
-from shardrt.comm import init_device_mesh, thread
 from shardrt.comm import ranks as comm_ranks
+from shardrt.comm import thread
 from shardrt.comm.delay import CollectiveDelay
 from shardrt.device.arena import Arena
 from shardrt.device.cuda import CUDADevice
-from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, full_parameters, fully_shard
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, full_parameters
 from shardrt.train.config import SampleConfig
-from tests.cuda.small_gpt import CONFIG, VARIANTS, same_bits, train
+from tests import lab
+from tests.cuda.small_gpt import VARIANTS, made, train
 from tests.gpu.sizes import LEARNT, MODEL, STEPS
 from tests.gpu.spin import spin
 
@@ -39,15 +38,7 @@ def batches():
 
 def losses_of(name, *, sharded=True, weights=None, **settings):
     """The loss of each of STEPS steps on the device `name`."""
-    mesh = init_device_mesh(name)
-    shardrt.manual_seed(0)
-    model = GPT(MODEL)
-    if sharded:
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, **settings)
-        if "mp_policy" in settings:
-            settings["mp_policy"] = replace(settings["mp_policy"], output_dtype="float32")  # the logits
-        fully_shard(model, mesh=mesh, **settings)
+    mesh, model = made(name, config=MODEL, sharded=sharded, **settings)
     if weights is not None:
         weights.update({key: np.array(values) for key, values in full_state_dict(model).items()})
     optimizer = optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
@@ -169,7 +160,7 @@ def test_late_copies_and_calls_and_poisoned_slots_change_no_bit(gpu, determinist
     """A wait that is missing would let somebody read what has not arrived, or what is there no more."""
     prompt = thread.run(2, train, "cuda", **VARIANTS[variant])
     make_late(monkeypatch, poison=variant != "NO_SHARD")  # whose slots are the parameters themselves
-    same_bits(thread.run(2, train, "cuda", **VARIANTS[variant]), prompt)
+    lab.assert_equal(thread.run(2, train, "cuda", **VARIANTS[variant]), prompt)
 
 
 def test_offload_changes_no_bit(gpu, deterministic):
@@ -190,10 +181,7 @@ def test_a_step_holds_no_more_than_the_one_before(gpu):
 
 
 def saved_and_loaded(name, directory):
-    mesh = init_device_mesh(name)
-    shardrt.manual_seed(1)
-    model = GPT(CONFIG)
-    fully_shard(model, mesh=mesh)
+    _, model = made(name)
     with full_parameters(model, writeback=True):
         for parameter in model.parameters():
             parameter.data *= 2

@@ -7,6 +7,6 @@ Work in streams is late: nothing runs before something must, and then in any ord
 the simulator            scheduler, streams with graph, memory, kernels; cuda puts them together
 libraries below CuPy     compiler (NVRTC), nccl with ring and rooms, products (cuBLAS), sorting
 to put it there          plug, start (a process), fixtures (single tests), plugin (tests/gpu), run (programs)
-tools                    mutations with programs, pairs, idle (a GPU that does nothing but count)
+tools                    mutations with programs, pairs
 jobs of tests            processes
 """

@@ -1,13 +1,14 @@
 """The GPU in software, for tests of training on it."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from threading import get_ident
 
 import pytest
 
-from tests.softgpu.fixtures import gpu, gpu_kernels, software, without_cudnn
+from shardrt.device.cuda import CUDADevice
+from tests.softgpu.fixtures import gpu, gpu_kernels, processes, software, without_cudnn
 
-__all__ = ["gpu", "gpu_kernels", "software", "without_cudnn", "waits"]
+__all__ = ["allocated", "gpu", "gpu_kernels", "processes", "software", "without_cudnn", "waits"]
 
 
 @pytest.fixture
@@ -33,3 +34,23 @@ def waits(software, monkeypatch):
         watch(name)
     watch("memcpyAsync", to_the_host)
     return seen
+
+
+@pytest.fixture
+def allocated(software, monkeypatch):
+    """By thread and kind: bytes asked for of the device, outside of CuPy's pool, and pinned on the host."""
+    found = defaultdict(Counter)
+
+    def count(name):
+        original = getattr(CUDADevice, name)
+
+        def counted(this, *args):
+            array = original(this, *args)
+            found[get_ident()][name] += array.nbytes
+            return array
+
+        monkeypatch.setattr(CUDADevice, name, counted)
+
+    count("buffer")
+    count("pinned")
+    return found

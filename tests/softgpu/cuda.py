@@ -23,7 +23,6 @@ class CUDA(Kernels):
     """
 
     visible: tuple[int, ...] = (0,)
-    zeros: tuple[str, ...] = ()  # functions that give 0, and are not asked (plug.py)
 
     def getDeviceCount(self):
         return len(self.visible)

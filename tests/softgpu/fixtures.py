@@ -3,9 +3,12 @@
 To import this puts it below CuPy, for that must come before CuPy's own import.
 """
 
+import threading
+
 import pytest
 
 from shardrt import device
+from shardrt.comm import ipc
 from shardrt.kernels.cuda import _launch
 from tests.softgpu.available import missing
 
@@ -43,6 +46,14 @@ def software(monkeypatch, request):
     _launch.use(before)
     device._get.cache_clear()
     device.set_current(device.get("cpu"))  # the one that everybody gets from now on
+
+
+@pytest.fixture
+def processes(software, monkeypatch):
+    """Every thread passes for a process, as the ipc communicator wants it, and each call is done at once."""
+    software.choose("at once")
+    software.freed_while_mapped.clear()
+    monkeypatch.setattr(ipc, "_process", lambda: threading.get_ident().to_bytes(16, "big"))
 
 
 @pytest.fixture

@@ -48,10 +48,8 @@ class Capture:
         self._last[stream] |= before
 
     def works(self) -> list:
-        """All work in it, that of graphs which it launches included."""
-        found = [node.work for node in self.nodes]
-        inner = [work.capture for work in found if isinstance(work, Launch)]
-        return found + [work for capture in inner for work in capture.works()]
+        """All work in it."""
+        return [node.work for node in self.nodes]
 
     def end(self) -> None:
         """Raises CUDARuntimeError if some stream's work was not waited for by the one where it began."""
@@ -81,23 +79,18 @@ class Executable:
         self._latest: Launch | None = None
 
     def launch(self, random, stream) -> "Launch":
-        launch = Launch(self.capture, random, stream, self._latest)
-        if stream.capture is None:  # else it is a part of another graph, and has its place there
-            self._latest = launch
-        return launch
+        self._latest = Launch(self.capture, random, stream, self._latest)
+        return self._latest
 
 
 class Launch:
     """A replay: the nodes in any order that they allow. before: the launch of this graph that it follows."""
 
-    def __init__(self, capture: Capture, random, stream=None, before: "Launch | None" = None) -> None:
+    def __init__(self, capture: Capture, random, stream, before: "Launch | None") -> None:
         self.capture, self._random, self._stream, self._before = capture, random, stream, before
         self._left: dict | None = None  # node -> its work, this time
         self._done: set[Node] = set()
         self.groups = [group for node in capture.nodes for group in node.work.groups]
-
-    def fresh(self) -> "Launch":
-        return Launch(self.capture, self._random)
 
     def _waits_for_another(self) -> bool:
         if self._before is not None and self._before.finished:

@@ -19,7 +19,7 @@ from tests.softgpu.streams import Streams
 
 PAGE = 2 << 20  # of the driver: allocations of one and more have theirs to themselves
 _KEPT = 64 << 20  # bytes of what was freed last are still known as such, and hold NaN
-_HANDLE = np.dtype([("process", "i8"), ("file", "i8"), ("nbytes", "i8"), ("unused", "u1", 40)])
+_HANDLE = np.dtype([*((name, "i8") for name in ("process", "file", "nbytes", "rank")), ("unused", "u1", 32)])
 
 
 _PIECE = 16 << 20  # bytes of poison, of which large blocks are made
@@ -41,6 +41,7 @@ class Block:
     def __init__(self, size: int, pinned: bool, rank, shared: tuple[int, int] | None = None) -> None:
         """shared: (process, file) of an allocation there."""
         self.size, self.pinned, self.rank, self.freed = size, pinned, rank, False
+        self.shared, self.opener = shared, None
         self.device: int | None = None  # where it was allocated, if on a device by this process
         self.file, self._mapped = -1, size if size >= PAGE or shared else 0
         if not self._mapped:
@@ -110,6 +111,7 @@ class Memory(Streams):
         self._given_back: list[Block] = []  # and not freed yet
         self._freed: deque[Block] = deque()
         self._freed_bytes = 0
+        self.freed_while_mapped: list[Block] = []
 
     def malloc(self, size):
         size = max(1, size)
@@ -150,6 +152,8 @@ class Memory(Streams):
             self._given_back.append(block)
             if block.device is not None:
                 self.used[block.device] -= block.size
+            if block.file >= 0 and any(m.shared == (os.getpid(), block.file) for m in self.mapped):
+                self.freed_while_mapped.append(block)
             if self._busy or block.rank is not self.rank or self._captures(block.rank):
                 return
         try:
@@ -255,23 +259,42 @@ class Memory(Streams):
         block = self.block(address, 1)
         return 0 if block is None else 1 if block.pinned else 2
 
-    # -- other processes
+    # -- other processes; ranks that are threads may pass for them
+
+    @property
+    def exported(self) -> list[Block]:
+        """Those of this process that others may open."""
+        gone = *self._given_back, *self._freed
+        return [b for b in self._blocks if b.file >= 0 and not b.shared and b not in gone]
+
+    @property
+    def mapped(self) -> list[Block]:
+        """Those of other ranks that ranks of this process have open, but for ranks that have ended."""
+        return [block for block in self._blocks if block.shared and block.opener.thread.is_alive()]
 
     def ipcGetMemHandle(self, address):
         """CUDA would take an address within an allocation, and give its beginning: a trap."""
         block = self._whole(address)
-        if block.size < PAGE or block.pinned or block.rank is None:
-            raise failed(errors.INVALID_VALUE, "an allocation of less than the driver's page can't be shared")
+        if block.size % PAGE or block.pinned or block.rank is None:
+            raise failed(errors.INVALID_VALUE, "what lies beside it in the driver's page would be shared too")
+        if block.file >= 0:
+            raise failed(errors.INVALID_VALUE, "exported twice")
         block.share()
         handle = np.zeros((), _HANDLE)
         handle["process"], handle["file"], handle["nbytes"] = os.getpid(), block.file, block.size
+        handle["rank"] = id(self.rank)
         return handle.tobytes()
 
     def ipcOpenMemHandle(self, handle, flags=1):
-        process, file, nbytes, _ = np.frombuffer(handle, _HANDLE)[0].tolist()
-        if process == os.getpid():
+        process, file, nbytes, rank, _ = np.frombuffer(handle, _HANDLE)[0].tolist()
+        if (process, rank) == (os.getpid(), id(self.rank)):
             raise failed(errors.DEVICE_UNINITIALIZED, "a process can't open what is its own")
-        return self._add(Block(nbytes, False, None, (process, file)))
+        with self.lock:
+            if any(each.shared == (process, file) and each.opener is self.rank for each in self.mapped):
+                raise failed(errors.INVALID_VALUE, "mapped twice")
+        block = Block(nbytes, False, None, (process, file))
+        block.opener = self.rank
+        return self._add(block)
 
     def ipcCloseMemHandle(self, address):
         """Waits for this rank's streams, which may use it."""

@@ -24,7 +24,6 @@ _HEAD = """
 #include <stddef.h>
 typedef struct _object PyObject;
 PyObject *PyObject_CallMethod(PyObject *, const char *, const char *, ...);
-PyObject *Py_BuildValue(const char *, ...);
 void Py_DecRef(PyObject *);
 intptr_t PyLong_AsSsize_t(PyObject *);
 double PyFloat_AsDouble(PyObject *);
@@ -32,12 +31,6 @@ PyObject *cuda;
 """
 _OBJECT = """
 PyObject *{module}_{name}({parameters}) {{ return PyObject_CallMethod(cuda, "{name}", "{format}"{values}); }}
-"""
-_NONE = """
-PyObject *{module}_{name}({parameters}) {{ return Py_BuildValue(""); }}
-"""
-_ZERO = """
-{result} {module}_{name}({parameters}) {{ return 0; }}
 """
 _NUMBER = """
 {result} {module}_{name}({parameters}) {{
@@ -51,10 +44,7 @@ _NUMBER = """
 
 
 def plug(folder: Path, cuda: CUDA) -> None:
-    """Have CuPy, to be imported next, see `cuda`. folder: a private one, for what is compiled.
-
-    What is named in `cuda.zeros` gives 0, or None, without a call of its method.
-    """
+    """Have CuPy, to be imported next, see `cuda`. folder: a private one, for what is compiled."""
     import cupy_backends.cuda.api.driver as driver
     import cupy_backends.cuda.api.runtime as runtime
 
@@ -62,7 +52,7 @@ def plug(folder: Path, cuda: CUDA) -> None:
     for module in (runtime, driver):
         for name, capsule in module.__pyx_capi__.items():
             place = module.__name__.rpartition(".")[2]
-            text = _function(place, name, _signature(capsule), name in cuda.zeros)
+            text = _function(place, name, _signature(capsule))
             if text:
                 source += text
                 made.append((module, name))
@@ -77,11 +67,8 @@ def plug(folder: Path, cuda: CUDA) -> None:
         _replace(module.__pyx_capi__, name, ctypes.cast(function, ctypes.c_void_p).value)
 
 
-def _function(module: str, name: str, signature: str, zero: bool = False) -> str:
-    """The C of a function that calls the method `name`; "" for what is none, or takes what we don't know.
-
-    zero: that does nothing but give 0.
-    """
+def _function(module: str, name: str, signature: str) -> str:
+    """The C of a function that calls the method `name`; "" for what is none, or takes what we don't know."""
     match = re.fullmatch(r"(.*?) ?\((.*)\)", signature)
     if match is None:
         return ""
@@ -96,14 +83,10 @@ def _function(module: str, name: str, signature: str, zero: bool = False) -> str
         "parameters": ", ".join(f"{kind} a{i}" for i, kind in enumerate(types)) or "void",
         "values": "".join(f", a{i}" for i in range(len(types))),
     }
-    if zero and result == "PyObject *":
-        return _NONE.format(**parts)
     if result == "PyObject *":
         return _OBJECT.format(**parts)
     if result not in _RESULTS:
         return ""
-    if zero:
-        return _ZERO.format(**parts, result=result)
     convert, error = _RESULTS[result]
     return _NUMBER.format(**parts, result=result, convert=convert, error=error)
 

@@ -1,7 +1,6 @@
 """`pytest -p tests.softgpu.plugin tests/gpu`: the tests for a GPU, on the one in software.
 
-Processes that they start by mpirun have it as well. SOFTGPU_MODE and SOFTGPU_SEED say in which order streams
-take turns (see scheduler.py).
+Processes that they start by mpirun have it as well.
 """
 
 import os
@@ -14,7 +13,7 @@ _mpirun = ranks.mpirun
 ranks.mpirun = lambda size, args, *more, **kwargs: _mpirun(
     size, ["-m", "tests.softgpu.run", *args], *more, **kwargs
 )
-CUDA = start(os.environ.get("SOFTGPU_MODE", "late"), int(os.environ.get("SOFTGPU_SEED", "0")))
+CUDA = start()
 _status = [0]
 
 

@@ -6,15 +6,19 @@ mpirun -n 2 python -m tests.softgpu.run -m tests.softgpu.processes FOLDER
 import json
 import os
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
+import numpy as np
 from cupy.cuda import runtime
 
 from models import train
 from shardrt.comm import world
 from shardrt.device import cuda
 from tests.cuda import small_gpt
+from tests.fsdp import paired
+from tests.fsdp import test_pairs as pairs
 from tests.softgpu.nccl import NcclCommunicator
 
 SETTINGS = """
@@ -34,6 +38,28 @@ def trained(place: str) -> list[float]:
     return [line["loss"] for line in map(json.loads, lines) if line["kind"] == "step"]
 
 
+def features() -> dict[str, list[float]]:
+    """How far losses and weights are from the CPU's, of each set that fits this number of ranks, in float32.
+
+    pairs.py has the rest, on threads.
+    """
+    sets = [names for names in pairs.TOGETHER if not pairs.LOW & set(names)]
+    fitting = [names for names in sets if pairs.ranks_for(names, 2) == world.current().size]
+    return {pairs.readable(names): apart(names) for names in fitting}
+
+
+def apart(names: tuple) -> list[float]:
+    """How far losses of this rank are off, and weights."""
+    options, runs = pairs.options_of(names), []
+    for device in ("cpu", "cuda"):
+        made = tempfile.mkdtemp(dir=".") if world.first() else ""
+        shared = world.current().root.bcast(made)
+        runs.append(paired.train(options, Path(shared), device))
+    (losses, weights), (expected, others) = runs
+    off = max((np.abs(weights[name] - others[name]).max() for name in weights or ()), default=0.0)
+    return [float(np.abs(np.array(losses) - np.array(expected)).max()), float(off)]
+
+
 def main(folder: str) -> None:
     warnings.simplefilter("ignore")
     os.chdir(folder)
@@ -51,6 +77,8 @@ def main(folder: str) -> None:
         small_gpt.train(place, communicator=kind)[0] for place, kind in (("cpu", "auto"), ("cuda", "ipc"))
     ]
     message["by IPC"] = len(opened)
+    runtime.ipcOpenMemHandle = open_handle
+    message["features"] = features()
     if world.first():
         print(json.dumps(message), flush=True)
 

@@ -4,13 +4,12 @@
     python -m tests.softgpu.run program.py
     python -m tests.softgpu.run -c "print(1)"
 
-SOFTGPU_MODE and SOFTGPU_SEED say in which order streams take turns (see scheduler.py).
+start.py names the variables that choose the GPUs and the order in which streams take turns.
 """
 
 import argparse
 import atexit
 import ctypes
-import os
 import runpy
 import sys
 
@@ -29,8 +28,7 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         parser.error("no program")
     launched = mpi_world.launch()
-    mode, seed = os.environ.get("SOFTGPU_MODE", "late"), int(os.environ.get("SOFTGPU_SEED", "0"))
-    start(mode, seed, processes=launched.local_size if launched else 1)
+    start(processes=launched.local_size if launched else 1)
     kind, *rest = arguments
     try:
         if kind == "-m":

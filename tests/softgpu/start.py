@@ -1,6 +1,7 @@
 """Puts the software GPU below CuPy, which must not have been imported yet, and shows it to shardrt.
 
-SOFTGPU_DEVICES says how many GPUs this machine has (8), CUDA_VISIBLE_DEVICES which of them this process sees.
+SOFTGPU_DEVICES says how many GPUs this machine has (8), CUDA_VISIBLE_DEVICES which of them this process sees,
+SOFTGPU_MODE and SOFTGPU_SEED in which order streams take turns (see scheduler.py).
 """
 
 import os
@@ -22,11 +23,14 @@ ROOT = Path(__file__).parents[2]
 _MOST = 16  # GPUs of a machine
 
 
-def start(mode: str = "late", seed: int = 0, processes: int = 0) -> CUDA:
-    """The CUDA that CuPy and shardrt see from now on. processes: ranks, if threads are none."""
+def start(processes: int = 0) -> CUDA:
+    """The CUDA that CuPy and shardrt see from now on, without cuDNN. processes: ranks, or 0 for threads."""
     cuda = plugged(processes)
-    cuda.choose(mode, seed)
-    show_for_good(cuda)
+    cuda.choose(os.environ.get("SOFTGPU_MODE", "late"), int(os.environ.get("SOFTGPU_SEED", "0")))
+    from shardrt.kernels.cuda._cupy import CuPyBackend
+
+    show(cuda, pytest.MonkeyPatch())
+    CuPyBackend._cudnn = None, None
     return cuda
 
 
@@ -35,7 +39,7 @@ def plugged(processes: int) -> CUDA:
     """The CUDA that CuPy has below it from now on. Shardrt goes on to find no GPU until it is shown one."""
     cuda = CUDA(processes=bool(processes))
     cuda.visible = tuple(range(_MOST))
-    cupy = put_below_cupy(cuda, _key())
+    cupy = put_below_cupy(cuda)
     cupy.get_default_memory_pool().used_bytes()  # the first call makes a pool for each GPU that is visible
     cuda.visible = _visible(int(os.environ.get("SOFTGPU_DEVICES", "8")))
     _poison_pools(cupy, cuda)
@@ -52,26 +56,26 @@ def _visible(devices: int) -> tuple[int, ...]:
     return tuple(range(devices)) if named is None else tuple(int(name) for name in named.split(",") if name)
 
 
-def put_below_cupy(cuda: CUDA, key: str) -> ModuleType:
-    """CuPy over `cuda`. key: of its cache of what the compiler makes."""
+def put_below_cupy(cuda: CUDA) -> ModuleType:
+    """CuPy over `cuda`."""
     assert "cupy" not in sys.modules, "CuPy has met its CUDA already"
     plug(_kept(), cuda)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUPY_CACHE_DIR", str(_kept() / key / "cupy"))  # as the next, only read by the import
+        patch.setenv("CUPY_CACHE_DIR", str(_kept() / _key() / "cupy"))  # as the next, only read by the import
         patch.setenv("CUPY_ACCELERATORS", "")  # CUB's are compiled into CuPy
         import cupy
     return cupy
 
 
-def show(cuda: CUDA, patch: pytest.MonkeyPatch, nvrtc_type: type = compiler.NVRTC, key: str = "") -> None:
-    """Have shardrt find a GPU, and CuPy compile for it, until `patch` is undone. key: of shardrt's cache."""
+def show(cuda: CUDA, patch: pytest.MonkeyPatch) -> None:
+    """Have shardrt find a GPU, and CuPy compile for it, until `patch` is undone."""
     from cupy_backends.cuda.libs import nvrtc
 
     from shardrt.device import cuda as place
     from shardrt.kernels.cuda import _cupy
 
-    patch.setenv("XDG_CACHE_HOME", str(_kept() / (key or _key())))
-    made = _nvrtc(nvrtc_type)
+    patch.setenv("XDG_CACHE_HOME", str(_kept() / _key()))
+    made = _nvrtc()
     for name in (name for name in dir(made) if not name.startswith("_")):
         patch.setattr(nvrtc, name, getattr(made, name))
     patch.setattr(nccl.NcclCommunicator, "cuda", cuda, raising=False)  # other tests of it have their own
@@ -80,24 +84,16 @@ def show(cuda: CUDA, patch: pytest.MonkeyPatch, nvrtc_type: type = compiler.NVRT
     patch.setattr(_cupy.CuPyBackend, "prepare", lambda backend, wanted: None)  # compiled at the first launch
 
 
-def show_for_good(cuda: CUDA, nvrtc_type: type = compiler.NVRTC, key: str = "") -> None:
-    """The same for a process that has nothing else. It has no cuDNN."""
-    from shardrt.kernels.cuda._cupy import CuPyBackend
-
-    show(cuda, pytest.MonkeyPatch(), nvrtc_type, key)
-    CuPyBackend._cudnn = None, None
-
-
 def _key() -> str:
     """What the compiler makes is no machine code, and changes with the headers and with its options."""
     return sha256(repr((compiler.COMMAND, compiler.headers())).encode()).hexdigest()[:16]
 
 
 @cache
-def _nvrtc(kind: type) -> compiler.NVRTC:
+def _nvrtc() -> compiler.NVRTC:
     from cupy_backends.cuda.libs import nvrtc
 
-    made = kind(_kept(), nvrtc.destroyProgram)
+    made = compiler.NVRTC(_kept(), nvrtc.destroyProgram)
     nvrtc.destroyProgram = made.destroyProgram
     return made
 

@@ -229,9 +229,10 @@ class Streams(Scheduler):
         return handle
 
     def graphLaunch(self, graph, stream):
+        found = self.stream(stream)
+        self.refuse_in_capture(found)  # CUDA would make a node of it
         with self.lock:
-            launch = self._executables[graph].launch(self._random, self.stream(stream))
-            self.issue("graph", stream, launch)
+            self.issue("graph", stream, self._executables[graph].launch(self._random, found))
 
     def captured(self) -> list[Work]:
         """The work of all graphs that are not destroyed."""

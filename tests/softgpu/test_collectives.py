@@ -1,8 +1,6 @@
 """Sums over ranks on the GPU in software, NCCL's own and by the tree: in numbers, calls, waits, memory."""
 
-import threading
-from collections import Counter, defaultdict
-from dataclasses import replace
+from collections import Counter
 from itertools import product
 from threading import get_ident
 
@@ -10,30 +8,26 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import shardrt
-from models.gpt import GPT, GPTConfig
 from shardrt import device, nn, optim
 from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import init_device_mesh, ipc, thread
+from shardrt.comm import init_device_mesh, thread
 from shardrt.device.cuda import CUDADevice
 from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    fully_shard,
     memory_plan,
     set_world_invariant,
 )
+from tests import lab
+from tests.cuda.small_gpt import CONFIG, made
 from tests.mpi.contract import packed, unpacked, values
-from tests.softgpu.nccl import NcclCommunicator
 
 pytest.importorskip("cupy")
 MODES = ("late", "side first", "compute first")
 COUNTS = (0, 1, 7, 1000)  # elements per rank
 OPS = {"sum": np.sum, "prod": np.prod, "max": np.max, "min": np.min}
-SMALL = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=29)
 FLOAT = 2e-7  # what sums of a few float32 may be off, relative to their largest
-RANKS = pytest.mark.parametrize("ranks", [2, 3])
 REDUCTION = pytest.mark.parametrize("reduction", ["nccl", "tree"])
 
 
@@ -128,44 +122,30 @@ def reduced(comm, here, stream):
 
 
 @REDUCTION
-@RANKS
-def test_sums_are_those_of_float64_and_no_nan_is_lost(software, reduction, ranks):
+def test_sums_are_those_of_float64_and_no_nan_is_lost(software, reduction):
     """With scales, added to what is there, in place; all types and ops."""
-    assert on_ranks(ranks, reduction, scattered) <= FLOAT
-    assert on_ranks(ranks, reduction, reduced) <= FLOAT
+    assert on_ranks(3, reduction, scattered) <= FLOAT
+    assert on_ranks(3, reduction, reduced) <= FLOAT
 
 
-@RANKS
-def test_nccl_adds_16_bits_as_a_sum_that_is_rounded_at_each_rank_and_the_tree_does_not(software, ranks):
-    for kind, (error, rounded) in on_ranks(ranks, "nccl", in_16_bits).items():
+def test_nccl_adds_16_bits_as_a_sum_that_is_rounded_at_each_rank_and_the_tree_does_not(software):
+    for kind, (error, rounded) in on_ranks(3, "nccl", in_16_bits).items():
         assert 0 < error <= 2 * rounded, kind
-    for kind, (error, rounded) in on_ranks(ranks, "tree", in_16_bits).items():
+    for kind, (error, rounded) in on_ranks(3, "tree", in_16_bits).items():
         assert error <= FLOAT < rounded, kind
 
 
 # -- training
 
 
-def model_on(mesh, outermost=None, **settings):
-    """A GPT in units, of which the outermost has other settings as well."""
-    shardrt.manual_seed(0)
-    model = GPT(SMALL)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **settings)
-    if "mp_policy" in settings:
-        settings["mp_policy"] = replace(settings["mp_policy"], output_dtype="float32")  # the logits
-    return fully_shard(model, mesh=mesh, **settings | (outermost or {}))
-
-
 def texts(mesh, step):
     """This rank's two rows."""
-    return np.random.default_rng([step, mesh.rank]).integers(0, SMALL.vocab_size, (2, SMALL.block_size + 1))
+    return np.random.default_rng([step, mesh.rank]).integers(0, CONFIG.vocab_size, (2, CONFIG.block_size + 1))
 
 
-def train(name, *, communicator="auto", reduction="nccl", shape=None, parts=1, **settings):
+def train(name, *, parts=1, **settings):
     """Norms and weights of two steps in which the host reads nothing but the norm."""
-    mesh = init_device_mesh(name, shape, communicator=communicator, reduction=reduction)
-    model = model_on(mesh, **settings)
+    mesh, model = made(name, **settings)
     optimizer, norms = optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(2):
         for _ in range(parts):
@@ -179,19 +159,11 @@ def train(name, *, communicator="auto", reduction="nccl", shape=None, parts=1, *
 
 ON_HOST = CPUOffloadPolicy(parameters=False, optimizer_state=False)
 TRAINED = {  # by NCCL, with each reduction: ranks, in how many modes, how
-    "FULL_SHARD": (4, 3, {}),
+    "FULL_SHARD": (4, 2, {}),
     "NO_SHARD": (4, 1, {"strategy": "NO_SHARD"}),
     "HYBRID_SHARD": (4, 1, {"strategy": "HYBRID_SHARD", "shape": (2, 2)}),
     "gradients on the host": (2, 1, {"offload_policy": ON_HOST, "parts": 2}),
-    "bfloat16": (4, 1, {"mp_policy": MixedPrecisionPolicy("bfloat16", "bfloat16")}),
 }
-
-
-def same(found, expected):
-    """To the bit."""
-    np.testing.assert_array_equal(found[0], expected[0])
-    for name, array in expected[1].items():
-        np.testing.assert_array_equal(found[1][name], array, err_msg=name)
 
 
 def near(found, expected):
@@ -215,20 +187,19 @@ def test_training_is_near_the_cpus_and_has_the_same_bits_however_late_streams_ar
             software.choose(mode, seed=1)
             how = {"communicator": "nccl", "reduction": reduction, **settings}
             found = thread.run(ranks, train, "cuda", **how)[0]
-            same(found, first.setdefault(variant, found))
+            lab.assert_equal(found, first.setdefault(variant, found))
         expected = thread.run(ranks, train, "cpu", **settings)[0]
-        assert near(first[variant], expected) < (6e-2 if variant == "bfloat16" else 1e-5), variant
+        assert near(first[variant], expected) < 1e-5, variant
     apart = [near(first[variant], first["FULL_SHARD"]) for variant in ("NO_SHARD", "HYBRID_SHARD")]
     assert apart == [0, 0] if reduction == "tree" else apart[1] > 0
 
 
 def train_invariant(reduction):
-    mesh = init_device_mesh("cuda", communicator="nccl", reduction=reduction)
-    model = model_on(mesh)
+    mesh, model = made("cuda", communicator="nccl", reduction=reduction)
     set_world_invariant(model, 2)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     for number in range(mesh.rank, 2, mesh.size):
-        text = np.random.default_rng(number).integers(0, SMALL.vocab_size, (2, SMALL.block_size + 1))
+        text = np.random.default_rng(number).integers(0, CONFIG.vocab_size, (2, CONFIG.block_size + 1))
         (F.cross_entropy(model(text[:, :-1]), text[:, 1:]) * 0.5).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
@@ -237,7 +208,7 @@ def train_invariant(reduction):
 
 def test_one_rank_and_two_train_to_the_same_bits_by_the_tree_and_nccls_sums_are_refused(software):
     one, two = (thread.run(ranks, train_invariant, "tree")[0] for ranks in (1, 2))
-    same(two, one)
+    lab.assert_equal(two, one)
     with pytest.raises(ValueError, match="reduction='tree'"):
         thread.run(2, train_invariant, "nccl")
 
@@ -245,60 +216,32 @@ def test_one_rank_and_two_train_to_the_same_bits_by_the_tree_and_nccls_sums_are_
 # -- calls and waits
 
 
-@pytest.fixture
-def counting(software, monkeypatch):
-    """By thread: calls of NCCL from Python, launches, and waits of the host."""
-    found, inside = defaultdict(Counter), threading.local()
-
-    def count(owner, what, *names):
-        for name in names:
-            monkeypatch.setattr(owner, name, counted(getattr(owner, name), what))
-
-    def counted(function, what):
-        def call(*args):
-            outermost = not getattr(inside, "call", False)
-            found[get_ident()][what] += outermost
-            inside.call = True
-            try:
-                return function(*args)
-            finally:
-                inside.call = not outermost
-
-        return call
-
-    count(NcclCommunicator, "nccl", "allGather", "allReduce", "reduceScatter", "broadcast", "send", "recv")
-    count(software, "waits", "streamSynchronize", "eventSynchronize", "deviceSynchronize")
-    count(software, "launches", "launchKernel")
-    # A copy to memory that is not pinned waits inside, and CuPy then waits for the same.
-    count(software, "copies", "memcpyAsync")
-    return found
-
-
-def counted_step(reduction, norm_type, outermost, counting):
-    """Waits for the norm of a second step, and counts of all of that step."""
-    mesh = init_device_mesh("cuda", communicator="nccl", reduction=reduction)
-    model = model_on(mesh, {"strategy": outermost})
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    here = device.current()
-    seen = []
+def second_step(reduction, norm_type, outermost, software, waits):
+    """What the host waits for in the norm of a second step and in all of it, and what this rank issues."""
+    how = {"communicator": "nccl", "reduction": reduction, "outermost": {"strategy": outermost}}
+    mesh, model = made("cuda", **how)
+    optimizer, here, waited = optim.AdamW(model.parameters(), lr=1e-2), device.current(), waits[get_ident()]
     for step in range(2):
         text = texts(mesh, step)
         inputs, targets = (here.asarray(np.ascontiguousarray(part)) for part in (text[:, :-1], text[:, 1:]))
         here.wait_here()
-        counting[get_ident()].clear()
+        waited.clear()
+        begun = len(software.log)
         F.cross_entropy(model(inputs), targets).backward()
-        before = Counter(counting[get_ident()])
+        before = len(waited)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type)
-        seen = [counting[get_ident()]["waits"] - before["waits"]]
+        in_norm = waited[before:]
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(dict(counting[get_ident()]))
-    return seen
+    mine = {stream.handle for stream in software.of(software.rank)}
+    issued = Counter(what for what, stream, _ in software.log[begun:] if stream in mine)
+    return in_norm, list(waited), issued
 
 
+READ = ["memcpyAsync", "streamSynchronize", "streamSynchronize"]  # to memory that is not pinned
 STEPS = {  # reduction, kind of norm, strategy of the outermost unit: ranks, calls of NCCL
     ("nccl", 2.0, "FULL_SHARD"): {2: 2 + 1 + 2, 4: 2 + 1 + 2},  # gathered, one of both again; reduced
-    ("tree", 2.0, "FULL_SHARD"): {2: 2 + 1 + 2 * 2 * 2, 4: 2 + 1 + 2 * 2 * 4},
+    ("tree", 2.0, "FULL_SHARD"): {2: None, 4: None},
     ("nccl", 2.0, "NO_SHARD"): {2: None},
     ("nccl", float("inf"), "NO_SHARD"): {2: None},
 }
@@ -306,47 +249,26 @@ STEPS = {  # reduction, kind of norm, strategy of the outermost unit: ranks, cal
 
 @pytest.mark.parametrize("how", STEPS, ids=str)
 def test_the_host_waits_once_in_a_step_for_the_norm_and_calls_are_those_of_the_reduction(
-    software, counting, how
+    software, waits, how
 ):
-    """A step takes as many calls of NCCL on 4 ranks as on 2, and by the tree more."""
-    software.choose("late", seed=1)
+    """By NCCL's sums a step takes as many calls of NCCL and launches on 4 ranks as on 2."""
     launches = []
     for ranks, calls in STEPS[how].items():
-        in_norm, in_step = thread.run(ranks, counted_step, *how, counting)[0]
-        assert in_norm == in_step["waits"] == 1
-        assert calls in (None, in_step["nccl"])
-        launches.append(in_step["launches"])
+        in_norm, in_step, issued = thread.run(ranks, second_step, *how, software, waits)[0]
+        assert in_norm == in_step == READ
+        assert calls in (None, issued["nccl"])
+        launches.append(issued["launch"])
     assert how[0] == "tree" or launches[-1] <= launches[0]
 
 
 # -- memory
 
 
-@pytest.fixture
-def allocated(software, monkeypatch):
-    """By thread and kind: bytes asked for of the device, outside of CuPy's pool, and pinned on the host."""
-    found = defaultdict(Counter)
-
-    def count(name):
-        original = getattr(CUDADevice, name)
-
-        def counted(this, *args):
-            array = original(this, *args)
-            found[get_ident()][name] += array.nbytes
-            return array
-
-        monkeypatch.setattr(CUDADevice, name, counted)
-
-    count("buffer")
-    count("pinned")
-    return found
-
-
 def planned(communicator, reduction, strategy, precision, allocated):
     """[[planned on the device, on the host], [allocated there]]."""
-    shape = (2, 2) if "HYBRID" in strategy else None
-    mesh = init_device_mesh("cuda", shape, communicator=communicator, reduction=reduction)
-    model = model_on(mesh, strategy=strategy, mp_policy=MixedPrecisionPolicy(precision))
+    how = {"strategy": strategy, "mp_policy": MixedPrecisionPolicy(precision)}
+    how["shape"] = (2, 2) if "HYBRID" in strategy else None
+    mesh, model = made("cuda", communicator=communicator, reduction=reduction, **how)
     text = texts(mesh, 0)
 
     def backward():
@@ -385,12 +307,8 @@ SCRATCH = {  # of communicators, on the device and on the host
 
 
 @pytest.mark.parametrize("how", PLANS, ids=str)
-def test_what_communicators_take_is_planned_to_the_byte(allocated, monkeypatch, how):
+def test_what_communicators_take_is_planned_to_the_byte(processes, allocated, how):
     """In float32 and bfloat16, on the GPU and pinned on the host."""
-    monkeypatch.setattr(ipc, "_process", lambda: get_ident().to_bytes(16, "big"))  # threads pass for them
-    monkeypatch.setattr(CUDADevice, "export_memory", lambda self, array: array.data.ptr.to_bytes(64, "big"))
-    monkeypatch.setattr(CUDADevice, "open_memory", lambda self, handle: int.from_bytes(handle, "big"))
-    monkeypatch.setattr(CUDADevice, "close_memory", lambda self, address: None)
     kind, reduction, ranks, *settings = how
     for plan, taken, *categories in thread.run(ranks, planned, kind, reduction, *settings, allocated):
         assert plan == taken, categories

@@ -9,10 +9,8 @@ import pytest
 import shardrt
 from models.gpt import GPT, GPTConfig
 from models.plans import plan_of
-from shardrt import device, nn, optim
-from shardrt.checkpoint import full_state_dict
+from shardrt import device, nn
 from shardrt.comm import init_device_mesh, thread
-from shardrt.deferred_gradients import DeferredGradients
 from shardrt.device.cuda import CUDADevice
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.fsdp import MixedPrecisionPolicy, explain, fully_shard, memory_plan
@@ -20,6 +18,7 @@ from shardrt.kernels.cuda import float8
 from shardrt.parallel import parallelize_module
 from shardrt.recompute import checkpoint
 from shardrt.tensor import Tensor
+from tests.gpu import test_captured_step as capturing
 from tests.gpu.test_float8 import BFLOAT16, FLOAT8, alone, low
 from tests.softgpu import cuda as software_gpu
 
@@ -29,11 +28,11 @@ pytest.importorskip("cupy")
 CONFIG = GPTConfig(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=64)
 
 
-def made(float8, *, recompute=None, strategy=None, tp=False):
-    """A GPT whose middle block is in float8. tp: all ranks are along tp."""
+def made(name="cuda", *, float8=True, recompute=None, strategy=None, tp=False):
+    """(mesh of the data, a GPT whose middle block is in float8). tp: all ranks are along tp."""
     shardrt.manual_seed(3)
     shape, names = ((1, 2), ("dp_shard", "tp")) if tp else (None, None)
-    mesh = init_device_mesh("cuda", shape, names, communicator="nccl")
+    mesh = init_device_mesh(name, shape, names, communicator="nccl")
     model = GPT(CONFIG)
     if tp:
         parallelize_module(model, mesh["tp"], plan_of(model))
@@ -48,82 +47,34 @@ def made(float8, *, recompute=None, strategy=None, tp=False):
     )
 
 
-def train(float8, steps=4, captured=False, late=False, **how):
-    """[(loss, norm)] of each step, and the parameters at the end. captured: steps from the second on.
-
-    late: gradients of weights are put off.
-    """
-    mesh, model = made(float8, **how)
-    here, optimizer = device.current(), optim.AdamW(model.parameters(), lr=3e-3)
-    tokens, targets = (here.zeros((2, 16), np.int64) for _ in range(2))
-    pattern = np.arange(17 * steps * 4).reshape(steps * 2, 2, 17) % 7 * 5 % 64
-
-    def step():
-        loss, halves = model(tokens, targets), DeferredGradients() if late else None
-        loss.backward(deferred=halves)
-        if late:
-            halves.flush()
-        single = mesh.world.size == 1
-        norm = nn.utils.clip_grad_norm_on_device_(model.parameters(), 1.0) if single else loss
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.data, norm.data
-
-    graph, seen = None, []
-    for number in range(steps):
-        text = pattern[number * mesh.size + mesh.rank]
-        here.copy(tokens, np.ascontiguousarray(text[:, :-1]))
-        here.copy(targets, np.ascontiguousarray(text[:, 1:]))
-        if captured and number:
-            graph = graph or here.capture(step)
-            graph.replay()
-        seen.append([float(x) for x in (graph.result if graph else step())])
-    return seen, full_state_dict(model)
+def trained(ranks=1, captured=False, **how):
+    """(losses and norms, parameters, updates) of some steps of that GPT on each rank."""
+    return thread.run(ranks, capturing.train, captured, make=made, **how)
 
 
-def same(found, expected):
-    for (seen, weights), (other, others) in zip(found, expected, strict=True):
-        assert seen == other
-        for name, values in (weights or {}).items():
-            np.testing.assert_array_equal(values, others[name], err_msg=name)
+RANKS = {"one": {}, "two": {"ranks": 2, "strategy": "FULL_SHARD"}, "two along tp": {"ranks": 2, "tp": True}}
 
 
-@pytest.mark.parametrize("ranks, strategy", [(1, None), (2, "FULL_SHARD")])
-def test_a_gpt_trains_about_as_in_bfloat16_to_the_same_bits_however_late_streams_are(
-    software, ranks, strategy
-):
-    plain, first = thread.run(ranks, train, False, steps=6, strategy=strategy), None
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_gpt_trains_about_as_in_bfloat16_to_the_same_bits_however_late_streams_are(software, ranks):
+    how, first = RANKS[ranks], None
+    plain = trained(float8=False, **how)
     for mode in ("late", "compute first"):
         software.choose(mode, seed=1)
-        found = thread.run(ranks, train, True, steps=6, strategy=strategy)
+        found = trained(**how)
         first = first or found
-        same(found, first)
-    losses, others = ([loss for loss, _ in seen] for seen, _ in (first[0], plain[0]))
+        capturing.assert_same(found, first)
+    losses, others = ([loss for loss, _ in each[0][0]] for each in (first, plain))
     assert losses != others, "not in float8"
-    assert losses[-1] < 0.8 * losses[0]
     np.testing.assert_allclose(losses, others, rtol=0.02)
 
 
-def test_replays_of_a_captured_step_have_the_same_bits(software):
-    expected = thread.run(1, train, True)
+@pytest.mark.parametrize("how", [{"captured": True}, {"late": True}, {"recompute": "full"}], ids=str)
+def test_replays_gradients_that_are_put_off_and_recomputation_change_no_bit(software, how):
+    expected = trained()
     for mode in ("late", "compute first"):
         software.choose(mode, seed=1)
-        same(thread.run(1, train, True, captured=True), expected)
-
-
-def test_gradients_that_are_put_off_change_no_bit(software):
-    same(thread.run(1, train, True, steps=3, late=True), thread.run(1, train, True, steps=3))
-
-
-def test_weights_cut_along_tp_are_in_float8_too(software):
-    found, plain = ([loss for loss, _ in thread.run(2, train, f, tp=True)[0][0]] for f in (True, False))
-    assert found != plain
-    np.testing.assert_allclose(found, plain, rtol=0.02)
-
-
-def test_recomputation_changes_no_bit(software):
-    expected = thread.run(1, train, True, steps=3)
-    same(thread.run(1, train, True, steps=3, recompute="full"), expected)
+        capturing.assert_same(trained(**how), expected)
 
 
 def layers(policy=None, bias=True, precision=FLOAT8):
@@ -201,7 +152,7 @@ def test_what_it_takes_is_planned(software):
     """A dry run of the same ops; a byte for each element of x is saved, where bfloat16 saves two."""
 
     def rank(float8):
-        _, model = made(float8)
+        _, model = made(float8=float8)
         tokens = np.zeros((8, 16), np.int64)
         return memory_plan(model, step=lambda: model(tokens, tokens).backward()).device["activations"]
 
@@ -210,7 +161,7 @@ def test_what_it_takes_is_planned(software):
 
 
 def test_the_table_of_units_says_so(software):
-    (message,) = thread.run(1, lambda: explain(made(True)[1]).splitlines())
+    (message,) = thread.run(1, lambda: explain(made()[1]).splitlines())
     assert [line.split()[0] for line in message if "float8 of bfloat16" in line] == ["blocks.1"]
 
 
@@ -238,10 +189,10 @@ def test_an_older_gpu_has_none(software, monkeypatch):
     thread.run(1, rank)
 
 
-@pytest.mark.parametrize("param", [None, "float16", "float32"])
-def test_it_needs_bfloat16(param):
-    with pytest.raises(ValueError, match="float8 needs param_dtype='bfloat16'"):
-        MixedPrecisionPolicy(param, float8=True)
+def test_it_needs_bfloat16():
+    for param in (None, "float16", "float32"):
+        with pytest.raises(ValueError, match="float8 needs param_dtype='bfloat16'"):
+            MixedPrecisionPolicy(param, float8=True)
 
 
 def test_layers_of_other_sizes_are_told_once_and_stay_in_bfloat16(software):

@@ -6,39 +6,29 @@ from threading import get_ident
 import numpy as np
 import pytest
 
-import shardrt
-from models.gpt import GPT, GPTConfig
-from models.plans import plan_of
 from shardrt import device, optim
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import fully_shard
 from shardrt.nn.utils import clip_grad_norm_, clip_grad_norm_on_device_
-from shardrt.parallel import parallelize_module
+from tests.cuda.small_gpt import made
 from tests.test_norms import gradients, parameters_with
 
 pytest.importorskip("cupy")
 MODES = ("late", "side first", "compute first")
 
 
-MODELS = {  # ranks, shape of the mesh, its axes, strategy
-    "sharded": (2, (2,), None, "FULL_SHARD"),
-    "copies of shards": (4, (2, 2), None, "HYBRID_SHARD"),
-    "cut along tp": (4, (2, 2), ("dp_shard", "tp"), "FULL_SHARD"),
+MODELS = {
+    "sharded": (2, {}),
+    "copies of shards": (4, {"shape": (2, 2), "strategy": "HYBRID_SHARD"}),
+    "cut along tp": (4, {"shape": (2, 2), "tp": True}),
 }
 
 
 @pytest.mark.parametrize("which", MODELS)
 def test_the_host_waits_for_nothing_between_backward_and_the_update(waits, which):
-    ranks, shape, names, strategy = MODELS[which]
+    ranks, settings = MODELS[which]
 
     def rank():
-        mesh = init_device_mesh("cuda", shape, names, communicator="nccl")
-        shardrt.manual_seed(0)
-        model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=29))
-        if names:
-            parallelize_module(model, mesh["tp"], plan_of(model))
-            mesh = mesh["dp_shard"]
-        fully_shard(model, mesh=mesh, strategy=strategy)
+        _, model = made("cuda", communicator="nccl", **settings)
         optimizer = optim.AdamW(model.parameters(), lr=1e-2)
         tokens = device.current().zeros((2, 4), np.int64)
         for _ in range(2):  # the first step makes what the second one uses
@@ -56,8 +46,7 @@ def test_the_host_waits_for_nothing_between_backward_and_the_update(waits, which
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bad", [0.5, nan, inf])
+@pytest.mark.parametrize(("bad", "mode"), [*((0.5, mode) for mode in MODES), (nan, "late"), (inf, "late")])
 def test_it_gives_the_norm_and_the_gradients_of_clipping_by_the_host(software, ranks, mode, bad):
     """To the bit, whatever the order of a sum over ranks is."""
     software.choose(mode, seed=1)

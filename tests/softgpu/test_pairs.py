@@ -12,11 +12,9 @@ from tests.softgpu.available import missing
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.torch
 @pytest.mark.timeout(900)
 def test_all_of_these_go_together_on_a_gpu():
     """As on the CPU, with the same bits in two orders of streams; what is refused there is refused here."""
-    pytest.importorskip("torch")
     if missing():
         pytest.skip(missing())
     job = [sys.executable, "-m", "tests.softgpu.pairs"]

@@ -41,7 +41,7 @@ def trained(device, rank_of, communicator="auto"):
 def test_what_two_stages_share_is_trained_as_on_the_cpu_however_late_streams_are(software, rank_of):
     (norms, weights), _ = thread.run(2, trained, "cpu", rank_of)
     first = None
-    for mode in ("late", "side first", "compute first"):
+    for mode in ("late", "compute first"):
         software.choose(mode, seed=1)
         found, _ = thread.run(2, trained, "cuda", rank_of, "nccl")
         first = first or found
