@@ -81,11 +81,11 @@ exact_part = _decorator(part=True)
 # Elementwise work, with the same bits however a range is cut: fused multiply-adds, sums not reordered.
 fused = _decorator(*_CONTRACT, "arcp", "nsz")
 # Sums and maxima over a row may be reordered, which is what makes them vectorise.
-reordered = _decorator("reassoc", "contract", "arcp", "nsz", "nnan")
+reordered = _decorator("reassoc", "contract", "arcp", "nsz")
 # The same for what kernels call: it becomes a piece of each of them. Called instead, it would be one copy in
 # the process that compiles and another in those that load, with other last bits.
 fused_part = _decorator(*_CONTRACT, "arcp", "nsz", part=True)
-reordered_part = _decorator("reassoc", "contract", "arcp", "nsz", "nnan", part=True)
+reordered_part = _decorator("reassoc", "contract", "arcp", "nsz", part=True)
 
 
 @intrinsic
@@ -100,7 +100,7 @@ def _float_of_bits(typing_context, bits):
 
 @intrinsic
 def larger(typing_context, a, b):
-    """The larger of two floats, neither of them nan: unlike max(), a loop of these becomes vectors."""
+    """The larger of two floats, or one of them if one is nan. Unlike max(), a loop of these becomes vectors."""
 
     def generate(context, builder, signature, arguments):
         flags = ("nnan", "nsz")
@@ -134,16 +134,15 @@ def _exp(x):
         return lambda x: math.exp(x)
 
     def exp32(x):
-        given = x
-        x = min(max(x, _LOWEST), _HIGHEST)
+        given = x  # may be nan: no comparison below is true of it, so y is nan
+        x = _LOWEST if x < _LOWEST else x
+        x = _HIGHEST if x > _HIGHEST else x
         n = np.floor(x * _LOG2E + _HALF)  # math.floor gives 64 bits: half as many in a vector
         r = x - n * _LN2_HIGH - n * _LN2_LOW
         p = ((((_E0 * r + _E1) * r + _E2) * r + _E3) * r + _E4) * r + _E5
         y = p * r * r + r + _ONE
         y *= _float_of_bits(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
-        if given >= _LOWEST:
-            return y
-        return _ZERO if given == given else given  # 0 where it underflows; nan stays nan
+        return _ZERO if given < _LOWEST else y  # 0 where it underflows
 
     return exp32
 
