@@ -21,8 +21,6 @@ class Repeatable(Function):
     again_whole: indices of results that another op computes again rather than keep, whatever it costs.
     """
 
-    __slots__ = ()
-
     again_cheap: tuple[int, ...] = ()
     again_low: tuple[int, ...] = ()
     again_whole: tuple[int, ...] = ()

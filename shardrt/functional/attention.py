@@ -34,7 +34,6 @@ Array = Any
 
 
 class Attention(Function):
-    __slots__ = ()
     strided = True  # the kernel takes any strides but in the last dimension
     expensive = True
 
@@ -103,7 +102,6 @@ def scaled_dot_product_attention(
 class SelfAttention(Repeatable):
     """Where it computes in bfloat16, bits of the result are kept, and the layer behind it takes them too."""
 
-    __slots__ = ()
     expensive = True
 
     @property

@@ -23,7 +23,6 @@ class BatchNorm(Function):
     parameter's gradient is until it is reduced.
     """
 
-    __slots__ = ()
     handles = (1, 2)
 
     def forward(

@@ -13,7 +13,6 @@ Array = Any
 
 
 class Convert(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, dtype: str) -> Array:
@@ -26,8 +25,6 @@ class Convert(Function):
 
 
 class Round(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, kind: str) -> Array:
         self.saved = (kind,)
         return _rounded(x, kind)

@@ -45,7 +45,6 @@ def positions_of(time: int, rank: int, ranks: int) -> np.ndarray:
 
 
 class ContextAttention(Function):
-    __slots__ = ()
     expensive = True
 
     def forward(

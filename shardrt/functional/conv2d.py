@@ -17,7 +17,6 @@ Pair = tuple[int, int]
 
 
 class Conv2d(Function):
-    __slots__ = ()
     handles = (1, 2)
     expensive = True
 
@@ -113,7 +112,6 @@ def conv2d(
 
 
 class ConvTranspose2d(Function):
-    __slots__ = ()
     handles = (1, 2)
     expensive = True
 

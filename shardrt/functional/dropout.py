@@ -24,8 +24,6 @@ Part = tuple[int, ...]  # the first elements of runs, which are equally long
 
 
 class Dropout(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, p: float, seed: int, call: int, part: Part, place: Array | None) -> Array:
         self.saved = (p, seed, call, part, place)
         return self._masked(kernels().dropout.forward, x)

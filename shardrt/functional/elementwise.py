@@ -32,7 +32,6 @@ Operand = Any  # Tensor, array, or number
 
 
 class Add(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, y: Array) -> Array:
@@ -55,7 +54,6 @@ def add(x: Operand, y: Operand) -> "Tensor":
 
 
 class Sub(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, y: Array) -> Array:
@@ -75,7 +73,6 @@ def sub(x: Operand, y: Operand) -> "Tensor":
 
 
 class Mul(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, y: Array) -> Array:
@@ -95,7 +92,6 @@ def mul(x: Operand, y: Operand) -> "Tensor":
 
 
 class Div(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, y: Array) -> Array:
@@ -117,7 +113,6 @@ def div(x: Operand, y: Operand) -> "Tensor":
 
 
 class Maximum(Function):
-    __slots__ = ()
     strided = True
     pick, wins = np.maximum, np.greater
 
@@ -140,7 +135,6 @@ def maximum(x: Operand, y: Operand) -> "Tensor":
 
 
 class Minimum(Maximum):
-    __slots__ = ()
     pick, wins = np.minimum, np.less
 
 
@@ -150,7 +144,6 @@ def minimum(x: Operand, y: Operand) -> "Tensor":
 
 
 class Clamp(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, low: float | None, high: float | None) -> Array:
@@ -186,7 +179,6 @@ def clamp(x: Operand, low: Operand | None = None, high: Operand | None = None) -
 
 
 class Where(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, condition: Array, x: Array, y: Array) -> Array:
@@ -218,7 +210,6 @@ def masked_fill(x: Operand, mask: Any, value: Operand) -> "Tensor":
 
 
 class Neg(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array) -> Array:
@@ -234,7 +225,6 @@ def neg(x: Operand) -> "Tensor":
 
 
 class Pow(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, exponent: float) -> Array:
@@ -252,7 +242,6 @@ class Pow(Function):
 
 
 class PowTensor(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, y: Array) -> Array:

@@ -15,7 +15,6 @@ Array = Any
 
 
 class Embedding(Function):
-    __slots__ = ()
     handles = (1,)
 
     def forward(self, indices: Array, weight: Variable) -> Array:

@@ -49,7 +49,6 @@ class InParts:
 class Columns(Function):
     """Outputs in parts: nothing is summed in forward; the input's gradient is a sum over parts."""
 
-    __slots__ = ()
     handles = (1, 2)
     expensive = True
 
@@ -109,7 +108,6 @@ def _add_column_gradients(
 class Rows(Function):
     """Inputs in parts: the result is a sum over parts, or this rank's summand of one."""
 
-    __slots__ = ()
     handles = (1,)
     expensive = True
 

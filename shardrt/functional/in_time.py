@@ -96,8 +96,6 @@ def norm_gradients(
 class AddBias(Function):
     """x + bias, at each position."""
 
-    __slots__ = ()
-
     def forward(self, x: Array, bias: Array, how: InTime) -> Array:
         self.saved = (how, bias.dtype)
         y = empty(x.shape, x.dtype)

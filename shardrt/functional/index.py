@@ -34,7 +34,6 @@ def index_select(x: "Tensor", axis: int, index: Any) -> "Tensor":
 
 
 class Scatter(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, source: Array, place: tuple, add: bool) -> Array:

@@ -31,7 +31,6 @@ Array = Any
 
 
 class Linear(Function):
-    __slots__ = ()
     handles = (1, 2)
     expensive = True
 
@@ -116,7 +115,6 @@ class LinearGELU(Linear, Repeatable):
     It is the second output of the node, which no variable has: the op behind may deliver its gradient.
     """
 
-    __slots__ = ()
     again_cheap = (0,)
 
     def wrap(self, result: Array, recorded: bool) -> Any:

@@ -35,8 +35,6 @@ _SOME = 128  # rows of logits in float32 at a time, on their way to their gradie
 
 
 class CrossEntropy(Function):
-    __slots__ = ()
-
     def forward(
         self, logits: Array, targets: Array, ignore_index: int, reduction: str, inplace: bool
     ) -> Array:
@@ -125,7 +123,6 @@ class LinearCrossEntropy(Function):
     Where matmuls take bits of bfloat16, only _SOME rows of logits exist at a time; their gradient is bits.
     """
 
-    __slots__ = ()
     handles = (1,)
 
     def forward(self, x: Array, weight: Variable, targets: Array, ignore_index: int, reduction: str) -> Array:
@@ -177,7 +174,6 @@ def _add_weight_gradient(x: Array, dlogits: Array, left: Array | None, weight: V
 class ChunkedCrossEntropy(Function):
     """Backward makes the logits again, chunk by chunk: the gradient of the loss is known only then."""
 
-    __slots__ = ()
     handles = (1,)
 
     def forward(

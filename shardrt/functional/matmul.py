@@ -14,7 +14,6 @@ Array = Any
 
 
 class MatMul(Function):
-    __slots__ = ()
     handles = (0, 1)
     strided = True  # BLAS reads a transposed matrix as it is
     expensive = True

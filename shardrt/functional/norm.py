@@ -22,7 +22,6 @@ Array = Any
 
 
 class LayerNorm(Repeatable):
-    __slots__ = ()
     again_cheap = (0,)
     handles = (1, 2)
 
@@ -45,7 +44,6 @@ class LayerNorm(Repeatable):
 class AddLayerNorm(Repeatable):
     """x + added, and the layer norm of that: one pass less in each direction than two ops."""
 
-    __slots__ = ()
     again_cheap = (1,)
     handles = (2, 3)
 
@@ -172,7 +170,6 @@ def group_norm(
 
 
 class RMSNorm(Repeatable):
-    __slots__ = ()
     again_cheap = (0,)
     handles = (1,)
 
@@ -194,7 +191,6 @@ class RMSNorm(Repeatable):
 class AddRMSNorm(Repeatable):
     """x + added, and the RMS norm of that: one pass less in each direction than two ops."""
 
-    __slots__ = ()
     again_cheap = (1,)
     handles = (2,)
 

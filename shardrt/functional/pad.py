@@ -19,7 +19,6 @@ _MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}  # PyTo
 class Pad(Function):
     """Negative widths crop."""
 
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, widths: tuple[tuple[int, int], ...], value: float) -> Array:

@@ -16,8 +16,6 @@ Pair = tuple[int, int]
 
 
 class MaxPool2d(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, shape: tuple[int, ...], geometry: tuple) -> Array:
         y, index = empty(shape, x.dtype), empty(shape, np.int32)
         kernels().pool.max_forward(_planes(x), _planes(y), _planes(index), *geometry)
@@ -56,8 +54,6 @@ def max_pool2d(
 
 
 class MeanPool2d(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, shape: tuple[int, ...], geometry: tuple) -> Array:
         y = empty(shape, x.dtype)
         kernels().pool.mean_forward(_planes(x), _planes(y), *geometry)

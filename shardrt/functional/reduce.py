@@ -19,7 +19,6 @@ Axes = int | Sequence[int] | None
 
 
 class Sum(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
@@ -65,7 +64,6 @@ def std(x: "Tensor", axis: Axes = None, *, correction: int = 1, keepdims: bool =
 
 
 class Norm(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
@@ -95,7 +93,6 @@ def norm(x: "Tensor", p: float | str = "fro", axis: Axes = None, keepdims: bool 
 
 
 class LogSumExp(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
@@ -123,7 +120,6 @@ def logsumexp(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor
 
 
 class CumSum(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, axis: int) -> Array:
@@ -146,7 +142,6 @@ _ALSO_WHERE = {"dim": (None, "x.max(axis) gives the values, x.argmax(axis) where
 
 
 class Max(Function):
-    __slots__ = ()
     strided = True
     smallest = False
 
@@ -171,7 +166,6 @@ def max(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
 
 
 class Min(Max):
-    __slots__ = ()
     smallest = True
 
 

@@ -10,8 +10,6 @@ Array = Any
 
 
 class Rotary(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, cos: Array, sin: Array, heads: int) -> Array:
         self.saved = (cos, sin, heads)
         y = empty_like(x)

@@ -65,8 +65,6 @@ class ExpertOrder:
 class Take(Function):
     """The scores of the chosen experts."""
 
-    __slots__ = ()
-
     def forward(self, scores: Array, experts: Array) -> Array:
         self.saved = (experts, scores.shape)
         y = empty(experts.shape, scores.dtype)
@@ -82,8 +80,6 @@ class Take(Function):
 
 class Dispatch(Function):
     """Tokens to rows."""
-
-    __slots__ = ()
 
     def forward(self, x: Array, order: ExpertOrder) -> Array:
         self.saved = (order, x.shape)
@@ -103,8 +99,6 @@ class Dispatch(Function):
 
 class Combine(Function):
     """Rows to tokens, each times its weight."""
-
-    __slots__ = ()
 
     def forward(self, x: Array, weights: Array, order: ExpertOrder) -> Array:
         self.saved = (x if self.needs[1] else None, weights, order)
@@ -127,7 +121,6 @@ class Combine(Function):
 class GroupedLinear(Function):
     """A matmul for each expert of each source, of its rows with its weight."""
 
-    __slots__ = ()
     handles = (1,)
     expensive = True
 

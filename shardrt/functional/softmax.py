@@ -14,8 +14,6 @@ Array = Any
 
 
 class Softmax(Function):
-    __slots__ = ()
-
     def forward(self, x: Array) -> Array:
         y = empty_like(x)
         kernels().softmax.forward(rows(x), rows(y))
@@ -36,8 +34,6 @@ def softmax(x: "Tensor", axis: int = -1) -> "Tensor":
 
 
 class LogSoftmax(Function):
-    __slots__ = ()
-
     def forward(self, x: Array) -> Array:
         y = np.subtract(x, x.max(axis=-1, keepdims=True), out=empty_like(x))
         y -= np.log(np.exp(y).sum(axis=-1, keepdims=True))

@@ -92,7 +92,6 @@ class VocabularyPart:
 
 
 class VocabularyEmbedding(Function):
-    __slots__ = ()
     handles = (1,)
 
     def forward(self, indices: Array, weight: Variable, part: VocabularyPart) -> Array:
@@ -134,8 +133,6 @@ def embedding(values: Any, weight: "Tensor", part: VocabularyPart) -> "Tensor":
 
 
 class VocabularyCrossEntropy(Function):
-    __slots__ = ()
-
     def forward(
         self,
         logits: Array,
@@ -204,7 +201,6 @@ class VocabularyLinearCrossEntropy(Function):
     ranks' exponentials is known only then. Costs one more read of the rank's slice of the logits.
     """
 
-    __slots__ = ()
     handles = (1,)
 
     def forward(
@@ -350,8 +346,6 @@ def linear_cross_entropy(
 
 
 class GatherLogits(Function):
-    __slots__ = ()
-
     def forward(self, logits: Array, part: VocabularyPart) -> Array:
         self.saved = (part,)
         size, own = part.communicator.size, rows(logits)
