@@ -6,8 +6,6 @@ is measured, and kept on disk (_algorithms.py); with deterministic algorithms it
 """
 
 import ctypes
-from collections.abc import Callable
-from typing import Any, Protocol
 
 from shardrt.kernels import determinism
 from shardrt.kernels.cuda._algorithms import APART, Chooser, Kept
@@ -26,28 +24,10 @@ from shardrt.kernels.cuda._cublaslt_plan import (
     What,
     alignment,
 )
-from shardrt.kernels.cuda._launch import Apart, Array, address
+from shardrt.kernels.cuda._launch import Apart, Array, Stage, address
 
 VARIED = 4096  # plans that are kept of products whose sizes change from call to call; a few kB each
 _MULTIPLE = 8  # of the leading dimension of what goes into GELU
-
-
-class Stage(Protocol):
-    """Where matmuls run."""
-
-    gpu: str  # what the speed of an algorithm depends on
-
-    def stream(self) -> int:
-        """The current stream's handle."""
-
-    def workspace(self, stream: int) -> int:
-        """The address of WORKSPACE bytes that belong to this stream, the current one."""
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Scratch memory."""
-
-    def seconds(self, work: Callable[[], None], rounds: int) -> float | None:
-        """How long `work` keeps the GPU busy, at best; None while that can't be measured (in a capture)."""
 
 
 class CublasLt:

@@ -1,7 +1,4 @@
-"""GELU in both forms, SiLU and ReLU, on flat arrays: y of x, and dx of dy and x; and the error function.
-
-The tanh form of GELU (Hendrycks and Gimpel, 2016) is x * sigmoid(2 u), which needs one exponential.
-"""
+"""GELU in both forms, SiLU, ReLU and the error function on flat arrays, as on the CPU."""
 
 from typing import Any
 

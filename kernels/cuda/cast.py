@@ -1,8 +1,4 @@
-"""16-bit floats as bits and as rounded float32: bfloat16 and float16, rounding to nearest, ties to even.
-
-What is too large becomes infinity, what is too small a subnormal or zero of the type; nan stays nan, but not
-its bits.
-"""
+"""16-bit floats as bits and as rounded float32, as on the CPU; nan stays nan, but not its bits."""
 
 from typing import Any
 

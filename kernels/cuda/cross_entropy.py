@@ -16,8 +16,8 @@ _LONG = 50 << 10  # bytes of a row from which on few rows fit beside one another
 def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
     """losses = lse - logits[target], 0 where ignored; lse = log of the sum of exponentials.
 
-    logits (rows, vocab), whose rows may be padded; targets int64, losses, lse (rows,), float32 for 16-bit
-    logits. Of a target outside of the vocabulary the loss is nan, and the gradient.
+    logits' rows may be padded; losses and lse are float32 for 16-bit logits. Of a target outside of the
+    vocabulary the loss is nan, and the gradient.
     """
     _forward(logits, targets, losses, lse, ignore_index, 0, logits.shape[1], part=False)
 
@@ -25,11 +25,7 @@ def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_ind
 def forward_part(
     logits: Array, targets: Array, chosen: Array, lse: Array, ignore_index: int, first: int, vocab: int
 ) -> None:
-    """What a part of a vocabulary of `vocab` adds: chosen = logits[target], 0 where that is elsewhere; lse.
-
-    logits (rows, count): of the words from `first` on. lse is that of these, -infinity of none, and nan where
-    the target is no word.
-    """
+    """What a part of a vocabulary adds, as on the CPU; lse is nan where the target is no word."""
     _forward(logits, targets, chosen, lse, ignore_index, first, vocab, part=True)
 
 
@@ -49,11 +45,7 @@ def backward(
     ignore_index: int,
     first: int = 0,
 ) -> None:
-    """dlogits = scale * (softmax(logits) - one-hot target), 0 in ignored rows; may be `logits` itself.
-
-    scale: one float64, None for 1. first: the word of the first column, where these are a part of the
-    vocabulary, and lse is that of all of it.
-    """
+    """dlogits = scale * (softmax(logits) - one-hot target), as on the CPU."""
     rows, count = logits.shape
     how = read_again(rows, count, logits, dlogits)
     sizes = count, _stride(logits), _stride(dlogits), int(ignore_index), int(first)
@@ -84,10 +76,7 @@ def forward_in_place(logits: Array, targets: Array, losses: Array, lse: Array, i
 def backward_in_place(
     logits: Array, targets: Array, lse: Array, scale: Array | None, ignore_index: int
 ) -> None:
-    """What forward_in_place has left is the gradient already, but for the scale; see LEAVES_SCALE.
-
-    scale: float64, one number, one for each row, or None for 1.
-    """
+    """What forward_in_place has left is the gradient already, but for the scale; see LEAVES_SCALE."""
 
 
 def scale_rows(x: Array, factor: Array, out: Array) -> None:

@@ -42,14 +42,15 @@ class CrossEntropy(Function):
         losses, lse = empty_exact((len(logits2),), logits), empty_exact((len(logits2),), logits)
         kernels().cross_entropy.forward(logits2, flat(targets), losses, lse, ignore_index)
         count = counted(targets, ignore_index, reduction)
-        self.saved = (logits, targets, lse, ignore_index, reduction, count, inplace)
+        self.saved = (logits, targets, 0, lse, ignore_index, reduction, count, inplace)
         return reduced(losses, targets, reduction, count)
 
     def backward(self, dy: Array) -> tuple:
-        logits, targets, lse, ignore_index, reduction, count, inplace = self.saved
+        logits, targets, first, lse, ignore_index, reduction, count, inplace = self.saved
         dlogits = logits if inplace else empty_like(logits)
         scale = scale_of(dy, reduction, count)
-        kernels().cross_entropy.backward(rows(logits), flat(targets), lse, rows(dlogits), scale, ignore_index)
+        arrays = rows(logits), flat(targets), lse, rows(dlogits), scale
+        kernels().cross_entropy.backward(*arrays, ignore_index, first)
         if reduction == "none":
             dlogits *= dy[..., None]
         if inplace:

@@ -49,6 +49,7 @@ from shardrt.functional._losses import checked, chunks, counted, reduced, scale_
 from shardrt.functional._types import Tensor
 from shardrt.functional.collective import gathered
 from shardrt.functional.in_parts import add_neighbours, apart, multiplied
+from shardrt.functional.loss import CrossEntropy
 from shardrt.functional.words import also
 
 __all__ = [
@@ -132,7 +133,7 @@ def embedding(values: Any, weight: "Tensor", part: VocabularyPart) -> "Tensor":
     return VocabularyEmbedding.apply(indices(op, "indices", values, part.vocab), weight, part)
 
 
-class VocabularyCrossEntropy(Function):
+class VocabularyCrossEntropy(CrossEntropy):
     def forward(
         self,
         logits: Array,
@@ -147,20 +148,11 @@ class VocabularyCrossEntropy(Function):
         _forward(logits2, flat(targets), pairs[0], part, ignore_index, part.first)
         losses, lse = _joined(pairs, flat(targets), part, ignore_index)
         count = counted(targets, ignore_index, reduction)
-        self.saved = (logits, targets, part, lse, ignore_index, reduction, count, inplace)
+        self.saved = (logits, targets, part.first, lse, ignore_index, reduction, count, inplace)
         return reduced(losses, targets, reduction, count)
 
     def backward(self, dy: Array) -> tuple:
-        logits, targets, part, lse, ignore_index, reduction, count, inplace = self.saved
-        dlogits = logits if inplace else empty_like(logits)
-        scale = scale_of(dy, reduction, count)
-        arrays = rows(logits), flat(targets), lse, rows(dlogits), scale
-        kernels().cross_entropy.backward(*arrays, ignore_index, part.first)
-        if reduction == "none":
-            dlogits *= dy[..., None]
-        if inplace:
-            self.saved = None  # the logits are gone: a second backward is an error
-        return dlogits, None, None, None, None, None
+        return *super().backward(dy), None
 
 
 @also(
