@@ -49,12 +49,11 @@ class Arena:
         device: Device,
         allocate: Callable[[], Array],
         count: int,
-        poison: bool = False,
         name: str = "",
     ) -> None:
         self._device = device
         self._allocate = allocate
-        self.poison = poison
+        self.poison = False
         self.name = name
         self.slots: list[Slot] = []
         self._available: list[Slot] = []

@@ -35,13 +35,17 @@ class LayerNorm(Repeatable):
         return y
 
     def again(self, index: int) -> Array:
-        return _layer_normed(self.saved)
+        x, weight, bias, mean, rstd, eps = self.saved
+        y, shift = empty_like(x), None if bias is None else contiguous(bias.lent())
+        found = (empty_like(mean), empty_like(rstd), eps)  # the same as were found then
+        kernels().layer_norm.forward(rows(x), contiguous(weight.lent()), shift, rows(y), *found)
+        return y
 
     def backward(self, dy: Array) -> tuple:
         return *_layer_norm_backward(self.saved, dy, self.needs[:3]), None
 
 
-class AddLayerNorm(Repeatable):
+class AddLayerNorm(LayerNorm):
     """x + added, and the layer norm of that: one pass less in each direction than two ops."""
 
     again_cheap = (1,)
@@ -59,24 +63,12 @@ class AddLayerNorm(Repeatable):
         self.saved = (total, weight, bias, mean, rstd, eps)
         return total, y
 
-    def again(self, index: int) -> Array:
-        return _layer_normed(self.saved)
-
     def backward(self, dtotal: Array | None, dy: Array | None) -> tuple:
         if dy is None:
             return dtotal, dtotal, None, None, None
         needs = (self.needs[0] or self.needs[1], *self.needs[2:4])
         dx, weight_token, bias_token = _layer_norm_backward(self.saved, dy, needs, dtotal)
         return dx, dx, weight_token, bias_token, None
-
-
-def _layer_normed(saved: tuple) -> Array:
-    """The result, computed again from the saved arrays."""
-    x, weight, bias, mean, rstd, eps = saved
-    y, shift = empty_like(x), None if bias is None else contiguous(bias.lent())
-    found = (empty_like(mean), empty_like(rstd), eps)  # the same as were found then
-    kernels().layer_norm.forward(rows(x), contiguous(weight.lent()), shift, rows(y), *found)
-    return y
 
 
 def _layer_norm_backward(saved: tuple, dy: Array, needs: tuple, dtotal: Array | None = None) -> tuple:
@@ -182,13 +174,16 @@ class RMSNorm(Repeatable):
         return y
 
     def again(self, index: int) -> Array:
-        return _rms_normed(self.saved)
+        x, weight, rstd, eps = self.saved
+        y = empty_like(x)
+        kernels().rms_norm.forward(rows(x), contiguous(weight.lent()), rows(y), empty_like(rstd), eps)
+        return y
 
     def backward(self, dy: Array) -> tuple:
         return *_rms_norm_backward(self.saved, dy, self.needs[:2]), None
 
 
-class AddRMSNorm(Repeatable):
+class AddRMSNorm(RMSNorm):
     """x + added, and the RMS norm of that: one pass less in each direction than two ops."""
 
     again_cheap = (1,)
@@ -204,23 +199,12 @@ class AddRMSNorm(Repeatable):
         self.saved = (total, weight, rstd, eps)
         return total, y
 
-    def again(self, index: int) -> Array:
-        return _rms_normed(self.saved)
-
     def backward(self, dtotal: Array | None, dy: Array | None) -> tuple:
         if dy is None:
             return dtotal, dtotal, None, None
         needs = (self.needs[0] or self.needs[1], self.needs[2])
         dx, token = _rms_norm_backward(self.saved, dy, needs, dtotal)
         return dx, dx, token, None
-
-
-def _rms_normed(saved: tuple) -> Array:
-    """The result, computed again from the saved arrays."""
-    x, weight, rstd, eps = saved
-    y = empty_like(x)
-    kernels().rms_norm.forward(rows(x), contiguous(weight.lent()), rows(y), empty_like(rstd), eps)
-    return y
 
 
 def _rms_norm_backward(saved: tuple, dy: Array, needs: tuple, dtotal: Array | None = None) -> tuple:

@@ -207,10 +207,6 @@ class Module:
         """The wrapper of this kind, or None."""
         return next((wrapper for wrapper in self._forward_wrappers if isinstance(wrapper, kind)), None)
 
-    def wrapped_in(self, layer: WrapperOrder) -> bool:
-        """Whether a wrapper of this layer is attached."""
-        return any(wrapper.layer is layer for wrapper in self._forward_wrappers)
-
     def entered_around(self, method: Callable) -> Callable:
         """`method` as a second entry next to forward: the wrappers of the module run each call."""
 
