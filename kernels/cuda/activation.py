@@ -1,10 +1,6 @@
 """GELU in both forms, SiLU, ReLU and the error function on flat arrays, as on the CPU."""
 
-from typing import Any
-
-from shardrt.kernels.cuda._launch import blocks_for, launch, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import Array, blocks_for, launch, vectors
 
 
 def gelu_tanh_forward(x: Array, y: Array) -> None:

@@ -1,13 +1,9 @@
 """AdamW over ranges of a flat shard: one launch that reads and writes everything once."""
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 
-from shardrt.kernels.cuda._launch import TYPES, launch, tiles_for, type_name, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import TYPES, Array, launch, tiles_for, type_name, vectors
 
 
 def step(

@@ -3,12 +3,8 @@
 type and width.
 """
 
-from typing import Any
-
 from shardrt.kernels.cuda import _cudnn_chunks, _cudnn_documents
-from shardrt.kernels.cuda._launch import THREADS, NotOnGPU, accumulator, backend, empty, launch
-
-Array = Any
+from shardrt.kernels.cuda._launch import THREADS, Array, NotOnGPU, accumulator, backend, empty, launch
 
 _WARPS, _TILE = 8, 32  # as in attention.cu
 WIDEST = 256  # elements of a head

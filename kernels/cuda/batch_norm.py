@@ -6,11 +6,7 @@ cuDNN's batch norm is not bound: bandwidth bounds either, both read x twice and 
 leaves no place between the statistics and what uses them for ranks to join theirs.
 """
 
-from typing import Any
-
-from shardrt.kernels.cuda._launch import blocks_for, launch, type_name
-
-Array = Any
+from shardrt.kernels.cuda._launch import Array, blocks_for, launch, type_name
 
 
 def statistics(x: Array, mean: Array, squares: Array) -> None:

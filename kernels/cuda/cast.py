@@ -1,13 +1,9 @@
 """16-bit floats as bits and as rounded float32, as on the CPU; nan stays nan, but not its bits."""
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 
-from shardrt.kernels.cuda._launch import blocks_for, launch, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import Array, blocks_for, launch, vectors
 
 
 def round_to(x: Array, out: Array, kind: str) -> None:

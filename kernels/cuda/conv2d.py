@@ -7,15 +7,13 @@ one type; gradients of the weights may be float32 where the others have 16 bits.
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any
 
 import numpy as np
 
-from shardrt.kernels.cuda._launch import backend, blocks_for, empty, launch
+from shardrt.kernels.cuda._launch import Array, backend, blocks_for, empty, launch
 from shardrt.kernels.cuda.batch_norm import channel_sums
 from shardrt.kernels.cuda.matmul import matmul
 
-Array = Any
 Pair = tuple[int, int]
 
 _PATCHES = 1 << 26  # elements of patches, about, that exist at once

@@ -1,11 +1,7 @@
 """Cross entropy from logits: the loss of every row, and the gradient of the logits."""
 
-from typing import Any
-
-from shardrt.kernels.cuda._launch import STATIC_SHARED, THREADS, backend, launch
+from shardrt.kernels.cuda._launch import STATIC_SHARED, THREADS, Array, backend, launch
 from shardrt.kernels.cuda._rows import read_again
-
-Array = Any
 
 # Whether rows are still to be multiplied by `scale` behind backward_in_place: the rows that the logits were
 # made of, and those that come of them, are far narrower.

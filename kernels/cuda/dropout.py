@@ -1,12 +1,8 @@
 """Dropout whose mask is a function of (seed, call, element): backward makes it again, nothing is stored."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cuda._launch import accumulator, blocks_for, launch, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import Array, accumulator, blocks_for, launch, vectors
 
 
 def forward(

@@ -1,14 +1,10 @@
 """Layer norm over the last dimension (Ba et al., Layer Normalization, 2016)."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cuda._launch import accumulator, empty, launch
+from shardrt.kernels.cuda._launch import Array, accumulator, empty, launch
 from shardrt.kernels.cuda._rows import columns, split
 from shardrt.kernels.cuda.reduce import combine_two
-
-Array = Any
 
 
 def forward(

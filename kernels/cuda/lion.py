@@ -1,10 +1,6 @@
 """Lion over ranges of a flat shard: one launch that reads and writes everything once."""
 
-from typing import Any
-
-from shardrt.kernels.cuda._launch import launch, tiles_for, type_name, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import Array, launch, tiles_for, type_name, vectors
 
 
 def step(param: Array, grad: Array, m: Array, ranges: Array) -> None:

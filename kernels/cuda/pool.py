@@ -1,12 +1,9 @@
 """Pooling of planes (planes, height, width), as on the CPU."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cuda._launch import blocks_for, launch
+from shardrt.kernels.cuda._launch import Array, blocks_for, launch
 
-Array = Any
 Pair = tuple[int, int]
 
 

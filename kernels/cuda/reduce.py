@@ -6,6 +6,7 @@ import numpy as np
 
 from shardrt.kernels.cuda._launch import (
     THREADS,
+    Array,
     accumulator,
     backend,
     blocks_for,
@@ -15,8 +16,6 @@ from shardrt.kernels.cuda._launch import (
     vectors,
 )
 from shardrt.kernels.cuda.cast import type_of
-
-Array = Any
 
 ROWS = 64  # rows of a partial sum in column sums
 _LANES = 32  # of a warp, each with columns of its own

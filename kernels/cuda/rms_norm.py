@@ -1,14 +1,10 @@
 """RMS norm over the last dimension (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019)."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cuda._launch import accumulator, empty, launch
+from shardrt.kernels.cuda._launch import Array, accumulator, empty, launch
 from shardrt.kernels.cuda._rows import columns, split
 from shardrt.kernels.cuda.reduce import combine_blocks
-
-Array = Any
 
 
 def forward(

@@ -1,12 +1,8 @@
 """Rotary position embedding, as on the CPU."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cuda._launch import THREADS, accumulator, launch, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import THREADS, Array, accumulator, launch, vectors
 
 
 def forward(x: Array, cos: Array, sin: Array, y: Array, heads: int) -> None:

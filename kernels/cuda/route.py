@@ -1,13 +1,9 @@
 """Tokens to experts and back: the choice, the order of rows, and the copies between tokens and rows."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cuda._launch import THREADS, blocks_for, empty, launch, vectors
+from shardrt.kernels.cuda._launch import THREADS, Array, blocks_for, empty, launch, vectors
 from shardrt.kernels.cuda.embedding import in_order
-
-Array = Any
 
 _WARPS = THREADS // 32
 

@@ -1,10 +1,6 @@
 """Stochastic gradient descent with momentum over ranges of a flat shard, in one launch."""
 
-from typing import Any
-
-from shardrt.kernels.cuda._launch import accumulator, launch, tiles_for, type_name, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import Array, accumulator, launch, tiles_for, type_name, vectors
 
 
 def step(

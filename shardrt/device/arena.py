@@ -9,9 +9,8 @@ next owner's stream waits for the slot's free-event first. So the number of slot
 from collections.abc import Callable
 from typing import Any
 
-from shardrt.device.protocol import Device, Event
+from shardrt.device.protocol import Array, Device, Event
 
-Array = Any
 # Called with (name, arena, slots in use) while a recording is active; timeline.py sets it.
 on_change: Callable[[str, object, int], None] | None = None
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-Array = Any
+from shardrt.device.protocol import Array
 
 
 def kind_for(device: Any) -> type["Shaped"]:

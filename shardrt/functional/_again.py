@@ -9,8 +9,7 @@ from typing import Any
 
 from shardrt.autograd import Function, describe
 from shardrt.functional._arrays import kernels
-
-Array = Any
+from shardrt.functional._types import Array
 
 
 class Repeatable(Function):

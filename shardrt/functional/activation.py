@@ -3,8 +3,6 @@
 `inplace`, PyTorch's argument, changes nothing: no op writes to its input.
 """
 
-from typing import Any
-
 import numpy as np
 
 from shardrt.autograd import Function
@@ -20,13 +18,11 @@ from shardrt.functional._arrays import (
     rows,
     tensor,
 )
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.elementwise import clamp, minimum, where
 from shardrt.functional.shape import split
 from shardrt.functional.unary import expm1, tanh
 from shardrt.functional.words import torch_words
-
-Array = Any
 
 
 class Activation(Repeatable):

@@ -5,7 +5,6 @@ number per query: the logarithm of its sum of exponentials (Dao et al., FlashAtt
 from collections.abc import Sequence
 from itertools import accumulate
 from math import sqrt
-from typing import Any
 
 import numpy as np
 
@@ -25,12 +24,10 @@ from shardrt.functional._arrays import (
     tensor,
     unpacked,
 )
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.words import also, only
 
 __all__ = ["split_heads", "starts_on_host"]
-
-Array = Any
 
 
 class Attention(Function):

@@ -7,9 +7,7 @@ import numpy as np
 from shardrt import device, dtypes
 from shardrt.autograd import Function
 from shardrt.functional._arrays import empty, flat, floating, kernels
-from shardrt.functional._types import Tensor
-
-Array = Any
+from shardrt.functional._types import Array, Tensor
 
 
 class Convert(Function):

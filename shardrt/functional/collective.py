@@ -35,7 +35,7 @@ from shardrt.comm import Communicator
 from shardrt.device import Stream
 from shardrt.functional._again import Repeatable
 from shardrt.functional._arrays import empty, empty_like, flat, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.waits import Waiting, filled
 
 __all__ = [
@@ -49,8 +49,6 @@ __all__ = [
     "reduce_scatter_to",
     "scatter_to",
 ]
-
-Array = Any
 
 
 class CopyTo(Waiting):

@@ -4,15 +4,12 @@ The transpose runs the same kernels: its forward is convolution's gradient of th
 convolution's forward and its gradient of the weight, with x and dy exchanged.
 """
 
-from typing import Any
-
 from shardrt import autograd
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import check_floats, empty, for_product, kernels, operands, pair, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.shape import squeeze, unsqueeze
 
-Array = Any
 Pair = tuple[int, int]
 
 

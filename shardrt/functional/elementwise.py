@@ -23,11 +23,10 @@ from shardrt.functional._arrays import (
     sum_to,
     tensor,
 )
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.cast import cast
 from shardrt.functional.words import also
 
-Array = Any
 Operand = Any  # Tensor, array, or number
 
 

@@ -19,8 +19,7 @@ from shardrt import autograd, device, dtypes
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._again import SavedTensor, to_save, unpack
 from shardrt.functional._arrays import empty, flat, for_product, kernels, operands, rows
-
-Array = Any
+from shardrt.functional._types import Array
 
 
 @dataclass(frozen=True)

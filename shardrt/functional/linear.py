@@ -21,13 +21,11 @@ from shardrt.functional._arrays import (
     rows,
     tensor,
 )
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.activation import gelu
 from shardrt.functional.float8 import Float8Linear, takes
 from shardrt.functional.in_parts import Columns, InParts, Rows
 from shardrt.functional.in_time import add_bias
-
-Array = Any
 
 
 class Linear(Function):

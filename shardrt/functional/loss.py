@@ -22,14 +22,12 @@ from shardrt.functional._arrays import (
     tensor,
 )
 from shardrt.functional._losses import checked, chunks, counted, reduced, scale_of
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.elementwise import where
 from shardrt.functional.reduce import mean, sum
 from shardrt.functional.simple_loss import deprecated, nll_loss
 from shardrt.functional.softmax import log_softmax
 from shardrt.functional.words import also
-
-Array = Any
 
 _SOME = 128  # rows of logits in float32 at a time, on their way to their gradient in bfloat16
 

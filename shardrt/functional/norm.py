@@ -11,14 +11,12 @@ from shardrt.autograd import Variable, contiguous
 from shardrt.functional import in_time
 from shardrt.functional._again import Repeatable
 from shardrt.functional._arrays import check_floats, empty, empty_exact, empty_like, kernels, rows, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.cast import cast
 from shardrt.functional.elementwise import add, mul, sub
 from shardrt.functional.reduce import mean
 from shardrt.functional.shape import reshape
 from shardrt.functional.unary import rsqrt, square
-
-Array = Any
 
 
 class LayerNorm(Repeatable):

@@ -7,11 +7,10 @@ import numpy as np
 
 from shardrt.autograd import Function
 from shardrt.functional._arrays import check_floats, empty, kernels, pair, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.reduce import mean
 from shardrt.functional.words import only
 
-Array = Any
 Pair = tuple[int, int]
 
 

@@ -2,19 +2,17 @@
 
 from collections.abc import Sequence
 from math import inf, prod, sqrt
-from typing import Any
 
 import numpy as np
 
 from shardrt import dtypes
 from shardrt.autograd import Function
 from shardrt.functional._arrays import asarray, broadcast, chosen, compute, empty_like, floating, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.elementwise import div, sub
 from shardrt.functional.unary import abs, square
 from shardrt.functional.words import also, torch_words
 
-Array = Any
 Axes = int | Sequence[int] | None
 
 

@@ -24,7 +24,7 @@ from shardrt.functional._arrays import (
     operands,
     tensor,
 )
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.activation import sigmoid
 from shardrt.functional.dropout import key_of_use, part_of_batch
 from shardrt.functional.elementwise import add, clamp, div, mul
@@ -34,7 +34,6 @@ from shardrt.functional.shape import stack
 from shardrt.functional.softmax import softmax
 from shardrt.functional.unary import square
 
-Array = Any
 Counts = tuple[tuple[int, ...], ...]  # rows of each expert, of one source or several
 
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen")

@@ -12,10 +12,8 @@ import numpy as np
 from shardrt import device
 from shardrt.autograd import Function, Variable
 from shardrt.functional._arrays import asarray, broadcast, empty, sum_to, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.words import also, torch_words
-
-Array = Any
 
 
 class Reshape(Function):

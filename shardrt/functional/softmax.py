@@ -1,16 +1,12 @@
 """Softmax and its logarithm along one axis. For a loss see loss.py, which needs neither."""
 
-from typing import Any
-
 import numpy as np
 
 from shardrt.autograd import Function
 from shardrt.functional._arrays import check_floats, empty_like, kernels, rows, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.shape import transpose
 from shardrt.functional.words import also
-
-Array = Any
 
 
 class Softmax(Function):

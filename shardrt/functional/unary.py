@@ -8,10 +8,9 @@ import numpy as np
 
 from shardrt.autograd import Function
 from shardrt.functional._arrays import check_floats, compute, empty_like, flat, floating, kernels, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.elementwise import mul
 
-Array = Any
 Operand = Any  # Tensor, array, or number
 
 

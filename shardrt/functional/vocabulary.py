@@ -46,7 +46,7 @@ from shardrt.functional._arrays import (
     tensor,
 )
 from shardrt.functional._losses import checked, chunks, counted, reduced, scale_of
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.collective import gathered
 from shardrt.functional.in_parts import add_neighbours, apart, multiplied
 from shardrt.functional.loss import CrossEntropy
@@ -60,8 +60,6 @@ __all__ = [
     "linear_cross_entropy",
     "rows_of",
 ]
-
-Array = Any
 
 
 def rows_of(vocab: int, rank: int, size: int) -> tuple[int, int]:
