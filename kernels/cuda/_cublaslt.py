@@ -146,7 +146,7 @@ class CublasLt:
         try:
             plan = plans[key]
         except KeyError:
-            plan = self._plan(key, a, b, out, vector, matrix, places, optional=apart is not None)
+            plan = self._plan(key, (a, b, out, vector, matrix), places, optional=apart is not None)
             if len(plans) >= VARIED and varied:
                 plans.clear()  # threads that run one of them hold it
             plan = plans.setdefault(key, plan)  # of two threads that make it, one's
@@ -160,19 +160,9 @@ class CublasLt:
             return False
         return plan.run_chosen(self._stage, places)
 
-    def _plan(
-        self,
-        key: tuple,
-        a: Array,
-        b: Array,
-        out: Array,
-        vector: Array | None,
-        matrix: Array | None,
-        places: tuple[int, ...],
-        *,
-        optional: bool,
-    ) -> Plan | None:
+    def _plan(self, key: tuple, operands: tuple, places: tuple[int, ...], *, optional: bool) -> Plan | None:
         """None where cublasLt has no such product and it is optional; else it raises NoSuchProduct."""
+        a, b, out, vector, matrix = operands
         of_a, of_b, fast = key[-3:] if len(places) > 5 else (None, None, None)
         first, second, result = Matrix.of(b, of_b), Matrix.of(a, of_a), Matrix.of(out)
         if first is None or second is None or result is None or result.transposed:

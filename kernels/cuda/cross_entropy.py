@@ -15,14 +15,14 @@ def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_ind
     logits' rows may be padded; losses and lse are float32 for 16-bit logits. Of a target outside of the
     vocabulary the loss is nan, and the gradient.
     """
-    _forward(logits, targets, losses, lse, ignore_index, 0, logits.shape[1], part=False)
+    _forward((logits, targets, losses, lse), ignore_index, 0, logits.shape[1], part=False)
 
 
 def forward_part(
     logits: Array, targets: Array, chosen: Array, lse: Array, ignore_index: int, first: int, vocab: int
 ) -> None:
     """What a part of a vocabulary adds, as on the CPU; lse is nan where the target is no word."""
-    _forward(logits, targets, chosen, lse, ignore_index, first, vocab, part=True)
+    _forward((logits, targets, chosen, lse), ignore_index, first, vocab, part=True)
 
 
 def join(parts: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
@@ -60,10 +60,7 @@ def forward_in_place(logits: Array, targets: Array, losses: Array, lse: Array, i
     item, most = logits.dtype.itemsize, backend().shared - STATIC_SHARED
     held, shared = vocab, vocab * item + 16  # a row need not begin at 16 bytes
     if shared > most:
-        held, shared = (
-            (most - 32) // item,
-            most,
-        )  # and the last 16 bytes that are held may begin at any element
+        held, shared = (most - 32) // item, most  # the last 16 bytes held, too, may begin at any element
     threads = how.threads * (2 if vocab * item > _LONG else 1)
     args = (logits, targets, losses, lse, vocab, _stride(logits), int(ignore_index), held, how.vectors)
     launch("cross_entropy", "in_place", logits.dtype, how.grid, args, threads=threads, shared=shared)
@@ -83,20 +80,12 @@ def scale_rows(x: Array, factor: Array, out: Array) -> None:
     launch("cross_entropy", "scale_rows", x.dtype, how.grid, args, threads=how.threads)
 
 
-def _forward(
-    logits: Array,
-    targets: Array,
-    losses: Array,
-    lse: Array,
-    ignore_index: int,
-    first: int,
-    vocab: int,
-    part: bool,
-) -> None:
+def _forward(arrays: tuple[Array, ...], ignore_index: int, first: int, vocab: int, part: bool) -> None:
+    logits = arrays[0]
     rows, count = logits.shape
     how = read_again(rows, count, logits)
     sizes = count, _stride(logits), int(ignore_index), int(first), int(vocab)
-    args = (logits, targets, losses, lse, *sizes, part, how.vectors)
+    args = (*arrays, *sizes, part, how.vectors)
     launch("cross_entropy", "forward", logits.dtype, how.grid, args, threads=how.threads)
 
 

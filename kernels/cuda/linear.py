@@ -12,9 +12,8 @@ from shardrt.kernels.cuda.matmul import matmul
 from shardrt.kernels.cuda.reduce import ROWS, column_grid, column_sum, combine_blocks
 
 INPUT_AGAIN = False  # whether a norm or an activation is to make an input again for backward, not keep it
-BLOCK = (
-    1 << 62
-)  # cublasLt chooses by sizes, so rows of a weight's gradient need not have the bits of the whole
+# cublasLt chooses by sizes, so rows of a weight's gradient need not have the bits of the whole.
+BLOCK = 1 << 62
 
 
 def forward(x: Array, weight: Array, bias: Array | None, y: Array) -> None:
