@@ -29,32 +29,4 @@ from shardrt.kernels.cpu import (
 from shardrt.kernels.cpu._threads import set_threads, threads
 from shardrt.kernels.cpu._warm_up import warm_up
 
-__all__ = [
-    "activation",
-    "adamw",
-    "attention",
-    "batch_norm",
-    "cast",
-    "conv2d",
-    "cross_entropy",
-    "dropout",
-    "elementwise",
-    "embedding",
-    "grouped",
-    "layer_norm",
-    "linear",
-    "lion",
-    "matmul",
-    "philox",
-    "pool",
-    "reduce",
-    "rms_norm",
-    "rotary",
-    "route",
-    "set_threads",
-    "sgd",
-    "softmax",
-    "swiglu",
-    "threads",
-    "warm_up",
-]
+__all__ = ["set_threads", "threads", "warm_up"]

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardrt.kernels import onednn
+from shardrt.kernels.cost import Array
 from shardrt.kernels.cpu._jit import exp, larger, reordered
 from shardrt.kernels.cpu.cast import narrowed, widened
 
-Array = Any
 TILE = 128  # queries: with 256 keys, their scores and gradients are 256 KiB in float32
 
 

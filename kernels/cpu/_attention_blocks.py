@@ -6,7 +6,6 @@ addresses: of arrays with gaps Numba would not make vectors.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numba import carray, types
@@ -15,8 +14,6 @@ from numba.extending import intrinsic
 from shardrt.kernels.cpu._attention_bits import Call, heads_of
 from shardrt.kernels.cpu._jit import exp, larger, reordered_part
 from shardrt.kernels.cpu._vectors import VECTORS, WIDE, lanes, tile_sum, transpose_tile
-
-Array = Any
 
 LANES = lanes(np.float32)
 ROWS, WIDTH = 8 if WIDE else 6, VECTORS * LANES  # of a block of a product: its sums are 16 vectors, or 12

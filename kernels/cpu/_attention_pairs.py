@@ -6,10 +6,9 @@ ROWS queries at a time are multiplied, softened and multiplied again while they 
 without the keys that none of them sees. What is rounded, and where, is as there.
 """
 
-from typing import Any
-
 import numpy as np
 
+from shardrt.kernels.cost import Array
 from shardrt.kernels.cpu import _vectors
 from shardrt.kernels.cpu._attention_bits import Call
 from shardrt.kernels.cpu._attention_blocks import (
@@ -29,8 +28,6 @@ from shardrt.kernels.cpu._attention_blocks import (
 from shardrt.kernels.cpu._jit import exp, reordered, reordered_part
 from shardrt.kernels.cpu._vectors import bits_of
 from shardrt.kernels.cpu.cast import widened
-
-Array = Any
 
 TILE = 64  # queries of which backward adds up what goes to keys and values
 _16 = np.uint32(16)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cost import Array
 from shardrt.kernels.cpu import _vectors
 from shardrt.kernels.cpu._attention_bits import Call
 from shardrt.kernels.cpu._attention_blocks import (
@@ -26,8 +27,6 @@ from shardrt.kernels.cpu._attention_blocks import (
     whole_blocks,
 )
 from shardrt.kernels.cpu._jit import exp, reordered, reordered_part
-
-Array = Any
 
 TILE = 4 * ROWS  # queries of which backward adds up what goes to keys and values
 

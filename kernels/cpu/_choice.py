@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from shardrt.kernels import determinism, kept, onednn
+from shardrt.kernels.cost import Array
 from shardrt.kernels.cpu import _blas
 from shardrt.kernels.cpu._threads import threads
 
-Array = Any
 Way = Callable[..., None]
 
 LEAST = 2**23  # operations of a float32 product that is worth a look: below, a call costs more than is won

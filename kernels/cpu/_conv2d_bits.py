@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardrt.kernels import onednn
+from shardrt.kernels.cost import Array
 from shardrt.kernels.cpu._threads import threads
 from shardrt.kernels.onednn import BF16, BIAS, DIFF_DST, DIFF_SRC, DIFF_WEIGHTS, DST, F32, SRC, WEIGHTS
 
-Array = Any
 Pair = tuple[int, int]
 
 _CHUNK = 1 << 20  # bytes of turned images of a thread, about, that are worked on at once

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardrt.kernels.cost import Array
 from shardrt.kernels.cpu._vectors import ROWS, VECTORS, lanes
 
-Array = Any
 Pair = tuple[int, int]
 
 _CHUNK = 1 << 20  # bytes of turned images, about, that are worked on at once

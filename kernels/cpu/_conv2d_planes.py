@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardrt.kernels.cost import Array
 from shardrt.kernels.cpu._conv2d_plan import cut_evenly, whole_vectors
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu._vectors import WIDE, lanes, tap_sums, tile_sum
 
-Array = Any
 Pair = tuple[int, int]
 
 _REGISTERS, _ROWS = 32, 8  # of vectors, with AVX-512; outputs in a tile, at most

@@ -15,28 +15,7 @@ import numba
 import numpy as np
 from numba.core.registry import cpu_target
 
-from shardrt.kernels import onednn
-from shardrt.kernels.cpu import (
-    activation,
-    adamw,
-    attention,
-    cast,
-    cross_entropy,
-    dropout,
-    elementwise,
-    embedding,
-    layer_norm,
-    linear,
-    lion,
-    philox,
-    reduce,
-    rms_norm,
-    rotary,
-    route,
-    sgd,
-    softmax,
-    swiglu,
-)
+from shardrt.kernels import cpu, onednn
 from shardrt.kernels.cpu._jit import stamp
 
 
@@ -55,7 +34,7 @@ def _mark() -> Path:
     by = numba.__version__, sys.implementation.cache_tag
     processor = cpu_target.target_context.codegen().magic_tuple(), onednn.computes_bf16()
     key = sha256(repr((about, by, processor)).encode()).hexdigest()[:16]
-    return Path(adamw._step._cache.cache_path) / f"all-{key}"
+    return Path(cpu.adamw._step._cache.cache_path) / f"all-{key}"
 
 
 def call_all() -> None:
@@ -71,67 +50,67 @@ def _warm_up_float32() -> None:
     one, two = np.ones((2, 2), np.float32)
     index = np.zeros(2, np.int64)
     for name in ("gelu_tanh", "gelu_erf", "silu"):
-        getattr(activation, f"{name}_forward")(x.reshape(-1), y.reshape(-1))
-        getattr(activation, f"{name}_backward")(z.reshape(-1), x.reshape(-1), y.reshape(-1))
-    layer_norm.forward(x, weight, bias, y, one, two, 1e-5)
-    layer_norm.backward(z, x, weight, one, two, y, row, bias, False)
-    rms_norm.forward(x, weight, y, one, 1e-5)
-    rms_norm.backward(z, x, weight, one, y, row, False)
-    rotary.forward(x, one[:, None], two[:, None], y, 1)
-    swiglu.forward(x, np.empty((2, 2), np.float32))
-    swiglu.backward(np.ones((2, 2), np.float32), x, y)
-    softmax.forward(x, y)
-    softmax.backward(z, x, y)
-    cross_entropy.forward(x, index, one, two, -100)
-    cross_entropy.join(np.ones((1, 2, 2), np.float32), index, one, two, -100)
-    cross_entropy.backward(x, index, two, y, None, -100)
-    cross_entropy.backward(y, index, two, y, None, -100)
-    cross_entropy.forward_in_place(y, index, one, two, -100)
-    embedding.forward(index, x, y)
-    embedding.backward(index, y, x)
-    philox.uniform(row, 1, 2, 0)
-    philox.normal(row, 1, 2, 0, 0.0, 1.0)
-    dropout.forward(row, bias, 0.5, 1, 2, 0)
-    linear.backward_bias(x, row, False)
-    linear.forward_gelu(x, np.ones((4, 4), np.float32), row, y, z)
-    linear.backward_gelu(x, y, z, row, False)
+        getattr(cpu.activation, f"{name}_forward")(x.reshape(-1), y.reshape(-1))
+        getattr(cpu.activation, f"{name}_backward")(z.reshape(-1), x.reshape(-1), y.reshape(-1))
+    cpu.layer_norm.forward(x, weight, bias, y, one, two, 1e-5)
+    cpu.layer_norm.backward(z, x, weight, one, two, y, row, bias, False)
+    cpu.rms_norm.forward(x, weight, y, one, 1e-5)
+    cpu.rms_norm.backward(z, x, weight, one, y, row, False)
+    cpu.rotary.forward(x, one[:, None], two[:, None], y, 1)
+    cpu.swiglu.forward(x, np.empty((2, 2), np.float32))
+    cpu.swiglu.backward(np.ones((2, 2), np.float32), x, y)
+    cpu.softmax.forward(x, y)
+    cpu.softmax.backward(z, x, y)
+    cpu.cross_entropy.forward(x, index, one, two, -100)
+    cpu.cross_entropy.join(np.ones((1, 2, 2), np.float32), index, one, two, -100)
+    cpu.cross_entropy.backward(x, index, two, y, None, -100)
+    cpu.cross_entropy.backward(y, index, two, y, None, -100)
+    cpu.cross_entropy.forward_in_place(y, index, one, two, -100)
+    cpu.embedding.forward(index, x, y)
+    cpu.embedding.backward(index, y, x)
+    cpu.philox.uniform(row, 1, 2, 0)
+    cpu.philox.normal(row, 1, 2, 0, 0.0, 1.0)
+    cpu.dropout.forward(row, bias, 0.5, 1, 2, 0)
+    cpu.linear.backward_bias(x, row, False)
+    cpu.linear.forward_gelu(x, np.ones((4, 4), np.float32), row, y, z)
+    cpu.linear.backward_gelu(x, y, z, row, False)
     chosen, copies = np.zeros((2, 2), np.int64), np.zeros(4, np.int64)
-    route.top_k(x, chosen)
-    route.take(x, chosen, np.empty((2, 2), np.float32))
-    route.put(np.ones((2, 2), np.float32), chosen, y)
-    route.order(chosen, None, 0, chosen.copy(), copies, np.empty((2, 4), np.int64))
+    cpu.route.top_k(x, chosen)
+    cpu.route.take(x, chosen, np.empty((2, 2), np.float32))
+    cpu.route.put(np.ones((2, 2), np.float32), chosen, y)
+    cpu.route.order(chosen, None, 0, chosen.copy(), copies, np.empty((2, 4), np.int64))
     for weights in (None, np.ones((2, 2), np.float32)):
-        route.spread(x, weights, copies, 2, np.empty((4, 4), np.float32))
-        route.collect(x, weights, chosen, y)
-    route.weights_backward(x, y, chosen, np.empty((2, 2), np.float32))
+        cpu.route.spread(x, weights, copies, 2, np.empty((4, 4), np.float32))
+        cpu.route.collect(x, weights, chosen, y)
+    cpu.route.weights_backward(x, y, chosen, np.empty((2, 2), np.float32))
     bits = np.zeros(4, np.uint16)
     for kind in ("bfloat16", "float16"):
-        cast.round_to(row, bias, kind)
-        cast.pack(row, bits, kind)
-        cast.unpack(bits, bias, kind)
-    reduce.sum_into(row, [bias, weight], 1.0, False)
-    reduce.sum_into(row, [bias, weight], 0.5, False)
-    reduce.sum_into(row, [bias, weight, bias], 1.0, False)
-    reduce.sum_packed(row, [bits], 1.0, False, "bfloat16")
-    reduce.power_sums(row, 2.0)
-    reduce.exact_power_sums(row, 2)
-    elementwise.unscale_(row, 1.0)
-    adamw.step(row, bias, weight, x[0], np.array([[0.0, 4.0, 1.0, 0.1, 0.0, 0.9, 0.99, 1e-8]]))
-    lion.step(row, bias, weight, np.array([[0.0, 4.0, 1.0, 0.1, 0.9, 0.99]]))
+        cpu.cast.round_to(row, bias, kind)
+        cpu.cast.pack(row, bits, kind)
+        cpu.cast.unpack(bits, bias, kind)
+    cpu.reduce.sum_into(row, [bias, weight], 1.0, False)
+    cpu.reduce.sum_into(row, [bias, weight], 0.5, False)
+    cpu.reduce.sum_into(row, [bias, weight, bias], 1.0, False)
+    cpu.reduce.sum_packed(row, [bits], 1.0, False, "bfloat16")
+    cpu.reduce.power_sums(row, 2.0)
+    cpu.reduce.exact_power_sums(row, 2)
+    cpu.elementwise.unscale_(row, 1.0)
+    cpu.adamw.step(row, bias, weight, x[0], np.array([[0.0, 4.0, 1.0, 0.1, 0.0, 0.9, 0.99, 1e-8]]))
+    cpu.lion.step(row, bias, weight, np.array([[0.0, 4.0, 1.0, 0.1, 0.9, 0.99]]))
     ranges = np.array([[0.0, 4.0, 1.0, 0.1, 0.0, 1.0]])
-    sgd.step(row, bias, None, ranges, 0.0, False)
-    sgd.step(row, bias, weight, ranges, 0.9, False)
+    cpu.sgd.step(row, bias, None, ranges, 0.0, False)
+    cpu.sgd.step(row, bias, weight, ranges, 0.9, False)
     _attend(np.float32)
 
 
 def _warm_up_bits() -> None:
     (x, y), row = np.ones((2, 2, 4), np.float32), np.ones(4, np.float32)
     bits, matrix = np.zeros((2, 2, 4), np.uint16), np.zeros((4, 4), np.uint16)
-    embedding.forward(np.zeros(2, np.int64), bits[0], y)
-    linear.forward_gelu(bits[0], matrix, row, bits[1], y)
-    linear.backward_gelu(x, bits[0], bits[1], None, False)
+    cpu.embedding.forward(np.zeros(2, np.int64), bits[0], y)
+    cpu.linear.forward_gelu(bits[0], matrix, row, bits[1], y)
+    cpu.linear.backward_gelu(x, bits[0], bits[1], None, False)
     for out in (row, bits[1, 0]):
-        activation.gelu_tanh_forward(bits[0, 0], out)
+        cpu.activation.gelu_tanh_forward(bits[0, 0], out)
     _attend(np.uint16)
 
 
@@ -140,5 +119,5 @@ def _attend(dtype: type) -> None:
     for width in (4, 32):  # by a library, and by our own matmuls
         q, lse = np.ones((1, 1, 1, width), dtype), np.empty((1, 1, 1), np.float32)
         dy, y, dq, dk, dv = np.ones((5, 1, 1, 1, width), np.float32)
-        attention.forward(q, q, q, y, lse, causal=True, scale=1.0)
-        attention.backward(dy, q, q, q, y, lse, dq, dk, dv, causal=True, scale=1.0)
+        cpu.attention.forward(q, q, q, y, lse, causal=True, scale=1.0)
+        cpu.attention.backward(dy, q, q, q, y, lse, dq, dk, dv, causal=True, scale=1.0)

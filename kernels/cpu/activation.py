@@ -3,16 +3,12 @@
 The tanh form of GELU (Hendrycks and Gimpel, 2016) is x * sigmoid(2 u), which needs one exponential.
 """
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import erf, exp, fused
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.cast import narrowed, widened
-
-Array = Any
 
 ROOT = 0.7978845608028654  # sqrt(2 / pi)
 CUBE = 0.044715

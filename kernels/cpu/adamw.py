@@ -1,15 +1,11 @@
 """AdamW over ranges of a flat shard: one pass that reads and writes everything once."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu import cast
 from shardrt.kernels.cpu._jit import fused, fused_part
 from shardrt.kernels.cpu._threads import run_rows
-
-Array = Any
 
 
 @cost("param grad m v ranges -> param m v rounded", flops=14)

@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 
 from shardrt.kernels import onednn
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu import _attention_bits, _attention_pairs, _attention_rows
 from shardrt.kernels.cpu._attention_bits import TILE, Call, Span, tiles
 from shardrt.kernels.cpu._blas import set_blas_threads
 from shardrt.kernels.cpu._jit import exp, larger, reordered
 from shardrt.kernels.cpu._threads import run_rows, threads
 from shardrt.kernels.cpu.matmul import matmul, widened
-
-Array = Any
 
 
 @cost(

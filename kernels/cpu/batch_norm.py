@@ -4,13 +4,9 @@
 channel, then the gradient of the input.
 """
 
-from typing import Any
-
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import fused, reordered
 from shardrt.kernels.cpu._threads import run_rows
-
-Array = Any
 
 
 @cost("x -> mean squares", flops=4)

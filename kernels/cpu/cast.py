@@ -5,18 +5,15 @@ large becomes infinity, what is too small a subnormal or zero of the type; nan s
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
-
-Array = Any
 
 
 @cost("x -> out", flops=1)

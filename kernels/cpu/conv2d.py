@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.kernels import onednn
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu import _choice, _conv2d_bits, _conv2d_planes
 from shardrt.kernels.cpu._conv2d_bits import Convolution
 from shardrt.kernels.cpu._conv2d_plan import (
@@ -37,7 +37,6 @@ from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu._vectors import BYTES, VECTORS, lanes, tile_sum, transpose_tile
 from shardrt.kernels.cpu.matmul import widened
 
-Array = Any
 Pair = tuple[int, int]
 
 

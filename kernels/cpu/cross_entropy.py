@@ -1,16 +1,12 @@
 """Cross entropy from logits: the loss of every row, and the gradient of the logits."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu import cast
 from shardrt.kernels.cpu._jit import exact, exp, larger, reordered
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.matmul import widened
-
-Array = Any
 
 # Whether rows are still to be multiplied by `scale` behind backward_in_place: the rows that the logits were
 # made of, and those that come of them, are far narrower.

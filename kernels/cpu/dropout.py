@@ -1,15 +1,11 @@
 """Dropout whose mask is a function of (seed, call, element): backward makes it again, nothing is stored."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.philox import MANY, make_blocks
-
-Array = Any
 
 
 @cost("x place -> y", flops=25)

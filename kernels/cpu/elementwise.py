@@ -1,14 +1,10 @@
 """The few elementwise passes that the runtime itself makes, on flat arrays."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cost import Answer, cost
+from shardrt.kernels.cost import Answer, Array, cost
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
-
-Array = Any
 
 _BLOCK = 65536  # elements for which one answer is kept
 

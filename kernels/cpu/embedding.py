@@ -1,15 +1,11 @@
 """Rows of a table by index, and the gradient of the table."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.cast import widened
-
-Array = Any
 
 
 @cost("indices weight -> y", more=lambda indices, weight: -_left(indices, weight))

@@ -7,12 +7,9 @@ operands in bits of bfloat16 as well.
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any
 
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu import linear
-
-Array = Any
 
 
 @cost(

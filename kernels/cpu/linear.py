@@ -4,19 +4,15 @@ The operands of a matmul, x, weight and dy, may be uint16: the bits of bfloat16,
 it is float32, and so is a bias.
 """
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import exp, fused
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.activation import CUBE, ROOT
 from shardrt.kernels.cpu.cast import narrowed, widened
 from shardrt.kernels.cpu.matmul import affine, matmul
 from shardrt.kernels.cpu.reduce import ROWS, column_sum, combine_blocks
-
-Array = Any
 
 # Whether a norm or an activation is to make an input again for backward, not keep it: here that pass costs
 # about what the page faults and caches of more memory do.

@@ -1,12 +1,8 @@
 """Lion over ranges of a flat shard: one pass that reads and writes everything once."""
 
-from typing import Any
-
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import fused
 from shardrt.kernels.cpu._threads import run_rows
-
-Array = Any
 
 
 @cost("param grad m ranges -> param m", flops=9)

@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 
 from shardrt.kernels import onednn
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu import _choice
 from shardrt.kernels.cpu._blas import described, gemm_of
 from shardrt.kernels.cpu._threads import threads
 from shardrt.kernels.cpu.cast import unpack
-
-Array = Any
 
 _ROW_MAJOR, _PLAIN, _TRANSPOSED = 101, 111, 112
 

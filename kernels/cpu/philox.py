@@ -5,17 +5,13 @@ words count blocks of four numbers, its two high words are the stream. Element i
 i // 4, so any piece of a sequence can be made without the rest, with the same bits.
 """
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import exact, exact_part
 from shardrt.kernels.cpu._threads import run_rows
 
 __all__ = ["uniform"]
-
-Array = Any
 
 
 @cost("-> out", flops=25)

@@ -3,15 +3,12 @@
 window, stride, padding: (vertical, horizontal); padding is less than the window, so each window sees a pixel.
 """
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import exact, fused, fused_part
 from shardrt.kernels.cpu._threads import run_rows
 
-Array = Any
 Pair = tuple[int, int]
 
 

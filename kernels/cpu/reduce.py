@@ -5,12 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.kernels.cost import Answer, New, cost
+from shardrt.kernels.cost import Answer, Array, New, cost
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.cast import check_kind, unpack_bfloat16, unpack_float16
-
-Array = Any
 
 ROWS = 64  # rows of a partial sum in column sums
 _FAN = 4  # parts that one pass sums

@@ -1,15 +1,11 @@
 """RMS norm over the last dimension (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019)."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import reordered
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.reduce import ROWS, combine_blocks
-
-Array = Any
 
 
 @cost("x added weight -> total y rstd", flops=4)

@@ -4,13 +4,9 @@ Element i of a head and element i + half of it are one pair, turned by the angle
 rows, so that queries and keys are turned and values passed on in one sweep.
 """
 
-from typing import Any
-
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import fused
 from shardrt.kernels.cpu._threads import run_rows
-
-Array = Any
 
 
 @cost("x cos sin -> y", flops=lambda x, cos, heads: 6 * len(x) * heads * cos.shape[1])

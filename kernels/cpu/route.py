@@ -4,15 +4,11 @@ A copy is one choice of one token: number token * k + choice. Rows are copies in
 a token's choices are in ascending order of experts, so that sums over them have one order.
 """
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import exact, fused, reordered
 from shardrt.kernels.cpu._threads import run_rows
-
-Array = Any
 
 
 @cost("scores -> experts", flops=lambda scores, experts: scores.size * experts.shape[1])

@@ -1,12 +1,8 @@
 """Stochastic gradient descent with momentum over ranges of a flat shard."""
 
-from typing import Any
-
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import fused
 from shardrt.kernels.cpu._threads import run_rows
-
-Array = Any
 
 
 @cost(

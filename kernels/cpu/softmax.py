@@ -1,12 +1,8 @@
 """Softmax over the last dimension."""
 
-from typing import Any
-
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import exp, larger, reordered
 from shardrt.kernels.cpu._threads import run_rows
-
-Array = Any
 
 
 @cost("x -> y", flops=14)

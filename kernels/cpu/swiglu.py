@@ -1,12 +1,8 @@
 """SwiGLU (Shazeer, GLU Variants Improve Transformer, 2020): silu(a) * b, a next to b in each row."""
 
-from typing import Any
-
-from shardrt.kernels.cost import cost
+from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import exp, fused
 from shardrt.kernels.cpu._threads import run_rows
-
-Array = Any
 
 
 @cost("x -> y", flops=7)  # for each element of x, two of which make one of y

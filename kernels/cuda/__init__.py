@@ -1,7 +1,8 @@
 """Kernels of the GPU: CUDA C++ compiled at run time, matmuls by cublasLt. One module per op.
 
-The same functions as kernels/cpu, with the same signatures (tests/cuda/test_signatures.py). No module here
-needs CuPy or a GPU to be imported; the first launch does.
+The same functions as kernels/cpu, with the same signatures (tests/cuda/test_signatures.py). Shapes and
+meaning are said there; docstrings here say what else holds on a GPU. No module here needs CuPy or a GPU to be
+imported; the first launch does.
 """
 
 from collections.abc import Callable
@@ -36,34 +37,7 @@ from shardrt.kernels.cuda import (
     swiglu,
 )
 
-__all__ = [
-    "activation",
-    "adamw",
-    "attention",
-    "batch_norm",
-    "cast",
-    "conv2d",
-    "cross_entropy",
-    "dropout",
-    "elementwise",
-    "embedding",
-    "float8",
-    "grouped",
-    "layer_norm",
-    "linear",
-    "lion",
-    "matmul",
-    "philox",
-    "pool",
-    "reduce",
-    "rms_norm",
-    "rotary",
-    "route",
-    "sgd",
-    "softmax",
-    "swiglu",
-    "warm_up",
-]
+__all__ = ["warm_up"]
 
 
 def _of_cupy() -> tuple[Callable[[], int], Callable[[], _launch.Backend]]:

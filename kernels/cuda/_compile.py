@@ -7,7 +7,6 @@ import hashlib
 import os
 import re
 import tempfile
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -16,18 +15,7 @@ from shardrt.kernels import kept
 __all__ = ["files", "variants"]
 
 HERE = Path(__file__).parent
-_SPILLS = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 Defines = tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Resources:
-    """A kernel's resources, by ptxas."""
-
-    registers: int
-    spilled_bytes: int
-    stack_bytes: int
-    shared_bytes: int  # static
 
 
 def files() -> list[str]:
@@ -71,18 +59,6 @@ def compile_with_log(file: str, defines: Defines, arch: str) -> tuple[bytes, str
         raise RuntimeError(f"{file}.cu does not compile:\n{nvrtc.getProgramLog(program)}") from None
     finally:
         nvrtc.destroyProgram(program)
-
-
-def resources(log: str) -> dict[str, Resources]:
-    """Kernel -> its resources, from ptxas's log."""
-    found = {}
-    pieces = re.split(r"Compiling entry function '(\w+)'", log)[1:]
-    for name, text in zip(pieces[::2], pieces[1::2], strict=True):
-        stack, stores, loads = map(int, re.search(_SPILLS, text).groups())
-        registers = int(re.search(r"Used (\d+) registers", text).group(1))
-        shared = re.search(r"(\d+) bytes smem", text)
-        found[name] = Resources(registers, stores + loads, stack, int(shared.group(1)) if shared else 0)
-    return found
 
 
 def _options(defines: Defines, arch: str) -> tuple[str, ...]:

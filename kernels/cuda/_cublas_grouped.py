@@ -9,12 +9,11 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from ctypes import c_int, c_size_t, c_void_p
-from typing import Protocol
 
 import numpy as np
 
 from shardrt.kernels.cuda._cublaslt_plan import WORKSPACE
-from shardrt.kernels.cuda._launch import Array, Group, address
+from shardrt.kernels.cuda._launch import Array, Group, Stage, address
 
 # cublas_api.h and library_types.h
 _TYPES = {"float16": 2, "bfloat16": 14}
@@ -22,19 +21,6 @@ _COMPUTE_32F = 68
 _FULL_REDUCTIONS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: partial sums stay in float32
 _REFUSED = (8, 15)  # statuses: architecture mismatch, not supported
 _GEMM = "cublasGemmGroupedBatchedEx"
-
-
-class Stage(Protocol):
-    """Where the matmuls run."""
-
-    def stream(self) -> int:
-        """The current stream's handle."""
-
-    def workspace(self, stream: int) -> int:
-        """The address of WORKSPACE bytes that belong to this stream, at a multiple of 256."""
-
-    def upload(self, values: np.ndarray) -> Array:
-        """A copy on the GPU, made when the current stream comes to it. Raises RuntimeError in a capture."""
 
 
 class CublasGrouped:

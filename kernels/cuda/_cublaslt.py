@@ -6,8 +6,6 @@ is measured, and kept on disk (_algorithms.py); with deterministic algorithms it
 """
 
 import ctypes
-from collections.abc import Callable
-from typing import Any, Protocol
 
 from shardrt.kernels import determinism
 from shardrt.kernels.cuda._algorithms import APART, Chooser, Kept
@@ -26,28 +24,10 @@ from shardrt.kernels.cuda._cublaslt_plan import (
     What,
     alignment,
 )
-from shardrt.kernels.cuda._launch import Apart, Array, address
+from shardrt.kernels.cuda._launch import Apart, Array, Stage, address
 
 VARIED = 4096  # plans that are kept of products whose sizes change from call to call; a few kB each
 _MULTIPLE = 8  # of the leading dimension of what goes into GELU
-
-
-class Stage(Protocol):
-    """Where matmuls run."""
-
-    gpu: str  # what the speed of an algorithm depends on
-
-    def stream(self) -> int:
-        """The current stream's handle."""
-
-    def workspace(self, stream: int) -> int:
-        """The address of WORKSPACE bytes that belong to this stream, the current one."""
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Scratch memory."""
-
-    def seconds(self, work: Callable[[], None], rounds: int) -> float | None:
-        """How long `work` keeps the GPU busy, at best; None while that can't be measured (in a capture)."""
 
 
 class CublasLt:
@@ -166,7 +146,7 @@ class CublasLt:
         try:
             plan = plans[key]
         except KeyError:
-            plan = self._plan(key, a, b, out, vector, matrix, places, optional=apart is not None)
+            plan = self._plan(key, (a, b, out, vector, matrix), places, optional=apart is not None)
             if len(plans) >= VARIED and varied:
                 plans.clear()  # threads that run one of them hold it
             plan = plans.setdefault(key, plan)  # of two threads that make it, one's
@@ -180,19 +160,9 @@ class CublasLt:
             return False
         return plan.run_chosen(self._stage, places)
 
-    def _plan(
-        self,
-        key: tuple,
-        a: Array,
-        b: Array,
-        out: Array,
-        vector: Array | None,
-        matrix: Array | None,
-        places: tuple[int, ...],
-        *,
-        optional: bool,
-    ) -> Plan | None:
+    def _plan(self, key: tuple, operands: tuple, places: tuple[int, ...], *, optional: bool) -> Plan | None:
         """None where cublasLt has no such product and it is optional; else it raises NoSuchProduct."""
+        a, b, out, vector, matrix = operands
         of_a, of_b, fast = key[-3:] if len(places) > 5 else (None, None, None)
         first, second, result = Matrix.of(b, of_b), Matrix.of(a, of_a), Matrix.of(out)
         if first is None or second is None or result is None or result.transposed:

@@ -159,10 +159,8 @@ class Plan:
         self._lock = threading.Lock()
         double = what.result.element == ELEMENTS["float64"]
         number = ctypes.c_double if double else c_float
-        self._numbers = (
-            number(1),
-            number(1 if what.accumulate else 0),
-        )  # the product times this, plus out times that
+        # The product times the first, plus out times the second.
+        self._numbers = number(1), number(1 if what.accumulate else 0)
         self._product, self._layouts = c_void_p(), []
         compute, scale = (_COMPUTE_64F, "float64") if double else (_COMPUTE_32F, "float32")
         created = byref(self._product), c_int(compute), c_int(ELEMENTS[scale])

@@ -10,11 +10,11 @@ import threading
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from shardrt.kernels.cuda._launch import Array, address
+from shardrt.kernels.cuda._launch import Array, Stage, address
 
 _ELEMENTS = {
     "float16": "HALF",
@@ -23,18 +23,6 @@ _ELEMENTS = {
     "int32": "INT32",
     "int64": "INT64",
 }
-
-
-class Stage(Protocol):
-    """Where operations run."""
-
-    architecture: str  # "sm_90"
-
-    def stream(self) -> int:
-        """The current stream's handle."""
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Scratch memory, in the order of the current stream."""
 
 
 class CuDNN:

@@ -33,47 +33,22 @@ class CuDNNAttention:
         self._reported: set[str] = set()
         self._builds_backward = builds_backward(*cudnn.versions)
 
-    def forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        y: Array,
-        lse: Array,
-        *,
-        causal: bool,
-        scale: float,
-        bottom_right: bool = False,
-    ) -> bool:
-        """As attention.forward, if cuDNN can; else does nothing and gives False.
+    def forward(self, *arrays: Array, causal: bool, scale: float, bottom_right: bool = False) -> bool:
+        """As attention.forward of its arrays, if cuDNN can; else does nothing and gives False.
 
         bottom_right: causal so that the last query sees all keys, and each one before it one less.
         """
-        arrays, mask = (q, k, v, y, lse), _mask(q, k, causal, bottom_right)
+        q, k, v, y, lse = arrays
+        mask = _mask(q, k, causal, bottom_right)
         return suits(q, k, lse, v, y) and self.cudnn.run(*self._operation(_FORWARD, arrays, mask, scale))
 
-    def backward(
-        self,
-        dy: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        y: Array,
-        lse: Array,
-        dq: Array,
-        dk: Array,
-        dv: Array,
-        *,
-        causal: bool,
-        scale: float,
-        bottom_right: bool = False,
-    ) -> bool:
-        """As attention.backward, if cuDNN can; else False, and the gradients are still to be written.
+    def backward(self, *arrays: Array, causal: bool, scale: float, bottom_right: bool = False) -> bool:
+        """As attention.backward of its arrays, if cuDNN can; else False: gradients are still to be written.
 
         Where deterministic algorithms are asked for, the same bits every time. On Hopper that takes memory
         for the matrix of weights (all of cuDNN before 9.25), so it goes in parts of a bounded size.
         """
-        arrays = dy, q, k, v, y, lse, dq, dk, dv
+        dy, q, k, v, y, lse, dq, dk, dv = arrays
         fits = suits(q, k, lse, dy, v, y, dq, dk, dv) and not self.can_not_build()
         if not fits or self._may_give_nan(q, k, causal):
             return False

@@ -13,41 +13,27 @@ from shardrt.kernels.cuda._launch import Array, empty, launch, vectors
 _THREADS = 256
 
 
-def forward(
-    fused: Any, q: Array, k: Array, v: Array, y: Array, lse: Array, *, scale: float, offsets: tuple[int, ...]
-) -> bool:
-    """As attention.forward, causal, if cuDNN can and each chunk ends among the keys; else False."""
+def forward(fused: Any, *arrays: Array, scale: float, offsets: tuple[int, ...]) -> bool:
+    """As attention.forward of its arrays, causal, if cuDNN can and chunks end among the keys; else False."""
+    q, k, v, y, lse = arrays
     chunks = _chunks(q, k, offsets) if suits(q, k, lse, v, y) else []
     for own, stop in chunks:
         rows = lse[:, :, own]
         dense = rows if _lies_dense(rows) else empty(rows.shape, rows.dtype)
-        arrays = q[:, :, own], k[:, :, :stop], v[:, :, :stop], y[:, :, own], dense
-        if not fused.forward(*arrays, causal=True, scale=scale, bottom_right=True):
+        given = q[:, :, own], k[:, :, :stop], v[:, :, :stop], y[:, :, own], dense
+        if not fused.forward(*given, causal=True, scale=scale, bottom_right=True):
             return False
         if dense is not rows:
             rows[...] = dense
     return bool(chunks)
 
 
-def backward(
-    fused: Any,
-    dy: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    y: Array,
-    lse: Array,
-    dq: Array,
-    dk: Array,
-    dv: Array,
-    *,
-    scale: float,
-    offsets: tuple[int, ...],
-) -> bool:
-    """As attention.backward, causal; else False, and the gradients are still to be written.
+def backward(fused: Any, *arrays: Array, scale: float, offsets: tuple[int, ...]) -> bool:
+    """As attention.backward of its arrays, causal; else False, and the gradients are still to be written.
 
     The gradients of keys and values of the first call are written in place, those of the second are added.
     """
+    dy, q, k, v, y, lse, dq, dk, dv = arrays
     chunks = _chunks(q, k, offsets) if suits(q, k, lse, dy, v, y, dq, dk, dv) else []
     more: tuple = (None, None)
     for number, (own, stop) in enumerate(chunks):
@@ -55,8 +41,8 @@ def backward(
         dense = rows if _lies_dense(rows) else rows.copy()
         if number:
             more = made = tuple(empty(x.shape, x.dtype) for x in made)
-        arrays = q[:, :, own], k[:, :, :stop], v[:, :, :stop], y[:, :, own], dense, dq[:, :, own], *made
-        if not fused.backward(dy[:, :, own], *arrays, causal=True, scale=scale, bottom_right=True):
+        given = q[:, :, own], k[:, :, :stop], v[:, :, :stop], y[:, :, own], dense, dq[:, :, own], *made
+        if not fused.backward(dy[:, :, own], *given, causal=True, scale=scale, bottom_right=True):
             return False
     if chunks:
         _complete(dk, dv, *more, chunks[1][1] if len(chunks) > 1 else 0, chunks[0][1])

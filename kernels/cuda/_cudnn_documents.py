@@ -23,18 +23,12 @@ _WIDTHS = 16  # heads of a multiple of this: for others cuDNN can't bound its sc
 _THREADS = 512
 
 
-def forward(
-    fused: CuDNNAttention,
-    q: Array,
-    k: Array,
-    v: Array,
-    y: Array,
-    lse: Array,
-    starts: Array,
-    *,
-    scale: float,
-) -> Array | None:
-    """As attention.forward of `starts`, if cuDNN can; gives int32 (1,), not 0 if it was done, or None."""
+def forward(fused: CuDNNAttention, *arrays: Array, scale: float) -> Array | None:
+    """As attention.forward of its arrays and `starts`, if cuDNN can.
+
+    Gives int32 (1,), not 0 if it was done, or None.
+    """
+    q, k, v, y, lse, starts = arrays
     if not _fits(fused, starts, (q, k, v), (y,), lse):
         return None
     about, done = _reported(q, y, starts)
@@ -54,22 +48,9 @@ def forward(
     return done
 
 
-def backward(
-    fused: CuDNNAttention,
-    dy: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    y: Array,
-    lse: Array,
-    dq: Array,
-    dk: Array,
-    dv: Array,
-    starts: Array,
-    *,
-    scale: float,
-) -> Array | None:
-    """As attention.backward of `starts`; gives what forward gives."""
+def backward(fused: CuDNNAttention, *arrays: Array, scale: float) -> Array | None:
+    """As attention.backward of its arrays and `starts`; gives what forward gives."""
+    dy, q, k, v, y, lse, dq, dk, dv, starts = arrays
     if not _fits(fused, starts, (q, k, v, dq, dk, dv), (y, dy), lse) or fused.can_not_build():
         return None
     about, done = _reported(q, y, starts)

@@ -29,54 +29,26 @@ class NotOnGPU(ValueError):
     """Kernels of the GPU can't compute what those of the CPU can."""
 
 
-class Matmuls(Protocol):
-    """What computes matmuls of two factors."""
+class Stage(Protocol):
+    """Where calls of libraries run: what their bindings ask of a backend."""
 
-    def gemm(
-        self,
-        a: Array,
-        b: Array,
-        out: Array,
-        *,
-        accumulate: bool,
-        bias: Array | None = None,
-        varied: bool = False,
-    ) -> None:
-        """out = a b (+ bias along the last axis) (+ out), summed in float32 or float64; 2-D or a batch.
+    gpu: str  # what the speed of an algorithm depends on
+    architecture: str  # "sm_90"
 
-        a and b have a dense axis among the last two, out a dense last one; out may be more exact than they.
-        varied: there are so many sizes of such products that the best way for each is not looked for.
-        """
+    def stream(self) -> int:
+        """The current stream's handle."""
 
-    def gemm_gelu(
-        self, a: Array, b: Array, bias: Array | None, inner: Array, out: Array, apart: Apart
-    ) -> bool:
-        """inner = a b (+ bias), out = GELU of it (tanh form). False, with nothing done, if it can't.
+    def workspace(self, stream: int) -> int:
+        """The address, a multiple of 256, of WORKSPACE bytes that belong to this stream, the current one."""
 
-        Also if apart(out), which does the same, takes less time. So for the next two.
-        """
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Scratch memory, in the order of the current stream."""
 
-    def gemm_gelu_backward(self, a: Array, b: Array, inner: Array, out: Array, apart: Apart) -> bool:
-        """out = a b times GELU's slope at inner."""
+    def upload(self, values: np.ndarray) -> Array:
+        """A copy on the GPU, made when the current stream comes to it. Raises RuntimeError in a capture."""
 
-    def gemm_sums(
-        self, a: Array, b: Array, out: Array, sums: Array, *, accumulate: bool, apart: Apart
-    ) -> bool:
-        """out = a b (+ out), and sums = a summed over its last axis; sums have the type of out."""
-
-    def gemm_float8(
-        self,
-        a: Array,
-        b: Array,
-        out: Array,
-        kinds: tuple[str, str],
-        scales: tuple[Array, Array],
-        *,
-        accumulate: bool,
-        bias: Array | None,
-        fast: bool,
-    ) -> None:
-        """out = a b (+ bias along the last axis) (+ out), of bits of float8, times two scales."""
+    def seconds(self, work: Callable[[], None], rounds: int) -> float | None:
+        """How long `work` keeps the GPU busy, at best; None while that can't be measured (in a capture)."""
 
 
 class Backend(Protocol):
@@ -84,7 +56,7 @@ class Backend(Protocol):
 
     multiprocessors: int
     shared: int  # bytes of shared memory, static and dynamic, that a block may have
-    matmuls: Matmuls
+    matmuls: Any  # computes matmuls of two factors (see _cublaslt.py)
 
     def launch(
         self,

@@ -1,10 +1,8 @@
 """How rows are shared out among threads, for the kernels that begin with rows.cuh."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from shardrt.kernels.cuda._launch import THREADS, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import THREADS, Array, vectors
 
 _WARP, _HELD = 32, 8  # as in rows.cuh
 _WIDEST = 512  # threads of a block that reads its row from memory

@@ -1,13 +1,6 @@
-"""GELU in both forms, SiLU and ReLU, on flat arrays: y of x, and dx of dy and x; and the error function.
+"""GELU in both forms, SiLU, ReLU and the error function on flat arrays, as on the CPU."""
 
-The tanh form of GELU (Hendrycks and Gimpel, 2016) is x * sigmoid(2 u), which needs one exponential.
-"""
-
-from typing import Any
-
-from shardrt.kernels.cuda._launch import blocks_for, launch, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import Array, blocks_for, launch, vectors
 
 
 def gelu_tanh_forward(x: Array, y: Array) -> None:

@@ -5,12 +5,6 @@
 // the path of vectors and on the other.
 #include "ranges.cuh"
 
-#ifndef GRADIENT
-#define GRADIENT ELEMENT
-#endif
-#ifndef STATE
-#define STATE ELEMENT
-#endif
 #ifndef MOMENT
 #define MOMENT STATE
 #endif

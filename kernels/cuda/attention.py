@@ -3,12 +3,8 @@
 type and width.
 """
 
-from typing import Any
-
 from shardrt.kernels.cuda import _cudnn_chunks, _cudnn_documents
-from shardrt.kernels.cuda._launch import THREADS, NotOnGPU, accumulator, backend, empty, launch
-
-Array = Any
+from shardrt.kernels.cuda._launch import THREADS, Array, NotOnGPU, accumulator, backend, empty, launch
 
 _WARPS, _TILE = 8, 32  # as in attention.cu
 WIDEST = 256  # elements of a head
@@ -26,16 +22,7 @@ def forward(
     starts: Array | None = None,
     offsets: tuple[int, ...] = (0,),
 ) -> None:
-    """y = softmax(q k^T scale) v per head.
-
-    q, y (batch, heads, time, head_dim), k, v the same with their own time, and fewer heads where several of q
-    share one; any strides but 1 in the last dimension. lse (batch, heads, time). causal: query t sees keys
-    up to t. starts: int64 (batch, time), dense, with causal only: query t sees keys from starts[t] on, which
-    is the same for all t of a document and where it begins.
-
-    offsets: with causal only, one number or two: the queries are one chunk or two equal ones, each at that
-    place among the keys, the second behind the first. So query i of a chunk sees keys up to offset + i.
-    """
+    """y = softmax(q k^T scale) v per head: shapes and what is seen as on the CPU."""
     fused, arrays, done = backend().attention(), (q, k, v, y, lse), None
     if fused is not None and starts is None:
         if offsets == (0,) and fused.forward(*arrays, causal=causal, scale=scale):
@@ -65,10 +52,7 @@ def backward(
     starts: Array | None = None,
     offsets: tuple[int, ...] = (0,),
 ) -> None:
-    """dq, dk, dv, each in the shape and with the freedom of strides of q, k, v, from dy and forward.
-
-    With keys that no query sees, their gradients are 0.
-    """
+    """dq, dk, dv from dy and forward, as on the CPU."""
     fused, arrays, done = backend().attention(), (dy, q, k, v, y, lse, dq, dk, dv), None
     if fused is not None and starts is None:
         if offsets == (0,) and fused.backward(*arrays, causal=causal, scale=scale):

@@ -4,10 +4,6 @@
 // The sum over channels may be of another type than what is summed (macro GRADIENT).
 #include "common.cuh"
 
-#ifndef GRADIENT
-#define GRADIENT ELEMENT
-#endif
-
 // step(element of the arrays) for all elements of channel blockIdx.x that are this thread's.
 template <class Step> __device__ __forceinline__ void each_of_channel(int64 batch, int64 channels, int64 pixels, Step step) {
     for (int64 i = threadIdx.x; i < batch * pixels; i += blockDim.x)

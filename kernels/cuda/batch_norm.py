@@ -1,18 +1,12 @@
 """Batch norm over the channels of (batch, channels, pixels), in parts between which ranks may join sums.
 
-(Ioffe, Szegedy: Batch Normalization, 2015.) Forward: statistics, then normalise; backward: two sums over each
-channel, then the gradient of the input. Statistics, parameters and their gradients are float32 or, for
-float64, float64.
+Statistics, parameters and their gradients are float32 or, for float64, float64.
 
 cuDNN's batch norm is not bound: bandwidth bounds either, both read x twice and write once, and its one node
 leaves no place between the statistics and what uses them for ranks to join theirs.
 """
 
-from typing import Any
-
-from shardrt.kernels.cuda._launch import blocks_for, launch, type_name
-
-Array = Any
+from shardrt.kernels.cuda._launch import Array, blocks_for, launch, type_name
 
 
 def statistics(x: Array, mean: Array, squares: Array) -> None:
@@ -42,10 +36,7 @@ def backward_input(
     level: Array,
     dx: Array,
 ) -> None:
-    """dx = weight * rstd * (dy - level - (x - mean) * rstd * along).
-
-    along, level (channels,): the means of dy * (x - mean) * rstd and of dy; 0 where statistics are given.
-    """
+    """dx = weight * rstd * (dy - level - (x - mean) * rstd * along)."""
     args = dy, x, mean, rstd, weight, along, level, dx, x.size, *x.shape[1:]
     launch("batch_norm", "backward_input", x.dtype, blocks_for(x.size, 1), args)
 

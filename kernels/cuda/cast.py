@@ -1,17 +1,9 @@
-"""16-bit floats as bits and as rounded float32: bfloat16 and float16, rounding to nearest, ties to even.
-
-What is too large becomes infinity, what is too small a subnormal or zero of the type; nan stays nan, but not
-its bits.
-"""
-
-from typing import Any
+"""16-bit floats as bits and as rounded float32, as on the CPU; nan stays nan, but not its bits."""
 
 import ml_dtypes
 import numpy as np
 
-from shardrt.kernels.cuda._launch import blocks_for, launch, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import Array, blocks_for, launch, vectors
 
 
 def round_to(x: Array, out: Array, kind: str) -> None:

@@ -23,6 +23,14 @@ template <> struct Accumulator<double> { typedef double type; };
 typedef ELEMENT T;
 typedef Accumulator<T>::type A;
 
+// The types of gradients and of an optimizer's state, where they are others (-DGRADIENT=..., -DSTATE=...).
+#ifndef GRADIENT
+#define GRADIENT ELEMENT
+#endif
+#ifndef STATE
+#define STATE ELEMENT
+#endif
+
 // Conversions. Rounding to 16 bits is to nearest, ties to even.
 __device__ __forceinline__ float to_acc(float x) { return x; }
 __device__ __forceinline__ double to_acc(double x) { return x; }

@@ -1,23 +1,19 @@
 """Two-dimensional convolution: cuDNN's where that is at hand and fits (_cudnn_conv2d.py); else the reference:
 products with the matrix of patches, some images at a time.
 
-The reference's patches go through memory, and each group is a product of its own.
-
-stride, padding, dilation: (vertical, horizontal). Arrays are C-contiguous, of one type; gradients of the
-weights may be float32 where the others have 16 bits.
+The reference's patches go through memory, and each group is a product of its own. Arrays are C-contiguous, of
+one type; gradients of the weights may be float32 where the others have 16 bits.
 """
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any
 
 import numpy as np
 
-from shardrt.kernels.cuda._launch import backend, blocks_for, empty, launch
+from shardrt.kernels.cuda._launch import Array, backend, blocks_for, empty, launch
 from shardrt.kernels.cuda.batch_norm import channel_sums
 from shardrt.kernels.cuda.matmul import matmul
 
-Array = Any
 Pair = tuple[int, int]
 
 _PATCHES = 1 << 26  # elements of patches, about, that exist at once
@@ -33,8 +29,7 @@ def forward(
     dilation: Pair,
     groups: int,
 ) -> None:
-    """x (batch, channels, height, width), weight (outputs, channels / groups, rows, columns), bias (outputs,)
-    or None -> y (batch, outputs, ...)."""
+    """x, weight, bias or None -> y, in the CPU's shapes."""
     fused = backend().convolution()
     if fused is not None and fused.forward(x, weight, y, stride, padding, dilation):
         if bias is not None:

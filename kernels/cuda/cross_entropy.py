@@ -1,11 +1,7 @@
 """Cross entropy from logits: the loss of every row, and the gradient of the logits."""
 
-from typing import Any
-
-from shardrt.kernels.cuda._launch import STATIC_SHARED, THREADS, backend, launch
+from shardrt.kernels.cuda._launch import STATIC_SHARED, THREADS, Array, backend, launch
 from shardrt.kernels.cuda._rows import read_again
-
-Array = Any
 
 # Whether rows are still to be multiplied by `scale` behind backward_in_place: the rows that the logits were
 # made of, and those that come of them, are far narrower.
@@ -16,21 +12,17 @@ _LONG = 50 << 10  # bytes of a row from which on few rows fit beside one another
 def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
     """losses = lse - logits[target], 0 where ignored; lse = log of the sum of exponentials.
 
-    logits (rows, vocab), whose rows may be padded; targets int64, losses, lse (rows,), float32 for 16-bit
-    logits. Of a target outside of the vocabulary the loss is nan, and the gradient.
+    logits' rows may be padded; losses and lse are float32 for 16-bit logits. Of a target outside of the
+    vocabulary the loss is nan, and the gradient.
     """
-    _forward(logits, targets, losses, lse, ignore_index, 0, logits.shape[1], part=False)
+    _forward((logits, targets, losses, lse), ignore_index, 0, logits.shape[1], part=False)
 
 
 def forward_part(
     logits: Array, targets: Array, chosen: Array, lse: Array, ignore_index: int, first: int, vocab: int
 ) -> None:
-    """What a part of a vocabulary of `vocab` adds: chosen = logits[target], 0 where that is elsewhere; lse.
-
-    logits (rows, count): of the words from `first` on. lse is that of these, -infinity of none, and nan where
-    the target is no word.
-    """
-    _forward(logits, targets, chosen, lse, ignore_index, first, vocab, part=True)
+    """What a part of a vocabulary adds, as on the CPU; lse is nan where the target is no word."""
+    _forward((logits, targets, chosen, lse), ignore_index, first, vocab, part=True)
 
 
 def join(parts: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
@@ -49,11 +41,7 @@ def backward(
     ignore_index: int,
     first: int = 0,
 ) -> None:
-    """dlogits = scale * (softmax(logits) - one-hot target), 0 in ignored rows; may be `logits` itself.
-
-    scale: one float64, None for 1. first: the word of the first column, where these are a part of the
-    vocabulary, and lse is that of all of it.
-    """
+    """dlogits = scale * (softmax(logits) - one-hot target), as on the CPU."""
     rows, count = logits.shape
     how = read_again(rows, count, logits, dlogits)
     sizes = count, _stride(logits), _stride(dlogits), int(ignore_index), int(first)
@@ -72,10 +60,7 @@ def forward_in_place(logits: Array, targets: Array, losses: Array, lse: Array, i
     item, most = logits.dtype.itemsize, backend().shared - STATIC_SHARED
     held, shared = vocab, vocab * item + 16  # a row need not begin at 16 bytes
     if shared > most:
-        held, shared = (
-            (most - 32) // item,
-            most,
-        )  # and the last 16 bytes that are held may begin at any element
+        held, shared = (most - 32) // item, most  # the last 16 bytes held, too, may begin at any element
     threads = how.threads * (2 if vocab * item > _LONG else 1)
     args = (logits, targets, losses, lse, vocab, _stride(logits), int(ignore_index), held, how.vectors)
     launch("cross_entropy", "in_place", logits.dtype, how.grid, args, threads=threads, shared=shared)
@@ -84,10 +69,7 @@ def forward_in_place(logits: Array, targets: Array, losses: Array, lse: Array, i
 def backward_in_place(
     logits: Array, targets: Array, lse: Array, scale: Array | None, ignore_index: int
 ) -> None:
-    """What forward_in_place has left is the gradient already, but for the scale; see LEAVES_SCALE.
-
-    scale: float64, one number, one for each row, or None for 1.
-    """
+    """What forward_in_place has left is the gradient already, but for the scale; see LEAVES_SCALE."""
 
 
 def scale_rows(x: Array, factor: Array, out: Array) -> None:
@@ -98,20 +80,12 @@ def scale_rows(x: Array, factor: Array, out: Array) -> None:
     launch("cross_entropy", "scale_rows", x.dtype, how.grid, args, threads=how.threads)
 
 
-def _forward(
-    logits: Array,
-    targets: Array,
-    losses: Array,
-    lse: Array,
-    ignore_index: int,
-    first: int,
-    vocab: int,
-    part: bool,
-) -> None:
+def _forward(arrays: tuple[Array, ...], ignore_index: int, first: int, vocab: int, part: bool) -> None:
+    logits = arrays[0]
     rows, count = logits.shape
     how = read_again(rows, count, logits)
     sizes = count, _stride(logits), int(ignore_index), int(first), int(vocab)
-    args = (logits, targets, losses, lse, *sizes, part, how.vectors)
+    args = (*arrays, *sizes, part, how.vectors)
     launch("cross_entropy", "forward", logits.dtype, how.grid, args, threads=how.threads)
 
 

@@ -1,22 +1,14 @@
 """Dropout whose mask is a function of (seed, call, element): backward makes it again, nothing is stored."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cuda._launch import accumulator, blocks_for, launch, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import Array, accumulator, blocks_for, launch, vectors
 
 
 def forward(
     x: Array, y: Array, p: float, seed: int, call: int, offset: int, place: Array | None = None
 ) -> None:
-    """y = x / (1 - p) where element offset + i of stream `call` is at least p, else 0. Flat arrays.
-
-    place: uint64 (2,), the seed in place of `seed` and what is added to `call`, modulo 2**64; for a launch
-    that runs again and again in a captured graph.
-    """
+    """y = x / (1 - p) where element offset + i of stream `call` is at least p, else 0: see the CPU's."""
     threshold = np.uint64(p * 2.0**32)  # of 33 bits: p may be 1
     scale = accumulator(x.dtype)(0 if p == 1 else 1 / (1 - p))
     words = np.uint64(seed), np.uint64(call), place, np.uint64(offset)

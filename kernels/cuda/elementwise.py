@@ -1,12 +1,8 @@
 """The few elementwise passes that the runtime itself makes, on flat arrays."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cuda._launch import accumulator, blocks_for, empty, launch, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import Array, accumulator, blocks_for, empty, launch, vectors
 
 
 def add(first: Array, second: Array, out: Array) -> None:

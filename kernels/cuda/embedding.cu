@@ -4,10 +4,6 @@
 // Gradients have a type of their own (macro GRADIENT).
 #include "ranges.cuh"
 
-#ifndef GRADIENT
-#define GRADIENT ELEMENT
-#endif
-
 // A warp copies a row. The table has `count` rows of `vocab`, from `first` on: of another one it makes zeros, and of an
 // index outside of all of them nan.
 template <int W>

@@ -13,13 +13,7 @@ _ROWS = 32  # sorted rows that a block sums
 
 
 def forward(indices: Array, weight: Array, y: Array, first: int = 0, vocab: int | None = None) -> None:
-    """y[i] = weight[indices[i]], nan for an index outside.
-
-    indices int64 (rows,), weight (vocab, width), y (rows, width).
-
-    first, vocab: where weight is a part of a table of `vocab` rows, those from `first` on. Rows of the other
-    parts are 0.
-    """
+    """y[i] = weight[indices[i]], as on the CPU; nan for an index outside."""
     rows, (count, width) = indices.size, weight.shape
     wide = vectors(weight, y) and width % (16 // weight.dtype.itemsize) == 0
     grid = min(-(-rows // (THREADS // 32)), 8 * backend().multiprocessors)
@@ -32,8 +26,7 @@ def backward(indices: Array, dy: Array, dweight: Array, first: int = 0) -> None:
 
     That order depends on `indices` only. It is found by sorting them: two launches for each eight bits of the
     vocabulary's size, which cost little next to the sums (dy read once, and the rows that are named read and
-    written). Indices of rows that dweight does not have add nothing. dweight may be of another type than dy,
-    which is summed in float32 (float64 in float64).
+    written). dweight may be of another type than dy, which is summed in float32 (float64 in float64).
     """
     count, (vocab, width) = indices.size, dweight.shape
     if not count or not dweight.size:

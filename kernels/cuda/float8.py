@@ -5,14 +5,10 @@ the matrix itself and stays on the GPU: the host waits for nothing. Of a GPU fro
 twin on the CPU.
 """
 
-from typing import Any
-
 import numpy as np
 
 from shardrt.kernels.cost import cost
-from shardrt.kernels.cuda._launch import backend, blocks_for, empty, launch, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import Array, backend, blocks_for, empty, launch, vectors
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"  # largest numbers 448 and 57344
 MULTIPLE = 16  # of each size of a matmul

@@ -6,10 +6,6 @@
 // (macro GRADIENT). vectors: rows begin at multiples of 16 bytes and are whole vectors.
 #include "ranges.cuh"
 
-#ifndef GRADIENT
-#define GRADIENT ELEMENT
-#endif
-
 constexpr int ROWS = 32, COLUMNS = 64, DEPTH = 32, EACH = 4;  // a thread has EACH x EACH results
 constexpr int THREADS = ROWS * COLUMNS / (EACH * EACH);
 constexpr int PAD = EACH;  // behind a row of a tile, so that what lies along the sum is in different banks

@@ -1,14 +1,10 @@
 """Layer norm over the last dimension (Ba et al., Layer Normalization, 2016)."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cuda._launch import accumulator, empty, launch
+from shardrt.kernels.cuda._launch import Array, accumulator, empty, launch
 from shardrt.kernels.cuda._rows import columns, split
 from shardrt.kernels.cuda.reduce import combine_two
-
-Array = Any
 
 
 def forward(
@@ -22,12 +18,7 @@ def forward(
     added: Array | None = None,
     total: Array | None = None,
 ) -> None:
-    """y = (x - mean) * rstd * weight + bias. x, y (rows, width); mean, rstd (rows,), kept for backward.
-
-    added, total: total = x + added is written and takes the place of x.
-
-    mean and rstd are float32 for 16-bit x.
-    """
+    """y = (x - mean) * rstd * weight + bias, as on the CPU; mean and rstd are float32 for 16-bit x."""
     rows, width = x.shape
     how = split(rows, width, x, added, total, y, weight, bias)
     args = (x, added, total, weight, bias, y, mean, rstd, rows, width, accumulator(x.dtype)(eps), how.vectors)
@@ -46,10 +37,9 @@ def backward(
     accumulate: bool,
     dtotal: Array | None = None,
 ) -> None:
-    """dx written; dweight and dbias (width,) written or added to. None where one is not wanted.
+    """dx written; dweight and dbias written or added to, as on the CPU.
 
-    dtotal is added to dx. dweight and dbias may be of another type than x: sums are float32 (float64 in
-    float64), rounded once.
+    They may be of another type than x: sums are float32 (float64 in float64), rounded once.
     """
     rows, width = x.shape
     how, each = columns(rows, width, dy, x, weight, dtotal, dx)

@@ -4,20 +4,16 @@ The bias, GELU, GELU's backward and the gradient of the bias are in epilogues of
 a product and it takes less time.
 """
 
-from typing import Any
-
 from shardrt.kernels.cost import cost
 from shardrt.kernels.cuda import _launch
+from shardrt.kernels.cuda._launch import Array
 from shardrt.kernels.cuda.activation import gelu_tanh_forward
 from shardrt.kernels.cuda.matmul import matmul
 from shardrt.kernels.cuda.reduce import ROWS, column_grid, column_sum, combine_blocks
 
-Array = Any
-
 INPUT_AGAIN = False  # whether a norm or an activation is to make an input again for backward, not keep it
-BLOCK = (
-    1 << 62
-)  # cublasLt chooses by sizes, so rows of a weight's gradient need not have the bits of the whole
+# cublasLt chooses by sizes, so rows of a weight's gradient need not have the bits of the whole.
+BLOCK = 1 << 62
 
 
 def forward(x: Array, weight: Array, bias: Array | None, y: Array) -> None:

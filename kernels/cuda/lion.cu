@@ -4,13 +4,6 @@
 // out, so that an element has the same bits on the path of vectors and on the other.
 #include "ranges.cuh"
 
-#ifndef GRADIENT
-#define GRADIENT ELEMENT
-#endif
-#ifndef STATE
-#define STATE ELEMENT
-#endif
-
 constexpr int N = Widest<T, GRADIENT, STATE>::value;
 
 // ranges (count, 6): start, stop, and what an element of it has for keep, rate, beta1 and beta2.

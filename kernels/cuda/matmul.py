@@ -1,10 +1,7 @@
 """Matmuls by cublasLt: sums in float32 (float64 for float64), added to `out` if asked for."""
 
-from typing import Any
-
 from shardrt.kernels.cuda import _launch
-
-Array = Any
+from shardrt.kernels.cuda._launch import Array
 
 
 def matmul(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> None:

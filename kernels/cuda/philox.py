@@ -4,13 +4,9 @@
 float32 once in about 10**8 numbers.
 """
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cuda._launch import blocks_for, launch, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import Array, blocks_for, launch, vectors
 
 
 def uniform(out: Array, seed: int, stream: int, offset: int) -> None:

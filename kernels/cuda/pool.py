@@ -1,23 +1,14 @@
-"""Pooling of planes (planes, height, width): the largest or the mean of each window.
-
-window, stride, padding: (vertical, horizontal); padding is less than the window, so each window sees a pixel.
-"""
-
-from typing import Any
+"""Pooling of planes (planes, height, width), as on the CPU."""
 
 import numpy as np
 
-from shardrt.kernels.cuda._launch import blocks_for, launch
+from shardrt.kernels.cuda._launch import Array, blocks_for, launch
 
-Array = Any
 Pair = tuple[int, int]
 
 
 def max_forward(x: Array, y: Array, index: Array, window: Pair, stride: Pair, padding: Pair) -> None:
-    """y (planes, rows, columns): the largest of each window, nan if one is.
-
-    index: int32, where in its plane the first such pixel is.
-    """
+    """y: the largest of each window, nan if one is; index: where the first such pixel is."""
     _run("max_forward", y.size, (x, y, index), x, y, (*window, *stride, *padding))
 
 

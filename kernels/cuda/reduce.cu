@@ -1,10 +1,6 @@
 // Sums in a fixed order: over rows, of powers. The sum over rows may be of another type (macro GRADIENT).
 #include "ranges.cuh"
 
-#ifndef GRADIENT
-#define GRADIENT ELEMENT
-#endif
-
 // Columns of x (rows, columns): a block has ROWS rows of 32 lanes' columns, a warp every eighth of the rows, which are
 // all loaded before the first is added. partials (blocks, columns).
 constexpr int ROWS = 64, WARPS = 8, AHEAD = ROWS / WARPS;

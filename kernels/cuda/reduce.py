@@ -6,6 +6,7 @@ import numpy as np
 
 from shardrt.kernels.cuda._launch import (
     THREADS,
+    Array,
     accumulator,
     backend,
     blocks_for,
@@ -16,8 +17,6 @@ from shardrt.kernels.cuda._launch import (
 )
 from shardrt.kernels.cuda.cast import type_of
 
-Array = Any
-
 ROWS = 64  # rows of a partial sum in column sums
 _LANES = 32  # of a warp, each with columns of its own
 _FAN = 8  # parts that one pass sums
@@ -26,22 +25,15 @@ _CHUNK = 1 << 20  # elements of which groups of parts are summed at once
 
 
 def sum_into(out: Array, parts: list[Array], scale: float, accumulate: bool) -> None:
-    """out = (out if accumulate) + scale * sum of `parts`, added as a tree of neighbours: (0+1) + (2+3), ...
+    """out = (out if accumulate) + scale * sum of `parts`, in the tree of the CPU's, with the same bits.
 
-    Bottom up; a last part without a neighbour goes up as it is: of three it is (0+1) + 2. So aligned groups
-    of 2, 4, 8, ... parts may be summed first, elsewhere, and their sums here.
-
-    1-D arrays of one length and float dtype; `out` may be one of the parts. 16-bit parts are summed in
-    float32 and rounded once. The same bits as on the CPU.
+    16-bit parts are summed in float32 and rounded once.
     """
     _sum(out, parts, parts[0].dtype, scale, accumulate)
 
 
 def sum_packed(out: Array, parts: list[Array], scale: float, accumulate: bool, kind: str) -> None:
-    """As sum_into of parts that are uint16, the bits of `kind` ("bfloat16" or "float16"); `out` is float32.
-
-    The same bits as unpacking the parts (cast.unpack) and summing them with sum_into.
-    """
+    """As sum_into of parts that are uint16, the bits of `kind`; `out` is float32."""
     _sum(out, parts, type_of(kind), scale, accumulate)
 
 
@@ -93,14 +85,9 @@ def power_rows(count: int) -> int:
 
 
 def power_sums(x: Array, p: float, out: Array | None = None) -> Array:
-    """Float64 pairs (high, low), (n, 2), whose exact sum is that of |x| ** p to about 100 bits; 1-D, p > 0.
+    """Float64 pairs (high, low), (n, 2), whose exact sum is that of |x| ** p, as on the CPU.
 
-    So math.fsum of the pairs of all pieces of an array gives the same bits however it was cut. (The exception
-    needs an exact sum within 2**-40 or so of the middle between two floats: once in 10**12 sums.) Where
-    there is infinity or nan, it is in `high`, and `low` is 0. For p other than 1, 2 and 3 the powers
-    themselves may differ from the CPU's in the last bit.
-
-    out: where they go, of power_rows(x.size) rows; a new array if there is none.
+    For p other than 1, 2 and 3 the powers themselves may differ from the CPU's in the last bit.
     """
     out = empty((power_rows(x.size), 2), np.float64) if out is None else out
     launch("reduce", "power_sums", x.dtype, len(out), (x, np.float64(p), out, x.size, vectors(x)))
@@ -108,7 +95,7 @@ def power_sums(x: Array, p: float, out: Array | None = None) -> Array:
 
 
 def add_pairs(pairs: Array, out: Array) -> None:
-    """out (2,) = the sum of `pairs` (n, 2) of power_sums as one, to about 100 bits. It is not waited for.
+    """out (2,) = the sum of `pairs` (n, 2) of power_sums as one, as on the CPU. It is not waited for.
 
     high + low of `out`, rounded once, is the exact sum with the exception that power_sums names.
     """
@@ -116,11 +103,7 @@ def add_pairs(pairs: Array, out: Array) -> None:
 
 
 def clip_factor(pairs: Array, limit: float, leave_nonfinite: bool, out: Array) -> None:
-    """out (2,): the norm, the root of the sum of `pairs` (n, 2), and the factor that makes it `limit`.
-
-    The factor is limit / (norm + 1e-6), at most 1, and nan where the norm is; leave_nonfinite: 1 where the
-    norm is nan or infinite. It is not waited for.
-    """
+    """out (2,): the norm, and the factor that makes it `limit`, as on the CPU. It is not waited for."""
     launch(
         *("reduce", "clip_factor", np.float32, 1),
         (pairs, np.float64(limit), bool(leave_nonfinite), out, len(pairs)),
@@ -128,12 +111,7 @@ def clip_factor(pairs: Array, limit: float, leave_nonfinite: bool, out: Array) -
 
 
 def exact_power_sums(x: Array, p: int) -> Array:
-    """The exact sum of |x| ** p, p 1 or 2, in integers: int64 (256, 2). x: float32, 1-D, below 2**39 long.
-
-    A float32 with exponent bits e is a whole number below 2**24 times 2 ** (max(e, 1) - 150). Row e has the
-    sum of the p-th powers of those numbers, as low + 2**24 * high. Tables of several arrays may be added, in
-    any order. Row 255 has the number of nan and that of infinities instead.
-    """
+    """The exact sum of |x| ** p, p 1 or 2, in integers: int64 (256, 2), the table that the CPU's gives."""
     blocks = max(1, min(-(-x.size // _PIECE), 4 * backend().multiprocessors))
     tables, table = empty((blocks, 256, 2), np.int64), empty((256, 2), np.int64)
     launch("reduce", "exact_tables", x.dtype, blocks, (x, tables, x.size, p == 2), threads=256)
@@ -142,10 +120,7 @@ def exact_power_sums(x: Array, p: int) -> Array:
 
 
 def abs_max(x: Array, out: Array | None = None) -> float | None:
-    """The largest absolute value of a 1-D array, 0 for an empty one; nan if one is nan.
-
-    out: where it goes, a float array of one element. Without it, it is given as a number, and waited for.
-    """
+    """The largest absolute value, as on the CPU. Without `out` it is a number, and waited for."""
     if not x.size:
         return 0.0 if out is None else out.fill(0)
     blocks = blocks_for(x.size, 16 // x.dtype.itemsize)

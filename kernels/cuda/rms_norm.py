@@ -1,14 +1,10 @@
 """RMS norm over the last dimension (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019)."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cuda._launch import accumulator, empty, launch
+from shardrt.kernels.cuda._launch import Array, accumulator, empty, launch
 from shardrt.kernels.cuda._rows import columns, split
 from shardrt.kernels.cuda.reduce import combine_blocks
-
-Array = Any
 
 
 def forward(
@@ -20,10 +16,7 @@ def forward(
     added: Array | None = None,
     total: Array | None = None,
 ) -> None:
-    """y = x * rstd * weight. x, y (rows, width); rstd (rows,) is kept for backward, float32 for 16-bit x.
-
-    added, total: total = x + added is written and takes the place of x.
-    """
+    """y = x * rstd * weight, as on the CPU; rstd is float32 for 16-bit x."""
     rows, width = x.shape
     how = split(rows, width, x, added, total, y, weight)
     args = (x, added, total, weight, y, rstd, rows, width, accumulator(x.dtype)(eps), how.vectors)
@@ -40,10 +33,9 @@ def backward(
     accumulate: bool,
     dtotal: Array | None = None,
 ) -> None:
-    """dx written; dweight (width,) written or added to. None where one is not wanted.
+    """dx written; dweight written or added to, as on the CPU.
 
-    dtotal is added to dx. dweight may be of another type than x: sums are float32 (float64 in float64),
-    rounded once.
+    It may be of another type than x: sums are float32 (float64 in float64), rounded once.
     """
     rows, width = x.shape
     how, each = columns(rows, width, dy, x, weight, dtotal, dx)

@@ -1,23 +1,14 @@
-"""Rotary position embedding (Su et al., RoFormer, 2021, section 3.4.2), in the half-split order of Llama.
-
-Element i of a head and element i + half of it are one pair, turned by the angle of (position, i). On packed
-rows, so that queries and keys are turned and values passed on in one sweep.
-"""
-
-from typing import Any
+"""Rotary position embedding, as on the CPU."""
 
 import numpy as np
 
-from shardrt.kernels.cuda._launch import THREADS, accumulator, launch, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import THREADS, Array, accumulator, launch, vectors
 
 
 def forward(x: Array, cos: Array, sin: Array, y: Array, heads: int) -> None:
-    """y = x with the first `heads` heads of every row turned, the rest as it is; y may be x.
+    """y = x with the first `heads` heads of every row turned, as on the CPU.
 
-    x, y (sequences * time, width), sequence after sequence; cos, sin (time, head_dim / 2), by position,
-    float32 for 16-bit x.
+    cos and sin are float32 for 16-bit x.
     """
     _rotate(x, cos, sin, y, heads, 1)
 

@@ -1,26 +1,15 @@
-"""Tokens to experts and back: the choice, the order of rows, and the copies between tokens and rows.
-
-A copy is one choice of one token: number token * k + choice. Rows are copies in order of (expert, token), and
-a token's choices are in ascending order of experts, so that sums over them have one order.
-"""
-
-from typing import Any
+"""Tokens to experts and back: the choice, the order of rows, and the copies between tokens and rows."""
 
 import numpy as np
 
-from shardrt.kernels.cuda._launch import THREADS, blocks_for, empty, launch, vectors
+from shardrt.kernels.cuda._launch import THREADS, Array, blocks_for, empty, launch, vectors
 from shardrt.kernels.cuda.embedding import in_order
-
-Array = Any
 
 _WARPS = THREADS // 32
 
 
 def top_k(scores: Array, experts: Array) -> None:
-    """The k largest of each row, ties to the lowest: scores (tokens, count) -> experts int64 (tokens, k).
-
-    In ascending order. What is not a number counts as -infinity.
-    """
+    """The k largest of each row, ties to the lowest, in ascending order."""
     (tokens, k), count = experts.shape, scores.shape[1]
     launch("route", "top_k", scores.dtype, -(-tokens // _WARPS), (scores, experts, tokens, count, k))
 
@@ -40,13 +29,7 @@ def put(dy: Array, experts: Array, dscores: Array) -> None:
 def order(
     experts: Array, priority: Array | None, capacity: int, places: Array, copies: Array, counts: Array
 ) -> None:
-    """Where each copy lies among the rows.
-
-    experts int64 (tokens, k); priority (tokens, k) of non-negative numbers, or None: an expert of more than
-    `capacity` copies keeps those of the highest, then those of the first tokens. places int64 (tokens, k):
-    the row of each copy, -1 where it is dropped; copies int64 (rows,): the copy in each row, -1 behind the
-    last; counts int64 (2, count): of each expert's copies before and after.
-    """
+    """Where each copy lies among the rows, as on the CPU."""
     size, count = experts.size, counts.shape[1]
     element = np.float32 if priority is None else priority.dtype
     ids, found = in_order(experts.reshape(-1), 0, count)
@@ -62,19 +45,13 @@ def order(
 
 
 def spread(x: Array, weights: Array | None, copies: Array, k: int, y: Array) -> None:
-    """y[r] = x[copies[r] // k], times that copy's weight: tokens to rows; 0 behind the last row.
-
-    x (tokens, width), weights (tokens, k) or None, y (rows, width).
-    """
+    """y[r] = x[copies[r] // k], times that copy's weight: tokens to rows; 0 behind the last row."""
     args = (x, weights, copies, y, copies.size, x.shape[1], k, _wide(x, y))
     launch("route", "spread", x.dtype, -(-copies.size // _WARPS), args)
 
 
 def collect(x: Array, weights: Array | None, places: Array, y: Array) -> None:
-    """y[t] = the sum of x[places[t, j]] over j, each times weights[t, j]: rows to tokens.
-
-    x (rows, width), weights (tokens, k) or None, y (tokens, width). What was dropped adds nothing.
-    """
+    """y[t] = the sum of x[places[t, j]] over j, each times weights[t, j]: rows to tokens."""
     tokens, k = places.shape
     args = (x, weights, places, y, tokens, x.shape[1], k, _wide(x, y))
     launch("route", "collect", x.dtype, -(-tokens // _WARPS), args)

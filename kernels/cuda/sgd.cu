@@ -4,13 +4,6 @@
 // out, so that an element has the same bits on the path of vectors and on the other.
 #include "ranges.cuh"
 
-#ifndef GRADIENT
-#define GRADIENT ELEMENT
-#endif
-#ifndef STATE
-#define STATE ELEMENT
-#endif
-
 // ranges (count, 6): start, stop, and what an element of it has for lr, decay, kept and added.
 extern "C" __global__ void descend(T* param, const GRADIENT* grad, const double* ranges, int64 count, int vectors) {
     each_in_ranges<Widest<T, GRADIENT>::value, 6>(ranges, count, vectors, [=](const double* row) {

@@ -1,10 +1,6 @@
 """Stochastic gradient descent with momentum over ranges of a flat shard, in one launch."""
 
-from typing import Any
-
-from shardrt.kernels.cuda._launch import accumulator, launch, tiles_for, type_name, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import Array, accumulator, launch, tiles_for, type_name, vectors
 
 
 def step(
@@ -15,12 +11,9 @@ def step(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """Update param and momentum_buffer, 1-D, in ranges of them; see optim.SGD for the rule.
+    """Update param and momentum_buffer, 1-D, in ranges of them: see the CPU's.
 
-    ranges: float64 (count, 6), in order, without overlap: start, stop, learning rate, weight decay (added to
-    the gradient), how much of the buffer is kept, how much of the gradient is added to it. Nothing is kept of
-    a buffer that holds nothing yet. In GPU memory, so that the numbers of a step need not be known when it is
-    launched. grad and momentum_buffer may be of other types than param.
+    ranges: in GPU memory, as AdamW's. grad and momentum_buffer may be of other types than param.
     """
     types, aligned = {"GRADIENT": type_name(grad.dtype)}, vectors(param, grad, momentum_buffer)
     if momentum_buffer is None:

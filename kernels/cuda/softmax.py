@@ -1,11 +1,7 @@
 """Softmax over the last dimension."""
 
-from typing import Any
-
-from shardrt.kernels.cuda._launch import launch
+from shardrt.kernels.cuda._launch import Array, launch
 from shardrt.kernels.cuda._rows import split
-
-Array = Any
 
 
 def forward(x: Array, y: Array) -> None:

@@ -1,12 +1,8 @@
 """SwiGLU (Shazeer, GLU Variants Improve Transformer, 2020): silu(a) * b, a next to b in each row."""
 
-from typing import Any
-
 import numpy as np
 
-from shardrt.kernels.cuda._launch import THREADS, launch, vectors
-
-Array = Any
+from shardrt.kernels.cuda._launch import THREADS, Array, launch, vectors
 
 
 def forward(x: Array, y: Array) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from shardrt.device.program import Range
+from shardrt.device.protocol import Array
 
-Array = Any
 ALIGNMENT = 512  # bytes; the same as CuPy's pool
 ROWS = 1024  # most ranges of a view; more are joined, with the bytes between them
 _CHUNK = 1 << 36

@@ -9,9 +9,8 @@ next owner's stream waits for the slot's free-event first. So the number of slot
 from collections.abc import Callable
 from typing import Any
 
-from shardrt.device.protocol import Device, Event
+from shardrt.device.protocol import Array, Device, Event
 
-Array = Any
 # Called with (name, arena, slots in use) while a recording is active; timeline.py sets it.
 on_change: Callable[[str, object, int], None] | None = None
 
@@ -49,12 +48,11 @@ class Arena:
         device: Device,
         allocate: Callable[[], Array],
         count: int,
-        poison: bool = False,
         name: str = "",
     ) -> None:
         self._device = device
         self._allocate = allocate
-        self.poison = poison
+        self.poison = False
         self.name = name
         self.slots: list[Slot] = []
         self._available: list[Slot] = []

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-Array = Any
+from shardrt.device.protocol import Array
 
 
 def kind_for(device: Any) -> type["Shaped"]:
@@ -185,21 +185,9 @@ def _refused(name: str) -> Callable:
 
 
 for _name in (
-    *(
-        "byteswap",
-        "choose",
-        "compress",
-        "diagonal",
-        "dot",
-        "dump",
-        "dumps",
-        "getfield",
-        "nonzero",
-        "partition",
-    ),
-    *("argpartition", "put", "repeat", "resize", "searchsorted", "setfield", "sort", "tofile", "trace"),
-    *("cumprod", "round", "__complex__", "__contains__"),
-):
+    "byteswap choose compress diagonal dot dump dumps getfield nonzero partition argpartition put repeat "
+    "resize searchsorted setfield sort tofile trace cumprod round __complex__ __contains__"
+).split():
     setattr(Shaped, _name, _refused(_name))
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from shardrt.autograd import Function, describe
 from shardrt.functional._arrays import kernels
-
-Array = Any
+from shardrt.functional._types import Array
 
 
 class Repeatable(Function):
@@ -20,8 +19,6 @@ class Repeatable(Function):
     again_low: the same, for ops that take the result in 16 bits.
     again_whole: indices of results that another op computes again rather than keep, whatever it costs.
     """
-
-    __slots__ = ()
 
     again_cheap: tuple[int, ...] = ()
     again_low: tuple[int, ...] = ()

@@ -7,9 +7,7 @@ import numpy as np
 
 from shardrt import device, dtypes
 from shardrt.autograd import Variable, contiguous
-from shardrt.functional._types import Tensor
-
-Array = Any
+from shardrt.functional._types import Array, Tensor
 
 
 def kernels() -> Any:

@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.functional._arrays import asarray, indices
-from shardrt.functional._types import Tensor
-
-Array = Any
+from shardrt.functional._types import Array, Tensor
 
 
 def checked(

@@ -3,8 +3,6 @@
 `inplace`, PyTorch's argument, changes nothing: no op writes to its input.
 """
 
-from typing import Any
-
 import numpy as np
 
 from shardrt.autograd import Function
@@ -20,17 +18,17 @@ from shardrt.functional._arrays import (
     rows,
     tensor,
 )
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.elementwise import clamp, minimum, where
 from shardrt.functional.shape import split
 from shardrt.functional.unary import expm1, tanh
 from shardrt.functional.words import torch_words
 
-Array = Any
 
+class Activation(Repeatable):
+    """By two functions of kernels.activation: NAME_forward gives y of x, NAME_backward dx of dy and x."""
 
-class GELUTanh(Repeatable):
-    __slots__ = ()
+    kernel: str  # NAME
     again_cheap = (0,)
 
     def forward(self, x: Array) -> Array:
@@ -40,35 +38,31 @@ class GELUTanh(Repeatable):
     def again(self, index: int) -> Array:
         (x,) = self.saved
         y = empty_like(x)
-        kernels().activation.gelu_tanh_forward(flat(x), flat(y))
+        getattr(kernels().activation, f"{self.kernel}_forward")(flat(x), flat(y))
         return y
 
     def backward(self, dy: Array) -> Array:
         (x,) = self.saved
         dx = empty_like(x)
-        kernels().activation.gelu_tanh_backward(flat(dy), flat(x), flat(dx))
+        getattr(kernels().activation, f"{self.kernel}_backward")(flat(dy), flat(x), flat(dx))
         return dx
 
 
-class GELUErf(Repeatable):
-    __slots__ = ()
-    again_cheap = (0,)
+class GELUTanh(Activation):
+    kernel = "gelu_tanh"
 
-    def forward(self, x: Array) -> Array:
-        self.saved = (x,)
-        return self.again(0)
 
-    def again(self, index: int) -> Array:
-        (x,) = self.saved
-        y = empty_like(x)
-        kernels().activation.gelu_erf_forward(flat(x), flat(y))
-        return y
+class GELUErf(Activation):
+    kernel = "gelu_erf"
 
-    def backward(self, dy: Array) -> Array:
-        (x,) = self.saved
-        dx = empty_like(x)
-        kernels().activation.gelu_erf_backward(flat(dy), flat(x), flat(dx))
-        return dx
+
+class SiLU(Activation):
+    kernel = "silu"
+
+
+class ReLU(Activation):
+    kernel = "relu"
+    again_cheap = ()
 
 
 def gelu(x: "Tensor", approximate: str = "none") -> "Tensor":
@@ -85,27 +79,6 @@ def gelu(x: "Tensor", approximate: str = "none") -> "Tensor":
     return ops[approximate].apply(x)
 
 
-class SiLU(Repeatable):
-    __slots__ = ()
-    again_cheap = (0,)
-
-    def forward(self, x: Array) -> Array:
-        self.saved = (x,)
-        return self.again(0)
-
-    def again(self, index: int) -> Array:
-        (x,) = self.saved
-        y = empty_like(x)
-        kernels().activation.silu_forward(flat(x), flat(y))
-        return y
-
-    def backward(self, dy: Array) -> Array:
-        (x,) = self.saved
-        dx = empty_like(x)
-        kernels().activation.silu_backward(flat(dy), flat(x), flat(dx))
-        return dx
-
-
 def silu(x: "Tensor", inplace: bool = False) -> "Tensor":
     """x times its logistic function (Elfwing et al., Sigmoid-Weighted Linear Units, 2017). Floats only."""
     x = tensor(x)
@@ -114,7 +87,6 @@ def silu(x: "Tensor", inplace: bool = False) -> "Tensor":
 
 
 class SwiGLU(Repeatable):
-    __slots__ = ()
     again_cheap = (0,)
 
     def forward(self, x: Array) -> Array:
@@ -147,22 +119,6 @@ def swiglu(x: "Tensor") -> "Tensor":
     return SwiGLU.apply(x)
 
 
-class ReLU(Function):
-    __slots__ = ()
-
-    def forward(self, x: Array) -> Array:
-        self.saved = (x,)
-        y = empty_like(x)
-        kernels().activation.relu_forward(flat(x), flat(y))
-        return y
-
-    def backward(self, dy: Array) -> Array:
-        (x,) = self.saved
-        dx = empty_like(x)
-        kernels().activation.relu_backward(flat(dy), flat(x), flat(dx))
-        return dx
-
-
 def relu(x: "Tensor", inplace: bool = False) -> "Tensor":
     """x where it is positive, else 0; the gradient at 0 is 0. float32 or float64."""
     x = tensor(x)
@@ -176,7 +132,6 @@ def sigmoid(x: "Tensor") -> "Tensor":
 
 
 class LeakyReLU(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, slope: float) -> Array:
@@ -203,7 +158,6 @@ def elu(x: "Tensor", alpha: float = 1.0, inplace: bool = False) -> "Tensor":
 
 
 class Softplus(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array) -> Array:

@@ -5,7 +5,6 @@ number per query: the logarithm of its sum of exponentials (Dao et al., FlashAtt
 from collections.abc import Sequence
 from itertools import accumulate
 from math import sqrt
-from typing import Any
 
 import numpy as np
 
@@ -25,16 +24,13 @@ from shardrt.functional._arrays import (
     tensor,
     unpacked,
 )
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.words import also, only
 
 __all__ = ["split_heads", "starts_on_host"]
 
-Array = Any
-
 
 class Attention(Function):
-    __slots__ = ()
     strided = True  # the kernel takes any strides but in the last dimension
     expensive = True
 
@@ -103,7 +99,6 @@ def scaled_dot_product_attention(
 class SelfAttention(Repeatable):
     """Where it computes in bfloat16, bits of the result are kept, and the layer behind it takes them too."""
 
-    __slots__ = ()
     expensive = True
 
     @property

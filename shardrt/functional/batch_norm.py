@@ -8,11 +8,9 @@ from shardrt import autograd, dtypes
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.comm import Communicator
 from shardrt.functional._arrays import check_floats, empty, empty_exact, empty_like, kernels, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.cast import cast
 from shardrt.functional.collective import gathered, summed
-
-Array = Any
 
 
 class BatchNorm(Function):
@@ -23,7 +21,6 @@ class BatchNorm(Function):
     parameter's gradient is until it is reduced.
     """
 
-    __slots__ = ()
     handles = (1, 2)
 
     def forward(

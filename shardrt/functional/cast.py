@@ -7,13 +7,10 @@ import numpy as np
 from shardrt import device, dtypes
 from shardrt.autograd import Function
 from shardrt.functional._arrays import empty, flat, floating, kernels
-from shardrt.functional._types import Tensor
-
-Array = Any
+from shardrt.functional._types import Array, Tensor
 
 
 class Convert(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, dtype: str) -> Array:
@@ -26,8 +23,6 @@ class Convert(Function):
 
 
 class Round(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, kind: str) -> Array:
         self.saved = (kind,)
         return _rounded(x, kind)

@@ -35,7 +35,7 @@ from shardrt.comm import Communicator
 from shardrt.device import Stream
 from shardrt.functional._again import Repeatable
 from shardrt.functional._arrays import empty, empty_like, flat, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.waits import Waiting, filled
 
 __all__ = [
@@ -50,12 +50,8 @@ __all__ = [
     "scatter_to",
 ]
 
-Array = Any
-
 
 class CopyTo(Waiting):
-    __slots__ = ()
-
     def forward(self, x: Array, communicator: Communicator, beside: Stream | None) -> Array:
         self.saved, self.beside = (communicator, x.dtype), beside
         return x
@@ -76,8 +72,6 @@ def copy_to(x: "Tensor", communicator: Communicator, beside: Stream | None = Non
 
 
 class ReduceFrom(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, communicator: Communicator) -> Array:
         return summed(x, communicator, named("reduce_from"))
 
@@ -91,8 +85,6 @@ def reduce_from(x: "Tensor", communicator: Communicator) -> "Tensor":
 
 
 class Gather(Waiting, Repeatable):
-    __slots__ = ()
-
     @property
     def again_whole(self) -> tuple[int, ...]:
         *_, own = self.saved
@@ -139,8 +131,6 @@ def gather(
 
 
 class GatherSame(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, communicator: Communicator, axis: int) -> Array:
         self.saved = (communicator, axis)
         return gathered(x, communicator, axis, named("gather_same"))
@@ -159,8 +149,6 @@ def gather_same(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tens
 
 
 class ScatterTo(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, communicator: Communicator, axis: int) -> Array:
         self.saved = (communicator, axis)
         return own_part(x, communicator, axis)
@@ -176,8 +164,6 @@ def scatter_to(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tenso
 
 
 class ReduceScatterTo(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, communicator: Communicator, axis: int) -> Array:
         self.saved = (communicator, axis)
         return sum_scattered(x, communicator, axis, named("reduce_scatter_to"))
@@ -193,8 +179,6 @@ def reduce_scatter_to(x: "Tensor", communicator: Communicator, axis: int = 0) ->
 
 
 class AllToAll(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, communicator: Communicator, axis: int) -> Array:
         self.saved = (communicator, axis)
         return exchanged(x, communicator, axis, named("all_to_all"))
@@ -213,8 +197,6 @@ def all_to_all(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tenso
 
 
 class AllToAllRows(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, communicator: Communicator, sent: tuple, received: tuple, rows: int) -> Array:
         self.saved = (communicator, received, sent, x.shape[0])
         return exchanged_rows(x, communicator, sent, received, rows, named("all_to_all_rows"))
@@ -247,8 +229,6 @@ def all_to_all_rows(
 
 
 class Exchange(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, communicator: Communicator, to: int | None, source: int | None) -> Array:
         self.saved = (communicator, source, to)
         y, stream = empty_like(x), device.current().current_stream

@@ -9,8 +9,6 @@ no ring, so a query meets all its keys at once, as on one rank.
 Kind of the values along the axis, as in collective.py: qkv V -> V.
 """
 
-from typing import Any
-
 import numpy as np
 
 from shardrt import device, dtypes
@@ -18,13 +16,12 @@ from shardrt.autograd import Function
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import Event
 from shardrt.functional._arrays import asarray, empty, empty_exact, empty_like, flat, kernels, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.attention import check_packed, split_heads
 from shardrt.functional.collective import bits, named
 
 __all__ = ["context_attention", "own_chunks", "positions_of"]
 
-Array = Any
 ROLE = "context"  # of the communicator, and of the stream in which it works
 
 
@@ -45,7 +42,6 @@ def positions_of(time: int, rank: int, ranks: int) -> np.ndarray:
 
 
 class ContextAttention(Function):
-    __slots__ = ()
     expensive = True
 
     def forward(

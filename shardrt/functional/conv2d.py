@@ -4,20 +4,16 @@ The transpose runs the same kernels: its forward is convolution's gradient of th
 convolution's forward and its gradient of the weight, with x and dy exchanged.
 """
 
-from typing import Any
-
 from shardrt import autograd
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import check_floats, empty, for_product, kernels, operands, pair, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.shape import squeeze, unsqueeze
 
-Array = Any
 Pair = tuple[int, int]
 
 
 class Conv2d(Function):
-    __slots__ = ()
     handles = (1, 2)
     expensive = True
 
@@ -113,7 +109,6 @@ def conv2d(
 
 
 class ConvTranspose2d(Function):
-    __slots__ = ()
     handles = (1, 2)
     expensive = True
 

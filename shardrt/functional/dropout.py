@@ -9,7 +9,6 @@ world size.
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -17,15 +16,12 @@ from shardrt import autograd, device, random
 from shardrt.autograd import Function
 from shardrt.comm import world
 from shardrt.functional._arrays import check_floats, empty_like, kernels, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 
-Array = Any
 Part = tuple[int, ...]  # the first elements of runs, which are equally long
 
 
 class Dropout(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, p: float, seed: int, call: int, part: Part, place: Array | None) -> Array:
         self.saved = (p, seed, call, part, place)
         return self._masked(kernels().dropout.forward, x)

@@ -23,16 +23,14 @@ from shardrt.functional._arrays import (
     sum_to,
     tensor,
 )
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.cast import cast
 from shardrt.functional.words import also
 
-Array = Any
 Operand = Any  # Tensor, array, or number
 
 
 class Add(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, y: Array) -> Array:
@@ -55,7 +53,6 @@ def add(x: Operand, y: Operand) -> "Tensor":
 
 
 class Sub(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, y: Array) -> Array:
@@ -75,7 +72,6 @@ def sub(x: Operand, y: Operand) -> "Tensor":
 
 
 class Mul(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, y: Array) -> Array:
@@ -95,7 +91,6 @@ def mul(x: Operand, y: Operand) -> "Tensor":
 
 
 class Div(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, y: Array) -> Array:
@@ -117,7 +112,6 @@ def div(x: Operand, y: Operand) -> "Tensor":
 
 
 class Maximum(Function):
-    __slots__ = ()
     strided = True
     pick, wins = np.maximum, np.greater
 
@@ -140,7 +134,6 @@ def maximum(x: Operand, y: Operand) -> "Tensor":
 
 
 class Minimum(Maximum):
-    __slots__ = ()
     pick, wins = np.minimum, np.less
 
 
@@ -150,7 +143,6 @@ def minimum(x: Operand, y: Operand) -> "Tensor":
 
 
 class Clamp(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, low: float | None, high: float | None) -> Array:
@@ -186,7 +178,6 @@ def clamp(x: Operand, low: Operand | None = None, high: Operand | None = None) -
 
 
 class Where(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, condition: Array, x: Array, y: Array) -> Array:
@@ -218,7 +209,6 @@ def masked_fill(x: Operand, mask: Any, value: Operand) -> "Tensor":
 
 
 class Neg(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array) -> Array:
@@ -234,7 +224,6 @@ def neg(x: Operand) -> "Tensor":
 
 
 class Pow(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, exponent: float) -> Array:
@@ -252,7 +241,6 @@ class Pow(Function):
 
 
 class PowTensor(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, y: Array) -> Array:

@@ -7,15 +7,12 @@ from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional import in_time
 from shardrt.functional._arrays import check_floats, computed, empty, flat, kernels, rows, tensor
 from shardrt.functional._arrays import indices as checked
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.elementwise import where
 from shardrt.functional.words import only
 
-Array = Any
-
 
 class Embedding(Function):
-    __slots__ = ()
     handles = (1,)
 
     def forward(self, indices: Array, weight: Variable) -> Array:

@@ -15,8 +15,8 @@ import numpy as np
 from shardrt import autograd
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import empty, kernels, rows
+from shardrt.functional._types import Array
 
-Array = Any
 MULTIPLE = 16  # of all sizes of such a matmul
 
 
@@ -29,7 +29,6 @@ class Operand(NamedTuple):
 
 
 class Float8Linear(Function):
-    __slots__ = ()
     handles = (1, 2)
     expensive = True
 

@@ -19,8 +19,7 @@ from shardrt import autograd, device, dtypes
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._again import SavedTensor, to_save, unpack
 from shardrt.functional._arrays import empty, flat, for_product, kernels, operands, rows
-
-Array = Any
+from shardrt.functional._types import Array
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class InParts:
 class Columns(Function):
     """Outputs in parts: nothing is summed in forward; the input's gradient is a sum over parts."""
 
-    __slots__ = ()
     handles = (1, 2)
     expensive = True
 
@@ -109,7 +107,6 @@ def _add_column_gradients(
 class Rows(Function):
     """Inputs in parts: the result is a sum over parts, or this rank's summand of one."""
 
-    __slots__ = ()
     handles = (1,)
     expensive = True
 

@@ -16,12 +16,10 @@ from shardrt import dtypes
 from shardrt.autograd import Function, Variable
 from shardrt.comm import Communicator
 from shardrt.functional._arrays import empty, flat, kernels, rows
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.collective import named, summed
 from shardrt.functional.elementwise import add
 from shardrt.functional.in_parts import add_neighbours, dense
-
-Array = Any
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,6 @@ def norm_gradients(
 
 class AddBias(Function):
     """x + bias, at each position."""
-
-    __slots__ = ()
 
     def forward(self, x: Array, bias: Array, how: InTime) -> Array:
         self.saved = (how, bias.dtype)

@@ -7,12 +7,10 @@ import numpy as np
 from shardrt import device
 from shardrt.autograd import Function
 from shardrt.functional._arrays import asarray, empty, indices, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.elementwise import where
 from shardrt.functional.shape import flatten, getitem, reshape
 from shardrt.functional.words import also, torch_words
-
-Array = Any
 
 
 @torch_words
@@ -34,7 +32,6 @@ def index_select(x: "Tensor", axis: int, index: Any) -> "Tensor":
 
 
 class Scatter(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, source: Array, place: tuple, add: bool) -> Array:

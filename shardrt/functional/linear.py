@@ -21,17 +21,14 @@ from shardrt.functional._arrays import (
     rows,
     tensor,
 )
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.activation import gelu
 from shardrt.functional.float8 import Float8Linear, takes
 from shardrt.functional.in_parts import Columns, InParts, Rows
 from shardrt.functional.in_time import add_bias
 
-Array = Any
-
 
 class Linear(Function):
-    __slots__ = ()
     handles = (1, 2)
     expensive = True
 
@@ -116,7 +113,6 @@ class LinearGELU(Linear, Repeatable):
     It is the second output of the node, which no variable has: the op behind may deliver its gradient.
     """
 
-    __slots__ = ()
     again_cheap = (0,)
 
     def wrap(self, result: Array, recorded: bool) -> Any:

@@ -22,21 +22,17 @@ from shardrt.functional._arrays import (
     tensor,
 )
 from shardrt.functional._losses import checked, chunks, counted, reduced, scale_of
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.elementwise import where
 from shardrt.functional.reduce import mean, sum
 from shardrt.functional.simple_loss import deprecated, nll_loss
 from shardrt.functional.softmax import log_softmax
 from shardrt.functional.words import also
 
-Array = Any
-
 _SOME = 128  # rows of logits in float32 at a time, on their way to their gradient in bfloat16
 
 
 class CrossEntropy(Function):
-    __slots__ = ()
-
     def forward(
         self, logits: Array, targets: Array, ignore_index: int, reduction: str, inplace: bool
     ) -> Array:
@@ -44,14 +40,15 @@ class CrossEntropy(Function):
         losses, lse = empty_exact((len(logits2),), logits), empty_exact((len(logits2),), logits)
         kernels().cross_entropy.forward(logits2, flat(targets), losses, lse, ignore_index)
         count = counted(targets, ignore_index, reduction)
-        self.saved = (logits, targets, lse, ignore_index, reduction, count, inplace)
+        self.saved = (logits, targets, 0, lse, ignore_index, reduction, count, inplace)
         return reduced(losses, targets, reduction, count)
 
     def backward(self, dy: Array) -> tuple:
-        logits, targets, lse, ignore_index, reduction, count, inplace = self.saved
+        logits, targets, first, lse, ignore_index, reduction, count, inplace = self.saved
         dlogits = logits if inplace else empty_like(logits)
         scale = scale_of(dy, reduction, count)
-        kernels().cross_entropy.backward(rows(logits), flat(targets), lse, rows(dlogits), scale, ignore_index)
+        arrays = rows(logits), flat(targets), lse, rows(dlogits), scale
+        kernels().cross_entropy.backward(*arrays, ignore_index, first)
         if reduction == "none":
             dlogits *= dy[..., None]
         if inplace:
@@ -125,7 +122,6 @@ class LinearCrossEntropy(Function):
     Where matmuls take bits of bfloat16, only _SOME rows of logits exist at a time; their gradient is bits.
     """
 
-    __slots__ = ()
     handles = (1,)
 
     def forward(self, x: Array, weight: Variable, targets: Array, ignore_index: int, reduction: str) -> Array:
@@ -177,7 +173,6 @@ def _add_weight_gradient(x: Array, dlogits: Array, left: Array | None, weight: V
 class ChunkedCrossEntropy(Function):
     """Backward makes the logits again, chunk by chunk: the gradient of the loss is known only then."""
 
-    __slots__ = ()
     handles = (1,)
 
     def forward(

@@ -1,20 +1,16 @@
 """Matmuls, batched, with broadcasting of the batch. For a layer's weight see linear.py."""
 
 from math import prod
-from typing import Any
 
 import numpy as np
 
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import check_floats, empty, kernels, sum_to, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.shape import reshape
-
-Array = Any
 
 
 class MatMul(Function):
-    __slots__ = ()
     handles = (0, 1)
     strided = True  # BLAS reads a transposed matrix as it is
     expensive = True

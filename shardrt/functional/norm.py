@@ -11,18 +11,15 @@ from shardrt.autograd import Variable, contiguous
 from shardrt.functional import in_time
 from shardrt.functional._again import Repeatable
 from shardrt.functional._arrays import check_floats, empty, empty_exact, empty_like, kernels, rows, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.cast import cast
 from shardrt.functional.elementwise import add, mul, sub
 from shardrt.functional.reduce import mean
 from shardrt.functional.shape import reshape
 from shardrt.functional.unary import rsqrt, square
 
-Array = Any
-
 
 class LayerNorm(Repeatable):
-    __slots__ = ()
     again_cheap = (0,)
     handles = (1, 2)
 
@@ -36,16 +33,19 @@ class LayerNorm(Repeatable):
         return y
 
     def again(self, index: int) -> Array:
-        return _layer_normed(self.saved)
+        x, weight, bias, mean, rstd, eps = self.saved
+        y, shift = empty_like(x), None if bias is None else contiguous(bias.lent())
+        found = (empty_like(mean), empty_like(rstd), eps)  # the same as were found then
+        kernels().layer_norm.forward(rows(x), contiguous(weight.lent()), shift, rows(y), *found)
+        return y
 
     def backward(self, dy: Array) -> tuple:
         return *_layer_norm_backward(self.saved, dy, self.needs[:3]), None
 
 
-class AddLayerNorm(Repeatable):
+class AddLayerNorm(LayerNorm):
     """x + added, and the layer norm of that: one pass less in each direction than two ops."""
 
-    __slots__ = ()
     again_cheap = (1,)
     handles = (2, 3)
 
@@ -61,24 +61,12 @@ class AddLayerNorm(Repeatable):
         self.saved = (total, weight, bias, mean, rstd, eps)
         return total, y
 
-    def again(self, index: int) -> Array:
-        return _layer_normed(self.saved)
-
     def backward(self, dtotal: Array | None, dy: Array | None) -> tuple:
         if dy is None:
             return dtotal, dtotal, None, None, None
         needs = (self.needs[0] or self.needs[1], *self.needs[2:4])
         dx, weight_token, bias_token = _layer_norm_backward(self.saved, dy, needs, dtotal)
         return dx, dx, weight_token, bias_token, None
-
-
-def _layer_normed(saved: tuple) -> Array:
-    """The result, computed again from the saved arrays."""
-    x, weight, bias, mean, rstd, eps = saved
-    y, shift = empty_like(x), None if bias is None else contiguous(bias.lent())
-    found = (empty_like(mean), empty_like(rstd), eps)  # the same as were found then
-    kernels().layer_norm.forward(rows(x), contiguous(weight.lent()), shift, rows(y), *found)
-    return y
 
 
 def _layer_norm_backward(saved: tuple, dy: Array, needs: tuple, dtotal: Array | None = None) -> tuple:
@@ -172,7 +160,6 @@ def group_norm(
 
 
 class RMSNorm(Repeatable):
-    __slots__ = ()
     again_cheap = (0,)
     handles = (1,)
 
@@ -185,16 +172,18 @@ class RMSNorm(Repeatable):
         return y
 
     def again(self, index: int) -> Array:
-        return _rms_normed(self.saved)
+        x, weight, rstd, eps = self.saved
+        y = empty_like(x)
+        kernels().rms_norm.forward(rows(x), contiguous(weight.lent()), rows(y), empty_like(rstd), eps)
+        return y
 
     def backward(self, dy: Array) -> tuple:
         return *_rms_norm_backward(self.saved, dy, self.needs[:2]), None
 
 
-class AddRMSNorm(Repeatable):
+class AddRMSNorm(RMSNorm):
     """x + added, and the RMS norm of that: one pass less in each direction than two ops."""
 
-    __slots__ = ()
     again_cheap = (1,)
     handles = (2,)
 
@@ -208,23 +197,12 @@ class AddRMSNorm(Repeatable):
         self.saved = (total, weight, rstd, eps)
         return total, y
 
-    def again(self, index: int) -> Array:
-        return _rms_normed(self.saved)
-
     def backward(self, dtotal: Array | None, dy: Array | None) -> tuple:
         if dy is None:
             return dtotal, dtotal, None, None
         needs = (self.needs[0] or self.needs[1], self.needs[2])
         dx, token = _rms_norm_backward(self.saved, dy, needs, dtotal)
         return dx, dx, token, None
-
-
-def _rms_normed(saved: tuple) -> Array:
-    """The result, computed again from the saved arrays."""
-    x, weight, rstd, eps = saved
-    y = empty_like(x)
-    kernels().rms_norm.forward(rows(x), contiguous(weight.lent()), rows(y), empty_like(rstd), eps)
-    return y
 
 
 def _rms_norm_backward(saved: tuple, dy: Array, needs: tuple, dtotal: Array | None = None) -> tuple:

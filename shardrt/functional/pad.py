@@ -1,17 +1,14 @@
 """Padding: zeros, another number, or repeated elements of the border."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from shardrt.autograd import Function
 from shardrt.functional._arrays import asarray, empty, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.shape import getitem
 from shardrt.functional.words import also
-
-Array = Any
 
 _MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}  # PyTorch's names, and NumPy's
 
@@ -19,7 +16,6 @@ _MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}  # PyTo
 class Pad(Function):
     """Negative widths crop."""
 
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, widths: tuple[tuple[int, int], ...], value: float) -> Array:

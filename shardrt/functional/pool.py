@@ -7,17 +7,14 @@ import numpy as np
 
 from shardrt.autograd import Function
 from shardrt.functional._arrays import check_floats, empty, kernels, pair, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.reduce import mean
 from shardrt.functional.words import only
 
-Array = Any
 Pair = tuple[int, int]
 
 
 class MaxPool2d(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, shape: tuple[int, ...], geometry: tuple) -> Array:
         y, index = empty(shape, x.dtype), empty(shape, np.int32)
         kernels().pool.max_forward(_planes(x), _planes(y), _planes(index), *geometry)
@@ -56,8 +53,6 @@ def max_pool2d(
 
 
 class MeanPool2d(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, shape: tuple[int, ...], geometry: tuple) -> Array:
         y = empty(shape, x.dtype)
         kernels().pool.mean_forward(_planes(x), _planes(y), *geometry)

@@ -2,24 +2,21 @@
 
 from collections.abc import Sequence
 from math import inf, prod, sqrt
-from typing import Any
 
 import numpy as np
 
 from shardrt import dtypes
 from shardrt.autograd import Function
 from shardrt.functional._arrays import asarray, broadcast, chosen, compute, empty_like, floating, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.elementwise import div, sub
 from shardrt.functional.unary import abs, square
 from shardrt.functional.words import also, torch_words
 
-Array = Any
 Axes = int | Sequence[int] | None
 
 
 class Sum(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
@@ -65,7 +62,6 @@ def std(x: "Tensor", axis: Axes = None, *, correction: int = 1, keepdims: bool =
 
 
 class Norm(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
@@ -95,7 +91,6 @@ def norm(x: "Tensor", p: float | str = "fro", axis: Axes = None, keepdims: bool 
 
 
 class LogSumExp(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
@@ -123,7 +118,6 @@ def logsumexp(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor
 
 
 class CumSum(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, axis: int) -> Array:
@@ -146,7 +140,6 @@ _ALSO_WHERE = {"dim": (None, "x.max(axis) gives the values, x.argmax(axis) where
 
 
 class Max(Function):
-    __slots__ = ()
     strided = True
     smallest = False
 
@@ -171,7 +164,6 @@ def max(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
 
 
 class Min(Max):
-    __slots__ = ()
     smallest = True
 
 

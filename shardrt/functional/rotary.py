@@ -1,17 +1,11 @@
 """Rotary position embedding: pairs of a head's elements, turned by angles that grow with the position."""
 
-from typing import Any
-
 from shardrt.autograd import Function
 from shardrt.functional._arrays import check_floats, empty_like, kernels, rows, tensor
-from shardrt.functional._types import Tensor
-
-Array = Any
+from shardrt.functional._types import Array, Tensor
 
 
 class Rotary(Function):
-    __slots__ = ()
-
     def forward(self, x: Array, cos: Array, sin: Array, heads: int) -> Array:
         self.saved = (cos, sin, heads)
         y = empty_like(x)

@@ -24,7 +24,7 @@ from shardrt.functional._arrays import (
     operands,
     tensor,
 )
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.activation import sigmoid
 from shardrt.functional.dropout import key_of_use, part_of_batch
 from shardrt.functional.elementwise import add, clamp, div, mul
@@ -34,7 +34,6 @@ from shardrt.functional.shape import stack
 from shardrt.functional.softmax import softmax
 from shardrt.functional.unary import square
 
-Array = Any
 Counts = tuple[tuple[int, ...], ...]  # rows of each expert, of one source or several
 
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
@@ -65,8 +64,6 @@ class ExpertOrder:
 class Take(Function):
     """The scores of the chosen experts."""
 
-    __slots__ = ()
-
     def forward(self, scores: Array, experts: Array) -> Array:
         self.saved = (experts, scores.shape)
         y = empty(experts.shape, scores.dtype)
@@ -82,8 +79,6 @@ class Take(Function):
 
 class Dispatch(Function):
     """Tokens to rows."""
-
-    __slots__ = ()
 
     def forward(self, x: Array, order: ExpertOrder) -> Array:
         self.saved = (order, x.shape)
@@ -103,8 +98,6 @@ class Dispatch(Function):
 
 class Combine(Function):
     """Rows to tokens, each times its weight."""
-
-    __slots__ = ()
 
     def forward(self, x: Array, weights: Array, order: ExpertOrder) -> Array:
         self.saved = (x if self.needs[1] else None, weights, order)
@@ -127,7 +120,6 @@ class Combine(Function):
 class GroupedLinear(Function):
     """A matmul for each expert of each source, of its rows with its weight."""
 
-    __slots__ = ()
     handles = (1,)
     expensive = True
 

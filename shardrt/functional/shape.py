@@ -12,14 +12,11 @@ import numpy as np
 from shardrt import device
 from shardrt.autograd import Function, Variable
 from shardrt.functional._arrays import asarray, broadcast, empty, sum_to, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.words import also, torch_words
-
-Array = Any
 
 
 class Reshape(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, shape: tuple[int, ...]) -> Array:
@@ -70,7 +67,6 @@ def flatten(x: "Tensor", first: int = 0, last: int = -1) -> "Tensor":
 
 
 class Permute(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, axes: tuple[int, ...]) -> Array:
@@ -102,7 +98,6 @@ def transpose(x: "Tensor", axis0: int, axis1: int) -> "Tensor":
 
 
 class Expand(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, shape: tuple[int, ...]) -> Array:
@@ -158,7 +153,6 @@ def repeat_interleave(x: "Tensor", counts: int | Sequence[int], axis: int | None
 
 
 class Split(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, sizes: tuple[int, ...], axis: int) -> tuple:
@@ -208,7 +202,6 @@ def unbind(x: "Tensor", axis: int = 0) -> tuple:
 
 
 class Concatenate(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, axis: int, *arrays: Array) -> Array:
@@ -280,7 +273,6 @@ def roll(x: "Tensor", shift: int | Sequence[int], axis: int | Sequence[int] | No
 
 
 class GetItem(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, index: Any) -> Array:

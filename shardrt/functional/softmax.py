@@ -1,21 +1,15 @@
 """Softmax and its logarithm along one axis. For a loss see loss.py, which needs neither."""
 
-from typing import Any
-
 import numpy as np
 
 from shardrt.autograd import Function
 from shardrt.functional._arrays import check_floats, empty_like, kernels, rows, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.shape import transpose
 from shardrt.functional.words import also
 
-Array = Any
-
 
 class Softmax(Function):
-    __slots__ = ()
-
     def forward(self, x: Array) -> Array:
         y = empty_like(x)
         kernels().softmax.forward(rows(x), rows(y))
@@ -36,8 +30,6 @@ def softmax(x: "Tensor", axis: int = -1) -> "Tensor":
 
 
 class LogSoftmax(Function):
-    __slots__ = ()
-
     def forward(self, x: Array) -> Array:
         y = np.subtract(x, x.max(axis=-1, keepdims=True), out=empty_like(x))
         y -= np.log(np.exp(y).sum(axis=-1, keepdims=True))

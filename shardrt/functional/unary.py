@@ -8,23 +8,42 @@ import numpy as np
 
 from shardrt.autograd import Function
 from shardrt.functional._arrays import check_floats, compute, empty_like, flat, floating, kernels, tensor
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.elementwise import mul
 
-Array = Any
 Operand = Any  # Tensor, array, or number
 
 
-class Abs(Function):
-    __slots__ = ()
+class OfInput(Function):
+    """A ufunc whose gradient is a function of dy and its input."""
+
+    ufunc: Any
     strided = True
 
     def forward(self, x: Array) -> Array:
         self.saved = (x,)
-        return compute(np.absolute, x)
+        return compute(self.ufunc, x)
 
     def backward(self, dy: Array) -> Array:
-        (x,) = self.saved
+        return self.gradient(dy, *self.saved)
+
+    def gradient(self, dy: Array, saved: Array) -> Array:
+        raise NotImplementedError
+
+
+class OfResult(OfInput):
+    """A ufunc whose gradient is a function of dy and its result."""
+
+    def forward(self, x: Array) -> Array:
+        y = compute(self.ufunc, x)
+        self.saved = (y,)
+        return y
+
+
+class Abs(OfInput):
+    ufunc = np.absolute
+
+    def gradient(self, dy: Array, x: Array) -> Array:
         return compute(np.multiply, dy, compute(np.sign, x))
 
 
@@ -36,7 +55,6 @@ def abs(x: Operand) -> "Tensor":
 class Step(Function):
     """A function that is constant between its steps."""
 
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array, ufunc: Any) -> Array:
@@ -68,16 +86,10 @@ def round(x: Operand) -> "Tensor":
     return Step.apply(floating(x), np.rint)
 
 
-class Sin(Function):
-    __slots__ = ()
-    strided = True
+class Sin(OfInput):
+    ufunc = np.sin
 
-    def forward(self, x: Array) -> Array:
-        self.saved = (x,)
-        return compute(np.sin, x)
-
-    def backward(self, dy: Array) -> Array:
-        (x,) = self.saved
+    def gradient(self, dy: Array, x: Array) -> Array:
         return compute(np.multiply, dy, compute(np.cos, x))
 
 
@@ -86,16 +98,10 @@ def sin(x: Operand) -> "Tensor":
     return Sin.apply(floating(x))
 
 
-class Cos(Function):
-    __slots__ = ()
-    strided = True
+class Cos(OfInput):
+    ufunc = np.cos
 
-    def forward(self, x: Array) -> Array:
-        self.saved = (x,)
-        return compute(np.cos, x)
-
-    def backward(self, dy: Array) -> Array:
-        (x,) = self.saved
+    def gradient(self, dy: Array, x: Array) -> Array:
         dx = compute(np.multiply, dy, compute(np.sin, x))
         return np.negative(dx, out=dx)
 
@@ -106,8 +112,6 @@ def cos(x: Operand) -> "Tensor":
 
 
 class Erf(Function):
-    __slots__ = ()
-
     def forward(self, x: Array) -> Array:
         self.saved = (x,)
         y = empty_like(x)
@@ -131,17 +135,10 @@ def erf(x: Operand) -> "Tensor":
     return Erf.apply(x)
 
 
-class Expm1(Function):
-    __slots__ = ()
-    strided = True
+class Expm1(OfResult):
+    ufunc = np.expm1
 
-    def forward(self, x: Array) -> Array:
-        y = compute(np.expm1, x)
-        self.saved = (y,)
-        return y
-
-    def backward(self, dy: Array) -> Array:
-        (y,) = self.saved
+    def gradient(self, dy: Array, y: Array) -> Array:
         dx = compute(np.multiply, dy, y)
         dx += dy
         return dx
@@ -152,16 +149,10 @@ def expm1(x: Operand) -> "Tensor":
     return Expm1.apply(floating(x))
 
 
-class Log1p(Function):
-    __slots__ = ()
-    strided = True
+class Log1p(OfInput):
+    ufunc = np.log1p
 
-    def forward(self, x: Array) -> Array:
-        self.saved = (x,)
-        return compute(np.log1p, x)
-
-    def backward(self, dy: Array) -> Array:
-        (x,) = self.saved
+    def gradient(self, dy: Array, x: Array) -> Array:
         return compute(np.divide, dy, compute(np.add, x, 1))
 
 
@@ -171,7 +162,6 @@ def log1p(x: Operand) -> "Tensor":
 
 
 class RSqrt(Function):
-    __slots__ = ()
     strided = True
 
     def forward(self, x: Array) -> Array:
@@ -199,17 +189,10 @@ def square(x: Operand) -> "Tensor":
     return mul(x, x)
 
 
-class Exp(Function):
-    __slots__ = ()
-    strided = True
+class Exp(OfResult):
+    ufunc = np.exp
 
-    def forward(self, x: Array) -> Array:
-        y = compute(np.exp, x)
-        self.saved = (y,)
-        return y
-
-    def backward(self, dy: Array) -> Array:
-        (y,) = self.saved
+    def gradient(self, dy: Array, y: Array) -> Array:
         return compute(np.multiply, dy, y)
 
 
@@ -218,16 +201,10 @@ def exp(x: Operand) -> "Tensor":
     return Exp.apply(floating(x))
 
 
-class Log(Function):
-    __slots__ = ()
-    strided = True
+class Log(OfInput):
+    ufunc = np.log
 
-    def forward(self, x: Array) -> Array:
-        self.saved = (x,)
-        return compute(np.log, x)
-
-    def backward(self, dy: Array) -> Array:
-        (x,) = self.saved
+    def gradient(self, dy: Array, x: Array) -> Array:
         return compute(np.divide, dy, x)
 
 
@@ -236,17 +213,10 @@ def log(x: Operand) -> "Tensor":
     return Log.apply(floating(x))
 
 
-class Sqrt(Function):
-    __slots__ = ()
-    strided = True
+class Sqrt(OfResult):
+    ufunc = np.sqrt
 
-    def forward(self, x: Array) -> Array:
-        y = compute(np.sqrt, x)
-        self.saved = (y,)
-        return y
-
-    def backward(self, dy: Array) -> Array:
-        (y,) = self.saved
+    def gradient(self, dy: Array, y: Array) -> Array:
         dx = compute(np.divide, dy, y)
         dx *= 0.5
         return dx
@@ -257,17 +227,10 @@ def sqrt(x: Operand) -> "Tensor":
     return Sqrt.apply(floating(x))
 
 
-class Tanh(Function):
-    __slots__ = ()
-    strided = True
+class Tanh(OfResult):
+    ufunc = np.tanh
 
-    def forward(self, x: Array) -> Array:
-        y = compute(np.tanh, x)
-        self.saved = (y,)
-        return y
-
-    def backward(self, dy: Array) -> Array:
-        (y,) = self.saved
+    def gradient(self, dy: Array, y: Array) -> Array:
         dx = compute(np.multiply, y, y)
         np.subtract(1, dx, out=dx)
         dx *= dy

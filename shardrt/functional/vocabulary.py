@@ -46,9 +46,10 @@ from shardrt.functional._arrays import (
     tensor,
 )
 from shardrt.functional._losses import checked, chunks, counted, reduced, scale_of
-from shardrt.functional._types import Tensor
+from shardrt.functional._types import Array, Tensor
 from shardrt.functional.collective import gathered
 from shardrt.functional.in_parts import add_neighbours, apart, multiplied
+from shardrt.functional.loss import CrossEntropy
 from shardrt.functional.words import also
 
 __all__ = [
@@ -59,8 +60,6 @@ __all__ = [
     "linear_cross_entropy",
     "rows_of",
 ]
-
-Array = Any
 
 
 def rows_of(vocab: int, rank: int, size: int) -> tuple[int, int]:
@@ -92,7 +91,6 @@ class VocabularyPart:
 
 
 class VocabularyEmbedding(Function):
-    __slots__ = ()
     handles = (1,)
 
     def forward(self, indices: Array, weight: Variable, part: VocabularyPart) -> Array:
@@ -133,9 +131,7 @@ def embedding(values: Any, weight: "Tensor", part: VocabularyPart) -> "Tensor":
     return VocabularyEmbedding.apply(indices(op, "indices", values, part.vocab), weight, part)
 
 
-class VocabularyCrossEntropy(Function):
-    __slots__ = ()
-
+class VocabularyCrossEntropy(CrossEntropy):
     def forward(
         self,
         logits: Array,
@@ -150,20 +146,11 @@ class VocabularyCrossEntropy(Function):
         _forward(logits2, flat(targets), pairs[0], part, ignore_index, part.first)
         losses, lse = _joined(pairs, flat(targets), part, ignore_index)
         count = counted(targets, ignore_index, reduction)
-        self.saved = (logits, targets, part, lse, ignore_index, reduction, count, inplace)
+        self.saved = (logits, targets, part.first, lse, ignore_index, reduction, count, inplace)
         return reduced(losses, targets, reduction, count)
 
     def backward(self, dy: Array) -> tuple:
-        logits, targets, part, lse, ignore_index, reduction, count, inplace = self.saved
-        dlogits = logits if inplace else empty_like(logits)
-        scale = scale_of(dy, reduction, count)
-        arrays = rows(logits), flat(targets), lse, rows(dlogits), scale
-        kernels().cross_entropy.backward(*arrays, ignore_index, part.first)
-        if reduction == "none":
-            dlogits *= dy[..., None]
-        if inplace:
-            self.saved = None  # the logits are gone: a second backward is an error
-        return dlogits, None, None, None, None, None
+        return *super().backward(dy), None
 
 
 @also(
@@ -204,7 +191,6 @@ class VocabularyLinearCrossEntropy(Function):
     ranks' exponentials is known only then. Costs one more read of the rank's slice of the logits.
     """
 
-    __slots__ = ()
     handles = (1,)
 
     def forward(
@@ -350,8 +336,6 @@ def linear_cross_entropy(
 
 
 class GatherLogits(Function):
-    __slots__ = ()
-
     def forward(self, logits: Array, part: VocabularyPart) -> Array:
         self.saved = (part,)
         size, own = part.communicator.size, rows(logits)

@@ -1,9 +1,11 @@
 """Modules and parameters in lists and dictionaries. Their names are their positions, or their keys."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from shardrt.nn.public import Module, Parameter
+
+Item = TypeVar("Item")
 
 
 class ModuleList(Module):
@@ -79,8 +81,52 @@ class Sequential(ModuleList):
         return x
 
 
-class ModuleDict(Module):
+class _ByName(Module, Generic[Item]):
+    """What ModuleDict and ParameterDict share."""
+
+    _class: type  # of the items
+    _store: str  # the attribute in which a module keeps them
+
+    @property
+    def _items(self) -> dict[str, Item]:
+        return self.__dict__[self._store]
+
+    def __setitem__(self, name: str, item: Item) -> None:
+        setattr(self, _key(self, name), _held(self, item, self._class))
+
+    def __getitem__(self, name: str) -> Item:
+        return self._items[name]
+
+    def __delitem__(self, name: str) -> None:
+        _ = self._items[name]
+        delattr(self, name)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._items
+
+    def keys(self) -> Iterable[str]:
+        """The names."""
+        return self._items.keys()
+
+    def values(self) -> Iterable[Item]:
+        """The modules or parameters."""
+        return self._items.values()
+
+    def items(self) -> Iterable[tuple[str, Item]]:
+        """Both."""
+        return self._items.items()
+
+
+class ModuleDict(_ByName[Module]):
     """Modules by name; called by the module that holds the dictionary."""
+
+    _class, _store = Module, "_modules"
 
     def __init__(self, modules: Mapping[str, Module] | Iterable[tuple[str, Module]] = ()) -> None:
         super().__init__()
@@ -91,42 +137,11 @@ class ModuleDict(Module):
         for name, module in dict(modules).items():
             self[name] = module
 
-    def __setitem__(self, name: str, module: Module) -> None:
-        setattr(self, _key(self, name), _held(self, module, Module))
-
-    def __getitem__(self, name: str) -> Module:
-        return self._modules[name]
-
-    def __delitem__(self, name: str) -> None:
-        _ = self._modules[name]
-        delattr(self, name)
-
     def pop(self, name: str) -> Module:
         """Take a module out."""
         module = self[name]
         del self[name]
         return module
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._modules
-
-    def keys(self) -> Iterable[str]:
-        """The names."""
-        return self._modules.keys()
-
-    def values(self) -> Iterable[Module]:
-        """The modules."""
-        return self._modules.values()
-
-    def items(self) -> Iterable[tuple[str, Module]]:
-        """Both."""
-        return self._modules.items()
 
 
 class ParameterList(Module):
@@ -160,44 +175,15 @@ class ParameterList(Module):
         setattr(self, list(self._parameters)[index], _held(self, parameter, Parameter))
 
 
-class ParameterDict(Module):
+class ParameterDict(_ByName[Parameter]):
     """Parameters by name."""
+
+    _class, _store = Parameter, "_parameters"
 
     def __init__(self, parameters: Mapping[str, Parameter] | Iterable[tuple[str, Parameter]] = ()) -> None:
         super().__init__()
         for name, parameter in dict(parameters).items():
             self[name] = parameter
-
-    def __setitem__(self, name: str, parameter: Parameter) -> None:
-        setattr(self, _key(self, name), _held(self, parameter, Parameter))
-
-    def __getitem__(self, name: str) -> Parameter:
-        return self._parameters[name]
-
-    def __delitem__(self, name: str) -> None:
-        _ = self._parameters[name]
-        delattr(self, name)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._parameters
-
-    def keys(self) -> Iterable[str]:
-        """The names."""
-        return self._parameters.keys()
-
-    def values(self) -> Iterable[Parameter]:
-        """The parameters."""
-        return self._parameters.values()
-
-    def items(self) -> Iterable[tuple[str, Parameter]]:
-        """Both."""
-        return self._parameters.items()
 
 
 def _held(container: Module, item: Any, kind: type) -> Any:

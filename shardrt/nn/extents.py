@@ -7,13 +7,12 @@ for each matrix. The order of the extents is the order in which the rank keeps t
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-__all__ = ["Extent", "Extents", "contiguous", "cut", "spans", "take"]
+from shardrt.device import Array
 
-Array = Any
+__all__ = ["Extent", "Extents", "contiguous", "cut", "spans", "take"]
 
 
 @dataclass(frozen=True)

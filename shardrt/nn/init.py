@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from shardrt import device
+from shardrt.device import Array
 from shardrt.nn import elsewhere
 from shardrt.nn.extents import Extent
-
-Array = Any
 
 
 class Initialiser(Protocol):

@@ -22,8 +22,6 @@ from shardrt.nn.public import Module, Parameter
 from shardrt.nn.ranks import ranks_of
 from shardrt.tensor import Tensor
 
-Array = Any
-
 
 class Routing(NamedTuple):
     """A router's decision. weights: (tokens, k), float32. loss: a number, 0 where it has none, or sums."""

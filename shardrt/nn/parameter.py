@@ -13,12 +13,11 @@ import numpy as np
 from shardrt.autograd import Edge, Fill, Variable
 from shardrt.comm.mesh_layout import MeshLayout
 from shardrt.comm.ranks import Mesh
+from shardrt.device import Array
 from shardrt.nn.extents import Extents
 from shardrt.nn.storage import LocalStorage, Storage, read_only
 
 __all__ = ["Parameter"]
-
-Array = Any
 
 
 class Named(Protocol):

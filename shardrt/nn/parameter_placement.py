@@ -16,6 +16,7 @@ from shardrt.autograd import WRITTEN
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.mesh_layout import MeshLayout, without
 from shardrt.comm.protocol import Communicator
+from shardrt.device import Array
 from shardrt.nn.collect import collected
 from shardrt.nn.extents import Extents, contiguous, spans
 from shardrt.nn.extents import cut as cut_of
@@ -34,7 +35,6 @@ __all__ = [
     "whole_size",
 ]
 
-Array = Any
 SHARD, REPLICATE, PARTIAL = "shard", "replicate", "partial"
 
 

@@ -15,6 +15,7 @@ from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.mesh_layout import MeshLayout
 from shardrt.comm.protocol import Communicator
+from shardrt.device import Array
 from shardrt.nn.extents import Extents
 from shardrt.nn.module import Module, ModulePlacement
 from shardrt.nn.parameter import Parameter
@@ -30,8 +31,6 @@ __all__ = [
     "set_pipeline_placement",
     "update_placement",
 ]
-
-Array = Any
 
 
 @dataclass(frozen=True, eq=False)

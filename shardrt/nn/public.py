@@ -14,6 +14,7 @@ import numpy as np
 
 from shardrt import autograd, device, dtypes, random
 from shardrt.comm.first import FromFirst
+from shardrt.device import Array
 from shardrt.functional.elsewhere import missing
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn import elsewhere, module, parameter
@@ -25,7 +26,6 @@ from shardrt.tensor import Tensor
 
 __all__ = ["Module", "Parameter", "check_set_to_none", "parameters_in"]
 
-Array = Any
 
 module.before_call.append(random.call_begins)
 

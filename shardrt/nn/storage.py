@@ -19,10 +19,9 @@ from shardrt import autograd, device, tape
 from shardrt.autograd import WRITTEN, Edge
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.ranks import Mesh
+from shardrt.device import Array
 from shardrt.device.protocol import Event
 from shardrt.nn.extents import Extents, contiguous, take
-
-Array = Any
 
 
 class Stored(Protocol):

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from math import fsum, inf, isfinite, isinf, sqrt
-from typing import Any
 
 import numpy as np
 
 from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
+from shardrt.device import Array
 from shardrt.nn.exact import norm_of
 from shardrt.nn.placement import along_pipeline, pipeline_of
 from shardrt.nn.public import Parameter, parameters_in
@@ -27,7 +27,6 @@ __all__ = [
     "merged",
 ]
 
-Array = Any
 Pieces = dict[Communicator | None, list[Array]]  # of gradients, by their ranks' communicator
 Squares = list[tuple[Array, Communicator | None, DeviceMesh | None]]  # pairs of squares, and their ranks
 

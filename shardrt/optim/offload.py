@@ -12,16 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
-from shardrt.device import Device, Event, Stream, host
+from shardrt.device import Array, Device, Event, Stream, host
 from shardrt.device.arena import Arena, Slot
 from shardrt.nn.storage import Offloaded
 from shardrt.optim.slices import Slice, Update
-
-Array = Any
 
 CHUNK = 1 << 20  # elements that are staged at a time; 4 MiB of float32 per array saturate a link
 SLOTS = 2  # one that is copied while the other is used

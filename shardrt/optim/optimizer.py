@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardrt import autograd, device
+from shardrt.device import Array
 from shardrt.nn import elsewhere
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
@@ -35,7 +36,6 @@ from shardrt.optim.slices import (
 
 __all__ = ["Optimizer"]
 
-Array = Any
 
 NO_DECAY = ("*bias", "*norm*")
 

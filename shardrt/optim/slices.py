@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardrt import device, dtypes
+from shardrt.device import Array
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.ranks import shared
 from shardrt.nn.storage import LocalStorage, Storage
@@ -18,7 +19,6 @@ from shardrt.nn.utils import merged
 
 __all__ = ["BITS", "Slice", "exact_state", "kept_state"]
 
-Array = Any
 BITS = np.dtype(np.uint16)  # of state that is kept in bfloat16
 Member = tuple[Parameter, int]  # a parameter, and the number of its group
 Row = tuple[int, int, int]  # start, stop, and the position of a member that lies in there

@@ -3,14 +3,16 @@
 Registers depend on the type, instructions on the architecture, and hardly on both.
 """
 
+import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 
 pytest.importorskip("cupy")
 pytest.importorskip("cuda.pathfinder")
 
-from shardrt.kernels.cuda._compile import HERE, compile_with_log, files, resources, variants
+from shardrt.kernels.cuda._compile import HERE, compile_with_log, files, variants
 from shardrt.kernels.cuda._launch import STATIC_SHARED
 
 TYPES = {
@@ -18,7 +20,30 @@ TYPES = {
     "sm_90": ("float", "double", "__nv_bfloat16"),
     "sm_100": ("__nv_bfloat16",),
 }
+_SPILLS = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 REGISTERS = 128  # two blocks of 256 threads at least on each multiprocessor
+
+
+@dataclass(frozen=True)
+class Resources:
+    """A kernel's resources, by ptxas."""
+
+    registers: int
+    spilled_bytes: int
+    stack_bytes: int
+    shared_bytes: int  # static
+
+
+def resources(log: str) -> dict[str, Resources]:
+    """Kernel -> its resources, from ptxas's log."""
+    found = {}
+    pieces = re.split(r"Compiling entry function '(\w+)'", log)[1:]
+    for name, text in zip(pieces[::2], pieces[1::2], strict=True):
+        stack, stores, loads = map(int, re.search(_SPILLS, text).groups())
+        registers = int(re.search(r"Used (\d+) registers", text).group(1))
+        shared = re.search(r"(\d+) bytes smem", text)
+        found[name] = Resources(registers, stores + loads, stack, int(shared.group(1)) if shared else 0)
+    return found
 
 
 @pytest.mark.parametrize("element, source", [("float", "__nv_bfloat16"), ("__nv_bfloat16", "float")])

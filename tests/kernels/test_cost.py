@@ -101,7 +101,7 @@ def arguments_of(name, call, element="float32"):
 
 def test_there_is_a_call_of_every_kernel():
     functions = set()
-    for name in cpu.__all__:
+    for name in (name for name, value in vars(cpu).items() if inspect.ismodule(value) and name[0] != "_"):
         for function, found in vars(getattr(cpu, name)).items():
             own = inspect.isfunction(found) and found.__module__ == f"shardrt.kernels.cpu.{name}"
             if own and not function.startswith("_"):
