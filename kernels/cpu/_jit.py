@@ -100,7 +100,7 @@ def _float_of_bits(typing_context, bits):
 
 @intrinsic
 def larger(typing_context, a, b):
-    """The larger of two floats, or one of them if one is nan. Unlike max(), a loop of these becomes vectors."""
+    """The larger of two floats; one of them if one is nan. Unlike max(), a loop of these becomes vectors."""
 
     def generate(context, builder, signature, arguments):
         flags = ("nnan", "nsz")
