@@ -1,6 +1,6 @@
 """The tests, the quick ones, or all: `python -m tests [--quick | --rest] [-n JOBS] [pytest's own arguments]`.
 
-First those that may run beside others, JOBS at a time, then those for a GPU, on one in software. (`make gpu`
+First those that may run beside others, JOBS at a time, then those for a GPU, on the GPU emulator. (`make gpu`
 runs them on a GPU, `make hosts` more on several hosts.) Then those whose jobs must end in time and mostly
 wait, two at a time, and those that measure time, one after the other. Last, some of them as on a processor
 with shorter vectors (`make processors` runs all numerical tests in each class of processor).
@@ -66,7 +66,7 @@ def files_with(mark: str, others: list[str]) -> list[str]:
 
 
 def software() -> list[str]:
-    """Arguments for tests for a GPU on the one in software.
+    """Arguments for tests for a GPU on the GPU emulator.
 
     `make softgpu` has those of processes, of training and of captured steps, too, where tests/softgpu trains
     the same features, and all cases of kernels.

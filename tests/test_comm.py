@@ -321,7 +321,7 @@ def test_cuda_without_cupy_is_one_clear_error(monkeypatch):
 
 
 def test_cuda_without_a_gpu_is_one_clear_error():
-    """In a process of its own: in this one tests may have put a GPU in software below CuPy."""
+    """In a process of its own: in this one tests may have put the GPU emulator below CuPy."""
     if importlib.util.find_spec("cupy") is None or cuda.count():
         pytest.skip("no CuPy, or a GPU")
     program = "from shardrt.comm import init_device_mesh; init_device_mesh('cuda')"

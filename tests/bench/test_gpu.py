@@ -1,5 +1,5 @@
 """The benchmarks for a GPU, as far as they can be had without one: their tables, their processes, and every
-measurement at a tiny size on the GPU in software, so that a machine is not lent for a typo.
+measurement at a tiny size on the GPU emulator, so that a machine is not lent for a typo.
 """
 
 import ctypes
@@ -664,7 +664,7 @@ def test_without_a_gpu_there_is_one_clear_line():
     assert done.returncode == 2 and "no GPU" in done.stdout and not done.stderr
 
 
-# -- the measurements, on the GPU in software
+# -- the measurements, on the GPU emulator
 
 
 @pytest.fixture

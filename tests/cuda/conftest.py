@@ -1,4 +1,4 @@
-"""What tests of the CUDA device share: kernels on arrays of NumPy, and a GPU in software."""
+"""What tests of the CUDA device share: kernels on arrays of NumPy, and the GPU emulator."""
 
 import shutil
 

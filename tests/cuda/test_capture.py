@@ -1,4 +1,4 @@
-"""Work captured in a CUDA graph, on the GPU in software: what is replayed, what not."""
+"""Work captured in a CUDA graph, on the GPU emulator: what is replayed, what not."""
 
 import numpy as np
 import pytest

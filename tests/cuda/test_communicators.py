@@ -1,4 +1,4 @@
-"""Communicators of device arrays: the results of the contract, to the bit, on the GPU in software."""
+"""Communicators of device arrays: the results of the contract, to the bit, on the GPU emulator."""
 
 from itertools import product
 

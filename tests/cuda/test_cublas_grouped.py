@@ -26,7 +26,7 @@ class Record(ctypes.Structure):
 
 @pytest.fixture
 def cublas(gpu, gpu_kernels):
-    """The stand-in, whose products run in the streams of the GPU in software."""
+    """The stand-in, whose products run in the streams of the GPU emulator."""
     library = gpu_kernels._cublas_grouped._library
     gpu_kernels._cublas_grouped._refused.clear()
     yield library

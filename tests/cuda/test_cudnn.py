@@ -521,7 +521,7 @@ def test_a_fixed_order_takes_memory_for_the_weights_only_where_cudnn_writes_them
 
 @pytest.fixture
 def backend(software, gpu, without_cudnn, monkeypatch):
-    """A backend on the GPU in software, where graphs run late; it finds the stand-in."""
+    """A backend on the GPU emulator, where graphs run late; it finds the stand-in."""
 
     def issue(stream, work):
         software.issue("cudnn", stream, Work(work))

@@ -1,4 +1,4 @@
-"""How kernels are launched through CuPy, on the GPU in software. That they compute, tests/gpu says."""
+"""How kernels are launched through CuPy, on the GPU emulator. That they compute, tests/gpu says."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""The functions made of array operations, by CuPy on the GPU in software: it takes no array of the host."""
+"""The functions made of array operations, by CuPy on the GPU emulator: it takes no array of the host."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A Llama on the GPU in software: read from files, trained in chunks, continued; as on the CPU."""
+"""A Llama on the GPU emulator: read from files, trained in chunks, continued; as on the CPU."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Experts on the GPU in software, by CuPy and the kernels of CUDA: as on the CPU."""
+"""Experts on the GPU emulator, by CuPy and the kernels of CUDA: as on the CPU."""
 
 import pytest
 

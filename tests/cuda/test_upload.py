@@ -10,7 +10,7 @@ cupy = pytest.importorskip("cupy")
 
 @pytest.fixture
 def uploads(gpu):
-    """To the GPU in software, where nothing is copied before somebody waits. `made`: sizes of its memory."""
+    """To the GPU emulator, where nothing is copied before somebody waits. `made`: sizes of its memory."""
 
     def pinned(nbytes):
         made.made.append(nbytes)

@@ -1,4 +1,4 @@
-"""RegNetY and ViT trained on the CUDA device, on the GPU in software, and on the CPU."""
+"""RegNetY and ViT trained on the CUDA device, on the GPU emulator, and on the CPU."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A vocabulary cut over ranks, by CUDA's kernels: emulated, and on the GPU in software with CuPy and NCCL."""
+"""A vocabulary cut over ranks, by CUDA's kernels: emulated, and on the GPU emulator with CuPy and NCCL."""
 
 import numpy as np
 import pytest

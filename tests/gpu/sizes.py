@@ -1,4 +1,4 @@
-"""How much the tests here compute: on a GPU as training, on the one in software what shows the same."""
+"""How much the tests here compute: on a GPU as training, on the GPU emulator what shows the same."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Whether the GPU in software can be had here. Imports nothing of it."""
+"""Whether the GPU emulator can be had here. Imports nothing of it."""
 
 import importlib.util
 import shutil

@@ -1,4 +1,4 @@
-"""NVRTC in software: CUDA C++ compiled for the processor, by g++ with tests/cuda/shim.h before it.
+"""NVRTC of the GPU emulator: CUDA C++ compiled for the processor, by g++ with tests/cuda/shim.h before it.
 
 The functions have the names of cupy_backends.cuda.libs.nvrtc and take their places. What they give in the
 place of a cubin names a library, which cuda.py loads.

@@ -1,4 +1,4 @@
-"""The GPU in software, for tests of training on it."""
+"""The GPU emulator, for tests of training on it."""
 
 from collections import Counter, defaultdict
 from threading import get_ident

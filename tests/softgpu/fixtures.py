@@ -1,4 +1,4 @@
-"""The GPU in software for tests that share a process with others: they import `software` and `gpu`.
+"""The GPU emulator for tests that share a process with others: they import `software` and `gpu`.
 
 To import this puts it below CuPy, for that must come before CuPy's own import.
 """

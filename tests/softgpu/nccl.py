@@ -1,4 +1,4 @@
-"""NCCL in software, for cupy.cuda.nccl: a collective is done when all ranks' streams are at it.
+"""NCCL of the GPU emulator, for cupy.cuda.nccl: a collective is done when all ranks' streams are at it.
 
 Ranks are threads, or processes. A rank whose stream has come to a call posts what it gives (rooms.py), and
 goes on when all have posted. As NCCL does, it matches the calls of a communicator by their number; ranks that

@@ -1,4 +1,4 @@
-"""All features of tests/fsdp/test_pairs.py and their pairs, trained on the GPU in software.
+"""All features of tests/fsdp/test_pairs.py and their pairs, trained on the GPU emulator.
 
 python -m tests.softgpu.pairs [--all] [-n JOBS]
 

@@ -1,4 +1,4 @@
-"""`pytest -p tests.softgpu.plugin tests/gpu`: the tests for a GPU, on the one in software.
+"""`pytest -p tests.softgpu.plugin tests/gpu`: the tests for a GPU, on the GPU emulator.
 
 Processes that they start by mpirun have it as well.
 """

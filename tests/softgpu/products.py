@@ -1,4 +1,4 @@
-"""cublasLt and cuBLAS in software, tests/cuda/fake_cublas*.c: products wait for their turn in a stream."""
+"""cublasLt and cuBLAS of the GPU emulator (tests/cuda/fake_cublas*.c): matmuls wait in a stream."""
 
 import ctypes
 from collections.abc import Callable

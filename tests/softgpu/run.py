@@ -1,4 +1,4 @@
-"""Runs a program on the GPU in software, each rank of mpirun as a process with a GPU of its own.
+"""Runs a program on the GPU emulator, each rank of mpirun as a process with a GPU of its own.
 
     mpirun -n 2 python -m tests.softgpu.run -m models.train --steps 3
     python -m tests.softgpu.run program.py

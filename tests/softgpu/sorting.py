@@ -1,4 +1,4 @@
-"""CuPy's sort and argsort, which call Thrust as compiled into CuPy, in software: in a stream, as NumPy.
+"""CuPy's sort and argsort, which call Thrust inside CuPy, for the GPU emulator: in a stream, as NumPy.
 
 The functions have the names of cupy.cuda.thrust and take their places.
 """

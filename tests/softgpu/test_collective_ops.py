@@ -1,4 +1,4 @@
-"""Collectives on the tape, on the GPU in software by NCCL's calls: both ways with the CPU's bits."""
+"""Collectives on the tape, on the GPU emulator by NCCL's calls: both ways with the CPU's bits."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""Sums over ranks on the GPU in software, NCCL's own and by the tree: in numbers, calls, waits, memory."""
+"""Sums over ranks on the GPU emulator, NCCL's own and by the tree: in numbers, calls, waits, memory."""
 
 from collections import Counter
 from itertools import product

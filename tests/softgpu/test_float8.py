@@ -1,4 +1,4 @@
-"""Linear layers in float8 over the GPU in software: training, captures, launches, and where it is refused."""
+"""Linear layers in float8 on the GPU emulator: training, captures, launches, and where it is refused."""
 
 import warnings
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a training step of GPT-2 asks of a GPU, counted on the GPU in software."""
+"""What a training step of GPT-2 asks of a GPU, counted on the GPU emulator."""
 
 from collections import Counter
 from dataclasses import replace

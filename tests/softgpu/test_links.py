@@ -1,4 +1,4 @@
-"""Links on the GPU in software: each way to carry messages, however late streams are."""
+"""Links on the GPU emulator: each way to carry messages, however late streams are."""
 
 from collections import Counter
 

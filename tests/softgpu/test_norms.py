@@ -1,4 +1,4 @@
-"""Clipping on several ranks of the GPU in software: where the norm is summed, who waits for it, its bits."""
+"""Clipping on several ranks of the GPU emulator: where the norm is summed, who waits for it, its bits."""
 
 from math import inf, isfinite, nan
 from threading import get_ident

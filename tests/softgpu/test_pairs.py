@@ -1,4 +1,4 @@
-"""Features and their pairs on the GPU in software: a part of `python -m tests.softgpu.pairs --all`."""
+"""Features and their pairs on the GPU emulator: a part of `python -m tests.softgpu.pairs --all`."""
 
 import json
 import subprocess

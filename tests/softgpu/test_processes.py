@@ -1,4 +1,4 @@
-"""Ranks that are processes with a GPU in software each: the training command, NCCL, CUDA IPC."""
+"""Ranks that are processes with the GPU emulator each: the training command, NCCL, CUDA IPC."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Stages of a pipeline on the GPU in software: the numbers of the CPU, in any order of streams."""
+"""Stages of a pipeline on the GPU emulator: the numbers of the CPU, in any order of streams."""
 
 import numpy as np
 import pytest

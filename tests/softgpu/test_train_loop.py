@@ -1,4 +1,4 @@
-"""The training command on the GPU in software: the update is launched before the host knows the norm."""
+"""The training command on the GPU emulator: the update is launched before the host knows the norm."""
 
 from dataclasses import replace
 from threading import get_ident

@@ -1,4 +1,4 @@
-"""Training on the installed CuPy, over the GPU in software: the numbers of the CPU, in any order of streams.
+"""Training on the installed CuPy, on the GPU emulator: the numbers of the CPU, in any order of streams.
 
 What a wait that is missing would do there, tests/softgpu/mutations.py shows.
 """
