@@ -44,7 +44,7 @@ class Gathers:
         if unit.state is State.GATHERING:
             for group in unit.groups:
                 self.streams.compute.wait(group.slot.ready)  # the all-gather has filled the slot
-        if unit.state not in (State.IN_USE, State.STALE):
+        if unit.state not in (State.IN_USE, State.STALE):  # backward of a kept loss reads the old values
             unit.move(State.IN_USE)
 
     def prefetch(self, upcoming: Iterable[Unit]) -> None:

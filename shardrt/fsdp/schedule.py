@@ -116,8 +116,8 @@ class Schedule:
                 continue
             if not group.has_unreduced_gradient:
                 self.gradients.open(group)
-            # A fixed tree has one leaf for the gradient of a micro-batch, so it must be reduced once: wait
-            # until the last forward in this backward has added its part.
+            # A fixed tree (options/fixed_tree.py) has one place for each micro-batch's gradient, so it must be
+            # reduced once: wait until the last forward in this backward has added its part.
             waits = group.sharded_gradient.fixed_tree and self._comes_again(unit)
             if unit.choices.reduces and not waits:
                 self._reduce(unit, group)
@@ -136,7 +136,7 @@ class Schedule:
             return
         run.after_nodes(self._end_nodes)
         run.at_end(self._end_backward)
-        autograd.call_or_defer(self._begin_second_half, self._resets)
+        autograd.call_or_defer(self._begin_second_half, self._resets)  # at once unless deferred
         if run.deferred is not None or self.trained.changed:
             self.gradients.have_slots(own_slots=run.deferred is not None)
 
