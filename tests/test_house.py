@@ -216,7 +216,7 @@ OPTIONAL = (  # enters by shardrt/_backends.py or shardrt/fsdp/options
     *(f"shardrt.comm.{name}" for name in ("mesh", "thread", "mpi", "mpi_world", "contexts")),
     *(f"shardrt.comm.{name}" for name in ("calls", "counts", "notices", "outbox", "patience", "supervision")),
     *(f"shardrt.comm.{name}" for name in ("recording", "counter", "delay")),
-    *(f"shardrt.fsdp.{name}" for name in ("options", "memory", "scratch", "dry_run", "replicas", "trained")),
+    *(f"shardrt.fsdp.{name}" for name in ("options", "memory", "scratch", "dry_run", "replicas")),
 )
 
 

@@ -3,9 +3,9 @@
 With ranks [[0, 1], [2, 3]] and axes ("replicate", "shard"), rank 2 is in these slices:
 mesh["shard"] is [2, 3], where it is rank 0; mesh["replicate"] is [0, 2], where it is rank 1.
 
-A mesh makes one communicator for each role ("gather", "reduce", "control", "used"), so that gathers never
-queue behind reductions. It does not know what is sharded along which axis. mesh.py has DeviceMesh, the mesh
-that users make, with flat and folded axes.
+A mesh makes one communicator for each role ("gather", "reduce", "copies", "control", "used"), so that gathers
+never queue behind reductions. It does not know what is sharded along which axis. mesh.py has DeviceMesh, the
+mesh that users make, with flat and folded axes.
 """
 
 from collections.abc import Callable, Sequence

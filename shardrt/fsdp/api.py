@@ -1,7 +1,7 @@
 """fully_shard: marks a module as a unit of fully sharded data parallelism.
 
-The model stays the same object with the same parameter names. The call is that of PyTorch's FSDP2. (Zhao et
-al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023.)
+The model stays the same object with the same parameter names. The call is modelled on PyTorch's FSDP2. (Zhao
+et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023.)
 """
 
 from collections.abc import Callable, Iterable, Sequence

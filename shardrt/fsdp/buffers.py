@@ -1,4 +1,4 @@
-"""Plans all memory of a model except activations, before any of it is allocated.
+"""Plans the buffers of all groups before any is allocated: shards, slots, gradients.
 
 `plan` gives a Spec for each role of each group. setup.py allocates exactly these buffers, and memory.py adds
 them up. Groups share slots if their units are gathered one after the other. A unit that stays gathered while
@@ -110,6 +110,7 @@ def _add_unshared(roles: dict[str, Spec], path: GradientPath, inputs: PlanInputs
     group, layout = path.group, path.layout
     offloaded, dtype = group.offloaded, group.key.dtype
     if in_slot(group, layout, inputs):
+        # The slot's own role is "shard": in memory plans it counts as sharded parameters.
         roles["gathered"] = Spec("shard", layout.total, dtype, shared_by=ranks_sharing(group, layout, inputs))
     else:
         roles["shard"] = Spec("shard", layout.shard_size, dtype, host=offloaded.parameters)

@@ -12,7 +12,7 @@ from shardrt.nn.module import Module
 # Checks of options. Each raises ValueError for units that the option does not support.
 UNIT_CHECKS: list[Callable[[list[Unit]], None]] = []
 GROUP_CHECKS: list[Callable[[list[Unit], Iterable[ProcessGroups]], None]] = []
-# The first collectives of a schedule: if ranks differ, later ones would hang or exchange wrong data.
+# Compare ranks before the first gather: if they differ, later collectives would hang or exchange wrong data.
 RANK_CHECKS: list[Callable[[Schedule, list[Unit]], None]] = []
 
 

@@ -2,7 +2,7 @@
 
 The schedule decides when to call it. Steps in brackets depend on the group:
 
-    [compute type -> 16 bits] -> reduce-scatter -> [copies: reduce-scatter, all-gather]
+    [float32 -> 16 bits] -> reduce-scatter -> [copies: reduce-scatter, all-gather]
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ def reduce_scatter(
 ) -> None:
     """out = (out if `accumulate`) + scale * this rank's shard of the sum over all ranks.
 
-    The result is bitwise identical for every strategy. With copies, shards are first summed within a shard
-    group, then over the ranks that hold copies. `scale` is applied once, in float32, to the sum over all
+    With copies, shards are first summed within a shard group, then over the ranks that hold copies (see
+    `sum_over_ranks` for the bits). `scale` is applied once, in float32, to the sum over all
     ranks.
 
     full: the gradients, a part of `slot`. It may be overwritten.
@@ -44,7 +44,7 @@ def reduce_scatter(
 
 
 def wire_of(group: ParameterGroup) -> Array:
-    """The 16-bit gradient buffer. All groups share it: only the reduce stream uses it, in order."""
+    """The 16-bit gradient buffer (options/low_precision.py). Only the reduce stream uses it, in order."""
     return group.arenas["reduce_wire"].slots[0].array
 
 

@@ -102,7 +102,7 @@ class ForwardPass:
             self._needed[unit] = route.gives_gradients = needed
         then = [PreBackward(unit, self.record)] if needed else []
         route.nodes += then
-        ends = self.depth == 1 and not route.replay  # the whole forward
+        ends = self.depth == 1 and not route.replay  # the whole forward: its Exit runs every PreBackward
         outputs = mark(unit, outputs, self._what_backward_needs() if ends else then)
         self._entered.pop()
         self._done[unit].add(id(module))

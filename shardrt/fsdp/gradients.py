@@ -86,7 +86,7 @@ class Gradients:
         summed.issued(group.trained)
         self._reduced.append(group)
         # This rank knows that the gradient exists if this backward has written it, or it existed before.
-        # Otherwise `_ask` asks the other ranks at the end of backward.
+        # Otherwise `_ask` asks the other ranks at the end of backward; this waits for what it asked before.
         if group.finds_unused:
             summed.known_written = True  # the reduction itself carries the answer for each parameter
         elif group in self._wrote or not summed.wait_whether_written():

@@ -4,8 +4,8 @@ The parameters of a group share an element type. When they were sharded, all of 
 frozen: a frozen group needs no gradient memory and is never reduced. A parameter that is frozen or unfrozen
 later stays in its group (options/trained.py).
 
-A group holds arrays and knows where each parameter lies. The schedule decides when a group is gathered or
-reduced, and collectives.py moves the data. A group sees both only through `Runtime`.
+A group holds arrays and knows where each parameter lies. The schedule, which a group sees only as `Runtime`,
+decides when the group is gathered or reduced. Its transfer and its gradient path move the data.
 
 Shards are made when the model is built (setup.py), once the outermost unit is known. Until then an
 UnbuiltGroup stands in for the ParameterGroup.
@@ -241,7 +241,7 @@ class ParameterGroup(_Group):
         self.sharded_gradient.label = self.label
         self.sharded_gradient.ready = memory.device.new_event()
         self.memory = memory
-        self.gradient_path: GradientPath | None = None  # of the full gradients, once they have memory
+        self.gradient_path: GradientPath | None = None  # of the full gradients, if any are trained
         self.slot: Slot | None = None  # where the gathered parameters are, or will be
         self.views: tuple[Array, ...] = ()  # of the gathered parameters, while there is a slot
         self.full_views: tuple[Array, ...] | None = None  # whole float32 values, inside full_parameters

@@ -12,8 +12,9 @@ from shardrt.comm.single import SingleCommunicator
 class ProcessGroups:
     """The communicators of groups that are sharded alike.
 
-    gather, reduce, control: over the ranks that together hold one whole unit; one communicator per stream. If
-        modules were split before sharding, "whole" is this rank's part of the split.
+    gather, reduce, control: over the ranks that together hold one whole unit; one communicator per stream,
+        or one for all if a rank holds the whole unit. If modules were split before sharding, "whole" is this
+        rank's part of the split.
     replicate: over the ranks that add up sharded gradients, because they hold copies or their gradients are
         partial; None if there is only one such rank.
     whole_communicator: over the ranks that together hold the parameters as they were before the split.

@@ -1,4 +1,4 @@
-"""Roles: the purposes of buffers. The runtime has four; options add theirs to `ROLES`."""
+"""Roles: the purposes of buffers. These four are always there; options add theirs to `ROLES`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Role:
 
     category: in memory plans and traces.
     maker: the communicator that sends, and so allocates, the buffer; None: the device allocates it.
-    built: `setup.build` makes an arena for it.
+    built: `setup.build` makes an arena for it (shards and sharded gradients are buffers without one).
     gradient: only reductions use it, so it comes and goes with the trained parameters.
     """
 

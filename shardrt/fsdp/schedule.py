@@ -4,16 +4,17 @@
     backward   before_backward(k): wait for the gather of k, issue the gather of k-1, compute,
                after_backward(k): release k; complete(k): hand the gradients of k to the reduce stream
 
-There are three streams: compute, gather and reduce. Gather and reduce have a communicator each: on a shared
-one, every gather would queue behind a reduction. All decisions follow from the order of the program, never
-from the progress of a stream. So all ranks issue the same collectives in the same order.
+There are three streams: compute, gather and reduce (and two more with offload). Gather and reduce have a
+communicator each: on a shared one, every gather would queue behind a reduction. All decisions follow from the
+order of the program, never from the progress of a stream. So all ranks issue the same collectives in the same
+order.
 docs/fsdp.md walks through one step. This file drives backward; forward.py, gathers.py and gradients.py have
 the rest.
 
 A backward with `deferred` has two halves, and other forwards and backwards may run in between. Parameters are
 needed until the first half ends; gradients are complete when the second half ends. Therefore the schedule
-keeps no state of a single backward. `Unit.pending` has the nodes that are still to be reduced, and the open
-gradient paths of the groups have the gradients written so far.
+does not assume that one backward runs at a time. `Unit.pending` has the nodes that are still to be reduced,
+and the open gradient paths of the groups have the gradients written so far.
 """
 
 from collections.abc import Callable, Iterator
@@ -116,8 +117,8 @@ class Schedule:
                 continue
             if not group.has_unreduced_gradient:
                 self.gradients.open(group)
-            # A fixed tree (options/fixed_tree.py) has one place for each micro-batch's gradient, so it must be
-            # reduced once: wait until the last forward in this backward has added its part.
+            # A fixed tree (options/fixed_tree.py) has one place for each micro-batch's gradient, so that must
+            # be reduced once: wait until the last forward in this backward has added its part.
             waits = group.sharded_gradient.fixed_tree and self._comes_again(unit)
             if unit.choices.reduces and not waits:
                 self._reduce(unit, group)
@@ -174,7 +175,7 @@ class Schedule:
             self.gradients.notify_optimizer(group)
 
     def _end_nodes(self) -> None:
-        """Release all units: this backward reads no parameters any more."""
+        """Release units that are not kept: this backward reads no parameters any more."""
         self.gathers.drop_prefetched()
         # A unit is still gathered if it was gathered for a node that then received no gradient.
         self.gathers.finish_all(self.forward.entered, also_kept=True)

@@ -43,7 +43,7 @@ class Call:
 def calls_of(
     group: ParameterGroup, layout: Layout, ranks: ProcessGroups, inputs: PlanInputs
 ) -> Iterator[Call]:
-    """The collectives that collectives.py calls for the group in a step."""
+    """The collectives of transfer.py and collectives.py for the group in a step."""
     if ranks.size > 1:
         yield Call(ranks.gather, "all_gather", layout.total * dtypes.storage(group.key.param).itemsize)
     if not group.trainable:

@@ -1,8 +1,9 @@
 """ShardingStrategy: how parameters are cut over ranks, and how long they stay gathered.
 
 All strategies run the same schedule and differ only in the rules below. At one world size their results are
-bitwise identical. (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
-2020, section 5; Zhao et al., PyTorch FSDP, 2023, section 3.2.)
+bitwise identical if sums over ranks use the tree and the size of a hybrid's shard group is a power of two.
+(Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, section 5;
+Zhao et al., PyTorch FSDP, 2023, section 3.2.)
 """
 
 from dataclasses import dataclass

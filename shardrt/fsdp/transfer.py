@@ -62,7 +62,7 @@ class Transfer:
 
 
 class NoTransfer(Transfer):
-    """For a slot that is the shard itself, where no other rank has one: nothing is to be done."""
+    """For a slot that is the shard itself, of a unit that is not sharded: nothing is to be gathered."""
 
     def issue(self, slot: Slot, streams: Streams) -> None:
         """Issue nothing."""

@@ -25,7 +25,7 @@ class State(Enum):
     IN_USE = "gathered: forward or backward of the unit runs"
     WAITING = "gathered: forward may still call other modules of the unit; another unit may take the slot"
     KEPT = "gathered until backward, or as long as the strategy or the user wants"
-    STALE = "gathered, but the shards were written since; released when the next forward begins"
+    STALE = "gathered, but the shards were written since; never left for IN_USE"
 
 
 _MOVES = {
@@ -59,7 +59,7 @@ class Unit:
         self.data_ranks = composition.active.data_ranks(mine, settings.mesh)  # whose losses a gradient sums
         self.choices = choices or Choices(float(self.data_ranks))
         self.state = State.SHARDED
-        self.gathered = False  # ops may read the parameters now
+        self.gathered = False  # a slot has the parameters, and compute has waited for them
         # PostBackward nodes whose gradients are not complete yet.
         self.pending: weakref.WeakSet[Function] = weakref.WeakSet()
         self.schedule: Any = None  # the Schedule, once it is built (untyped: schedule.py imports this file)

@@ -1,4 +1,4 @@
-"""Optimizer: parameter groups over flat storages. The updates themselves are in sgd.py and adamw.py.
+"""Optimizer: parameter groups over flat storages. The updates themselves are in sgd.py, adamw.py and lion.py.
 
 An optimizer never sees a parameter's shape. Each storage (a sharded unit's, or one plain parameter's) is a
 flat 1-D array of which every group owns some ranges; one fused kernel pass updates all of them: here, or, for
@@ -64,7 +64,7 @@ class Optimizer:
     its group has then; step() only waits. Not together with anything that needs all gradients before the
     first update: clipping, GradScaler. Plain parameters are updated in step().
 
-    Parameters that are absent (nn/place.py) are left to the ranks that have them.
+    Parameters that are absent (nn/placement.py) are left to the ranks that have them.
     A parameter that is frozen has no state until it is trained. A subclass that `rounds` writes "rounded"
     of an Update too, where it is there.
 

@@ -128,7 +128,7 @@ class Slice:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """One call of an optimizer's kernel: Slice.arrays; float64 Slice.rows, on the host or where it runs.
+    """One kernel call: the arrays of a Slice; float64 Slice.rows, on the host or where it runs.
 
     kind: of the array "rounded", if there is one.
     """
