@@ -71,7 +71,7 @@ class _Package:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.package, name)
-        if isinstance(found, ModuleType) and name in self.package.__all__:
+        if isinstance(found, ModuleType) and not name.startswith("_"):
             found = self.__dict__[name] = _Module(self, found, name)
         return found
 

@@ -21,7 +21,7 @@ def test_every_element_is_held_by_exactly_one_rank(shapes, shards):
     for entry in layout.entries:
         held = []
         for rank in range(shards):
-            start, stop, part = layout.held(entry, rank)
+            start, stop, part = layout.in_shard(entry, rank)
             elements = [first + i for _, first, n in spans(part) for i in range(n)]
             assert 0 <= start <= stop <= layout.shard_size
             assert elements == [rank * layout.shard_size + i - entry.offset for i in range(start, stop)]

@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from bench.peers import torch_vit
+from bench.peers import torch_models
 
 
-class ViT(torch_vit.ViT):
+class ViT(torch_models.ViT):
     """Its head sees the class token, or the mean of all patches."""
 
     def __init__(self, config):
