@@ -265,9 +265,11 @@ def _train_on(ranks: int, make: Callable[[], nn.Module], **options: Any) -> Trai
     if ranks == 0:
         return train(seeded(make), **of_training)
 
-    def rank() -> Trained:
-        return train(*build(make, **options), **of_training)
-
-    found = thread.run(ranks, rank)
+    found = thread.run(ranks, _on_rank, make, options, of_training)
     losses = np.mean([each.losses for each in found], axis=0).tolist()
     return found[0]._replace(losses=losses)
+
+
+def _on_rank(make: Callable[[], nn.Module], options: dict[str, Any], of_training: dict[str, Any]) -> Trained:
+    """Not inside _train_on: on hosts (tests/hosts/plugin.py) it is sent to processes."""
+    return train(*build(make, **options), **of_training)
