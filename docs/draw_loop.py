@@ -1,6 +1,6 @@
 """Draws what FSDP does to one layer: the README's first picture.
 
-    python docs/draw_loop.py docs/loop.svg
+python docs/draw_loop.py docs/loop.svg
 """
 
 import sys
@@ -47,9 +47,7 @@ def picture() -> str:
         if column:
             arrow = 20 + (RANKS * (BOX + GAP) - GAP) / 2
             start = x - 175 + RANKS * BOX + (66 if STAGES[column - 1][0] == "compute" else 12)
-            parts.append(
-                f'<path d="M{start} {arrow}H{x - 14}m-5 -4l5 4l-5 4" fill="none" stroke="#333333"/>'
-            )
+            parts.append(f'<path d="M{start} {arrow}H{x - 14}m-5 -4l5 4l-5 4" fill="none" stroke="#333333"/>')
     parts.append("</svg>\n")
     return "\n".join(parts)
 

@@ -30,7 +30,7 @@ def record(
     """A line by the names of its columns; times in microseconds, bandwidths in 10^9 bytes per second.
 
     wrong: elements, of "ours" and "raw" where there is such a call; None where nothing was checked. seconds:
-    of a call, (ranks, rounds). over_ranks: chooses the one that is told. A rank's time is the median of its
+    of a call, (ranks, rounds). over_ranks: chooses the reported rank. A rank's time is the median of its
     rounds; `fastest` is the round that was disturbed least; of differences and ratios the median counts.
     """
     right = [who for who in wrong if not wrong[who]]

@@ -16,20 +16,9 @@ BATCH = lab.batches(1)[0]
 STRATEGIES = ["NO_SHARD", "SHARD_OPT", "FULL_SHARD"]
 
 
-class Outer(lab.Block):
-    """A unit with parameters of its own around another unit."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = lab.Block()
-
-    def forward(self, x):
-        return super().forward(self.inner(x))
-
-
 def four_blocks():
     model = lab.Skips(4)
-    model.blocks[0] = Outer()
+    model.blocks[0] = lab.Outer()
     return model
 
 

@@ -22,18 +22,6 @@ from tests import lab
 WIDTH = 7  # of lab.Block
 
 
-class Nested(nn.Module):
-    """A unit with parameters of its own around two others."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(lab.Block(), lab.Block())
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x):
-        return self.norm(x + self.inner(x))
-
-
 class Routed(nn.Module):
     """Calls its parts in the order of `route`; a part may be left out or called twice."""
 
@@ -52,7 +40,7 @@ class Routed(nn.Module):
 def program(seed):
     """Settings and steps, the same on every rank."""
     draw = random.Random(seed)
-    kinds = [draw.choice((lab.Block, Nested)) for _ in range(draw.randint(2, 4))]
+    kinds = [draw.choice((lab.Block, lab.Outer)) for _ in range(draw.randint(2, 4))]
     ranks, differ, inner = draw.choice((2, 2, 3, 4)), draw.random() < 0.5, draw.random() < 0.6
     hybrid = ("HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP") if ranks == 4 else ()
     settings = {"strategy": draw.choice(("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD", *hybrid))}
@@ -129,9 +117,11 @@ def made(kinds, recomputed):
 def on_ranks(kinds, ranks, inner, settings, recomputed, steps):
     model = made(kinds, recomputed)
     mesh = lab.mesh_for(settings["strategy"])
-    below = [block for part in model.parts for block in part.modules() if isinstance(block, lab.Block)]
-    for module in dict.fromkeys((*(below if inner else ()), *model.parts, model)):
-        fully_shard(module, mesh=mesh, **settings)
+    if inner:
+        lab.shard(model, mesh, **settings)
+    else:
+        for module in (*model.parts, model):
+            fully_shard(module, mesh=mesh, **settings)
     optimizer = optim.SGD(model.parameters(), lr=0.05)
     for number, (events, micro_batches) in enumerate(steps):
         for event, route, part in events:

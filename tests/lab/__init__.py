@@ -28,6 +28,7 @@ from tests.lab.nets import (
     Nested,
     Net,
     NeverCalled,
+    Outer,
     PartlyUsed,
     Skips,
     TiedInside,

@@ -16,6 +16,17 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
+class Outer(Block):
+    """A unit with parameters of its own around another unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x):
+        return super().forward(self.inner(x))
+
+
 class Net(nn.Module):
     """Embedding, blocks, norm, and a head tied to the embedding: parameters of the outermost unit."""
 

@@ -77,7 +77,7 @@ def at_once(item):
 
 @cache
 def excused():
-    """By site, the mutations that rows say nobody can miss."""
+    """By site, the mutations that rows call harmless."""
     found = defaultdict(list)
     for row in ROWS:
         for site in row["sites"]:

@@ -1,4 +1,4 @@
-"""Runs of a Llama with experts: their load is told, evaluation leaves balance out. Ranks: test_folds.py."""
+"""Runs of a Llama with experts: their load is reported; evaluation leaves balance out. See test_folds.py."""
 
 from dataclasses import replace
 from functools import partial
