@@ -138,8 +138,7 @@ class CUDADevice(Device):
         self.enter()
 
     def enter(self) -> None:
-        self._cupy.cuda.runtime.setDevice(self.index)
-        threads.has_gpu(self._cupy.cuda.runtime, self.index)
+        threads.choose(self._cupy.cuda.runtime, self.index)
         if not hasattr(self._here, "stream"):
             # Not the null stream, which can't be captured and waits implicitly for other streams.
             handle = self._cupy.cuda.Stream(non_blocking=True)
@@ -156,6 +155,7 @@ class CUDADevice(Device):
     @contextmanager
     def _chosen(self) -> Iterator[None]:
         """Inside a with block, this GPU is the current GPU of the thread."""
+        threads.enter()  # now, not in a garbage collection inside the block, which would change the GPU
         runtime = self._cupy.cuda.runtime
         before = runtime.getDevice()
         if before != self.index:

@@ -20,11 +20,16 @@ _here = _Here()
 _gpu: tuple[Any, int] | None = None  # CUDA's runtime, and a GPU on which this process has a context
 
 
-def has_gpu(runtime: Any, index: int) -> None:
-    """Note that this process has a context on GPU `index`, and that this thread has chosen it."""
+def choose(runtime: Any, index: int) -> None:
+    """Make GPU `index` the current one of this thread, and the one that `enter` chooses in later threads.
+
+    The thread counts as entered before the call: the garbage collector may run just after it and free pinned
+    memory, and `enter` would then replace GPU 0 by the last chosen GPU.
+    """
     global _gpu
-    _gpu = runtime, index
     _here.entered = True
+    runtime.setDevice(index)
+    _gpu = runtime, index
 
 
 def enter() -> None:

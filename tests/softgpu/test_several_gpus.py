@@ -248,3 +248,33 @@ def test_a_thread_that_has_chosen_its_gpu_by_cupy_stays_there(software):
         return found
 
     assert thread.run(1, rank) == [[1]]
+
+
+@pytest.mark.parametrize("name", ["setDevice", "getDevice"])
+def test_pinned_memory_that_is_collected_while_a_thread_chooses_gpu_0_changes_no_gpu(
+    software, monkeypatch, name
+):
+    """The collector may run after any step of Python, here after the GPU is chosen or asked for."""
+    runtime = cupy.cuda.runtime
+    last, here = device.get("cuda:2"), device.get("cuda:0")
+    last.enter()  # the GPU that a thread of the host takes
+    garbage, found, call = [last.pinned(8, np.float32)], [], getattr(runtime, name)
+
+    def then_collect(*args):
+        returned = call(*args)
+        garbage.clear()
+        return returned
+
+    def user():
+        monkeypatch.setattr(runtime, name, then_collect)
+        made = here.new_event() if name == "getDevice" else None
+        here.enter()
+        found.append((runtime.getDevice(), here.current_stream.handle.device_id, made))
+
+    thread_of_user = threading.Thread(target=user)
+    thread_of_user.start()
+    thread_of_user.join()
+    current, compute, made = found[0]
+    assert (current, compute) == (0, 0)
+    if made is not None:
+        assert software._event(made.handle.ptr).device == 0
