@@ -56,7 +56,7 @@ processors: $(FOR_TESTS) ## run the numerical tests in each class of x86-64 proc
 aarch64: ## train and run some tests on arm64, emulated, as root, in build/aarch64 (ARGS="tests/kernels ...")
 	tests/aarch64/run build/aarch64 $(ARGS)
 
-# Uses what is installed (GPU_PYTHON), in no environment of its own, and downloads nothing. See docs/gpu.md.
+# Uses what is installed (GPU_PYTHON), in no environment of its own, and downloads nothing. See docs/explanation/gpu.md.
 gpu: export PYTHONPATH := .$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu: ## test and measure on NVIDIA GPUs, in 9 minutes; again: go on (GPU_PYTHON=python3 OUT=runs/gpu)
 	$(GPU_PYTHON) -m bench.gpu --out $(OUT) $(ARGS)

@@ -1,7 +1,7 @@
 """Bytes that a rank receives in a step, and sends: counted at the communicators, and by the formula.
 
-The formulas are those of docs/strategies.md, with each unit's padding, and docs/tensor_parallel.md; and of
-a pipeline's stages.
+The formulas are those of docs/learn/strategies.md, with each unit's padding, and
+docs/explanation/tensor_parallel.md; and of a pipeline's stages.
 """
 
 from math import prod

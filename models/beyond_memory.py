@@ -4,8 +4,8 @@
     mpirun -n 4 python -m models.beyond_memory --unsharded    # the same without sharding: out of memory
     mpirun -n 4 python -m models.beyond_memory --in-memory    # no limit, nothing saved: for comparison
 
-States are parameters, gradients and AdamW's two moments: 16 bytes per parameter. docs/beyond_memory.md says
-which switch frees what. Linux only.
+States are parameters, gradients and AdamW's two moments: 16 bytes per parameter. docs/howto/fit_in_memory.md
+says which switch frees what. Linux only.
 """
 
 import argparse

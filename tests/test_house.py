@@ -138,7 +138,7 @@ def test_imports_go_down():
 
 
 def test_the_runtime_of_fsdp_knows_no_option():
-    """Not even lazily or for types: options enter at seams (docs/fsdp.md)."""
+    """Not even lazily or for types: options enter at seams (docs/explanation/schedule.md)."""
     for name in MODULES:
         if name.startswith("shardrt.fsdp.") and not name.startswith("shardrt.fsdp.options"):
             assert not [other for other in imports_of(name) if other.startswith("shardrt.fsdp.options")], name

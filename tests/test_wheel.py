@@ -120,7 +120,7 @@ def installed(wheel, tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_example_trains_outside_the_checkout_and_goes_on_at_another_number_of_ranks(installed):
-    program = shutil.copy(ROOT / "docs" / "examples" / "train_text.py", installed.folder)
+    program = shutil.copy(ROOT / "examples" / "train_text.py", installed.folder)
     text = installed.folder / "text"
     text.write_bytes(b"to be, or not to be, that is the question. " * 200)
     short = (program, text, "--context", "16", "--steps")

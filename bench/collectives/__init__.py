@@ -1,1 +1,1 @@
-"""Times collectives in the manner of nccl-tests; docs/measuring.md says how to use it."""
+"""Times collectives in the manner of nccl-tests; docs/howto/benchmarks.md says how to use it."""

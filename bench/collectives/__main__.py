@@ -4,7 +4,8 @@
     python -m bench.collectives -t 4 -d all -e 1M       # ranks as threads
     mpirun -n 4 python -m bench.collectives all_reduce -b 8 -e 128M -f 2      # nccl-tests' flags
 
-Exit code 1 where an element was wrong, 2 for options that make no sense. docs/measuring.md has the columns.
+Exit code 1 where an element was wrong, 2 for options that make no sense. docs/howto/benchmarks.md has the
+columns.
 """
 
 import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS

@@ -224,7 +224,8 @@ class RawMPI(Contestant):
 
 
 class RawNCCL(Contestant):
-    """cupy.cuda.nccl's calls, on the NCCL communicator of ours. Never run on a GPU yet (docs/status.md).
+    """cupy.cuda.nccl's calls, on the NCCL communicator of ours. Never run on a GPU yet
+    (docs/reference/status.md).
 
     gather, scatter and sendrecv are sends and receives in one group, as in nccl-tests.
     """

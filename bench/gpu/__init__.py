@@ -1,4 +1,5 @@
-"""Benchmarks on NVIDIA GPUs, each figure next to a ceiling or a peer of the same run (docs/gpu.md).
+"""Benchmarks on NVIDIA GPUs, each figure next to a ceiling or a peer of the same run
+(docs/explanation/gpu.md).
 
 `python -m bench.gpu`. Every section is a process of its own, so that none can take another down with it.
 """

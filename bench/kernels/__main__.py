@@ -4,8 +4,8 @@
     python -m bench.kernels --op attention,conv2d -o kernels.json
     python -m bench.kernels --device cuda --dtype bfloat16
 
-Exit code 1 where a result of ours was wrong, 2 for options that make no sense. docs/measuring.md has the
-columns.
+Exit code 1 where a result of ours was wrong, 2 for options that make no sense. docs/howto/benchmarks.md has
+the columns.
 """
 
 import shardrt  # isort: skip  before NumPy: it sets the threads of BLAS

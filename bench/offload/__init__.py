@@ -1,1 +1,2 @@
-"""Times what offload is made of: copies, streamed updates, spill to disk. docs/measuring.md explains it."""
+"""Times what offload is made of: copies, streamed updates, spill to disk. docs/howto/benchmarks.md explains
+it."""

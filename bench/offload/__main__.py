@@ -4,7 +4,7 @@
     python -m bench.offload copies disk --megabytes 1024 --blocks 1M,16M
 
 Each figure stands beside a ceiling measured in the same run. A machine without a GPU has the CPU device only.
-Exit code 1 where a check failed, 2 for options that make no sense. docs/measuring.md has the columns.
+Exit code 1 where a check failed, 2 for options that make no sense. docs/howto/benchmarks.md has the columns.
 """
 
 import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS

@@ -1,6 +1,6 @@
 """Launches kernels on a GPU through CuPy: the one file of this folder that needs one.
 
-Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU emulator.
+Never run on a GPU yet (docs/reference/status.md); tests run it on the real CuPy over a GPU emulator.
 """
 
 import ctypes
@@ -55,7 +55,8 @@ class CuPyBackend:
         """Run a kernel in CuPy's current stream."""
         if file == "philox" and cupy.cuda.get_current_stream().is_capturing():
             raise RuntimeError(
-                "random numbers made in a captured graph would be the same in every replay; see docs/gpu.md"
+                "random numbers made in a captured graph would be the same in every replay; see "
+                "docs/explanation/gpu.md"
             )
         key = file, defines, function
         kernel = self._functions.get(key)

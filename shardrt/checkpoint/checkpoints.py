@@ -3,7 +3,7 @@
     save      pieces -> a file per rank, hashed on the way -> manifest, last -> one rename
     restore   manifest -> for each piece of this rank the saved ranges that overlap it, in verified blocks
 
-docs/checkpoints.md has the guarantees for failures in between.
+docs/howto/checkpoints.md has the guarantees for failures in between.
 """
 
 import json
@@ -70,7 +70,7 @@ class CheckpointManager:
     The first save determines the pieces and the place: the model must be sharded by then.
     root: the folder; rank 0's value counts. kind: "shared": all ranks see this folder. "hosts": each host
     has its own folder there, with the files of its ranks. "objects": all see it, on a file system without
-    atomic rename. docs/checkpoints.md has the guarantees of each kind.
+    atomic rename. docs/howto/checkpoints.md has the guarantees of each kind.
     keep_last: how many of the newest stay; keep_every: multiples of that step stay forever (0: none).
     """
 

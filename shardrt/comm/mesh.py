@@ -42,7 +42,7 @@ def init_device_mesh(
         mesh_dim_names: a name per axis.
         communicator: the backend (see `comm.create` and `comm.for_device`).
         reduction: how NCCL sums over ranks. "nccl": by NCCL's own algorithm. "tree": by a fixed tree over
-            ranks, bitwise identical to all other backends. docs/gpu.md says what each promises.
+            ranks, bitwise identical to all other backends. docs/explanation/gpu.md says what each promises.
         wrap: called with each communicator that the mesh makes, to intercept its calls, such as
             CollectiveCounter.
         timeout: if not all ranks come here in so many seconds, this rank ends the job with exit code 124.

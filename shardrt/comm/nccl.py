@@ -4,9 +4,9 @@ There are two reductions. "nccl": NCCL's own reduce-scatter and all-reduce. It i
 ranks and needs no memory. NCCL sums in its own order, and in the type that it sends. "tree": ranks exchange
 slices (grouped sends and receives, the bytes of a ring's reduce-scatter), and our kernel sums them by the
 fixed tree over ranks. So it is bitwise identical to every other backend, and sums 16-bit types in float32.
-Its calls and memory grow with the number of ranks (docs/gpu.md).
+Its calls and memory grow with the number of ranks (docs/explanation/gpu.md).
 
-Never run on a GPU yet (docs/status.md); tests/softgpu runs it on the real CuPy over a GPU emulator.
+Never run on a GPU yet (docs/reference/status.md); tests/softgpu runs it on the real CuPy over a GPU emulator.
 """
 
 import ctypes

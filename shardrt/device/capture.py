@@ -1,11 +1,11 @@
-"""A piece of work captured in a CUDA graph, to be launched again as a whole (docs/gpu.md).
+"""A piece of work captured in a CUDA graph, to be launched again as a whole (docs/explanation/gpu.md).
 
 While a graph is captured nothing runs. All streams of the thread take part: they fork from the compute stream
 at the beginning and join it at the end, so that work in each of them is in the graph. Inside the graph a
 stream can wait only for points of the graph. Earlier points are reached, because the host waits for all
 streams first. A replay begins after all work that is then in the thread's streams.
 
-Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU emulator.
+Never run on a GPU yet (docs/reference/status.md); tests run it on the real CuPy over a GPU emulator.
 """
 
 import atexit
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-WHY = "nothing runs while a CUDA graph is captured; see docs/gpu.md"
+WHY = "nothing runs while a CUDA graph is captured; see docs/explanation/gpu.md"
 
 
 _graphs: "weakref.WeakSet[Graph]" = weakref.WeakSet()

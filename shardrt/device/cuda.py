@@ -4,7 +4,7 @@ When the last reference to a block dies, CuPy's pool lends it again to the strea
 does not know whether another stream still uses the block. So only the compute stream allocates from the pool.
 Shards, arenas and other arrays that several streams use are raw allocations, which live while referenced.
 
-Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU emulator.
+Never run on a GPU yet (docs/reference/status.md); tests run it on the real CuPy over a GPU emulator.
 """
 
 import ctypes
@@ -410,7 +410,7 @@ class CUDADevice(Device):
 
         Call the function once before, so that its kernels are compiled and its streams exist. Each replay
         repeats addresses, branches and numbers of the host as they are now, except numbers of optimizers and
-        dropout. Work on the host happens once, now. See docs/gpu.md.
+        dropout. Work on the host happens once, now. See docs/explanation/gpu.md.
 
         Raises RuntimeError if the function reads from the GPU, or waits for it.
         """

@@ -2,8 +2,8 @@
 
 Reading order: strategy, policy, api (fully_shard), unit, layout, process_groups, group (what a unit is),
 roles, buffers, setup (how a model is built). Then one step: boundary, schedule, plan, forward, gathers,
-transfer, nodes, gradients, gradient_path, whole_gradient, collectives, sharded_gradient. docs/fsdp.md follows
-the same order.
+transfer, nodes, gradients, gradient_path, whole_gradient, collectives, sharded_gradient.
+docs/explanation/schedule.md follows the same order.
 """
 
 from shardrt.fsdp.api import fully_shard

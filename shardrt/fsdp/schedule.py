@@ -8,8 +8,8 @@ There are three streams: compute, gather and reduce (and two more with offload).
 communicator each: on a shared one, every gather would queue behind a reduction. All decisions follow from the
 order of the program, never from the progress of a stream. So all ranks issue the same collectives in the same
 order.
-docs/fsdp.md walks through one step. This file drives backward; forward.py, gathers.py and gradients.py have
-the rest.
+docs/explanation/schedule.md walks through one step. This file drives backward; forward.py, gathers.py and
+gradients.py have the rest.
 
 A backward with `deferred` has two halves, and other forwards and backwards may run in between. Parameters are
 needed until the first half ends; gradients are complete when the second half ends. Therefore the schedule

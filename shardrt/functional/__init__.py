@@ -1,7 +1,7 @@
 """Ops on tensors, as functions. Import as `from shardrt import functional as F`.
 
 One file per family. Each op is a Function, forward and backward together, with the function that users call
-below it; or it is made of other ops. docs/functions.md lists them beside PyTorch's.
+below it; or it is made of other ops. docs/reference/functions.md lists them beside PyTorch's.
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
 """Names that a user of PyTorch looks for in torch, among functions or on a tensor, and finds elsewhere.
 
-docs/functions.md has all of them side by side; shardrt/nn/elsewhere.py has those of modules and optimizers.
+docs/reference/functions.md has all of them side by side; shardrt/nn/elsewhere.py has those of modules and
+optimizers.
 """
 
 import sys

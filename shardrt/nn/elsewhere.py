@@ -1,6 +1,7 @@
 """Names that a user of PyTorch looks for in nn, in optim and on their objects and finds elsewhere here.
 
-docs/from_pytorch.md has all of them side by side; shardrt/functional/elsewhere.py has those of functions.
+docs/howto/from_pytorch.md has all of them side by side; shardrt/functional/elsewhere.py has those of
+functions.
 """
 
 from shardrt.functional.elsewhere import missing, missing_from

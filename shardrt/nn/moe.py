@@ -1,6 +1,7 @@
 """Mixture of experts: a router sends each token to few of many MLPs, whose results are put together.
 
-(Shazeer et al., Outrageously Large Neural Networks, 2017; Lepikhin et al., GShard, 2020.) docs/experts.md has
+(Shazeer et al., Outrageously Large Neural Networks, 2017; Lepikhin et al., GShard, 2020.)
+docs/explanation/experts.md has
 the formulas. Between `F.dispatch` and `F.combine` there is one call, of `Experts`: a wrapper for experts on
 other ranks wraps that call.
 """

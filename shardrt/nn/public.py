@@ -532,7 +532,7 @@ def _warn_of_early_values(placed: Parameter | Module) -> None:
         if early is not None:
             warnings.warn(
                 f"parameter {each.name!r} was read or used when it was called {early!r}, and keeps that "
-                "name's initial values; put a module into its place first (docs/from_pytorch.md)",
+                "name's initial values; put a module into its place first (docs/howto/from_pytorch.md)",
                 stacklevel=4,
             )
             return

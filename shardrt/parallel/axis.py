@@ -119,7 +119,8 @@ class Axis:
         """The stream in which gradients are summed while a matmul for a weight runs; None: no such stream.
 
         Not where a call keeps the thread that makes it, as on the CPU: the stream would be a thread, which
-        takes the core that the matmul wants (3 to 19 % more of its time; docs/tensor_parallel.md).
+        takes the core that the matmul wants (3 to 19 % more of its time;
+        docs/explanation/tensor_parallel.md).
         """
         if self.communicator.keeps_host:
             return None

@@ -37,7 +37,8 @@ class ExpertParallel(Style):
 
     The ranks of the axis have different tokens: other samples, other parts of them by ContextParallel, or by
     TokenParallel. A plan with this style has no other; plans for those axes come before it or after it. All
-    that it does not name is left to fully_shard, along axes with the data of all ranks (docs/experts.md).
+    that it does not name is left to fully_shard, along axes with the data of all ranks
+    (docs/explanation/experts.md).
 
     planned: how many rows a memory plan gives each rank where nothing limits them, as a multiple of those in
     balance; at most all rows of all ranks. See most_rows. With a capacity the plan is exact.

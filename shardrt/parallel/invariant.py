@@ -24,7 +24,8 @@ def set_tensor_invariant(model: Module, parts: int = 4, *, plan: Mapping[str, St
     Call it on the outermost module, after parallelize_module and before the model is used; on one rank it
     takes a `plan` where parallelize_module was not called. Every matmul with a weight that the plan splits is
     then made in `parts` parts, by the same calls on any number of ranks, and sums over parts are added as
-    neighbours, (0 + 1) + (2 + 3). docs/determinism.md says what else must be the same, and what it costs. On
+    neighbours, (0 + 1) + (2 + 3). docs/explanation/determinism.md says what else must be the same, and what
+    it costs. On
     a GPU the process computes by deterministic algorithms from now on (shardrt.use_deterministic_algorithms).
 
     Raises ValueError for parts that are no power of two, are fewer than the ranks, or do not divide what is

@@ -23,7 +23,7 @@ class TokenParallel(Style):
     """An nn.MoE of which each rank has everything, for a part of the tokens.
 
     Nothing in it has its own style in the same plan. Its experts may also be split, by ExpertParallel
-    on an axis that is made of this one and of those of the data (docs/experts.md).
+    on an axis that is made of this one and of those of the data (docs/explanation/experts.md).
     """
 
     modules = (MoE,)

@@ -1,7 +1,8 @@
 """`python -m shardrt run -- mpirun ... --name NAME --resume auto`: restarts a command that fails.
 
 A job that lost a rank or a host, or that hung, continues from its newest complete checkpoint on the hosts
-that still answer. A job that would fail in the same way again ends with its exit code (docs/failures.md).
+that still answer. A job that would fail in the same way again ends with its exit code
+(docs/howto/failures.md).
 """
 
 import argparse

@@ -281,7 +281,7 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """Trainable low-rank matrices next to frozen layers, instead of all weights (docs/lora.md)."""
+    """Trainable low-rank matrices next to frozen layers, instead of all weights (docs/howto/lora.md)."""
 
     rank: int = 0  # of the matrices; 0 trains all weights
     alpha: float = 0.0  # their outputs are scaled by alpha / rank; 0 for 2 * rank

@@ -2,7 +2,7 @@
 
 A process per rank, a thread per stream, spans with the names of units, the slots of the arenas in use, and an
 arrow from the record of an event to the stream that waited for it: the device keeps what was waited for
-(shardrt.device.timeline), nothing is guessed from names. docs/watching.md shows how to read one.
+(shardrt.device.timeline), nothing is guessed from names. docs/howto/watch.md shows how to read one.
 """
 
 import json

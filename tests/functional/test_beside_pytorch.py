@@ -1,6 +1,7 @@
 """The functions that a port from PyTorch meets, against differences.
 
-They are the calls of test_positional.py, which holds them to PyTorch. docs/functions.md says what is where.
+They are the calls of test_positional.py, which holds them to PyTorch. docs/reference/functions.md says what
+is where.
 """
 
 import re
@@ -145,5 +146,5 @@ def test_what_does_not_fit_is_a_sentence(call, error, text):
 
 
 def test_the_page_of_functions_names_what_is_there():
-    named = set(re.findall(r"`F\.(\w+)`", (ROOT / "docs" / "functions.md").read_text()))
+    named = set(re.findall(r"`F\.(\w+)`", (ROOT / "docs" / "reference" / "functions.md").read_text()))
     assert len(named) > 60 and named <= set(F.__all__)

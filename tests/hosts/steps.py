@@ -24,7 +24,7 @@ from shardrt.simulate.script import record_of
 
 
 def expected(strategy: str, nbytes: int, hosts: int) -> float:
-    """Bytes that a host receives in a step: docs/clusters.md. nbytes: of parameters in float32."""
+    """Bytes that a host receives in a step: docs/howto/clusters.md. nbytes: of parameters in float32."""
     name, _, kind = strategy.partition("-")
     if name == "HYBRID_SHARD":  # a sum and a gather of what each rank of a host has
         return 2 * nbytes * (hosts - 1) / hosts

@@ -1,7 +1,8 @@
 """Simulated steps of large models: beside published ones, and what they take to record.
 
 Other systems have other kernels, so a source has one factor of how fast kernels are, from its first row; its
-other rows are held against it. The machine is a data sheet. docs/simulate.md has the rows of other sources.
+other rows are held against it. The machine is a data sheet. docs/howto/simulate.md has the rows of other
+sources.
 """
 
 import re

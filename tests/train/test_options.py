@@ -105,7 +105,7 @@ test_what_does_not_go_together_is_told_before_anything_is_written = jobs.one_lin
 
 
 def test_every_option_is_described_in_the_documents():
-    described = (ROOT / "docs" / "training.md").read_text()
+    described = (ROOT / "docs" / "howto" / "train.md").read_text()
     options = list(_flat(settings.plain(Config())))
     assert len(options) > 40
     assert [option for option in options if f"`{option}`" not in described] == []

@@ -66,7 +66,7 @@ def test_all_ranks_together_measure_every_held_out_image_once():
 
 
 def test_the_recipe_for_digits_learns_on_two_ranks(folder, capfd):
-    """A part of the recipe; docs/vision.md has the whole. (test_image_runs.py has a RegNet.)"""
+    """A part of the recipe; docs/howto/images.md has the whole. (test_image_runs.py has a RegNet.)"""
     pytest.importorskip("sklearn")
     recipe = train.parse(["--config", str(CONFIGS / "digits-vit.toml"), "--steps", "80", "--name", "x"])
     thread.run(2, launch, replace(recipe, report=replace(recipe.report, eval_interval=40)))

@@ -38,8 +38,8 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
     such ranks, and results depend on the size of a group.
 
     It costs log2(M / W) - 1 more sharded gradients and a reduction for each micro-batch.
-    docs/determinism.md lists what else must be equal. On a GPU, the process computes by deterministic
-    algorithms from now on (shardrt.use_deterministic_algorithms).
+    docs/explanation/determinism.md lists what else must be equal. On a GPU, the process computes by
+    deterministic algorithms from now on (shardrt.use_deterministic_algorithms).
 
     Args:
         module: the outermost module, after fully_shard and before its first use.
