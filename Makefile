@@ -31,7 +31,7 @@ help: ## list the targets
 
 setup: $(FOR_TRAINING) ## make .venv with what training needs (PYTHON=python3)
 
-train: $(FOR_TRAINING) ## train a GPT on NP=2 ranks (CONFIG=models/configs/default.toml ARGS="--steps 100 ...")
+train: $(FOR_TRAINING) ## train a small Llama on NP=2 ranks (CONFIG=models/configs/default.toml ARGS="--steps 100 ...")
 	$(BIN)/mpirun -n $(NP) $(BIN)/python -m models.train --config $(CONFIG) $(ARGS)
 
 # Nothing where it is there.

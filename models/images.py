@@ -252,6 +252,9 @@ class ImageClassification:
             view |= {"crop_size": size}
         return json.dumps(view, indent=2).encode()
 
+    def preview(self, model: nn.Module, run: RunLog) -> None:
+        """As Task: the evaluation's line is enough."""
+
     def close(self, model: nn.Module, run: RunLog) -> dict[str, Any]:
         """As Task: says how many are right, and which images could not be read, as far as ranks met them."""
         own = [part.files[i] for part in (self.train, self.others) for i in part.skipped]

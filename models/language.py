@@ -295,26 +295,31 @@ class Language:
             files = side_files(tokenizer.parent, TOKENIZER_FILES) | {TOKENIZER: tokenizer.read_bytes()}
         known = {} if self.recipe.pretrained or end is None else {"bos_token_id": end, "eos_token_id": end}
         self.recipe.leave(model, run, files, **known)
+        with run.screen.moving():
+            made = self._write_sample(model, run, self.recipe.sample)
+        return {} if made is None else {"sample": made}
+
+    def preview(self, model: nn.Module, run: RunLog) -> None:
+        """As Task: a short text, if the settings ask for one."""
+        if length := self.recipe.sample.first:
+            self._write_sample(model, run, replace(self.recipe.sample, length=length))
+
+    def _write_sample(self, model: nn.Module, run: RunLog, sample: settings.SampleConfig) -> str | None:
+        """Print text that the model makes, and return it; None if the meaning of its tokens is unknown."""
         if self._words is None:
-            return {}
-        how = {"block_size": self.block_size, "seed": self.recipe.seed}
-        length = self.recipe.sample.length
+            return None
+
+        def show(done: int) -> None:
+            run.screen.show("writing a sample, tokens", done, sample.length, lines=True)
+
+        how = {"block_size": self.block_size, "seed": self.recipe.seed, "on_token": show}
         try:
-            with run.screen.moving():
-                made = generate(
-                    model,
-                    self.recipe.sample,
-                    self._words,
-                    **how,
-                    on_token=lambda done: run.screen.show(
-                        "writing a sample, tokens", done, length, lines=True
-                    ),
-                )
-        except BadTokens as error:  # a tokenizer that can't decode is no reason to lose the run's end
+            made = generate(model, sample, self._words, **how)
+        except BadTokens as error:  # a tokenizer that can't decode is no reason to end the run
             run.say(f"warning: no sample: {error}")
-            return {}
+            return None
         run.say(f"--- sample ---\n{made}\n--------------")
-        return {"sample": made}
+        return made
 
 
 def _active(module: nn.Module) -> float:

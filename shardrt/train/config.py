@@ -371,16 +371,17 @@ class ReportConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """The text that is generated at the end."""
+    """The text that is generated at the end, and a shorter one early."""
 
     prompt: str = "import "  # the beginning of the text
     length: int = 300  # bytes to generate; 0 for none
+    first: int = 0  # bytes to generate after the first evaluation; 0 for none
     temperature: float = 0.8  # 0 always takes the likeliest byte
     top_k: int = 40  # draw from this many likeliest bytes; 0 for all
     past_end: bool = False  # go on behind a token that ends a text
 
     def __post_init__(self) -> None:
-        for field in ("length", "temperature", "top_k"):
+        for field in ("length", "first", "temperature", "top_k"):
             _at_least(f"sample.{field}", getattr(self, field), 0)
         if not self.prompt:
             raise ValueError("sample.prompt must hold at least one byte")

@@ -74,6 +74,8 @@ def train(job: Job, first: int) -> None:
                 check_weights(job, done)
             if done % recipe.report.eval_interval == 0 or done == steps:
                 evaluate(job, done, recipe.report.evaluated(last=done == steps))
+                if done == recipe.report.eval_interval and done < steps:
+                    task.preview(job.model, job.run)
                 stopwatch.restart(done)
                 job.ranks.restart(done)
             copies.check(done, now=saves(job, done) or done == steps)

@@ -71,5 +71,8 @@ class Task(Protocol):
     def evaluation(self, figures: dict[str, float]) -> dict[str, float]:
         """The figures over all ranks, with those that follow from them, "held_out_loss" among them."""
 
+    def preview(self, model: Module, run: RunLog) -> None:
+        """Show the reader what the model can do after the first evaluation of a run. Collective."""
+
     def close(self, model: Module, run: RunLog) -> dict[str, Any]:
         """Use the trained model at the end; gives a record for the log. Collective."""

@@ -15,6 +15,7 @@ from shardrt.simulate.step import simulated
 
 RANKS = 16
 TINY = [
+    *("--architecture", "gpt", "--model.n-head", "4", "--model.vocab-size", "256"),
     *("--batch-size", "64", "--model.n-layer", "4", "--model.n-embd", "256", "--model.block-size", "64"),
     *("--steps", "2", "--data", "text.txt", "--sample.length", "0", "--parallel.cp", "1"),
 ]

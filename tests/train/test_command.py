@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from models import generate, train
@@ -99,6 +100,17 @@ def test_generate_writes_the_sample_again_from_the_checkpoint(runs, monkeypatch,
     monkeypatch.chdir(folder)
     generate.main(["runs/alone", "--length", "4"])
     assert capfd.readouterr() == (sample, "")
+
+
+@pytest.mark.mpi
+def test_a_sample_after_the_first_evaluation_changes_no_weight(runs):
+    folder, _ = runs
+    done = start("models.train", *arguments("--name", "early", "--sample.first", "2"), ranks=2, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    _, first, last = done.stdout.split("--- sample ---\n")
+    assert "held-out" in first and first.split("\n---")[0] in last
+    early, two = jobs.weights(folder, "early"), jobs.weights(folder, "two")
+    assert all(np.array_equal(early[name], two[name]) for name in two)
 
 
 @pytest.mark.parametrize("instructions", [True, False])

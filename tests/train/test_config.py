@@ -41,7 +41,7 @@ def test_runs_with_the_same_bits_on_all_ranks_have_sums_by_the_tree():
 
 
 def test_without_a_file_the_settings_are_those_of_the_default_one():
-    assert parse() == settings.load(Config, train.DEFAULT)
+    assert parse() == settings.load(train.LlamaRecipe, train.DEFAULT)
 
 
 def test_the_last_of_two_files_is_taken(file, tmp_path):
@@ -54,12 +54,12 @@ def test_the_last_of_two_files_is_taken(file, tmp_path):
 def test_the_command_line_takes_lists_names_and_truth_values():
     config = parse(
         *("--data", "a.txt", "b.txt", "--optimizer.betas", "0.8", "0.9"),
-        *("--fsdp.strategy", "SHARD_GRAD_OP", "--model.bias", "False"),
+        *("--fsdp.strategy", "SHARD_GRAD_OP", "--model.tied", "False"),
     )
     assert config.data == (Path("a.txt"), Path("b.txt"))
     assert config.optimizer.betas == (0.8, 0.9)
     assert config.fsdp.strategy is ShardingStrategy.SHARD_GRAD_OP
-    assert config.model.bias is False
+    assert config.model.tied is False
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -122,7 +122,7 @@ def test_what_is_wrong_in_a_file_is_told_with_the_file_and_the_key(file, text, m
         (["--config"], "--config"),
         (["--fsdp.strategy", "HALF"], "'HALF' for argument '--fsdp.strategy'"),
         (["--fsdp.prefetch", "-1"], "fsdp.prefetch must be at least 0, got -1"),
-        (["--model.n-embd", "10", "--model.n-head", "3"], "model: n_embd must be a multiple of n_head"),
+        (["--model.n-embd", "10", "--model.n-head", "3"], "model: n_embd must be an even multiple of n_head"),
         (["--optimizer.betas", "0.9", "1"], "optimizer.betas must be in [0, 1)"),
         (["--optimizer.clip-norm", "0"], "optimizer.clip_norm must be positive, got 0"),
         (["--report.log-interval", "0"], "report.log_interval must be at least 1, got 0"),
