@@ -35,7 +35,7 @@ def device_of(samples: Iterable[Sample]) -> dict[str, Any]:
     products = [s for s in samples if s.name in PRODUCTS and s.flops]
     copies = [s for s in samples if s.name == COPY]
     if not products or not copies:
-        raise ValueError("device_of: without products and copies there are no peaks")
+        raise ValueError("device_of: peaks need measurements of matmuls and copies")
     peaks = {
         dtype: _fastest([s for s in products if s.dtype == dtype], "flops")
         for dtype in sorted({s.dtype for s in products})

@@ -45,7 +45,9 @@ def checkpoint(module: Module, policy: str = "full") -> Module:
     if policy not in POLICIES:
         raise ValueError(f"checkpoint: policy must be 'full' or 'matmul', got {policy!r}")
     if module.around(Recomputation) is not None:
-        raise ValueError(f"checkpoint: {module.name or type(module).__name__} is recomputed already")
+        raise ValueError(
+            f"checkpoint: it was called on {module.name or type(module).__name__} before; call it once"
+        )
     module.wrap_forward(Recomputation(policy))
     return module
 

@@ -257,7 +257,7 @@ class Function:
 
     def resume(self, kept: tuple[Array, ...], *args: Any) -> Any:
         """Set `self.saved` and return the result, in place of forward."""
-        raise NotImplementedError(f"{type(self).__name__} must define resume, since it is expensive")
+        raise NotImplementedError(f"{type(self).__name__} has expensive=True, so it must define resume")
 
     def backward(self, *dy: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} must define backward")

@@ -48,7 +48,7 @@ def open_regular(path: Path, limit: int | None = None) -> BinaryIO:
         if not stat.S_ISREG(found.st_mode):
             raise Refused(f"{path} is not a regular file")
         if limit is not None and found.st_size > limit:
-            raise Refused(f"{path}: {found.st_size} bytes are too many for this file, at most {limit}")
+            raise Refused(f"{path}: the file has {found.st_size} bytes; the limit is {limit}")
     except BaseException:
         os.close(descriptor)
         raise
@@ -60,7 +60,7 @@ def read_regular(path: Path, limit: int) -> bytes:
     with open_regular(path, limit) as file:
         data = file.read(limit + 1)  # files of /proc have no size
     if len(data) > limit:
-        raise Refused(f"{path}: more than {limit} bytes are too many for this file")
+        raise Refused(f"{path}: the file has more than {limit} bytes, the limit")
     return data
 
 
@@ -74,7 +74,7 @@ def strict_json(data: bytes | str, *, any_number: bool = False) -> Any:
     try:
         value = json.loads(data, object_pairs_hook=_once, parse_constant=constants)
     except RecursionError:
-        raise ValueError(f"it is nested more than {DEPTH} deep") from None
+        raise ValueError(f"nested more than {DEPTH} levels deep") from None
     level = [value]
     for _ in range(DEPTH):
         inside: list[Any] = []
@@ -84,11 +84,11 @@ def strict_json(data: bytes | str, *, any_number: bool = False) -> Any:
             elif isinstance(item, list):
                 inside.extend(item)
             elif isinstance(item, int | float) and not any_number and not abs(item) < _LARGEST:
-                raise ValueError("a number is too large")
+                raise ValueError("it has a number that is too large")
         if not inside:
             return value
         level = inside
-    raise ValueError(f"it is nested more than {DEPTH} deep")
+    raise ValueError(f"nested more than {DEPTH} levels deep")
 
 
 def natural(value: Any, below: int = 1 << 62) -> bool:
@@ -173,7 +173,7 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"{twice[:80]!r} stands there twice")
+        raise ValueError(f"duplicate key {twice[:80]!r}")
     return table
 
 
@@ -182,4 +182,4 @@ def _infinity(constant: str) -> float:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number")
+    raise ValueError(f"{constant} is not valid JSON")

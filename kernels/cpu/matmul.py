@@ -100,8 +100,9 @@ def ignores_place() -> bool:
             _by_blas(a_here.copy("K"), b_here.copy("K"), None, elsewhere, False)
             if not np.array_equal(as_it_lies, elsewhere):
                 warnings.warn(
-                    f"{described()} sums differently where a matrix lies elsewhere: gradients stay whole "
-                    "and parts of a cut weight are copied",
+                    f"{described()} sums in another order at other memory alignments: gradients are not "
+                    "split, "
+                    "and parts of a split weight are copied",
                     stacklevel=2,
                 )
                 return False

@@ -58,7 +58,7 @@ class CublasLt:
         """
         kind = PLAIN if bias is None else BIAS
         if not self._multiply(kind, a, b, out, accumulate, bias, None, None, varied):
-            raise NoSuchProduct("cublasLt computes this product by none of the algorithms that it proposed")
+            raise NoSuchProduct("cublasLt: none of the algorithms that it proposed can compute this matmul")
 
     def gemm_gelu(
         self, a: Array, b: Array, bias: Array | None, inner: Array, out: Array, apart: Apart
@@ -107,7 +107,7 @@ class CublasLt:
         """
         kind, float8 = PLAIN if bias is None else BIAS, (*kinds, *scales, fast)
         if not self._multiply(kind, a, b, out, accumulate, bias, None, None, float8=float8):
-            raise NoSuchProduct("cublasLt computes this float8 product by none of its algorithms")
+            raise NoSuchProduct("cublasLt: none of its algorithms can compute this float8 matmul")
 
     def _multiply(
         self,
@@ -167,7 +167,10 @@ class CublasLt:
         first, second, result = Matrix.of(b, of_b), Matrix.of(a, of_a), Matrix.of(out)
         if first is None or second is None or result is None or result.transposed:
             strides = (a.strides, b.strides, out.strides)
-            raise ValueError(f"gemm: a and b need a dense axis, out a dense last one; strides {strides}")
+            raise ValueError(
+                "gemm: a and b must have a contiguous axis, out a contiguous last axis; got strides "
+                f"{strides}"
+            )
         kind, accumulate = key[:2]
         batch = out.shape[0] if out.ndim == 3 else 1
         beside = None if vector is None else (ELEMENTS[vector.dtype.name], alignment(places[3]))

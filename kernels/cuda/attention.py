@@ -99,7 +99,7 @@ def _run(function: str, q: Array, rows: Array, args: tuple, *, tiles: int, own: 
 def _dim(width: int) -> str:
     """The width that the kernels are compiled for. Raises NotOnGPU for one that is too large."""
     if width > WIDEST:
-        raise NotOnGPU(f"attention: head_dim is at most {WIDEST} on CUDA, got {width}")
+        raise NotOnGPU(f"attention: head_dim must be at most {WIDEST} on CUDA, got {width}")
     return str(-(-width // 32) * 32)
 
 

@@ -24,7 +24,7 @@ def unpack(x: Array, out: Array, kind: str) -> None:
 def check_kind(kind: str) -> None:
     """Raise ValueError for a type that is not one of the two."""
     if kind not in ("bfloat16", "float16"):
-        raise ValueError(f"kind must be 'bfloat16' or 'float16', got {kind!r}")
+        raise ValueError(f"cast: kind must be 'bfloat16' or 'float16', got {kind!r}")
 
 
 def type_of(kind: str) -> np.dtype:

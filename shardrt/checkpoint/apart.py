@@ -165,7 +165,10 @@ def _receive(disk: Disk, path: Path, file: SavedFile, block: Callable[[int], byt
         for number, checksum in enumerate(file.blocks):
             data = block(number)
             if xxh3_128_hexdigest(data) != checksum:
-                raise Damaged(f"{path / file.name}: block {number} has changed on its way")
+                raise Damaged(
+                    f"{path / file.name}: block {number} was damaged on its way between hosts (wrong "
+                    "checksum)"
+                )
             disk.write(out, memoryview(data))
         disk.sync(out)
     finally:

@@ -88,10 +88,11 @@ class CheckpointManager:
     ) -> None:
         if keep_last < 1 or keep_every < 0:
             raise ValueError(
-                f"CheckpointManager: keep_last {keep_last} must be at least 1, keep_every {keep_every} 0"
+                "CheckpointManager: keep_last must be at least 1 and keep_every at least 0, got "
+                f"{keep_last} and {keep_every}"
             )
         if kind not in KINDS:
-            raise ValueError(f"CheckpointManager: kind {kind!r} is none of {', '.join(KINDS)}")
+            raise ValueError(f"CheckpointManager: kind must be one of {', '.join(KINDS)}, got {kind!r}")
         self.store = (ObjectStore if kind == "objects" else Store)(Path(root), disk)
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         self._control = mesh.communicator("control")
@@ -245,7 +246,10 @@ class CheckpointManager:
         self._pending = None
         self.last_saved = save.step
         if save.left is not None:  # the new checkpoint exists; an extra old checkpoint does no harm
-            warnings.warn(printable(f"an old checkpoint could not be removed: {save.left}"), stacklevel=3)
+            warnings.warn(
+                printable(f"CheckpointManager: an old checkpoint could not be removed: {save.left}"),
+                stacklevel=3,
+            )
         return save.folder.parent / self.store.name(save.step)
 
     @property
@@ -335,7 +339,7 @@ class CheckpointManager:
                 errors, _ = self._attempt(self._load, candidate, manifest, weights_only)
             if not errors:
                 for passed in refused if self._mesh.rank == 0 else ():
-                    warnings.warn(printable(f"passed over a checkpoint: {passed}"), stacklevel=2)
+                    warnings.warn(printable(f"restore: skipped a checkpoint: {passed}"), stacklevel=2)
                 return manifest.step, manifest.extra
             refused.append("; ".join(sorted({text.partition(": ")[2] for text in errors})))
         if refused:

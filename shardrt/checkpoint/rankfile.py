@@ -26,7 +26,7 @@ class NotFinite(ValueError):
 def kind_of(dtype: np.dtype) -> str:
     """safetensors' name of an element type. Raises TypeError for one that a checkpoint can't hold."""
     if dtype.name not in _NAMES:
-        raise TypeError(f"a checkpoint holds no elements of type {dtype}; it may have {', '.join(_NAMES)}")
+        raise TypeError(f"a checkpoint can't hold dtype {dtype}; supported: {', '.join(_NAMES)}")
     return _NAMES[dtype.name]
 
 
@@ -113,7 +113,7 @@ def check_finite(values: np.ndarray, kind: str, parameter: str) -> None:
     least, most = values.min(), values.max()  # nan wins in both
     if np.isnan(least) or (kind == PARAMETER and np.isinf([least, most]).any()):
         what = f"{parameter!r}" if kind == PARAMETER else f"{kind!r} of {parameter!r}"
-        raise NotFinite(f"{what} has values that are nan or infinite")
+        raise NotFinite(f"{what} has NaN or infinite values")
 
 
 class Reader:
@@ -131,7 +131,7 @@ class Reader:
         size = os.fstat(self._file).st_size
         if size != saved.bytes:
             self.close()
-            raise Damaged(f"{self.path}: it has {size} bytes, and {saved.bytes} were saved")
+            raise Damaged(f"{self.path}: the file has {size} bytes, but {saved.bytes} were saved")
 
     def read_into(self, target: np.ndarray, offset: int, what: str) -> None:
         """Fill a 1-D array with the bytes from `offset` on. `what`: the owner of the bytes, for messages."""

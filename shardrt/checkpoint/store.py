@@ -61,7 +61,7 @@ class Store:
             with suppress(FileNotFoundError):  # `shardrt ckpt prune` has just removed it
                 self.disk.rename(target, replaced)  # one rename can't exchange directories
         elif target.is_symlink() or target.exists():
-            raise FileExistsError(17, "Something that is no checkpoint has its name", str(target))
+            raise FileExistsError(17, "A file or folder that is no checkpoint has this name", str(target))
         try:
             self.disk.rename(temporary, target)
         except OSError:
@@ -75,7 +75,7 @@ class Store:
         """Write the manifest into the directory `path`, and read it back. Raises OSError, Damaged."""
         write_file(self.disk, path / MANIFEST, manifest.dump())
         if self.read(path, part) != manifest:
-            raise Damaged(f"{path / MANIFEST}: it reads back as something else than what was written")
+            raise Damaged(f"{path / MANIFEST}: reading it back gives other bytes than were written")
 
     def read(self, path: Path, part: bool = False) -> Manifest:
         """Call `read_manifest`."""
@@ -186,16 +186,16 @@ def read_manifest(path: Path, part: bool = False) -> Manifest:
     described = sum(other.stat().st_size for other in path.glob("rank-*") if other.is_file())
     size, most = file.stat().st_size, min(LARGEST, SMALL + described // 100)
     if size > most:
-        raise Damaged(f"{file}: it has {size} bytes, more than the manifest of {described} bytes can have")
+        raise Damaged(f"{file}: it has {size} bytes, more than a manifest of {described} bytes allows")
     manifest = Manifest.parse(file.read_bytes(), file)
     for saved in manifest.files:
         place = path / saved.name
         if part and not place.exists():
             continue
         if place.is_symlink() or not place.is_file():
-            raise Damaged(f"{place}: it is missing")
+            raise Damaged(f"{place}: the file is missing")
         if place.stat().st_size != saved.bytes:
-            raise Damaged(f"{place}: it has {place.stat().st_size} bytes, and {saved.bytes} were saved")
+            raise Damaged(f"{place}: the file has {place.stat().st_size} bytes, but {saved.bytes} were saved")
     return manifest
 
 

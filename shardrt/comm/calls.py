@@ -156,14 +156,14 @@ def _message(packed: bytes) -> str:
 
 def abandoned(rank: int) -> PeerFailed:
     """The error of a wait for a message after rank `rank` has closed its links."""
-    return PeerFailed(f"rank {rank} does not wait for messages any more: its links were closed")
+    return PeerFailed(f"rank {rank} receives no more messages: its links were closed")
 
 
 def left(gone: int, rank: int, collective: str) -> PeerFailed:
     """The error of `rank`, which waits in `collective` for rank `gone` whose program has ended."""
     return PeerFailed(
-        f"rank {gone} has left; rank {rank} waits for it in {collective}: all ranks must come to "
-        "the same calls, such as the forward of a sharded model or a save"
+        f"rank {gone} has ended, but rank {rank} waits for it in {collective}: all ranks must make "
+        "the same collective calls, such as the forward of a sharded model or a save"
     )
 
 

@@ -57,7 +57,10 @@ def create(mpi: MPI.Intracomm, node: int | None = None, names: Names | None = No
 
 def _plain(mpi: MPI.Intracomm, names: Names, reason: str | None) -> MPICommunicator:
     if reason is not None and mpi.rank == 0:
-        warnings.warn(f"communicator: plain MPI, ranks of a node share no memory: {reason}", stacklevel=3)
+        warnings.warn(
+            f"communicator: collectives use plain MPI, since ranks of a node can't share memory: {reason}",
+            stacklevel=3,
+        )
     return MPICommunicator(mpi, names)
 
 

@@ -70,9 +70,11 @@ class Links:
         links = sorted({(int(source), int(to), kind) for source, to, kind in needed})
         for source, to, kind in links:
             if source == to or not (0 <= source < mesh.size and 0 <= to < mesh.size):
-                raise ValueError(f"links: no link {kind!r} from rank {source} to {to} on {mesh!r}")
+                raise ValueError(f"links: link {kind!r} from rank {source} to {to} is impossible on {mesh!r}")
         if differ := objects.differing_ranks(mesh.communicator("control"), links):
-            raise ValueError(f"links: ranks {differ} of {mesh!r} need other links than rank 0; here {links}")
+            raise ValueError(
+                f"links: ranks {differ} of {mesh!r} passed other links than rank 0; this rank passed {links}"
+            )
         self._out: dict[tuple[str, int], _Outgoing] = {}
         self._in: dict[tuple[str, int], _Incoming] = {}
         for link in links:  # in the same order on all ranks, which avoids deadlock
@@ -263,7 +265,10 @@ class _Outgoing(_End):
             self._report(layout, tag)
             self.layouts[key] = layout
         elif layout != self.layouts[key]:
-            raise ValueError(f"send {tag}: {layout}, but with this key there was {self.layouts[key]} before")
+            raise ValueError(
+                f"send {tag}: shapes are {layout}, but were {self.layouts[key]} with this key; use another "
+                "key"
+            )
         for sent in self._kept:
             sent.delivered.check()
         while keep is not None and len(self._kept) >= keep:
@@ -325,7 +330,10 @@ class _Incoming(_End):
             self._posted[0][2] if self._posted else self._expected[0][1] if self._expected else "nothing"
         )
         if nearest != tag:
-            raise RuntimeError(f"receive {tag} from rank {source}: {nearest} was expected next")
+            raise RuntimeError(
+                f"receive {tag} from rank {source}: the next message is {nearest}; receive in the order of "
+                "expect"
+            )
         if not self._posted:
             key, _ = self._expected[0]
             if key not in self.layouts:
@@ -370,10 +378,15 @@ class _Incoming(_End):
     def finish(self) -> None:
         left = [tag for *_, tag in (*self._posted, *self._expected)]
         if left:
-            raise RuntimeError(f"{', '.join(left)} from rank {self.link[0]} expected, and not received")
+            raise RuntimeError(
+                f"links: messages {', '.join(left)} from rank {self.link[0]} were not received; call "
+                "receive for each"
+            )
         if self._held:
             held = ", ".join(self._held.values())
-            raise RuntimeError(f"{held} from rank {self.link[0]} received, and not freed")
+            raise RuntimeError(
+                f"links: messages {held} from rank {self.link[0]} were not freed; call free on each"
+            )
         for arena in self._outgrown:
             arena.drop()
         self._outgrown.clear()

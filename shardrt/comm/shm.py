@@ -269,7 +269,7 @@ class ShmCommunicator(MPICommunicator):
         place = self._segments.find(buffer)
         if place is not None and place.segment.shared:
             raise ValueError(
-                f"{call}: buffer comes from allocate(shared=True), one memory for all ranks, so their values "
+                f"{call}: buffer comes from allocate(shared=True), which all ranks share, so their values "
                 f"cannot differ; allocate it with shared=False"
             )
         return place

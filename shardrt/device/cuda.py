@@ -114,7 +114,7 @@ class CUDAStream(Stream):
 
     def synchronize(self) -> None:
         if self.graph is not None:
-            raise RuntimeError(f"stream {self.name!r} can't be waited for: {WHY}")
+            raise RuntimeError(f"the host can't wait for stream {self.name!r}: {WHY}")
         try:
             self.handle.synchronize()
         except RuntimeError as error:  # CUDARuntimeError: a kernel failed
@@ -248,9 +248,7 @@ class CUDADevice(Device):
             memory = self._memory(nbytes)
         if memory is None:
             free, _ = self._cupy.cuda.runtime.memGetInfo()
-            raise MemoryError(
-                f"no room for {nbytes} bytes on GPU {self.index}, of which {free} bytes are free"
-            )
+            raise MemoryError(f"GPU {self.index} has no room for {nbytes} bytes; {free} bytes are free")
         return self._cupy.cuda.MemoryPointer(memory, 0)
 
     def _memory(self, nbytes: int) -> Any | None:
@@ -329,7 +327,8 @@ class CUDADevice(Device):
         """
         if target.dtype != source.dtype or target.size != source.size:
             raise ValueError(
-                f"copy: target is {target.size} of {target.dtype}, source {source.size} of {source.dtype}"
+                f"copy: target has {target.size} elements of {target.dtype}, source {source.size} of "
+                f"{source.dtype}"
             )
         runtime, stream = self._cupy.cuda.runtime, self._cupy.cuda.get_current_stream()
         kind = runtime.memcpyDefault  # the addresses say where they are
@@ -416,9 +415,11 @@ class CUDADevice(Device):
         """
         compute = self.current_stream
         if compute.graph is not None:
-            raise RuntimeError("capture: another capture is going on in this thread")
+            raise RuntimeError("capture: another capture is active in this thread; end it first")
         if self._cupy.cuda.get_current_stream().ptr != compute.handle.ptr:
-            raise RuntimeError("capture: the current stream must be the compute stream")
+            raise RuntimeError(
+                "capture: the current stream must be the compute stream; leave `with stream` blocks first"
+            )
         graph = Graph(self._cupy, compute, self._here.sides, self.new_event)
         graph.capture(function)
         return graph
@@ -490,5 +491,5 @@ def _cupy(index: int) -> ModuleType:
     except Exception as error:  # CuPy's own kinds, or an ImportError where the driver is missing
         raise RuntimeError(f"device 'cuda' needs a GPU, and finds none ({error}); use 'cpu'") from error
     if index >= gpus:
-        raise RuntimeError(f"device 'cuda:{index}' is not there: this machine has {gpus} GPU(s)")
+        raise RuntimeError(f"device 'cuda:{index}' does not exist: this machine has {gpus} GPU(s)")
     return cupy

@@ -46,7 +46,9 @@ class SimulatedEvent(Event):
         self._device = device
 
     def done(self) -> bool:
-        raise RuntimeError("Event.done: what a program does must not depend on how far a stream is")
+        raise RuntimeError(
+            "Event.done: a simulated program must not depend on how far a stream is; wait for the event"
+        )
 
     def synchronize(self) -> None:
         if self.mark:
@@ -305,7 +307,8 @@ class SimulatedDevice(Device):
     def copy(self, target: Array, source: Array) -> None:
         if target.dtype != source.dtype or target.size != source.size:
             raise ValueError(
-                f"copy: target is {target.size} of {target.dtype}, source {source.size} of {source.dtype}"
+                f"copy: target has {target.size} elements of {target.dtype}, source {source.size} of "
+                f"{source.dtype}"
             )
         self.work("copy", (source,), (target,), nbytes=2 * target.nbytes)
 

@@ -298,7 +298,7 @@ def read(path: Path) -> Flight:
     except Refused as error:
         raise DamagedFlight(str(error)) from None
     if len(data) != _SIZE:
-        raise DamagedFlight(f"{path}: {len(data)} bytes, where a flight file has {_SIZE}")
+        raise DamagedFlight(f"{path}: a flight file has {_SIZE} bytes, got {len(data)}")
     magic, rank, size, pid, records, began, host, ahead = _HEADER.unpack_from(data, 0)
     whole = rank < size <= _MOST and _is_time(began) and abs(ahead) < 1e11
     if magic != _MAGIC or records != RECORDS or not whole:
@@ -306,11 +306,11 @@ def read(path: Path) -> Flight:
     found = [_record(data, place, ahead) for place in range(RECORDS)]
     ring = sorted((record for record in found if record), key=lambda record: record.number)
     if not ring:
-        raise DamagedFlight(f"{path}: holds no whole record")
+        raise DamagedFlight(f"{path}: the file has no complete record")
     ended_wall, ended = _ENDED.unpack_from(data, _ENDED_AT)
     beat = _BEAT.unpack_from(data, _BEAT_AT)
     if not all(map(_is_time, (ended_wall, *beat[:2]))):
-        raise DamagedFlight(f"{path}: holds times that are none")
+        raise DamagedFlight(f"{path}: the file has invalid times")
     monotonic, wall, resident = beat
     times = monotonic, wall - ahead, resident, ended_wall and ended_wall - ahead
     return Flight(rank, size, pid, _text(host), began, *times, _text(ended), tuple(ring))

@@ -40,7 +40,8 @@ def lock(directory: Path, patience: float | None = None) -> int:
                 holder = os.pread(file, 200, 0).decode(errors="replace")
                 named = f" ({holder})" if holder.isprintable() and holder else ""
                 raise Locked(
-                    f"{directory}: another job{named} is running it; stop it, or give another --name"
+                    f"{directory}: another job{named} is writing this run; stop that job, or pass another "
+                    "--name"
                 )
             time.sleep(0.05)
         _sign(file)
@@ -81,7 +82,8 @@ def _taken(file: int) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         warnings.warn(
-            f"the file system has no locks: see that no other job has this run ({error})", stacklevel=3
+            f"the file system has no locks: make sure that no other job writes this run ({error})",
+            stacklevel=3,
         )
     return True
 

@@ -392,7 +392,7 @@ def _ahead(mesh: DeviceMesh, hosts: Sequence[str]) -> float:
     off = {host: seconds - times[0] for host, seconds in zip(hosts, times, strict=True)}
     message = [f"{host} {seconds:+.0f} s" for host, seconds in off.items() if abs(seconds) > _CLOCKS]
     if message and mesh.rank == 0:
-        warnings.warn(f"clocks differ from that of {hosts[0]}: {', '.join(message)}", stacklevel=3)
+        warnings.warn(f"clocks differ from the clock of {hosts[0]}: {', '.join(message)}", stacklevel=3)
     return times[mesh.rank] - times[0]
 
 

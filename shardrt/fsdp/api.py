@@ -90,11 +90,13 @@ def fully_shard(
                 f"got {type(each).__name__}"
             )
         if unit_of(each) is not None:
-            raise ValueError(f"fully_shard: {each.name or type(each).__name__} is sharded already")
+            raise ValueError(
+                f"fully_shard: {each.name or type(each).__name__} is sharded already; call it once"
+            )
     if not modules:
         raise ValueError("fully_shard: the list of modules is empty")
     if len({*map(id, modules)}) < len(modules):
-        raise ValueError("fully_shard: the list of modules has a module twice")
+        raise ValueError("fully_shard: the list names one module twice")
     if not isinstance(reshard_after_forward, bool | None):
         raise TypeError(
             f"fully_shard: reshard_after_forward must be True, False or None, got {reshard_after_forward!r}"

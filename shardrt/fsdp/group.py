@@ -142,7 +142,7 @@ class _Group(Storage):
         wanted = frozenset(i for i, parameter in enumerate(self.parameters) if parameter.requires_grad)
         if wanted and not dtypes.floating(np.dtype(self.key.dtype)):
             name = self.parameters[min(wanted)].name
-            raise TypeError(f"parameter {name!r} is {self.key.dtype} and can't require a gradient")
+            raise TypeError(f"parameter {name!r} is {self.key.dtype}; only floats can require a gradient")
         return wanted | self.trained if on_tape or self.has_partial_gradient else wanted
 
     def train(self, positions: frozenset[int], finds_unused: bool) -> None:

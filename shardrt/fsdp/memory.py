@@ -178,10 +178,13 @@ def whole_of(call: str, model: Module) -> list[Unit]:
     units = found[0].schedule.units if found[0].schedule is not None else arranged(found[0])
     apart = [unit for unit in found if unit not in units]
     if apart and len(stages_of(model)) > 1:
-        raise ValueError(f"{call}: this rank has {len(stages_of(model))} stages; give it one of them")
+        raise ValueError(
+            f"{call}: this rank has {len(stages_of(model))} pipeline stages; pass one of them, not the model"
+        )
     if apart:
         raise ValueError(
-            f"{call}: unit {apart[0].label} is not inside {root_of(units).label}; call fully_shard on the "
+            f"{call}: unit {apart[0].label} is not inside unit {root_of(units).label}; call fully_shard on "
+            "the "
             "module around both as well"
         )
     return units

@@ -54,7 +54,7 @@ def _array_of(op: str, name: str, values: Any) -> np.ndarray:
     try:
         array = np.asarray(values)
     except ValueError as error:  # lists of several lengths
-        raise ValueError(f"{op}: {name} must be lists of equal lengths, or an array") from error
+        raise ValueError(f"{op}: {name} must be an array, or nested lists of equal lengths") from error
     return array if array.size else array.astype(np.int64)  # an empty list has no element type
 
 
@@ -67,7 +67,7 @@ def check_floats(op: str, **tensors: "Tensor | None") -> None:
     if len(kinds) != 1 or not _computed_in(*kinds):
         given = {name: t.value_dtype for name, t in tensors.items() if t is not None}
         text = ", ".join(f"{name} {dtype.name}" for name, dtype in given.items())
-        raise TypeError(f"{op}: all must be float32 or all float64, got {text}")
+        raise TypeError(f"{op}: all arguments must be float32 or all float64, got {text}")
 
 
 def _computed_in(dtype: np.dtype) -> bool:
@@ -83,7 +83,7 @@ def _check_range(op: str, name: str, array: np.ndarray, size: int, ignore: int |
     if wrong.any():
         place = tuple(int(i) for i in np.argwhere(wrong)[0])
         where = ", ".join(map(str, place))
-        raise ValueError(f"{op}: {name}[{where}] is {int(array[place])}, not in [0, {size})")
+        raise ValueError(f"{op}: {name}[{where}] must be in [0, {size}), got {int(array[place])}")
 
 
 def pair(op: str, name: str, value: Any, least: int) -> tuple[int, int]:

@@ -91,7 +91,9 @@ def scaled_dot_product_attention(
     batch, heads, time, head_dim = q.shape
     fits = k.ndim == 4 and k.shape[1] and k.shape[::3] == (batch, head_dim) and heads % k.shape[1] == 0
     if not fits or v.shape != k.shape or (is_causal and k.shape[2] != time):
-        raise ValueError(f"{op}: q {q.shape}, k {k.shape} and v {v.shape} do not fit (is_causal={is_causal})")
+        raise ValueError(
+            f"{op}: shapes of q {q.shape}, k {k.shape} and v {v.shape} do not match (is_causal={is_causal})"
+        )
     check_floats(op, q=q, k=k, v=v)
     return Attention.apply(q, k, v, bool(is_causal), _scale(scale, head_dim))
 

@@ -98,7 +98,7 @@ def batch_norm(
     if x.ndim < 2 or x.size < 1:
         raise ValueError(f"batch_norm: x must be (batch, channels, ...) and not empty, got {x.shape}")
     if not training and (running_mean is None or running_var is None):
-        raise ValueError("batch_norm: running_mean and running_var are needed where training is False")
+        raise ValueError("batch_norm: pass running_mean and running_var, or training=True")
     own = dtypes.exact(x.value_dtype) if weight is None else tensor(weight).value_dtype
     weight, bias, running_mean, running_var = (
         _filled(x.shape[1:2], own, value) if given is None else given
@@ -117,7 +117,7 @@ def batch_norm(
     check_floats("batch_norm", x=x, weight=weight, bias=bias)
     ranks = 1 if communicator is None else communicator.size
     if training and x.size // x.shape[1] * ranks < 2:
-        raise ValueError(f"batch_norm: training needs more than one number per channel, got x {x.shape}")
+        raise ValueError(f"batch_norm: training=True needs more than one value per channel, got x {x.shape}")
     communicator = communicator if ranks > 1 else None
     running = running_mean, running_var
     return BatchNorm.apply(x, weight, bias, running, bool(training), momentum, eps, communicator)

@@ -257,9 +257,11 @@ def exchange(x: "Tensor", communicator: Communicator, *, to: int | None, source:
     """
     for name, rank in (("to", to), ("source", source)):
         if rank is not None and not 0 <= rank < communicator.size:
-            raise ValueError(f"exchange: {name} is {rank}, but the ranks are 0 to {communicator.size - 1}")
+            raise ValueError(f"exchange: {name} must be a rank, 0 to {communicator.size - 1}, got {rank}")
     if (to == communicator.rank) != (source == communicator.rank):
-        raise ValueError(f"exchange: to is {to} and source {source}; both or neither can be this rank itself")
+        raise ValueError(
+            f"exchange: to and source must both be this rank or both be others, got {to} and {source}"
+        )
     return Exchange.apply(tensor(x), communicator, to, source)
 
 
@@ -373,7 +375,7 @@ def bits(x: Array) -> Array:
 
 def _axis(op: str, x: Any, axis: int) -> int:
     if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"{op}: axis {axis} is not one of x {x.shape}")
+        raise ValueError(f"{op}: axis {axis} does not exist in x {x.shape}")
     return axis % x.ndim
 
 
@@ -381,7 +383,7 @@ def _divided(op: str, x: Any, communicator: Communicator, axis: int) -> int:
     axis = _axis(op, x, axis)
     if x.shape[axis] % communicator.size:
         raise ValueError(
-            f"{op}: axis {axis} of x {x.shape} can't be cut into {communicator.size} equal parts"
+            f"{op}: axis {axis} of x {x.shape} must be divisible by the {communicator.size} ranks"
         )
     return axis
 

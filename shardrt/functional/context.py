@@ -34,7 +34,7 @@ def positions_of(time: int, rank: int, ranks: int) -> np.ndarray:
     """The places in a sequence of `time` of what a rank has of it, int64. ValueError if it can't be cut."""
     if time % (2 * ranks):
         raise ValueError(
-            f"context parallelism: {time} positions can't be cut into 2 equal chunks for each of {ranks} "
+            f"context parallelism: {time} positions can't be split into 2 equal chunks for each of {ranks} "
             f"ranks; take a multiple of {2 * ranks}"
         )
     each = time // (2 * ranks)
@@ -116,7 +116,7 @@ def context_attention(
     scale = check_packed("context_attention", qkv, heads, kv_heads, scale)
     if qkv.shape[1] % 2:
         raise ValueError(
-            f"context_attention: a rank has two equal chunks of time, got {qkv.shape[1]} positions"
+            f"context_attention: qkv must have an even number of positions, two chunks, got {qkv.shape[1]}"
         )
     starts = None if starts is None else asarray(starts)
     if starts is not None and starts.shape != qkv.shape[:2]:

@@ -83,7 +83,9 @@ def key_of_use() -> tuple[int, int, Array | None]:
         return seed, (call + use) % 2**64, None
     if "dropout" not in graph.kept:
         if random.rewound():
-            raise RuntimeError("dropout: a graph that makes a mask again must have made it first")
+            raise RuntimeError(
+                "dropout: this capture recomputes a forward that ran outside it; capture both together"
+            )
         graph.after_capture(partial(random.restore, random.state()))
         random.call_begins()
         place = here.numbers(lambda: np.array(random.upcoming(), np.uint64))

@@ -166,7 +166,7 @@ def clamp(x: Operand, low: Operand | None = None, high: Operand | None = None) -
     Raises ValueError without a bound; errors as `add`.
     """
     if low is None and high is None:
-        raise ValueError("clamp: low or high is needed")
+        raise ValueError("clamp: pass low, high or both")
     if any(isinstance(_operand(bound), Variable) for bound in (low, high) if bound is not None):
         x = x if low is None else maximum(x, low)
         return x if high is None else minimum(x, high)
@@ -199,7 +199,7 @@ def where(condition: Any, x: Operand, y: Operand) -> "Tensor":
     """
     condition = tensor(condition)
     if condition.dtype != np.bool_:
-        raise TypeError(f"where: condition must be booleans, as x > 0 gives them, got {condition.dtype}")
+        raise TypeError(f"where: condition must be boolean, such as x > 0, got {condition.dtype}")
     return Where.apply(condition.data, *_operands("where", x, y))
 
 

@@ -71,5 +71,5 @@ def embedding(
     if padding_idx is None:
         return y
     if not -weight.shape[0] <= padding_idx < weight.shape[0]:
-        raise ValueError(f"embedding: padding_idx {padding_idx} is no row of weight {weight.shape}")
+        raise ValueError(f"embedding: padding_idx must be a row of weight {weight.shape}, got {padding_idx}")
     return where((found != padding_idx % weight.shape[0])[..., None], y, y.detach())

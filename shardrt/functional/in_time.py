@@ -34,7 +34,7 @@ class InTime:
         each, rest = divmod(x.shape[-2], self.count)
         if rest:
             raise ValueError(
-                f"set_tensor_invariant: {x.shape[-2]} positions can't be cut into {self.count} equal parts"
+                f"set_tensor_invariant: {x.shape[-2]} positions can't be split into {self.count} equal parts"
             )
         return [(..., slice(i * each, (i + 1) * each), slice(None)) for i in range(self.count)]
 

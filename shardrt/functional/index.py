@@ -89,7 +89,9 @@ def masked_scatter(x: "Tensor", mask: Any, source: "Tensor") -> "Tensor":
     mask = np.broadcast_to(mask, x.shape)
     count = int(mask.sum())
     if source.size < count:
-        raise ValueError(f"masked_scatter: source has {source.size} elements for {count} places")
+        raise ValueError(
+            f"masked_scatter: source must have {count} elements, one for each True of mask, got {source.size}"
+        )
     if count == 0:
         return x
     order = np.cumsum(mask.reshape(-1)) - 1
@@ -146,7 +148,7 @@ def topk(
     x = tensor(x)
     (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
     if not 0 <= k <= x.shape[axis]:
-        raise ValueError(f"topk: k {k} of {x.shape[axis]} elements")
+        raise ValueError(f"topk: k must be 0 to {x.shape[axis]}, the size of axis {axis}, got {k}")
     order = argsort(x, axis, largest)[(slice(None),) * axis + (slice(k),)]
     return gather(x, axis, order), order
 
@@ -192,4 +194,6 @@ def _check_source(op: str, x: "Tensor", source: "Tensor", shape: tuple[int, ...]
     if source.shape != shape:
         raise ValueError(f"{op}: source must be {shape} for this index, got {source.shape}")
     if source.value_dtype != x.value_dtype:
-        raise TypeError(f"{op}: x {x.value_dtype.name} and source {source.value_dtype.name} differ")
+        raise TypeError(
+            f"{op}: x and source must have one dtype, got {x.value_dtype.name} and {source.value_dtype.name}"
+        )

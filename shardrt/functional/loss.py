@@ -88,7 +88,9 @@ def cross_entropy(
     check_floats("cross_entropy", logits=logits)
     targets = checked("cross_entropy", "logits", logits, logits.shape[-1:], targets, ignore_index, reduction)
     if inplace and logits.requires_grad and logits.is_leaf:
-        raise ValueError("cross_entropy: inplace would write the gradient over a leaf's values")
+        raise ValueError(
+            "cross_entropy: inplace=True would overwrite a leaf tensor with its gradient; pass inplace=False"
+        )
     deprecated("cross_entropy", size_average, reduce)
     if weight is not None or label_smoothing:
         return _smoothed(logits, targets, weight, ignore_index, reduction, label_smoothing)
@@ -247,7 +249,7 @@ def linear_cross_entropy(
     check_floats(op, x=x, weight=weight)
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{op}: x (..., inputs) needs weight (vocab, inputs), got {x.shape} and {weight.shape}"
+            f"{op}: x must be (..., inputs) and weight (vocab, inputs), got {x.shape} and {weight.shape}"
         )
     targets = checked(op, "x", x, weight.shape[:1], targets, ignore_index, reduction)
     if chunk < 0:

@@ -38,9 +38,11 @@ def matmul(x: "Tensor", y: "Tensor") -> "Tensor":
     x, y = tensor(x), tensor(y)
     check_floats("matmul", x=x, y=y)
     if x.ndim == 0 or y.ndim == 0:
-        raise ValueError(f"matmul: both must have at least one dimension, got {x.shape} and {y.shape}")
+        raise ValueError(f"matmul: x and y must have at least one dimension, got {x.shape} and {y.shape}")
     if x.shape[-1] != y.shape[max(0, y.ndim - 2)]:
-        raise ValueError(f"matmul: {x.shape} and {y.shape} do not fit: {x.shape[-1]} columns, other rows")
+        raise ValueError(
+            f"matmul: x {x.shape} has {x.shape[-1]} columns, which must be the number of rows of y {y.shape}"
+        )
     if x.ndim == 1:
         z = matmul(reshape(x, (1, *x.shape)), y)
         return reshape(z, z.shape[:-2] + z.shape[-1:] if y.ndim > 1 else ())

@@ -180,7 +180,7 @@ def _at_least_0(count: int) -> int:
 
 def _axes(axis: Axes, ndim: int) -> tuple[int, ...]:
     if isinstance(axis, bool):  # PyTorch's x.var(False), for one
-        raise TypeError(f"axis must be integers or None, got {axis}; name the argument that is meant")
+        raise TypeError(f"axis must be integers or None, got {axis}; pass other arguments by name")
     return tuple(range(ndim)) if axis is None else np.lib.array_utils.normalize_axis_tuple(axis, ndim)
 
 

@@ -36,5 +36,5 @@ def rotary(x: "Tensor", cos: Array, sin: Array, heads: int) -> "Tensor":
             f"and {sin.shape}"
         )
     if heads < 0 or heads * 2 * cos.shape[1] > x.shape[2]:
-        raise ValueError(f"rotary: {heads} heads of {2 * cos.shape[1]} do not fit into x {x.shape}")
+        raise ValueError(f"rotary: x {x.shape} is too narrow for {heads} heads of width {2 * cos.shape[1]}")
     return Rotary.apply(x, cos, sin, heads)

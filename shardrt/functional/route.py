@@ -161,7 +161,7 @@ def _add_gradients(x: Array, dy: Array, counts: Counts, weight: Variable) -> tup
         return (token,)
     if accumulate:
         raise RuntimeError(
-            "grouped_linear: a weight whose sums are made source by source can be used once in a backward"
+            "grouped_linear: with counts (sources, groups), a weight can be used once in a backward"
         )
     sources = _sources(counts)
 
@@ -246,7 +246,7 @@ def expert_order(
             f"expert_order: experts must be int64 (tokens, k), got {experts.dtype} {experts.shape}"
         )
     if capacity is not None and priority is None:
-        raise ValueError("expert_order: a capacity needs a priority, (tokens, k)")
+        raise ValueError("expert_order: capacity needs priority, of shape (tokens, k)")
     if capacity is not None and capacity < 0:
         raise ValueError(f"expert_order: capacity must be at least 0, got {capacity}")
     by = None if capacity is None else contiguous(tensor(priority).data)
@@ -269,7 +269,9 @@ def dispatch(x: "Tensor", order: ExpertOrder) -> "Tensor":
     """
     x = _matrix("dispatch", "x", x)
     if x.shape[0] != order.places.shape[0]:
-        raise ValueError(f"dispatch: x must have {order.places.shape[0]} tokens, got {x.shape[0]}")
+        raise ValueError(
+            f"dispatch: x must have {order.places.shape[0]} rows, one for each token, got {x.shape[0]}"
+        )
     return Dispatch.apply(x, order)
 
 

@@ -42,7 +42,7 @@ def squeeze(x: "Tensor", axis: int | Sequence[int] | None = None) -> "Tensor":
     axes = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
     for i in axes:
         if x.shape[i] != 1:
-            raise ValueError(f"squeeze: axis {i} has size {x.shape[i]}, not 1")
+            raise ValueError(f"squeeze: axis {i} must have size 1, got {x.shape[i]}")
     return reshape(x, [n for i, n in enumerate(x.shape) if i not in axes])
 
 
@@ -62,7 +62,7 @@ def flatten(x: "Tensor", first: int = 0, last: int = -1) -> "Tensor":
         return reshape(x, 1)
     first, last = np.lib.array_utils.normalize_axis_tuple((first, last), x.ndim, allow_duplicate=True)
     if first > last:
-        raise ValueError(f"flatten: axis {first} comes after axis {last}")
+        raise ValueError(f"flatten: the first axis must not come after the last, got {first} and {last}")
     return reshape(x, (*x.shape[:first], prod(x.shape[first : last + 1]), *x.shape[last + 1 :]))
 
 
@@ -114,7 +114,10 @@ def expand(x: "Tensor", shape: Sequence[int]) -> "Tensor":
     x = tensor(x)
     shape, added = tuple(shape), len(shape) - x.ndim
     if added < 0 or -1 in shape[:added]:
-        raise ValueError(f"expand: shape {shape} does not extend {x.shape}")
+        raise ValueError(
+            f"expand: x {x.shape} can't be expanded to {shape}; only axes of size 1 and new first axes can "
+            "grow"
+        )
     kept = (x.shape[i - added] if n == -1 else n for i, n in enumerate(shape))
     return Expand.apply(x, tuple(kept))
 
@@ -146,7 +149,10 @@ def repeat_interleave(x: "Tensor", counts: int | Sequence[int], axis: int | None
         x = expand(x, (*x.shape[: axis + 1], counts, *x.shape[axis + 2 :]))
         return reshape(x, (*x.shape[:axis], size * counts, *x.shape[axis + 2 :]))
     if len(counts) != size:
-        raise ValueError(f"repeat_interleave: {len(counts)} counts for {size} elements of axis {axis}")
+        raise ValueError(
+            f"repeat_interleave: counts must have {size} counts, one for each element of axis {axis}, got "
+            f"{len(counts)}"
+        )
     counts = counts.data if isinstance(counts, Variable) else np.asarray(counts)
     rows = np.repeat(np.arange(size), device.of(counts).to_numpy(counts))
     return getitem(x, (slice(None),) * axis + (asarray(rows),))
@@ -228,13 +234,17 @@ def concatenate(tensors: Sequence["Tensor"], axis: int = 0) -> "Tensor":
     """
     tensors = [tensor(x) for x in tensors]
     if not tensors:
-        raise ValueError("concatenate: at least one tensor is needed")
+        raise ValueError("concatenate: pass at least one tensor")
     if len({x.dtype for x in tensors}) > 1:
-        raise TypeError(f"concatenate: dtypes must be equal, got {[str(x.dtype) for x in tensors]}")
+        raise TypeError(
+            f"concatenate: all tensors must have one dtype, got {[str(x.dtype) for x in tensors]}"
+        )
     (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, tensors[0].ndim)
     others = {x.shape[:axis] + (-1,) + x.shape[axis + 1 :] for x in tensors}
     if len(others) > 1:
-        raise ValueError(f"concatenate: shapes {[x.shape for x in tensors]} differ beside axis {axis}")
+        raise ValueError(
+            f"concatenate: shapes must be equal except along axis {axis}, got {[x.shape for x in tensors]}"
+        )
     return Concatenate.apply(axis, *tensors)
 
 
@@ -264,7 +274,7 @@ def roll(x: "Tensor", shift: int | Sequence[int], axis: int | Sequence[int] | No
         return reshape(roll(reshape(x, -1), shift, 0), x.shape)
     shifts, axes = ((n,) if isinstance(n, int | np.integer) else tuple(n) for n in (shift, axis))
     if len(shifts) != len(axes):
-        raise ValueError(f"roll: {len(shifts)} shifts for {len(axes)} axes")
+        raise ValueError(f"roll: pass one shift for each axis, got {len(shifts)} shifts and {len(axes)} axes")
     for shift, axis in zip(shifts, axes, strict=True):
         (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
         shift %= x.shape[axis] or 1

@@ -155,10 +155,10 @@ def nll_loss(
     deprecated("nll_loss", size_average, reduce)
     x = floating(x)
     if x.ndim == 0:
-        raise ValueError("nll_loss: x needs an axis, the classes")
+        raise ValueError("nll_loss: x must have at least one dimension, got a scalar")
     index = indices("nll_loss", "targets", targets, x.shape[-1], ignore_index)
     if index.shape != x.shape[:-1]:
-        raise ValueError(f"nll_loss: x (..., classes) needs targets (...), got {x.shape} and {index.shape}")
+        raise ValueError(f"nll_loss: targets must be {x.shape[:-1]} for x {x.shape}, got {index.shape}")
     counted = index != ignore_index
     places = chosen(counted, index, 0, index.shape, index.dtype)
     picked = squeeze(gather(x, -1, places[..., None]), -1)

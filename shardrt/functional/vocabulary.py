@@ -180,7 +180,9 @@ def cross_entropy(
     targets = checked(op, "logits", logits, (part.vocab,), targets, ignore_index, reduction)
     _check_rows(op, "logits", logits, logits.shape[-1], part)
     if inplace and logits.requires_grad and logits.is_leaf:
-        raise ValueError(f"{op}: inplace would write the gradient over a leaf's values")
+        raise ValueError(
+            f"{op}: inplace=True would overwrite a leaf tensor with its gradient; pass inplace=False"
+        )
     return VocabularyCrossEntropy.apply(logits, targets, part, ignore_index, reduction, inplace)
 
 
@@ -364,7 +366,7 @@ def gather_logits(logits: "Tensor", part: VocabularyPart) -> "Tensor":
     op = "vocabulary.gather_logits"
     logits = tensor(logits)
     if logits.ndim == 0:
-        raise ValueError(f"{op}: logits need an axis, the vocabulary")
+        raise ValueError(f"{op}: logits must have at least one dimension, got a scalar")
     _check_rows(op, "logits", logits, logits.shape[-1], part)
     return GatherLogits.apply(logits, part)
 

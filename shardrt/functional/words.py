@@ -31,11 +31,11 @@ def _translated(name: str, given: dict[str, Any], words: dict[str, str], refused
         if word in refused:
             nothing, instead = refused[word]
             if value is not nothing and not (isinstance(value, float | bool) and value == nothing):
-                raise TypeError(f"{name}: {word} is not known; {instead}")
+                raise TypeError(f"{name}: unknown argument {word}; {instead}")
             continue
         own = words.get(word, word)
         if own in found or (own != word and own in given):
-            raise TypeError(f"{name}: {own} was given twice, once as {word}")
+            raise TypeError(f"{name}: {own} was passed twice, once as {word}")
         found[own] = value
     return found
 

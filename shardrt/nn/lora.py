@@ -62,7 +62,7 @@ def add_lora(
     layers = [module for path, module in model.named_modules() if _picked(path, module, targets)]
     if not layers:
         raise ValueError(
-            f"add_lora: targets {targets!r} pick no Linear of {type(model).__name__}{_there(model)}"
+            f"add_lora: targets {targets!r} match no Linear of {type(model).__name__}{_there(model)}"
         )
     for layer in layers:
         _check(layer, rank)
@@ -130,15 +130,23 @@ def _check(layer: Linear, rank: int) -> None:
     if is_adapted(layer):
         raise ValueError(f"add_lora: {layer.name} has an adapter already")
     if layer.weight.pipeline is not None:
-        raise ValueError(f"add_lora: {layer.name} has a stage already; call add_lora before pipeline_stages")
+        raise ValueError(
+            f"add_lora: {layer.name} is on a pipeline stage already; call add_lora before pipeline_stages"
+        )
     if not isinstance(layer.weight.storage, LocalStorage):
         raise ValueError(f"add_lora: {layer.name} is sharded already; call add_lora before fully_shard")
     if layer.weight.placement is not None:
-        raise ValueError(f"add_lora: {layer.name} is cut already; call add_lora before parallelize_module")
+        raise ValueError(f"add_lora: {layer.name} is split already; call add_lora before parallelize_module")
     if rank > min(layer.weight.shape):
-        raise ValueError(f"add_lora: rank {rank} is more than {layer.name} has, {layer.weight.shape}")
+        raise ValueError(
+            f"add_lora: rank must be at most the smaller size of {layer.name} {layer.weight.shape}, got "
+            f"{rank}"
+        )
     if type(layer).forward is not Linear.forward:
-        raise ValueError(f"add_lora: {layer.name} is a {type(layer).__name__} with a forward of its own")
+        raise ValueError(
+            f"add_lora: {layer.name} is a {type(layer).__name__} with its own forward, which an adapter "
+            "would not see"
+        )
 
 
 def _adapt(layer: Linear, rank: int, scale: float, dropout: float) -> None:

@@ -65,7 +65,10 @@ class Router(Module):
         """
         place = self.weight.pipeline
         if place is not None and place.mesh.root is mesh.root and overlap(place.axes, mesh.axes):
-            raise ValueError(f"balance_over: ranks of {mesh!r} have other stages than that of {self.name!r}")
+            raise ValueError(
+                f"balance_over: {self.name!r} is on one pipeline stage, but {mesh!r} has ranks of other "
+                "stages"
+            )
         if mesh.size > 1:
             self.balance_mesh = mesh if self.balance_mesh is None else self.balance_mesh.union(mesh.axes)
             self.balance_mesh.communicator("control")
@@ -246,7 +249,10 @@ class MoE(Module):
         super().__init__()
         counts = [getattr(module, "n_experts", None) for module in (router, experts)]
         if None not in counts and counts[0] != counts[1]:
-            raise ValueError(f"MoE: the router has {counts[0]} experts, there are {counts[1]}")
+            raise ValueError(
+                f"MoE: the router and experts must have one number of experts, got {counts[0]} and "
+                f"{counts[1]}"
+            )
         self.router, self.experts, self.shared = router, experts, shared
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,7 +278,7 @@ def balance_over(model: Module, mesh: DeviceMesh) -> None:
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if not routers:
-        raise ValueError(f"balance_over: {type(model).__name__} must have routers, TopKRouter or Top2Gate")
+        raise ValueError(f"balance_over: no TopKRouter or Top2Gate found in {type(model).__name__}")
     for router in routers:
         router.balance_along(mesh)
 

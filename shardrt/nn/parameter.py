@@ -188,7 +188,7 @@ class Parameter(Variable):
 
         name: the name that they depend on; None for the parameter's own.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no initial values")
+        raise NotImplementedError(f"{type(self).__name__} must define fill")
 
     def new_storage(self, array: Array | None = None) -> LocalStorage:
         """A storage for all that this rank has of the parameter, with these values or the initial ones."""

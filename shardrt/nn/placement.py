@@ -152,7 +152,10 @@ class RemoteStorage(Storage):
         return ()
 
     def full(self, parameter: Stored) -> NoReturn:
-        raise RuntimeError(f"parameter {parameter.name!r} is {parameter.pipeline.description}")
+        raise RuntimeError(
+            f"parameter {parameter.name!r} is {parameter.pipeline.description}, so it has no values here; "
+            "use full_state_dict"
+        )
 
     def assign(self, parameter: Stored, values: Any) -> NoReturn:
         self.full(parameter)

@@ -266,7 +266,7 @@ def _copies(parameters: list[Parameter]) -> set[Storage]:
 def _exact_norm(by_communicator: Pieces, others: Communicator | None, norm_type: float) -> float:
     if norm_type not in (1, 2):
         raise ValueError(
-            f"norm_type: with set_world_invariant, which makes norms exact, it must be 1, 2 or infinity; got "
+            f"norm_type must be 1, 2 or infinity with set_world_invariant, which needs exact norms; got "
             f"{norm_type}"
         )
     table = np.zeros((256, 2), np.int64)

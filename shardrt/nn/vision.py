@@ -41,7 +41,8 @@ class Conv2d(Module):
         check_sizes("Conv2d", in_channels=in_channels, out_channels=out_channels, groups=groups)
         if in_channels % groups or out_channels % groups:
             raise ValueError(
-                f"Conv2d: groups must divide the channels, got {in_channels} and {out_channels} in {groups}"
+                f"Conv2d: groups must divide both numbers of channels {in_channels} and {out_channels}, got "
+                f"{groups}"
             )
         window = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
         check_sizes("Conv2d", kernel_size=min(window))
@@ -112,7 +113,8 @@ class Conv1d(Module):
         check_sizes("Conv1d", kernel_size=kernel_size)
         if in_channels % groups or out_channels % groups:
             raise ValueError(
-                f"Conv1d: groups must divide the channels, got {in_channels} and {out_channels} in {groups}"
+                f"Conv1d: groups must divide both numbers of channels {in_channels} and {out_channels}, got "
+                f"{groups}"
             )
         self.geometry = stride, padding, dilation, groups
         shape = out_channels, in_channels // groups, kernel_size
@@ -133,7 +135,7 @@ class GroupNorm(Module):
         super().__init__()
         check_sizes("GroupNorm", groups=groups, channels=channels)
         if channels % groups:
-            raise ValueError(f"GroupNorm: groups must divide the channels, got {channels} in {groups}")
+            raise ValueError(f"GroupNorm: groups must divide the {channels} channels, got {groups}")
         self.groups, self.eps = groups, eps
         self.weight = Parameter((channels,), initial.Ones(), dtype=dtype)
         self.bias = Parameter((channels,), initial.Zeros(), dtype=dtype)

@@ -87,7 +87,7 @@ class Optimizer:
     ) -> None:
         given = list(params) if isinstance(params, Iterable) else [params]
         if not given:
-            raise ValueError(f"{type(self).__name__}: params is empty")
+            raise ValueError(f"{type(self).__name__}: params is empty; pass model.parameters()")
         self.in_backward = in_backward
         self.state_names = state or {}
         self._low_state = frozenset(low_state)
@@ -274,7 +274,7 @@ class Optimizer:
         """Backward has issued the last work on the gradient of `piece`."""
         if piece.storage.applied:
             raise RuntimeError(
-                f"{type(self).__name__}(in_backward=True): a second backward has come to the gradient of "
+                f"{type(self).__name__}(in_backward=True): a second backward has reached the gradient of "
                 f"{piece.name!r} before step(), and the first has updated the parameters with it already; "
                 "accumulate with no_sync for all but the last micro-batch"
             )

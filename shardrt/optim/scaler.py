@@ -180,7 +180,9 @@ class GradScaler:
         found = [state_dict.get(name) for name in names] if isinstance(state_dict, dict) else []
         if not found or not all(isinstance(value, int | float) and abs(value) < 1e300 for value in found):
             message = str(state_dict)[:200]
-            raise ValueError(f"GradScaler: a state has the finite numbers {', '.join(names)}; got {message}")
+            raise ValueError(
+                f"GradScaler: a state must have finite numbers {', '.join(names)}; got {message}"
+            )
         scale, growth, backoff, interval, tracker = found
         _check("scale", scale, growth, backoff, interval)
         if not 0 <= tracker < interval or tracker != int(tracker):

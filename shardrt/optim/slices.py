@@ -168,7 +168,7 @@ def members_of(groups: list[dict]) -> list[Member]:
     for index, group in enumerate(groups):
         for parameter in group["params"]:
             if id(parameter) in seen:
-                raise ValueError(f"optimizer: parameter {parameter.name!r} is given twice")
+                raise ValueError(f"optimizer: parameter {parameter.name!r} is in params twice")
             seen[id(parameter)] = parameter, index
     return list(seen.values())
 

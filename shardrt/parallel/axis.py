@@ -138,7 +138,7 @@ class Axis:
         each, rest = divmod(positions, self.size)
         if rest:
             raise ValueError(
-                f"SequenceParallel: {positions} positions can't be cut into {self.size} equal parts"
+                f"SequenceParallel: {positions} positions must be divisible by the {self.size} ranks"
             )
         return slice(self.rank * each, (self.rank + 1) * each)
 

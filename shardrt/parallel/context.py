@@ -52,7 +52,9 @@ def shard_sequence(
         raise ValueError(f'shard_sequence: mesh must have one axis, as mesh["cp"]; got {mesh!r}')
     for name, given in (("targets", targets), ("starts", starts)):
         if given is not None and given.shape != tokens.shape:
-            raise ValueError(f"shard_sequence: {name} {given.shape} are not of tokens {tokens.shape}")
+            raise ValueError(
+                f"shard_sequence: {name} must be {tokens.shape}, the shape of tokens, got {given.shape}"
+            )
     if tokens.ndim != 2:
         raise ValueError(f"shard_sequence: tokens must be (batch, time), got {tokens.shape}")
     positions = positions_of(tokens.shape[1], mesh.rank, mesh.size)
@@ -70,7 +72,7 @@ def context_plan(model: Module) -> dict[str, Style]:
     plan = {path: style for path, module in model.named_modules() if style.fits(module)}
     if not plan:
         raise TypeError(
-            f"context_plan: a {type(model).__name__} has no causal attention, whose sequences could be cut"
+            f"context_plan: a {type(model).__name__} has no causal attention, so its sequences can't be split"
         )
     return plan
 
@@ -176,7 +178,9 @@ class ContextParallel(Style):
 
     def apply(self, module: Module, axis: Axis) -> None:
         if module.context is not None:
-            raise ValueError(f"ContextParallel: {module.name!r} is on {module.context.mesh!r} already")
+            raise ValueError(
+                f"ContextParallel: {module.name!r} already has sequences on {module.context.mesh!r}"
+            )
         module.context = Context(axis.mesh)
 
 

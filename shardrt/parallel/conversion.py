@@ -18,7 +18,8 @@ def check_whole(module: Module) -> None:
     """Raise RuntimeError where the model that was split is not the whole any more."""
     if module.parent is not None:
         raise RuntimeError(
-            f"parallelize_module: it was called on what is {module.name!r} of another module now; put "
+            f"parallelize_module: it was called on {module.name!r} before that became part of another "
+            "module; put "
             "the whole together first, and call it on the outermost module"
         )
 
@@ -32,7 +33,7 @@ class Converting:
         self.axis = axis
 
     def __deepcopy__(self, memo: dict) -> "Converting":
-        raise TypeError(f"copy.deepcopy: the model is cut along {self.axis.mesh!r} and can't be copied")
+        raise TypeError(f"copy.deepcopy: the model is split along {self.axis.mesh!r} and can't be copied")
 
 
 class Column(Converting):

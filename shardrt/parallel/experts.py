@@ -54,7 +54,7 @@ class ExpertParallel(Style):
     def apply(self, module: Module, axis: Axis) -> None:
         if module.n_experts % axis.size:
             raise ValueError(
-                f"ExpertParallel: {axis.size} ranks do not divide the {module.n_experts} experts of "
+                f"ExpertParallel: {axis.size} ranks must divide the {module.n_experts} experts of "
                 f"{module.name!r}"
             )
         for weight in module._parameters.values():
@@ -68,7 +68,7 @@ def spread_experts(model: Module, mesh: DeviceMesh, modules: Sequence[tuple[Modu
     planned = [parameter.placement for module, _ in modules for parameter in module._parameters.values()]
     for placement in planned:
         if placement is not None and placement.own_data:
-            raise ValueError(f"parallelize_module: the experts are cut along {placement.mesh!r} already")
+            raise ValueError(f"parallelize_module: the experts are split along {placement.mesh!r} already")
         if (
             placement is not None
             and placement.kind != PARTIAL
@@ -105,7 +105,7 @@ def expert_plan(model: Module, planned: float = ExpertParallel.planned) -> dict[
     style = ExpertParallel(planned)
     plan = {path: style for path, module in model.named_modules() if style.fits(module)}
     if not plan:
-        raise TypeError(f"expert_plan: a {type(model).__name__} has no nn.Experts, which could be cut")
+        raise TypeError(f"expert_plan: a {type(model).__name__} has no nn.Experts to split")
     return plan
 
 

@@ -43,7 +43,7 @@ def pipeline_plan(
     """
     if not isinstance(pipeline, StagedModel) or not callable(loss):
         got = f"{type(pipeline).__name__} and {type(loss).__name__}"
-        raise TypeError(f"pipeline_plan: it takes a Pipeline and a function, got {got}")
+        raise TypeError(f"pipeline_plan: expected a Pipeline and a function, got {got}")
     work = pipeline.work("pipeline_plan", loss, batches, inputs)
     pipeline.check_count("pipeline_plan", work)
     for stage in pipeline.stages:

@@ -68,7 +68,10 @@ class Pipeline(StagedModel):
         facts = schedule.check()
         _check_table(schedule, mesh, micro_batches, stages_per_rank, cuts)
         if differing := objects.differing_ranks(mesh.communicator("control"), str(schedule)):
-            raise ValueError(f"Pipeline: ranks {differing} of {mesh!r} have another table than rank 0")
+            raise ValueError(
+                f"Pipeline: ranks {differing} of {mesh!r} passed another schedule than rank 0; pass the "
+                "same on every rank"
+            )
         stages = pipeline_stages(
             model,
             mesh,
@@ -166,8 +169,8 @@ class Pipeline(StagedModel):
         """Raise RuntimeError if forwards can't run, or would leave something out."""
         if self._failed and self.mesh.size > 1:
             raise RuntimeError(
-                "Pipeline: an earlier step has raised on this rank, and others wait for what it has not "
-                "sent; let all ranks end, and resume from a checkpoint"
+                "Pipeline: an earlier step raised on this rank, and other ranks wait for messages it did not "
+                "send; end all ranks, and resume from a checkpoint"
             )
         if self.model._forward_hooks or self.model._forward_pre_hooks:
             raise RuntimeError(
@@ -176,8 +179,9 @@ class Pipeline(StagedModel):
             )
         if self.model._forward_wrappers != self._forward_wrappers:
             raise RuntimeError(
-                f"Pipeline: {type(self.model).__name__} is recomputed or offloaded as a whole, of which "
-                "stages know only what was said before they were made; say it of the stages"
+                f"Pipeline: {type(self.model).__name__} is recomputed or offloaded as a whole, after its "
+                "stages were "
+                "made; apply recomputation and offload to the stages, or before pipeline_stages"
             )
         if not self._alike:
             self._check_alike()
@@ -192,7 +196,7 @@ class Pipeline(StagedModel):
         alone = sorted(number for numbers, _ in found for number in numbers)
         if alone and any(sharded for _, sharded in found):
             raise ValueError(
-                f"Pipeline: stage {alone[0]} is not sharded, and others are; call fully_shard on each stage"
+                f"Pipeline: stage {alone[0]} is not sharded, but others are; call fully_shard on each stage"
             )
         self._alike = True
 
@@ -202,7 +206,7 @@ class Pipeline(StagedModel):
         if late and by_tree(self.model):
             raise ValueError(
                 "Pipeline: with set_world_invariant each micro-batch is reduced by itself, and this table "
-                "puts weight gradients off; take GPipe, 1F1B or Interleaved1F1B"
+                "defers weight gradients; use GPipe, 1F1B or Interleaved1F1B"
             )
 
     def _everywhere(self, output: Tensor | None) -> Tensor:

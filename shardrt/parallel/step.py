@@ -298,4 +298,4 @@ def _check_loss(loss: Any) -> None:
     """Raise TypeError if the loss must have a backward and has none."""
     if autograd.is_grad_enabled() and not (isinstance(loss, Tensor) and loss.data.size == 1):
         got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise TypeError(f"Pipeline.step: the loss function must give a tensor of one number, got {got}")
+        raise TypeError(f"Pipeline.step: the loss function must return a scalar tensor, got {got}")

@@ -60,7 +60,9 @@ class TiedReplica:
             return
         if any(plain) or own.extents != twin.extents:
             first, last = own.pipeline.stages
-            raise ValueError(f"parameter {own.name!r} must be sharded alike on stages {first} and {last}")
+            raise ValueError(
+                f"tied parameter {own.name!r} must be sharded the same way on stages {first} and {last}"
+            )
         if own.storage.writes != self._writes:
             self._writes = own.storage.writes
             with twin.writing() as shard:

@@ -72,7 +72,7 @@ class OwnTokens(Converting):
     def _run_whole(self, forward: Callable, x: Tensor) -> tuple[Tensor, Tensor]:
         if recorded():
             raise ValueError(
-                f"TokenParallel: {x.size // x.shape[-1]} tokens can't be cut into {self.axis.size} equal "
+                f"TokenParallel: {x.size // x.shape[-1]} tokens can't be split into {self.axis.size} equal "
                 "parts"
             )
         self._whole = True

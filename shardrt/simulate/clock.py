@@ -158,7 +158,7 @@ class _Clock:
                 f"rank {self.programs[lane.number].rank}, {lane.name}, item {self._next(lane)}"
                 for lane in stuck
             )
-            raise ValueError(f"the programs wait for ever: {'; '.join(places)}")
+            raise ValueError(f"the recorded programs deadlock: {'; '.join(places)}")
         return self.timing
 
     def _pass(self, time: float) -> None:
@@ -282,7 +282,7 @@ class _Clock:
                 self._start([(lane, index)], seconds, {})
                 return False
         elif kind is not Record:
-            raise ValueError(f"price: {kind.__name__} is no item of a stream")
+            raise ValueError(f"price: {kind.__name__} is not an item of a stream")
         self._done(lane, index)
         if kind is Record:
             self._come((lane.number, item.mark))

@@ -175,7 +175,9 @@ class Machine:
             path = FOLDER / f"{name}.toml"
             if not path.exists():
                 known = sorted(each.stem for each in FOLDER.glob("*.toml"))
-                raise FileNotFoundError(f"there is no machine {str(name)!r}, only {', '.join(known)}")
+                raise FileNotFoundError(
+                    f"unknown machine {str(name)!r}; known: {', '.join(known)}, or pass the path of a .toml"
+                )
         try:
             return _made(cls, tomllib.loads(path.read_text(encoding="utf-8")), "")
         except (TypeError, ValueError, KeyError) as error:
@@ -197,7 +199,7 @@ _PARTS = {
 def _made(kind: type, table: Mapping[str, Any], where: str) -> Any:
     known = {each.name for each in fields(kind)}
     if unknown := sorted(table.keys() - known):
-        raise ValueError(f"{where}{unknown[0]}: there is no such key, only {', '.join(sorted(known))}")
+        raise ValueError(f"{where}{unknown[0]}: unknown key; known: {', '.join(sorted(known))}")
     given = dict(table)
     for key, value in table.items():
         if key in _PARTS and kind is Machine:
@@ -209,7 +211,7 @@ def _made(kind: type, table: Mapping[str, Any], where: str) -> Any:
         elif key == "date":
             given[key] = str(value)
     if kind is Processor and "" not in given.get("flops", {}):
-        raise ValueError(f'{where}flops: it has no key "", for kernels that name no dtype')
+        raise ValueError(f'{where}flops: the key "" is missing, which kernels without a dtype use')
     if kind is Processor and not any(
         each.name == each.dtype == "" for each in given.get("kernels", [Kernel()])
     ):

@@ -100,7 +100,7 @@ class _Merge:
         self.order = Order(programs)
         self.ranks = {program.rank: number for number, program in enumerate(programs)}
         if len(self.ranks) < len(programs):
-            raise ValueError("order_of: two of the programs are of one rank")
+            raise ValueError("order_of: pass one program for each rank; two have the same rank")
         self.numbers: dict[Thread, int] = {}
         self.last: dict[Thread, int] = {}  # the point that a thread has come to
         self.seen: dict[Thread, int] = {}  # the last point of the host that a stream has joined
@@ -126,7 +126,7 @@ class _Merge:
                 stuck = [
                     _reported(self.order.programs[n], left[0][0]) for n, left in enumerate(self.left) if left
                 ]
-                raise ValueError(f"the programs wait for each other: {'; '.join(stuck)}")
+                raise ValueError(f"the recorded programs deadlock: {'; '.join(stuck)}")
         return self.order
 
     def _steps(self, number: int) -> list[tuple[int, str]]:

@@ -111,7 +111,7 @@ def report(
     program = timing.programs[0]
     numbers = [item.number for item in program.items if isinstance(item, Step)]
     if not numbers:
-        raise NoStep("no optimizer step was recorded")
+        raise NoStep("no optimizer step was recorded; the script must call optimizer.step()")
     items = timing.items_of(0)
     seconds = timing.steps[0][-1]
     works = [item for _, item in items if isinstance(item, Work)]

@@ -200,7 +200,7 @@ def _target(command: list[str]) -> tuple[str, list[str], bool]:
     """(script or module, its arguments, whether it is a module)."""
     is_module = command[0] == "-m" if command else False
     if len(command) <= is_module:
-        raise NoScript("no script: say which after --")
+        raise NoScript("no script: name it after --")
     name, *arguments = command[is_module:]
     return name, arguments, is_module or not (name.endswith(".py") or Path(name).is_file())
 

@@ -108,7 +108,7 @@ class _Space:
         self._offload = offload
         self._words = words_of(recipe)
         if unknown := sorted(vary.keys() - self._words.keys()):
-            raise ValueError(f"--vary: there is no option {unknown[0]}")
+            raise ValueError(f"--vary: unknown option {unknown[0]}")
         if "parallel.micro_batches" in given:
             given = given | {"micro_batches"}
         self._fixed = set(self._words) if only else given
@@ -327,7 +327,7 @@ def _number(name: str, word: str) -> int:
     try:
         return max(1, int(word)) if name in AXES else int(word)
     except ValueError:
-        raise ValueError(f"--vary {name}: must be int, got {word!r}") from None
+        raise ValueError(f"--vary {name}: must be an integer, got {word!r}") from None
 
 
 def _powers(most: int) -> list[str]:

@@ -69,7 +69,7 @@ def load_corpus(files: Sequence[Path] = (), *, block_size: int, vocabulary: int 
     tokenised = [Path(file) for file in files if Path(file).suffix == SUFFIX]
     if tokenised:
         if len(files) > 1:
-            raise ValueError(f"data: {tokenised[0]} must be the only file")
+            raise ValueError(f"data: a token file must be the only file; pass {tokenised[0]} alone")
         return _tokens(tokenised[0], block_size, vocabulary)
     if vocabulary < VOCABULARY:
         raise ValueError(f"model.vocab_size must be at least {VOCABULARY} for bytes, got {vocabulary}")
@@ -181,7 +181,7 @@ def _standard_library() -> list[bytes]:
     kept = sorted(name for name in names if _is_library_code(name))
     if not kept:
         raise ValueError(
-            f"data: no sources of Python's library in {root}; give text files with --data FILE ..."
+            f"data: {root} has no sources of Python's library; pass text files with --data FILE ..."
         )
     return [(root / name).read_bytes() for name in kept]
 

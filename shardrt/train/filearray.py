@@ -38,7 +38,7 @@ class FileArray:
             return np.asarray(self[range(self.size)[index] :][:1])[0]
         start, stop, step = index.indices(self.size)
         if step != 1:
-            raise ValueError(f"a slice of {self.path} must have no step, got {step}")
+            raise ValueError(f"a slice of {self.path} must have step 1, got {step}")
         offset = self._offset + start * self.dtype.itemsize
         return FileArray(self.path, self.dtype, offset, max(0, stop - start), self._file)
 
@@ -54,7 +54,7 @@ class FileArray:
             done = preadv(self._file.fileno(), [rest], offset)
             if not done:
                 raise OSError(
-                    5, f"cut short while it was in use: {len(rest)} bytes are missing", str(self.path)
+                    5, f"the file was truncated while in use: {len(rest)} bytes are missing", str(self.path)
                 )
             rest, offset = rest[done:], offset + done
         return read if dtype is None else read.astype(dtype, copy=False)

@@ -61,7 +61,9 @@ class View:
         if self.crop not in ("pad", "resize"):
             raise ValueError(f"images: crop must be 'pad' or 'resize', got {self.crop!r}")
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise ValueError(f"images: scale must be two parts of 1, the smaller first, got {self.scale}")
+            raise ValueError(
+                f"images: scale must be two fractions in (0, 1], the smaller first, got {self.scale}"
+            )
         if {len(self.mean), len(self.std)} - {1, self.channels} or not min(self.std) > 0:
             raise ValueError(
                 f"images: mean and std need one number or {self.channels}, std above 0; "
@@ -143,7 +145,7 @@ def load_folder(path: str | Path, *, channels: int = 3, on_corrupt: str = "skip"
         }
         if not any(held_out.values()):
             raise ValueError(
-                f"images: {root} has too few images to hold any out: {HELD_OUT} of a class are needed"
+                f"images: {root} has too few images to hold any out; a class needs at least {HELD_OUT}"
             )
     return tuple(_of_files(root, part, channels, on_corrupt == "error") for part in (train, held_out))
 
@@ -167,7 +169,7 @@ def _classes(root: Path) -> dict[str, list[Path]]:
     if empty:
         raise ValueError(f"images: {root} has classes without images: {', '.join(empty[:10])}")
     if len(found) < 2:
-        raise ValueError(f"images: {root} has one class, {folders[0].name!r}; two are needed")
+        raise ValueError(f"images: {root} must have at least two classes, got one, {folders[0].name!r}")
     return found
 
 
@@ -194,7 +196,7 @@ def _decoded(path: Path, channels: int) -> np.ndarray:
         with open_regular(path, LARGEST) as file, PIL.Image.open(file, formats=_FORMATS) as image:
             # Pillow warns of so many, and refuses twice as many; nothing is decoded yet.
             if image.width * image.height > (PIL.Image.MAX_IMAGE_PIXELS or inf):
-                raise Corrupt(f"{image.width} x {image.height} pixels are too many")
+                raise Corrupt(f"an image of {image.width} x {image.height} pixels is too large")
             array = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     except MemoryError:
         raise

@@ -174,7 +174,7 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
             by = f"{data.size} group{'s' if data.size > 1 else ''} of {together} ranks"
         if recipe.micro_batches > 1:
             by += f" and {recipe.micro_batches} micro-batches"
-        raise ValueError(f"batch_size {recipe.batch_size} cannot be shared equally by {by}")
+        raise ValueError(f"batch_size must divide equally among {by}, got {recipe.batch_size}")
     random.manual_seed(recipe.seed)
     model = task.model(data)
     recipe.lora.prepare(model)
@@ -247,8 +247,9 @@ def _along_time(recipe: Recipe, task: Task, model: nn.Module) -> Mapping[str, St
     chunks = 2 * recipe.parallel.cp
     if task.per_sample % chunks:
         raise ValueError(
-            f"parallel.cp: {recipe.parallel.cp} ranks need samples of a multiple of {chunks} {task.unit}s, "
-            f"not {task.per_sample}"
+            f"parallel.cp: with {recipe.parallel.cp} ranks a sample must have a multiple of {chunks} "
+            f"{task.unit}s, "
+            f"got {task.per_sample}"
         )
     return plan
 
@@ -322,7 +323,7 @@ def run_log(recipe: Recipe) -> RunLog:
         directory = resumed_run_directory(recipe.name)
         if (directory / "checkpoint").exists() and not (directory / "checkpoints").exists():
             raise ValueError(
-                f"{directory} is finished, and has no checkpoint to go on from: give another --name"
+                f"{directory} is finished and has no checkpoint to resume from: pass another --name"
             )
         return RunLog(directory, resumed=True, tensorboard=recipe.tensorboard)
     if recipe.resume:
@@ -378,7 +379,7 @@ def _restore_scale(scaler: optim.GradScaler, state: Any) -> None:
         try:
             scaler.load_state_dict(state)
         except ValueError as error:
-            raise CheckpointError(f"the loss scale of the checkpoint cannot be used: {error}") from None
+            raise CheckpointError(f"the loss scale of the checkpoint can't be used: {error}") from None
 
 
 def changes(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:

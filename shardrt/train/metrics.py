@@ -42,7 +42,7 @@ def new_run_directory(name: str) -> Path:
             raise ValueError(f"name {name!r} must be a plain folder name: the run goes to {RUNS}/NAME")
         directory = RUNS / name
         if directory.exists():
-            raise FileExistsError(f"{directory} exists already: give another --name, or remove it")
+            raise FileExistsError(f"{directory} exists already: pass another --name, or remove the folder")
         directory.mkdir(parents=True)
         return directory
     RUNS.mkdir(exist_ok=True)

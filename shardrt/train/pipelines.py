@@ -63,12 +63,14 @@ def cut(recipe: Recipe, mesh: DeviceMesh, model: Module, data_ranks: int) -> Pip
     each = recipe.parts(data_ranks) // data_ranks
     message = f"parallel.schedule {chosen.schedule}"
     if len(table.ranks) != chosen.pp:
-        raise ValueError(f"{message} is a table of {len(table.ranks)} ranks, parallel.pp is {chosen.pp}")
+        raise ValueError(f"{message} is a table for {len(table.ranks)} ranks, but parallel.pp is {chosen.pp}")
     if table.micro_batches != each:
-        raise ValueError(f"{message} is a table of {table.micro_batches} micro-batches, a rank has {each}")
+        raise ValueError(
+            f"{message} is a table for {table.micro_batches} micro-batches, but a rank has {each}"
+        )
     if chosen.stages_per_rank and table.stages != chosen.stages_per_rank * chosen.pp:
         raise ValueError(
-            f"{message} is a table of {table.stages} stages, not of {chosen.stages_per_rank} for each of "
+            f"{message} is a table for {table.stages} stages, not {chosen.stages_per_rank} for each of "
             f"{chosen.pp} ranks"
         )
     _check_pieces(model, table.stages)
@@ -78,8 +80,9 @@ def cut(recipe: Recipe, mesh: DeviceMesh, model: Module, data_ranks: int) -> Pip
         raise ValueError(f"{message}: {error}") from None
     if recipe.invariant and any(action.kind == "W" for row in table.ranks for action in row):
         raise ValueError(
-            f"deterministic = 'world-invariant' reduces each micro-batch at once, and {message} puts weight "
-            "gradients off; take GPipe, 1F1B or Interleaved1F1B"
+            f"deterministic = 'world-invariant' reduces each micro-batch at once, but {message} defers "
+            "weight "
+            "gradients; use GPipe, 1F1B or Interleaved1F1B"
         )
     pipeline = Pipeline(model, mesh["pp"], schedule=table)
     tied = next(
@@ -108,7 +111,7 @@ def _made(recipe: Recipe, model: Module, data_ranks: int) -> Table:
 def _check_pieces(model: Module, stages: int) -> None:
     kind = type(model).__name__
     if not hasattr(model, "pieces"):
-        raise ValueError(f"parallel.pp: a {kind} has no pieces() that stages could be made of")
+        raise ValueError(f"parallel.pp: a {kind} has no method pieces(), which stages need")
     names = [piece.name for piece in model.pieces()]
     if stages > len(names):
         raise ValueError(

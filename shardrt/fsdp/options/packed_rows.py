@@ -214,7 +214,7 @@ def set_find_unused_parameters(module: Module, find: bool = True) -> None:
     """
     found = units_for("set_find_unused_parameters", module)
     if any(group.has_partial_gradient for unit in found for group in unit.groups):
-        raise RuntimeError("set_find_unused_parameters: there are gradients; call zero_grad before")
+        raise RuntimeError("set_find_unused_parameters: the model has gradients; call zero_grad before it")
     for unit in found:
         unit.choices.find_unused = find
 
