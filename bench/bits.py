@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def run(chosen: list[Case], options: argparse.Namespace) -> tuple[dict[str, str], dict[str, str] | None]:
-    """name -> hash, of this tree and of the other commit, if one is asked for; two processes at a time."""
+    """Map name to hash, of this tree and of the other commit, if one is named; two processes at a time."""
     with ThreadPoolExecutor(os.cpu_count()) as pool, other_tree(options.against) as other:
         trees = [ROOT] if other is None else [ROOT, other]
         jobs = [(tree, part) for part in shares(chosen) for tree in trees]

@@ -44,8 +44,10 @@ BACKWARDS = ("one", "two", "no_sync", "invariant", "in_backward")  # see `Case`
 
 @dataclass(frozen=True)
 class Case:
-    """One training. backward: one a step; two, each reducing; the first without reduction; in world-invariant
-    mode; or one that updates. launch: how the ranks are started.
+    """One training.
+
+    backward: one a step; two, each reducing; the first without reduction; in world-invariant mode; or one
+    that updates. launch: how the ranks are started.
     """
 
     ranks: int

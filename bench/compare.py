@@ -226,7 +226,7 @@ def rounds_of(
 
 
 def longest_step(first: dict) -> float:
-    """ms that a peer's first step may take, beside such a run of the first contestant."""
+    """Milliseconds that a peer's first step may take, next to such a run of the first contestant."""
     return max(HOPELESS * first["step_ms_median"], SET_UP)
 
 
@@ -324,7 +324,7 @@ def entry(contestant: Contestant, runs: list[dict], firsts: list[dict], limit: f
 
 
 def beside_products(run: dict) -> float:
-    """ms of a step, less those of its operations at the rate of its matrix products; not below 0."""
+    """Milliseconds of a step, less those of its operations at the rate of its matmuls; not below 0."""
     return max(0.0, run["step_ms_median"] * (1 - run["gflops_per_rank"] / run["product_gflops"]))
 
 

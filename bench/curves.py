@@ -1,9 +1,8 @@
-"""From measured calls to the figures of a machine (shardrt/simulate/machine.py): peaks, and the part of them
-that each kernel reaches, over its size.
+"""From measured calls to the figures of a machine (shardrt/simulate/machine.py).
 
-Sizes are put together by half octaves; a point is what all calls in it did in all of their seconds, because
-the time of a step is a sum too. Calls that took twice their kernel's median at that size were disturbed, and
-are left out.
+The figures are peaks, and the part of them that each kernel reaches, over its size. Sizes are put together by
+half octaves; a point is what all calls in it did in all of their seconds, because the time of a step is a sum
+too. Calls that took twice their kernel's median at that size were disturbed, and are left out.
 """
 
 import statistics

@@ -85,7 +85,11 @@ class Tensor(Variable):
         return device.current().to_numpy(self.data)
 
     def item(self) -> float | int | bool:
-        """The one element as a Python number. Raises ValueError if there are more."""
+        """The one element as a Python number.
+
+        Raises:
+            ValueError: if there are more.
+        """
         return self.numpy().item()
 
     def detach(self) -> "Tensor":
@@ -107,8 +111,9 @@ class Tensor(Variable):
         it, unless None. Where nothing is recorded (no_grad, or the first run of a forward that is
         recomputed) nothing happens.
 
-        Raises RuntimeError for a tensor that no op made, or that requires no gradient; ValueError, in
-        backward, if another shape or dtype is returned.
+        Raises:
+            RuntimeError: for a tensor that no op made, or that requires no gradient.
+            ValueError: in backward, if another shape or dtype is returned.
         """
         if not autograd.is_grad_enabled():
             return RemovableHandle()

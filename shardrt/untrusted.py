@@ -36,9 +36,13 @@ class Refused(ValueError):
 
 
 def open_regular(path: Path, limit: int | None = None) -> BinaryIO:
-    """Open a regular file for reading, of at most `limit` bytes. Does not wait, whatever lies there.
+    """Open a regular file for reading, of at most `limit` bytes.
 
-    Raises Refused for pipes, devices, sockets and longer files; OSError, folders included.
+    Does not wait, whatever lies there.
+
+    Raises:
+        Refused: for pipes, devices, sockets and longer files.
+        OSError: folders included.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -67,8 +71,11 @@ def read_regular(path: Path, limit: int) -> bytes:
 def strict_json(data: bytes | str, *, any_number: bool = False) -> Any:
     """The value of a JSON text that is no deeper than DEPTH and whose numbers are finite, below 1e300.
 
-    any_number: numbers but nan may be larger, and infinite. Raises ValueError, without the file's name: for
-    other than JSON, and for a key that is there twice.
+    Args:
+        any_number: numbers but nan may be larger, and infinite.
+
+    Raises:
+        ValueError: without the file's name: for other than JSON, and for a key that is there twice.
     """
     constants = _infinity if any_number else _refuse
     try:
@@ -122,13 +129,13 @@ def say(*texts: Any, file: TextIO | None = None, lines: bool = False) -> None:
 
 
 def encodable(text: str, file: TextIO | None) -> str:
-    """The text with characters that the file's encoding lacks written out, as \\xe9 in ASCII."""
+    """The text with characters that the file's encoding lacks written out, as backslash and number."""
     encoding = getattr(file, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def private(path: Path, *users: int) -> str:
-    """ "" if only this user, root and `users` can put a file into the folder; else the fault.
+    """The fault of a folder into which others than this user, root and `users` can put a file; else "".
 
     A folder that is not there yet is judged by those above it. Links on the way count as their targets.
     """

@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (..., time, size) with element i and i + size / 2 turned as one pair; angles of T or more."""
+    """Turn elements i and i + size / 2 of x (..., time, size) as one pair; angles of T or more."""
     cos, sin = (each[: x.shape[-2]] for each in (cos, sin))
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

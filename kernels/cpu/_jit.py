@@ -111,7 +111,7 @@ def larger(typing_context, a, b):
 
 
 def exp(x):
-    """e to the power x, for kernels: dispatched by type below."""
+    """Return e to the power x, for kernels: dispatched by type below."""
     raise NotImplementedError("call it only inside compiled kernels")
 
 

@@ -80,7 +80,7 @@ class CuPyBackend:
 
     @cached_property
     def matmuls(self) -> CublasLt:
-        """cublasLt."""
+        """Load cublasLt."""
         return CublasLt(_library(), self)
 
     def gemm_grouped(

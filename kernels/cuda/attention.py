@@ -1,6 +1,7 @@
-"""Attention without the matrix of weights: cuDNN's where that is at hand and fits, in 16 bits
-(_cudnn_attention.py, _cudnn_chunks.py, _cudnn_documents.py); else reference kernels (attention.cu), for every
-type and width.
+"""Attention without the matrix of weights.
+
+It is cuDNN's where that is at hand and fits, in 16 bits (_cudnn_attention.py, _cudnn_chunks.py,
+_cudnn_documents.py); else reference kernels (attention.cu), for every type and width.
 """
 
 from shardrt.kernels.cuda import _cudnn_chunks, _cudnn_documents
@@ -22,7 +23,7 @@ def forward(
     starts: Array | None = None,
     offsets: tuple[int, ...] = (0,),
 ) -> None:
-    """y = softmax(q k^T scale) v per head: shapes and what is seen as on the CPU."""
+    """Compute y = softmax(q k^T scale) v per head: shapes and what is seen as on the CPU."""
     fused, arrays, done = backend().attention(), (q, k, v, y, lse), None
     if fused is not None and starts is None:
         if offsets == (0,) and fused.forward(*arrays, causal=causal, scale=scale):

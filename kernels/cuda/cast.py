@@ -7,17 +7,17 @@ from shardrt.kernels.cuda._launch import Array, blocks_for, launch, vectors
 
 
 def round_to(x: Array, out: Array, kind: str) -> None:
-    """out = x rounded to the values of `kind` ("bfloat16" or "float16"); float32, 1-D. `out` may be x."""
+    """Round x to the values of `kind` ("bfloat16" or "float16") into out; float32, 1-D. `out` may be x."""
     _run("round_to", x, out, kind, 4)
 
 
 def pack(x: Array, out: Array, kind: str) -> None:
-    """out (uint16) = the bits of x (float32) rounded to `kind` ("bfloat16" or "float16"); 1-D."""
+    """Compute out (uint16) = the bits of x (float32) rounded to `kind` ("bfloat16" or "float16"); 1-D."""
     _run("pack", x, out, kind, 8)
 
 
 def unpack(x: Array, out: Array, kind: str) -> None:
-    """out (float32) = the numbers whose bits in `kind` are x (uint16), exactly; 1-D."""
+    """Compute out (float32) = the numbers whose bits in `kind` are x (uint16), exactly; 1-D."""
     _run("unpack", x, out, kind, 8)
 
 

@@ -65,13 +65,19 @@ class NonfiniteWeights(CheckpointError):
 
 
 class CheckpointManager:
-    """The checkpoints of one run, in one folder. All calls are collective.
+    """The checkpoints of one run, in one folder.
+
+    All calls are collective.
 
     The first save determines the pieces and the place: the model must be sharded by then.
-    root: the folder; rank 0's value counts. kind: "shared": all ranks see this folder. "hosts": each host
-    has its own folder there, with the files of its ranks. "objects": all see it, on a file system without
-    atomic rename. docs/howto/checkpoints.md has the guarantees of each kind.
-    keep_last: how many of the newest stay; keep_every: multiples of that step stay forever (0: none).
+
+    Args:
+        root: the folder; rank 0's value counts.
+        kind: "shared": all ranks see this folder. "hosts": each host has its own folder there, with the files
+            of its ranks. "objects": all see it, on a file system without atomic rename.
+            docs/howto/checkpoints.md has the guarantees of each kind.
+        keep_last: how many of the newest stay.
+        keep_every: multiples of that step stay forever (0: none).
     """
 
     def __init__(
@@ -120,10 +126,16 @@ class CheckpointManager:
     def save(self, step: int, extra: dict[str, Any] | None = None, *, best: int | None = None) -> Path:
         """Write checkpoint `step` and wait until it is on the disk; returns its directory.
 
-        extra: JSON that `restore` returns. best: a step that retention must keep. Raises CheckpointError,
-        which names ranks and files, if any rank failed; older checkpoints are unchanged. It is a
-        NonfiniteWeights, naming rank and parameter, if trained weights or their state are nan or infinite.
-        Raises ValueError or TypeError for an `extra` that JSON can't represent.
+        It is a NonfiniteWeights, naming rank and parameter, if trained weights or their state are nan or
+        infinite.
+
+        Args:
+            extra: JSON that `restore` returns.
+            best: a step that retention must keep.
+
+        Raises:
+            CheckpointError: which names ranks and files, if any rank failed; older checkpoints are unchanged.
+            ValueError or TypeError: for an `extra` that JSON can't represent.
         """
         self.wait()
         self._begin(step, extra or {}, best, copy=False)
@@ -143,8 +155,13 @@ class CheckpointManager:
     def tick(self) -> Path | None:
         """Let rank 0 publish the started checkpoint, once every rank has written it.
 
-        Returns its directory in the first call after publication. Never waits for the disk. Raises
-        CheckpointError if a rank failed to write; training may continue.
+        Never waits for the disk.
+
+        Returns:
+            Its directory in the first call after publication.
+
+        Raises:
+            CheckpointError: if a rank failed to write; training may continue.
         """
         if self._pending is None:
             return None
@@ -313,7 +330,10 @@ class CheckpointManager:
 
         Each rank reads only the elements it needs, at any world size, strategy and layout. Without a path,
         returns (0, {}) if the folder has none; warns of skipped ones, with the reason. weights_only leaves
-        the optimizer unchanged. Raises CheckpointError if `path` is unusable, or all candidates are.
+        the optimizer unchanged.
+
+        Raises:
+            CheckpointError: if `path` is unusable, or all candidates are.
         """
         self._check_ranks()
         if self._apart and self._place is None:

@@ -68,7 +68,11 @@ class SavedPiece:
 
     @classmethod
     def of(cls, row: Any) -> "SavedPiece":
-        """Parse such a row. Raises Damaged for an invalid row."""
+        """Parse such a row.
+
+        Raises:
+            Damaged: for an invalid row.
+        """
         strided = isinstance(row, list) and len(row) == 8
         file, kind, parameter, first, size, offset, *shape = _row(
             row, int, str, str, int, int, int, *(int, int) * strided
@@ -122,7 +126,11 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, where: Path) -> "Manifest":
-        """Parse the bytes of a manifest file. Raises Damaged, naming the file and the fault."""
+        """Parse the bytes of a manifest file.
+
+        Raises:
+            Damaged: naming the file and the fault.
+        """
         try:
             body = strict_json(data, any_number=True)
             if body["format"] not in FORMATS:
@@ -224,7 +232,8 @@ def _text(value: Any) -> str:
 def as_read(extra: dict[str, Any]) -> dict[str, Any]:
     """A copy of `extra` as a manifest gives it back: with lists for tuples, and strings for keys.
 
-    Raises TypeError or ValueError for values that would not survive: not JSON, nan, a duplicate key.
+    Raises:
+        TypeError or ValueError: for values that would not survive: not JSON, nan, a duplicate key.
     """
     try:
         return strict_json(json.dumps(extra), any_number=True)

@@ -27,12 +27,16 @@ Array = Any
 
 
 def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The whole optimizer state by parameter names on rank 0; {} elsewhere. Collective.
+    """The whole optimizer state by parameter names on rank 0; {} elsewhere.
+
+    Collective.
 
     The layout above, with host arrays in the parameters' shapes: as PyTorch's with full_state_dict and
-    cpu_offload. Each parameter's arrays go to rank 0 one by one: other
-    ranks need no memory for it. Parameters that were never updated have no state. Raises ValueError if the
-    optimizer has parameters that `model` has not.
+    cpu_offload. Each parameter's arrays go to rank 0 one by one: other ranks need no memory for it.
+    Parameters that were never updated have no state.
+
+    Raises:
+        ValueError: if the optimizer has parameters that `model` has not.
     """
     names, first = _names(model, optimizer), is_leader(model)
     others = _agreed(names, model)
@@ -63,15 +67,21 @@ def set_optimizer_state_dict(
     *,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a result of get_optimizer_state_dict: counts, arrays, settings of the groups. Collective.
+    """Load a result of get_optimizer_state_dict: counts, arrays, settings of the groups.
 
-    state_dict: on every rank, or, with broadcast_from_rank0, on rank 0 alone, which sends it array by array.
+    Collective.
+
     The state_dict() of a torch.optim optimizer works too: its numbers stand for parameters in the order of
     `param_groups`. A parameter without state starts as if it was never updated. Settings unknown to this
     optimizer are skipped.
 
-    Raises ValueError, on every rank, for parameters other than the optimizer's, an array that is missing
-    or has another shape, or invalid settings; then nothing is changed.
+    Args:
+        state_dict: on every rank, or, with broadcast_from_rank0, on rank 0 alone, which sends it array by
+            array.
+
+    Raises:
+        ValueError: on every rank, for parameters other than the optimizer's, an array that is missing or has
+            another shape, or invalid settings; then nothing is changed.
     """
     _agreed(_names(model, optimizer), model)
     control = everyone(model, "set_optimizer_state_dict") if broadcast_from_rank0 else None
@@ -119,7 +129,7 @@ def _agreed(names: dict[int, str], model: Module) -> Communicator | None:
 
 
 def _names(model: Module, optimizer: Optimizer) -> dict[int, str]:
-    """id -> name of the optimizer's parameters, in the order of its groups."""
+    """Map id to name of the optimizer's parameters, in the order of its groups."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strange = [parameter.name for parameter in own if id(parameter) not in names]

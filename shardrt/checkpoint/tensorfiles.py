@@ -42,9 +42,14 @@ class StoredTensor:
     def pieces(self, runs: Extent, transposed: bool) -> Iterator[np.ndarray]:
         """The elements `runs`, in C order, float32 or float64, BLOCK bytes, a run or a row at a time.
 
-        Each piece is valid until the next. transposed: of the transpose of a matrix, of which only the
-        columns that are needed are read, and of runs that lie in a row each only those rows. Several runs lie
-        so, one below the other. Raises OSError, or ValueError where the file has changed since it was opened.
+        Each piece is valid until the next. Several runs lie so, one below the other.
+
+        Args:
+            transposed: of the transpose of a matrix, of which only the columns that are needed are read, and
+                of runs that lie in a row each only those rows.
+
+        Raises:
+            OSError, ValueError: where the file has changed since it was opened.
         """
         with self.file.open() as file:
             read = self._columns if transposed else self._runs
@@ -99,10 +104,14 @@ class StoredTensor:
 
 
 def open_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Name -> tensor of all files of `folder`. Reads headers alone.
+    """Map name to tensor, of all files of `folder`.
 
-    Raises ValueError, in one line that names the file, for what is damaged or points elsewhere, and for types
-    that are not floats; FileNotFoundError where there is neither file nor index.
+    Reads headers alone.
+
+    Raises:
+        ValueError: in one line that names the file, for what is damaged or points elsewhere, and for types
+            that are not floats.
+        FileNotFoundError: where there is neither file nor index.
     """
     if (folder / SINGLE).exists():
         return _header(folder / SINGLE)
@@ -124,7 +133,12 @@ def open_folder(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file with a JSON object. Raises ValueError, naming it, for anything else; FileNotFoundError."""
+    """A file with a JSON object.
+
+    Raises:
+        ValueError: naming it, for anything else.
+        FileNotFoundError: if the file does not exist.
+    """
     data = read_regular(path, LARGEST_JSON)
     try:
         value = strict_json(data, any_number=True)  # callers check the numbers
@@ -149,8 +163,13 @@ def plain_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
 class FolderWriter:
     """Writes a folder that exists under its name only when it is complete.
 
-    tensors: name -> shape, all float32, in the order in which they lie; a new file begins where one would
-    have more than `file_bytes`. Raises FileExistsError where `folder` is there and not empty; OSError.
+    Args:
+        tensors: name -> shape, all float32, in the order in which they lie; a new file begins where one would
+            have more than `file_bytes`.
+
+    Raises:
+        FileExistsError: where `folder` is there and not empty.
+        OSError: if the file system fails.
     """
 
     def __init__(self, folder: Path, tensors: dict[str, tuple[int, ...]], file_bytes: int) -> None:

@@ -67,9 +67,12 @@ def encode(
 ) -> Call:
     """A call as words.
 
-    detail: an op, a root, or whether an all_to_all has counts per peer. Ranks exchange such counts separately
-    (counts.py), and `array` is empty. kind: the 16-bit type in a uint16 array that ranks sum.
-    memory: place of an array in shared memory (segments.SharedOffset.word).
+    Ranks exchange such counts separately (counts.py), and `array` is empty.
+
+    Args:
+        detail: an op, a root, or whether an all_to_all has counts per peer.
+        kind: the 16-bit type in a uint16 array that ranks sum.
+        memory: place of an array in shared memory (segments.SharedOffset.word).
     """
     first, name = _COLLECTIVE_CODES[collective], names.code(tag)
     if array is None:
@@ -111,9 +114,13 @@ def describe(call: Call, names: Names, memory: bool = False) -> str:
 def mismatch(
     number: int, calls: Sequence[Call], names: Names, own: int = 0, world: Sequence[int] = ()
 ) -> CollectiveMismatch:
-    """The error for ranks whose `calls` differ. It lists every rank's call, with the same text on every rank.
+    """The error for ranks whose `calls` differ.
 
-    own: the rank that raises it. world: world ranks of the group, to name their hosts.
+    It lists every rank's call, with the same text on every rank.
+
+    Args:
+        own: the rank that raises it.
+        world: world ranks of the group, to name their hosts.
     """
     callers: dict[Call, list[int]] = {}
     for rank, call in enumerate(calls):
@@ -142,7 +149,11 @@ def array_of(packed: bytes) -> np.ndarray:
 
 
 def unlike(sent: bytes, expected: bytes, source: int, rank: int) -> CollectiveMismatch:
-    """The error of `rank` for an unexpected message from rank `source`. sent, expected: headers."""
+    """The error of `rank` for an unexpected message from rank `source`.
+
+    Args:
+        sent, expected: headers.
+    """
     return CollectiveMismatch(
         f"rank {source} sent {_message(sent)}; rank {rank} receives {_message(expected)}"
     )

@@ -52,10 +52,15 @@ _CARRIED = {
 class Links:
     """The links of `needed` with this rank at one end.
 
-    mesh: a mesh with one axis. slots: most messages that are received and not freed, for all links or by link
-    (default 2). poison: fill slots with NaN when they are freed.
+    Collective over the mesh, with the same `needed` on all ranks.
 
-    Collective over the mesh, with the same `needed` on all ranks. Raises ValueError if they differ.
+    Args:
+        mesh: a mesh with one axis.
+        slots: most messages that are received and not freed, for all links or by link (default 2).
+        poison: fill slots with NaN when they are freed.
+
+    Raises:
+        ValueError: if they differ.
     """
 
     def __init__(
@@ -117,17 +122,21 @@ class Links:
         self._in[kind, source].expect(key, tag)
 
     def receive(self, kind: str, source: int, *, tag: str) -> "Received":
-        """The next expected message. The compute stream waits until it has arrived.
+        """The next expected message.
 
-        Raises RuntimeError if another message was expected next, or no slot is free; StreamError, from a
-        CollectiveMismatch, if the sender has sent another message.
+        The compute stream waits until it has arrived.
+
+        Raises:
+            RuntimeError: if another message was expected next, or no slot is free.
+            StreamError: from a CollectiveMismatch, if the sender has sent another message.
         """
         return self._in[kind, source].receive(tag)
 
     def finish(self) -> None:
         """Make the compute stream wait until all sent messages are delivered.
 
-        Raises RuntimeError if a message was expected and not received, or received and not freed.
+        Raises:
+            RuntimeError: if a message was expected and not received, or received and not freed.
         """
         for incoming in self._in.values():
             incoming.finish()
@@ -137,8 +146,9 @@ class Links:
     def plan(self, shapes: Mapping[Link, Sequence[Sequence[Shape | None]]]) -> tuple[int, int]:
         """(bytes on the device, pinned bytes on the host) of this rank's links after all messages were sent.
 
-        shapes: for each link, the shapes of the messages of each key. It does not count arrays that `send`
-        keeps, nor shared memory of a node's ranks: 2 MiB for each link.
+        Args:
+            shapes: for each link, the shapes of the messages of each key. It does not count arrays that
+                `send` keeps, nor shared memory of a node's ranks: 2 MiB for each link.
         """
         on_device = on_host = 0
         for (source, to, kind), messages in shapes.items():
@@ -160,7 +170,12 @@ class Links:
 
 
 class Received:
-    """A message. arrays: valid until `free`. about: see Links.send."""
+    """A message.
+
+    Args:
+        arrays: valid until `free`.
+        about: see Links.send.
+    """
 
     __slots__ = ("arrays", "about", "_slot", "_link")
 

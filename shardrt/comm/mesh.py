@@ -91,7 +91,8 @@ class DeviceMesh(Mesh):
     def axes(self) -> MeshLayout:
         """The layout of this mesh in `root` (mesh_layout.py).
 
-        Raises ValueError if the ranks are no slice of `root` or of a fold of `root`.
+        Raises:
+            ValueError: if the ranks are no slice of `root` or of a fold of `root`.
         """
         found = layout_of(self.ranks)
         if found is None:
@@ -130,7 +131,7 @@ class DeviceMesh(Mesh):
         return self if wanted == self.axes else self.along(wanted)
 
     def flat(self, *names: str) -> "DeviceMesh":
-        """Join axes to one axis: flat("dp", "cp") has the axis "dp_cp". Without names: join all axes.
+        """Join axes to one axis: mesh.flat("dp", "cp") has the axis "dp_cp". Without names: join all axes.
 
         Collective if mesh[names] is.
         """

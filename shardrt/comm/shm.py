@@ -32,9 +32,11 @@ class ShmCommunicator(MPICommunicator):
     def __init__(
         self, mpi: MPI.Intracomm, segments: Segments | None = None, names: Names | None = None
     ) -> None:
-        """Collective over `mpi`. `segments`: the memory of another communicator over the same ranks.
+        """Collective over `mpi`.
 
-        `names`: the names of the communicator that this one was made from.
+        Args:
+            segments: the memory of another communicator over the same ranks.
+            names: the names of the communicator that this one was made from.
         """
         self._flags = Flags(mpi)
         super().__init__(mpi, names, self._flags)

@@ -118,7 +118,8 @@ class Graph:
     def ended(self, by_host: bool = False) -> Any:
         """An event at the end of the latest replay; never recorded before the first replay.
 
-        by_host: the host is about to wait for it. Then raises RuntimeError during the capture.
+        Args:
+            by_host: the host is about to wait for it. Then raises RuntimeError during the capture.
         """
         if by_host and self._compute.graph is self:
             raise RuntimeError(f"the host can't wait for an event: {WHY}")

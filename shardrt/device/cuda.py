@@ -122,7 +122,11 @@ class CUDAStream(Stream):
 
 
 class CUDADevice(Device):
-    """One GPU. Raises RuntimeError, which names what is missing, if it can't be used."""
+    """One GPU.
+
+    Raises:
+        RuntimeError: which names what is missing, if it can't be used.
+    """
 
     name = "cuda"
     pools_results = True
@@ -268,7 +272,8 @@ class CUDADevice(Device):
     def pinned(self, count: int, dtype: Any) -> np.ndarray:
         """Page-locked memory of exactly this size; CuPy's own pool rounds up to a power of two.
 
-        Raises MemoryError if the host is full, or does not let this process lock more memory.
+        Raises:
+            MemoryError: if the host is full, or does not let this process lock more memory.
         """
         runtime, nbytes = self._cupy.cuda.runtime, count * np.dtype(dtype).itemsize
         try:
@@ -370,7 +375,11 @@ class CUDADevice(Device):
         return self._cupy.cuda.runtime.ipcGetMemHandle(array.data.ptr)
 
     def open_memory(self, handle: bytes) -> int:
-        """Map memory that another process has exported. Returns its address in this process."""
+        """Map memory that another process has exported.
+
+        Returns:
+            Its address in this process.
+        """
         return self._cupy.cuda.runtime.ipcOpenMemHandle(handle)
 
     def close_memory(self, address: int) -> None:
@@ -405,13 +414,16 @@ class CUDADevice(Device):
             return CUDAEvent(self._cupy.cuda.Event(disable_timing=True))
 
     def capture(self, function: Callable[[], Any]) -> Graph:
-        """The work that `function()` launches, as a CUDA graph that can be replayed. Nothing runs now.
+        """The work that `function()` launches, as a CUDA graph that can be replayed.
+
+        Nothing runs now.
 
         Call the function once before, so that its kernels are compiled and its streams exist. Each replay
         repeats addresses, branches and numbers of the host as they are now, except numbers of optimizers and
         dropout. Work on the host happens once, now. See docs/explanation/gpu.md.
 
-        Raises RuntimeError if the function reads from the GPU, or waits for it.
+        Raises:
+            RuntimeError: if the function reads from the GPU, or waits for it.
         """
         compute = self.current_stream
         if compute.graph is not None:

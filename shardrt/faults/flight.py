@@ -54,7 +54,8 @@ class Recorder:
     def __init__(self, folder: Path, rank: int, size: int, ahead: float = 0.0) -> None:
         """Make folder/rank-N.bin; if that fails, keep the records only in memory.
 
-        ahead: seconds by which this host's clock is ahead of rank 0's clock.
+        Args:
+            ahead: seconds by which this host's clock is ahead of rank 0's clock.
         """
         self._ahead = ahead
         self.rank = rank
@@ -107,9 +108,12 @@ class Recorder:
         self._write(BEGUN, b"", 0, 0, tail(action, 52), 0, 0)
 
     def part(self, phase: str, action: str = "") -> None:
-        """A phase inside a step begins. Evaluations and set-ups have forwards too: they keep their phase.
+        """A phase inside a step begins.
 
-        action: the action of a pipeline, as "F3 of stage 1".
+        Evaluations and set-ups have forwards too: they keep their phase.
+
+        Args:
+            action: the action of a pipeline, as "F3 of stage 1".
         """
         if self.phase in _IN_STEP and (action or self.phase != phase):
             self.mark(phase, action=action)
@@ -220,7 +224,7 @@ class Record:
     unit: str
 
     def __str__(self) -> str:
-        """all_gather #41 of gather, 1024 of float32, unit blocks.3"""
+        """The call in words: all_gather #41 of gather, 1024 of float32, unit blocks.3."""
         if self.state == BEGUN:
             return f"{self.phase}, {self.unit}" if self.unit else self.phase
         size = f", {self.elements} of {self.dtype}" if self.elements else ""

@@ -29,8 +29,11 @@ class Locked(ValueError):
 def lock(directory: Path, patience: float | None = None) -> int:
     """A descriptor that holds the lock of a run's folder until it is closed, or the process ends.
 
-    Waits up to `patience` seconds (15) for a job that holds it. Raises Locked, naming the folder and that
-    job's process, if the job still holds it; OSError. Warns if the file system has no locks.
+    Waits up to `patience` seconds (15) for a job that holds it. Warns if the file system has no locks.
+
+    Raises:
+        Locked: naming the folder and that job's process, if the job still holds it.
+        OSError: if the file system fails.
     """
     file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     deadline = time.monotonic() + (_PATIENCE if patience is None else patience)

@@ -64,7 +64,8 @@ def check_limit(name: str, seconds: float) -> None:
 class Limits:
     """Seconds without progress after which a rank considers the job hung; 0: never.
 
-    Raises ValueError for a value that is not 0 or 0.05 to 1e7.
+    Raises:
+        ValueError: for a value that is not 0 or 0.05 to 1e7.
     """
 
     step: float = 30.0  # or 20 median steps, whichever is more

@@ -126,9 +126,12 @@ def memory_plan(
 
 
 def connect(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
-    """Make all communicators that a model of these units needs. Collective.
+    """Make all communicators that a model of these units needs.
 
-    Gives the process groups of each parameter group.
+    Collective.
+
+    Returns:
+        The process groups of each parameter group.
     """
     mesh = composition.active.mesh_of(units)
     for each in dict.fromkeys((mesh, *(unit.settings.mesh for unit in units))):
@@ -173,7 +176,11 @@ def _add_buffers(
 
 
 def whole_of(call: str, model: Module) -> list[Unit]:
-    """All units that train with those of `model`. Raises ValueError unless one unit contains them all."""
+    """All units that train with those of `model`.
+
+    Raises:
+        ValueError: unless one unit contains them all.
+    """
     found = units_for(call, model)
     units = found[0].schedule.units if found[0].schedule is not None else arranged(found[0])
     apart = [unit for unit in found if unit not in units]

@@ -214,7 +214,7 @@ def _streams(units: list[Unit]) -> Streams:
 def _make_arenas(
     specs: Specs, ranks_of: dict[ParameterGroup, ProcessGroups], here: Device, roles: Iterable[str]
 ) -> dict[ParameterGroup, dict[str, Arena]]:
-    """group -> role -> arena, for these roles; one arena for each Spec. Collective."""
+    """Map group to role to arena, for these roles; one arena for each Spec. Collective."""
     made: dict[Spec, Arena] = {}
     found: dict[ParameterGroup, dict[str, Arena]] = {group: {} for group in specs}
     for group, by_role in specs.items():

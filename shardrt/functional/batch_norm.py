@@ -85,14 +85,22 @@ def batch_norm(
 ) -> "Tensor":
     """Each channel minus its mean, over its deviation, times weight plus bias (Ioffe, Szegedy, 2015).
 
-    x: (batch, channels, ...). weight (1 if None), bias (0 if None), running_mean, running_var: (channels,).
-    All float32 or all float64, or x in 16 bits with float32 parameters. training: mean and variance are the
-    batch's, and the running ones, arrays, tensors or None, move towards them by `momentum` (the variance
-    unbiased); else the running ones are used. communicator: the statistics are those of the batches of all
-    its ranks, which all call forward, and backward, in the same order.
+    All arrays are float32, or all float64, or x has 16 bits and the parameters are float32.
 
-    Raises ValueError for sizes that don't fit, for one number per channel in training and for no running
-    ones elsewhere, TypeError for other dtypes.
+    Args:
+        x: (batch, channels, ...).
+        running_mean, running_var: (channels,), or None in training.
+        weight: (channels,); 1 if None.
+        bias: (channels,); 0 if None.
+        training: mean and variance are the batch's, and the running ones, arrays, tensors or None, move
+            towards them by `momentum` (the variance unbiased); else the running ones are used.
+        communicator: the statistics are those of the batches of all its ranks, which all call forward, and
+            backward, in the same order.
+
+    Raises:
+        ValueError: for sizes that don't fit, for one number per channel in training and for no running ones
+            elsewhere.
+        TypeError: for other dtypes.
     """
     x = tensor(x)
     if x.ndim < 2 or x.size < 1:

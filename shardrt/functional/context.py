@@ -106,11 +106,20 @@ def context_attention(
 ) -> "Tensor":
     """As self_attention, is_causal, of sequences of which this rank has the chunks that `positions_of` gives.
 
-    qkv: (batch, time, (heads + 2 * kv_heads) * head_dim) of this rank's positions. mesh: the ranks, on one
-    axis. starts: int64 (batch, time) on the device, where the document of each of these positions begins in
-    the whole sequence. Gives (batch, time, heads * head_dim). Collective, with equal shapes on all ranks.
+    Collective, with equal shapes on all ranks.
 
-    Raises ValueError if sizes don't fit or `time` is odd, TypeError for other dtypes.
+    Args:
+        qkv: (batch, time, (heads + 2 * kv_heads) * head_dim) of this rank's positions.
+        mesh: the ranks, on one axis.
+        starts: int64 (batch, time) on the device, where the document of each of these positions begins in the
+            whole sequence.
+
+    Returns:
+        (batch, time, heads * head_dim).
+
+    Raises:
+        ValueError: if sizes don't fit or `time` is odd.
+        TypeError: for other dtypes.
     """
     qkv, kv_heads = tensor(qkv), heads if kv_heads is None else kv_heads
     scale = check_packed("context_attention", qkv, heads, kv_heads, scale)

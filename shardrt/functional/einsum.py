@@ -12,10 +12,15 @@ from shardrt.functional.shape import permute, reshape
 
 
 def einsum(formula: str, *operands: Any) -> "Tensor":
-    """As in PyTorch and NumPy: "bhqd,bhkd->bhqk". One operand after the other, from the left.
+    """As in PyTorch and NumPy: "bhqd,bhkd->bhqk".
 
-    A letter twice in one operand (a diagonal) is not supported. Raises ValueError for a formula that does not
-    fit the operands, TypeError as `matmul`.
+    One operand after the other, from the left.
+
+    A letter twice in one operand (a diagonal) is not supported.
+
+    Raises:
+        ValueError: for a formula that does not fit the operands.
+        TypeError: as `matmul`.
     """
     tensors = [tensor(x) for x in operands]
     inputs, output = _parsed(formula, tensors)

@@ -54,10 +54,16 @@ def embedding(
 ) -> "Tensor":
     """The rows of weight that indices name: integers (...), or a range, and (rows, width) -> (..., width).
 
-    padding_idx: a row that gets no gradient from here. The other arguments must have their defaults.
+    The other arguments must have their defaults.
 
-    Raises ValueError that names the first index outside [0, rows), TypeError if they are no integers. Indices
-    that are on a GPU already are not looked at: the rows of those outside are nan.
+    Indices that are on a GPU already are not looked at: the rows of those outside are nan.
+
+    Args:
+        padding_idx: a row that gets no gradient from here.
+
+    Raises:
+        ValueError: that names the first index outside [0, rows).
+        TypeError: if they are no integers.
     """
     weight = tensor(weight)
     if weight.ndim != 2:

@@ -22,10 +22,16 @@ def interpolate(
 ) -> "Tensor":
     """(batch, channels, height, width) at another size, as in PyTorch, without antialiasing.
 
-    size, or scale_factor: one for both axes, or (vertical, horizontal). mode: "nearest", "bilinear" or
-    "bicubic". recompute_scale_factor: the factor comes from the integer sizes. Costs matmuls
-    with a matrix (new, old) for each axis. Raises ValueError for bad arguments, TypeError for other than
-    floats.
+    It costs matmuls with a matrix (new, old) for each axis.
+
+    Args:
+        size, scale_factor: one of them; a number for both axes, or (vertical, horizontal).
+        mode: "nearest", "bilinear" or "bicubic".
+        recompute_scale_factor: the factor comes from the integer sizes.
+
+    Raises:
+        ValueError: for bad arguments.
+        TypeError: for other than floats.
     """
     x = tensor(x)
     check_floats("interpolate", x=x)

@@ -71,18 +71,23 @@ def cross_entropy(
 ) -> "Tensor":
     """Minus the logarithm of softmax(logits) at the target, as in PyTorch.
 
-    logits: (..., vocab), float32 or float64. targets: integers (...), an array or a tensor; where they are
-    ignore_index the loss and its gradient are 0. reduction: "mean" over the targets that are not ignored
-    (not a number if all are), "sum", or "none" for a loss per target. weight: (vocab,), as in nll_loss.
-    label_smoothing: how much of each target is spread evenly over the vocabulary. With a weight or smoothing
-    the loss is made of other ops, which save the log-probabilities. size_average, reduce: None.
+    Args:
+        logits: (..., vocab), float32 or float64.
+        targets: integers (...), an array or a tensor; where they are ignore_index the loss and its gradient
+            are 0.
+        reduction: "mean" over the targets that are not ignored (not a number if all are), "sum", or "none"
+            for a loss per target.
+        weight: (vocab,), as in nll_loss.
+        label_smoothing: how much of each target is spread evenly over the vocabulary. With a weight or
+            smoothing the loss is made of other ops, which save the log-probabilities.
+        size_average, reduce: None.
+        inplace: backward writes the gradient over the logits and so saves an array of their size. Nothing
+            else may use the logits then, nor may the op that made them have saved them; backward runs once.
 
-    inplace: backward writes the gradient over the logits and so saves an array of their size. Nothing else
-    may use the logits then, nor may the op that made them have saved them; backward runs once.
-
-    Raises ValueError for shapes that don't fit, a target out of range (it names the first; a target that is
-    on a GPU is not looked at, and the loss is nan), another reduction, or inplace on a leaf; TypeError for
-    other dtypes.
+    Raises:
+        ValueError: for shapes that don't fit, a target out of range (it names the first; a target that is on
+            a GPU is not looked at, and the loss is nan), another reduction, or inplace on a leaf.
+        TypeError: for other dtypes.
     """
     logits = tensor(logits)
     check_floats("cross_entropy", logits=logits)
@@ -229,16 +234,21 @@ def linear_cross_entropy(
 ) -> "Tensor":
     """As cross_entropy(linear(x, weight), targets), with never more than `chunk` rows of logits in memory.
 
-    x: (..., inputs). weight: (vocab, inputs). targets: integers (...).
+    The weight's gradient is added where it belongs, chunk by chunk. The gradient of the logits then takes
+    their memory as soon as they have been read, and backward runs once. In bfloat16 on a CPU it has 2 bytes
+    for each, and of the logits 128 rows are there at a time.
 
-    chunk: costs chunk * vocab elements in forward and in backward, where plain logits cost rows * vocab from
-    the one to the other, and a product more: the logits are made a second time. The weight's gradient is
-    added where it belongs, chunk by chunk. 0: all rows at once, and no product more. The gradient of the
-    logits then takes their memory as soon as they have been read, and backward runs once. In bfloat16 on a
-    CPU it has 2 bytes for each, and of the logits 128 rows are there at a time.
+    Args:
+        x: (..., inputs).
+        weight: (vocab, inputs).
+        targets: integers (...).
+        chunk: costs chunk * vocab elements in forward and in backward, where plain logits cost rows * vocab
+            from the one to the other, and a product more: the logits are made a second time. 0: all rows at
+            once, and no product more.
 
-    Raises ValueError for sizes that don't fit, a target out of range, another reduction or a chunk below 0;
-    TypeError for other dtypes.
+    Raises:
+        ValueError: for sizes that don't fit, a target out of range, another reduction or a chunk below 0.
+        TypeError: for other dtypes.
     """
     op = "linear_cross_entropy"
     x, weight = tensor(x), tensor(weight)

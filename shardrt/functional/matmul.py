@@ -31,9 +31,11 @@ class MatMul(Function):
 
 
 def matmul(x: "Tensor", y: "Tensor") -> "Tensor":
-    """x @ y as in NumPy: (..., m, k) with (..., k, n); a vector is a row on the left, a column on the right.
+    """Return x @ y: (..., m, k) with (..., k, n); a vector is a row on the left, a column on the right.
 
-    Raises ValueError for a number or for sizes that don't fit, TypeError unless both are float32 or float64.
+    Raises:
+        ValueError: for a number or for sizes that don't fit.
+        TypeError: unless both are float32 or float64.
     """
     x, y = tensor(x), tensor(y)
     check_floats("matmul", x=x, y=y)
@@ -56,7 +58,7 @@ def matmul(x: "Tensor", y: "Tensor") -> "Tensor":
 
 
 def _product(x: Array, y: Array) -> Array:
-    """x @ y, the batch broadcast, in a new array."""
+    """Return x @ y, the batch broadcast, in a new array."""
     batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     z = empty((*batch, x.shape[-2], y.shape[-1]), x.dtype)
     if z.ndim == 2:

@@ -40,9 +40,12 @@ class Pad(Function):
 def pad(x: "Tensor", widths: Sequence[int], mode: str = "constant", value: float | None = None) -> "Tensor":
     """Wider along the last axes: `widths` are (before, after) of the last one, then of the one before it, ...
 
-    mode: "constant" fills with `value` (0 if None), and negative widths crop; "reflect", "replicate" and
-    "circular" take elements of x. Raises ValueError for an odd number of widths, too many, ones that x is too
-    small for, or another mode.
+    Args:
+        mode: "constant" fills with `value` (0 if None), and negative widths crop; "reflect", "replicate" and
+            "circular" take elements of x.
+
+    Raises:
+        ValueError: for an odd number of widths, too many, ones that x is too small for, or another mode.
     """
     x = tensor(x)
     widths = [int(n) for n in widths]

@@ -78,8 +78,14 @@ class Norm(Function):
 
 @torch_words
 def norm(x: "Tensor", p: float | str = "fro", axis: Axes = None, keepdims: bool = False) -> "Tensor":
-    """The norm over `axis` of order p: 2 or "fro", the root of the sum of squares; 1, the sum of absolutes;
-    inf or -inf, the largest or smallest absolute. The gradient at 0 is 0. Raises ValueError for another p.
+    """The norm over `axis` of order p. The gradient at 0 is 0.
+
+    Args:
+        p: 2 or "fro", the root of the sum of squares; 1, the sum of absolutes; inf or -inf, the largest or
+            smallest absolute.
+
+    Raises:
+        ValueError: for another p.
     """
     x = floating(x)
     if p in ("fro", 2):

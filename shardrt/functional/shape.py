@@ -137,8 +137,11 @@ def tile(x: "Tensor", counts: int | Sequence[int]) -> "Tensor":
 def repeat_interleave(x: "Tensor", counts: int | Sequence[int], axis: int | None = None) -> "Tensor":
     """Each element `counts` times, one copy after the other, along an axis; or as often as counts[i] says.
 
-    axis: None for the elements of all axes in a row. Raises ValueError if there are not as many counts as
-    elements.
+    Args:
+        axis: None for the elements of all axes in a row.
+
+    Raises:
+        ValueError: if there are not as many counts as elements.
     """
     x = tensor(x)
     x, axis = (reshape(x, -1), 0) if axis is None else (x, axis)
@@ -177,7 +180,8 @@ class Split(Function):
 def split(x: "Tensor", sizes: int | Sequence[int], axis: int = 0) -> tuple:
     """Pieces along an axis: of the given sizes, or of one size, the last perhaps smaller.
 
-    Raises ValueError if the sizes don't add up to the size of the axis.
+    Raises:
+        ValueError: if the sizes don't add up to the size of the axis.
     """
     x = tensor(x)
     (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
@@ -230,7 +234,9 @@ class Concatenate(Function):
 def concatenate(tensors: Sequence["Tensor"], axis: int = 0) -> "Tensor":
     """Tensors one after the other along an axis; equal in dtype and in every other size.
 
-    Raises ValueError for none, or for shapes that don't fit, TypeError for dtypes that differ.
+    Raises:
+        ValueError: for none, or for shapes that don't fit.
+        TypeError: for dtypes that differ.
     """
     tensors = [tensor(x) for x in tensors]
     if not tensors:
@@ -266,8 +272,13 @@ def flip(x: "Tensor", axis: int | Sequence[int]) -> "Tensor":
 def roll(x: "Tensor", shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> "Tensor":
     """Moved by `shift` along an axis; elements that leave at one end enter at the other.
 
-    Or by shift[i] along axis[i]. axis: None for the elements of all axes in a row. Raises ValueError for
-    other numbers of shifts than of axes.
+    Or by shift[i] along axis[i].
+
+    Args:
+        axis: None for the elements of all axes in a row.
+
+    Raises:
+        ValueError: for other numbers of shifts than of axes.
     """
     x = tensor(x)
     if axis is None:

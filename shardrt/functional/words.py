@@ -8,10 +8,13 @@ F = TypeVar("F", bound=Callable)
 
 
 def also(_refused: dict[str, tuple] | None = None, /, **words: str) -> Callable[[F], F]:
-    """Let a function also be called with PyTorch's argument names: also(dim="axis").
+    """Let a function also be called with PyTorch's argument names, as in @also(dim="axis").
 
-    Type checkers know only the function's own names. _refused: names of arguments that the function does not
-    support: the value that asks for nothing, and the advice of the TypeError for other values.
+    Type checkers know only the function's own names.
+
+    Args:
+        _refused: names of arguments that the function does not support: the value that asks for nothing, and
+            the advice of the TypeError for other values.
     """
     refused = _refused or {}
 
@@ -46,7 +49,8 @@ torch_words = also(dim="axis", keepdim="keepdims")
 def only(op: str, instead: str, **given: tuple[Any, Any]) -> None:
     """Refuse arguments that only PyTorch's op supports: each argument is (what it got, what it takes).
 
-    Raises ValueError that names the argument and says what to do instead.
+    Raises:
+        ValueError: that names the argument and says what to do instead.
     """
     for name, (got, taken) in given.items():
         if got is not taken and not (isinstance(got, bool | int | float) and got == taken):

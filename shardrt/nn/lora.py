@@ -46,12 +46,16 @@ def add_lora(
 ) -> Module:
     """Freeze `model` and give its linear layers trainable adapters; gives `model` back.
 
-    rank: of the two matrices, at most the smaller side of each layer. alpha: their product is scaled by
-    alpha / rank; 2 * rank if None. targets: shell patterns for the layers' paths ("*.qkv"), or a function of
-    (path, layer). dropout: of the adapters' input.
-
     Load weights before and call fully_shard after: frozen parameters are then sharded and never reduced.
-    Raises ValueError if no layer is picked, for numbers that cannot be, or after fully_shard.
+
+    Args:
+        rank: of the two matrices, at most the smaller side of each layer.
+        alpha: their product is scaled by alpha / rank; 2 * rank if None.
+        targets: shell patterns for the layers' paths ("*.qkv"), or a function of (path, layer).
+        dropout: of the adapters' input.
+
+    Raises:
+        ValueError: if no layer is picked, for numbers that cannot be, or after fully_shard.
     """
     alpha = 2.0 * rank if alpha is None else alpha
     if rank < 1 or not alpha > 0 or not 0 <= dropout < 1:
@@ -94,7 +98,10 @@ def merge_lora(model: Module) -> Module:
     Adapters of a plain model are taken out, and its layers are as they were before add_lora, still frozen.
     Those of a model that is sharded, or has stages, stay, with B zero; where it is sharded, call it inside
     `with full_parameters(model, writeback=True)`.
-    Raises ValueError if there is no adapter, RuntimeError for sharded parameters outside of that.
+
+    Raises:
+        ValueError: if there is no adapter.
+        RuntimeError: for sharded parameters outside of that.
     """
     layers = adapted_layers(model)
     if not layers:

@@ -123,7 +123,8 @@ class ParameterPlacement:
     def owner(self, apart: MeshLayout = ()) -> bool:
         """Whether this rank, where it holds all of its share, counts and saves it.
 
-        apart: that of the root mesh along which ranks have other parameters than this one.
+        Args:
+            apart: that of the root mesh along which ranks have other parameters than this one.
         """
         return not self.mesh.index_except(apart, self.axes if self.kind == SHARD else ())
 

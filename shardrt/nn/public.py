@@ -148,7 +148,8 @@ class Parameter(parameter.Parameter, Tensor):
     def load(self, values: Any) -> None:
         """Set this rank's shard, if it has one, from the whole array `values`.
 
-        Raises ValueError, which names the parameter, if the shape differs.
+        Raises:
+            ValueError: which names the parameter, if the shape differs.
         """
         if tuple(values.shape) != self.whole_shape:
             raise ValueError(
@@ -166,7 +167,8 @@ class Parameter(parameter.Parameter, Tensor):
     def __deepcopy__(self, memo: dict) -> "Parameter":
         """A parameter with equal values, not made yet if these are not, and without a gradient.
 
-        Raises TypeError, which names the parameter, if it is sharded.
+        Raises:
+            TypeError: which names the parameter, if it is sharded.
         """
         if self.pipeline is not None:
             raise TypeError(f"parameter {self.name!r} is {self.pipeline.description}, and can't be copied")
@@ -407,7 +409,8 @@ class Module(module.Module):
     ) -> RemovableHandle:
         """Call hook(module, args, output) after each forward; its result, unless None, replaces the output.
 
-        with_kwargs: hook(module, args, kwargs, output). Else as register_forward_pre_hook.
+        Args:
+            with_kwargs: hook(module, args, kwargs, output).
         """
         return self._forward_hooks.add((hook, with_kwargs), prepend)
 
@@ -439,7 +442,11 @@ class Module(module.Module):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of all parameters. Raises ValueError for set_to_none=False."""
+        """Forget the gradients of all parameters.
+
+        Raises:
+            ValueError: for set_to_none=False.
+        """
         check_set_to_none(set_to_none)
         for each in self.parameters():
             each.storage.zero_grad()
@@ -449,7 +456,8 @@ class Module(module.Module):
     def state_dict(self) -> dict[str, np.ndarray]:
         """Name -> whole array, not copied, of parameters and then buffers.
 
-        Raises RuntimeError if parameters are sharded or split: see full_state_dict.
+        Raises:
+            RuntimeError: if parameters are sharded or split: see full_state_dict.
         """
         parameters = dict(self.named_parameters())
         if cut := [name for name, p in parameters.items() if p.shape != p.whole_shape]:
@@ -499,7 +507,8 @@ class Module(module.Module):
     def __deepcopy__(self, memo: dict) -> "Module":
         """A separate model with equal values, made yet or not, and without gradients.
 
-        Raises TypeError for a sharded one.
+        Raises:
+            TypeError: for a sharded one.
         """
         copy.deepcopy(self._forward_wrappers)  # a unit's boundary refuses, before anything is copied
         twin = memo[id(self)] = type(self).__new__(type(self))

@@ -19,8 +19,12 @@ Pair = tuple[int, int]
 class Conv2d(Module):
     """(batch, in_channels, height, width) -> (batch, out_channels, ...): see functional.conv2d.
 
-    init: the initial weight, the bias then at 0. Left out, both start evenly from +-1 / sqrt(fan_in),
-    the numbers that an output sums, as in PyTorch. Raises ValueError for wrong sizes.
+    Args:
+        init: the initial weight, the bias then at 0. Left out, both start evenly from +-1 / sqrt(fan_in), the
+            numbers that an output sums, as in PyTorch.
+
+    Raises:
+        ValueError: for wrong sizes.
     """
 
     def __init__(
@@ -181,7 +185,10 @@ class BatchNorm2d(Module):
     """Batch norm of each of `channels` channels. weight starts at 1 (or as `init`), bias at 0.
 
     running_mean and running_var are buffers: those of this rank's batches, unless synchronise_batch_norm has
-    been called on the model. momentum: how far they move towards each batch's.
+    been called on the model.
+
+    Args:
+        momentum: how far they move towards each batch's.
     """
 
     def __init__(

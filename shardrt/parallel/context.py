@@ -29,7 +29,8 @@ Array = Any
 class SequencePart(NamedTuple):
     """A rank's slice of some sequences: (batch, time / ranks) each, positions (time / ranks,).
 
-    starts: where the document of each token begins in the whole sequence, on the device; or None.
+    Attributes:
+        starts: where the document of each token begins in the whole sequence, on the device; or None.
     """
 
     tokens: Array
@@ -43,10 +44,14 @@ def shard_sequence(
 ) -> SequencePart:
     """This rank's slice of sequences that all ranks of the one axis of `mesh`, as mesh["cp"], have alike.
 
-    tokens, targets: (batch, time), arrays of the host or the device. starts: F.document_starts of the whole
-    sequences. Of 2 n chunks of time, rank r of n has r and 2n - 1 - r: with causal attention, equal work.
+    Of 2 n chunks of time, rank r of n has r and 2n - 1 - r: with causal attention, equal work.
 
-    Raises ValueError for a time that is no multiple of 2 n, shapes that differ, a mesh of several axes.
+    Args:
+        tokens, targets: (batch, time), arrays of the host or the device.
+        starts: F.document_starts of the whole sequences.
+
+    Raises:
+        ValueError: for a time that is no multiple of 2 n, shapes that differ, a mesh of several axes.
     """
     if len(mesh.shape) > 1:
         raise ValueError(f'shard_sequence: mesh must have one axis, as mesh["cp"]; got {mesh!r}')
@@ -86,8 +91,9 @@ class Context:
     def in_parts(self, positions: Array | None) -> bool:
         """Whether a call with these positions is for slices of sequences; without them it is for the whole.
 
-        Raises ValueError for positions of another part than this rank's, and where gradients of the whole are
-        wanted, which would count once for each rank.
+        Raises:
+            ValueError: for positions of another part than this rank's, and where gradients of the whole are
+                wanted, which would count once for each rank.
         """
         if positions is not None:
             self._check(positions)
@@ -119,7 +125,9 @@ class Context:
 class Summing:
     """Around the whole model: its gradients are of a slice of each sequence, until ranks add them up.
 
-    Raises ValueError where no unit adds them up, RuntimeError where the model is not the whole any more.
+    Raises:
+        ValueError: where no unit adds them up.
+        RuntimeError: where the model is not the whole any more.
     """
 
     layer, every_entry = WrapperOrder.MODEL, False
@@ -185,7 +193,11 @@ class ContextParallel(Style):
 
 
 def lay_out_sequences(model: Module, mesh: DeviceMesh, modules: Iterable[tuple[Module, Style]]) -> None:
-    """parallelize_module for a plan of this style. Raises ValueError for other styles next to it."""
+    """parallelize_module for a plan of this style.
+
+    Raises:
+        ValueError: for other styles next to it.
+    """
     check_alone(ContextParallel, modules, "on an axis of its own")
     for role in (ROLE, "control"):
         mesh.communicator(role)

@@ -39,8 +39,9 @@ class Converting:
 class Column(Converting):
     """Each rank computes some of the outputs: x I or V -> R, y its own.
 
-    parts: for each part of y, how many elements this rank computes, and over what ranks it is gathered where
-    several compute a head together (None: its elements are needed here alone).
+    Args:
+        parts: for each part of y, how many elements this rank computes, and over what ranks it is gathered
+            where several compute a head together (None: its elements are needed here alone).
     """
 
     def __init__(self, axis: Axis, parts: list[tuple[int, Communicator | None]]) -> None:
@@ -94,7 +95,8 @@ class WholeTime(Converting):
 class Deciding(Converting):
     """Around the whole model: its modules agree whether activations are split along time.
 
-    Raises RuntimeError where it is not the whole any more: dropout outside would differ between the ranks.
+    Raises:
+        RuntimeError: where it is not the whole any more: dropout outside would differ between the ranks.
     """
 
     layer = WrapperOrder.MODEL

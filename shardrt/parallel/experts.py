@@ -40,8 +40,9 @@ class ExpertParallel(Style):
     that it does not name is left to fully_shard, along axes with the data of all ranks
     (docs/explanation/experts.md).
 
-    planned: how many rows a memory plan gives each rank where nothing limits them, as a multiple of those in
-    balance; at most all rows of all ranks. See most_rows. With a capacity the plan is exact.
+    Attributes:
+        planned: how many rows a memory plan gives each rank where nothing limits them, as a multiple of those
+            in balance; at most all rows of all ranks. See most_rows. With a capacity the plan is exact.
     """
 
     planned: float = 2.0
@@ -63,7 +64,11 @@ class ExpertParallel(Style):
 
 
 def spread_experts(model: Module, mesh: DeviceMesh, modules: Sequence[tuple[Module, Style]]) -> None:
-    """parallelize_module for a plan of this style. Raises ValueError for styles that can't be combined."""
+    """parallelize_module for a plan of this style.
+
+    Raises:
+        ValueError: for styles that can't be combined.
+    """
     check_alone(ExpertParallel, modules, "on an axis whose ranks have different tokens")
     planned = [parameter.placement for module, _ in modules for parameter in module._parameters.values()]
     for placement in planned:
@@ -101,7 +106,13 @@ def _cut_experts(weight: Parameter, axis: Axis) -> None:
 
 
 def expert_plan(model: Module, planned: float = ExpertParallel.planned) -> dict[str, Style]:
-    """The plan for a model: every nn.Experts in it. planned: as of ExpertParallel. TypeError if none."""
+    """The plan for a model: every nn.Experts in it.
+
+    TypeError if none.
+
+    Args:
+        planned: as of ExpertParallel.
+    """
     style = ExpertParallel(planned)
     plan = {path: style for path, module in model.named_modules() if style.fits(module)}
     if not plan:

@@ -28,10 +28,12 @@ def set_tensor_invariant(model: Module, parts: int = 4, *, plan: Mapping[str, St
     it costs. On
     a GPU the process computes by deterministic algorithms from now on (shardrt.use_deterministic_algorithms).
 
-    Raises ValueError for parts that are no power of two, are fewer than the ranks, or do not divide what is
-    cut; for a number of ranks that is none; without a plan, or with a second one; for adapters and NCCL's own
-    sums; where ranks differ; as parallelize_module for what is wrong with a plan. RuntimeError with
-    SequenceParallel after pipeline_stages or fully_shard.
+    RuntimeError with SequenceParallel after pipeline_stages or fully_shard.
+
+    Raises:
+        ValueError: for parts that are no power of two, are fewer than the ranks, or do not divide what is
+            cut; for a number of ranks that is none; without a plan, or with a second one; for adapters and
+            NCCL's own sums; where ranks differ; as parallelize_module for what is wrong with a plan.
     """
     axis, chosen = _styles(model, plan)
     for name, value in (("parts", parts), ("the number of ranks", axis.size)):

@@ -32,16 +32,23 @@ __all__ = ["Pipeline"]
 class Pipeline(StagedModel):
     """A model in stages, of which this rank has `stages`.
 
-    model: as every rank builds it, with the same seed. mesh: the axis of the stages, mesh["pp"]. schedule: a
-    name (schedules.py) or a Table. micro_batches: parts of a step's batch; one for each rank if None.
-    stages_per_rank: None for what the schedule wants. cuts: the first piece of every stage but the first, by
-    name or number; None: by `costs`. costs, batch: see pipeline_stages.
-
     Shard the stages afterwards, blocks first: fully_shard(stage, mesh=mesh["dp_shard"]). Their units are
     gathered once in a step and reduced once, unless the table has UNSHARD and RESHARD.
 
-    Collective. Raises ValueError for a model that can't be split so, and for a table that does not end, has
-    other numbers than the other arguments say, or differs between ranks.
+    Collective.
+
+    Args:
+        model: as every rank builds it, with the same seed.
+        mesh: the axis of the stages, mesh["pp"].
+        schedule: a name (schedules.py) or a Table.
+        micro_batches: parts of a step's batch; one for each rank if None.
+        stages_per_rank: None for what the schedule wants.
+        cuts: the first piece of every stage but the first, by name or number; None: by `costs`.
+        costs, batch: see pipeline_stages.
+
+    Raises:
+        ValueError: for a model that can't be split so, and for a table that does not end, has other numbers
+            than the other arguments say, or differs between ranks.
     """
 
     def __init__(
@@ -87,7 +94,9 @@ class Pipeline(StagedModel):
         self._forward_wrappers = list(model._forward_wrappers)  # which the stages have
 
     def step(self, loss: Loss, batches: Sequence[Any], *, inputs: Inputs | None = None) -> None:
-        """Forward and backward of all micro-batches. Gradients are then where `loss.backward()` leaves them.
+        """Forward and backward of all micro-batches.
+
+        Gradients are then where `loss.backward()` leaves them.
 
         loss(output, batch): of one micro-batch, from what the model gives for it, on the last stage alone;
         gradients are of the sum of all. inputs(batch): the arguments of the model, a mapping from
@@ -96,9 +105,11 @@ class Pipeline(StagedModel):
 
         Several steps before an update add up; inside of no_sync(model) nothing is reduced until the last.
 
-        Collective over the ranks of all stages, which have as many batches, of the same shapes. Raises
-        ValueError for another number than the table's, and where some stages are sharded alone; RuntimeError
-        for a model with hooks of its own, and where an earlier step has raised.
+        Collective over the ranks of all stages, which have as many batches, of the same shapes.
+
+        Raises:
+            ValueError: for another number than the table's, and where some stages are sharded alone.
+            RuntimeError: for a model with hooks of its own, and where an earlier step has raised.
         """
         work = self.work("Pipeline.step", loss, batches, inputs)
         self.check_count("Pipeline.step", work)
@@ -120,7 +131,10 @@ class Pipeline(StagedModel):
     ) -> list[Any]:
         """The result of measure(output, batch) for each micro-batch, on the last stage's rank; [] elsewhere.
 
-        Forwards alone, without a backward, of any number of micro-batches. inputs: as for `step`. Collective.
+        Forwards alone, without a backward, of any number of micro-batches. Collective.
+
+        Args:
+            inputs: as for `step`.
         """
         found: list[Any] = []
         work = self.work("Pipeline.evaluate", lambda *of: found.append(measure(*of)), batches, inputs)

@@ -130,8 +130,14 @@ SCHEDULES: dict[str, Callable[..., Table]] = {
 def schedule(name: str, p: int, m: int, v: int | None = None) -> Table:
     """The table of a schedule by PyTorch's name, "1F1B" or "Schedule1F1B", in letters of either case.
 
-    p: ranks. m: micro-batches. v: stages per rank; None: 2 for a V, else 1. Raises ValueError for names that
-    there are not, and for numbers that the schedule can't be made of; TypeError for other things.
+    Args:
+        p: ranks.
+        m: micro-batches.
+        v: stages per rank; None: 2 for a V, else 1.
+
+    Raises:
+        ValueError: for names that there are not, and for numbers that the schedule can't be made of.
+        TypeError: for other things.
     """
     if not isinstance(name, str):
         raise TypeError(f"schedule: name must be a string, got {type(name).__name__}")

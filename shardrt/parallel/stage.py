@@ -199,7 +199,10 @@ def sum_tied(model: Module) -> None:
     Call it once in a step, after all backwards and before clipping and the update. The copies are then
     bitwise identical. Collective over the ranks of these stages that hold the same shard; nothing where no
     parameter is tied. The sum is the first stage's gradient plus the last's. Both stages must shard the
-    parameter alike. Raises RuntimeError if a trained parameter has no gradient.
+    parameter alike.
+
+    Raises:
+        RuntimeError: if a trained parameter has no gradient.
     """
     for twin in (
         twin for stage in stages_of(model) for twin in stage.tied_replicas if twin.own.requires_grad
@@ -290,7 +293,11 @@ def _begins(
 
 
 def listed(must: str, value: Any) -> list:
-    """The items of a collection, as a list. Raises TypeError with this message for other types."""
+    """The items of a collection, as a list.
+
+    Raises:
+        TypeError: with this message for other types.
+    """
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError(f"{must}, got {value!r:.60}")
     return list(value)
@@ -345,7 +352,7 @@ def _ranks(placement: Any, stages: int, size: int) -> list[int]:
 
 
 def _used(model: Module, pieces: list[Piece], begins: list[int]) -> dict[int, tuple[int, ...]]:
-    """id of a parameter -> the stages that use it, checked."""
+    """Map the id of a parameter to the stages that use it, checked."""
     used: dict[int, tuple[int, ...]] = {}
     for number, piece in enumerate(pieces):
         stage = sum(begin <= number for begin in begins) - 1

@@ -43,9 +43,15 @@ class Style:
         raise NotImplementedError
 
     def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
-        """Have its weight multiplied in so many parts, of all ranks together. After `apply`.
+        """Have its weight multiplied in so many parts, of all ranks together.
 
-        parts: a multiple of the number of ranks. Raises ValueError if they do not divide the split size.
+        After `apply`.
+
+        Args:
+            parts: a multiple of the number of ranks.
+
+        Raises:
+            ValueError: if they do not divide the split size.
         """
         raise ValueError(
             f"set_tensor_invariant: the style {type(self).__name__} of {module.name!r} does not support it"
@@ -66,9 +72,10 @@ def check_alone(kind: type[Style], chosen: Iterable[tuple[Module, Style]], where
 class ColwiseParallel(Style):
     """A Linear of which each rank computes some outputs: rows of its weight, and of its bias.
 
-    parts: how many layers side by side it is, each of them split: 3 for q, k, v. A tuple gives their widths
-    in heads, which stay whole: (heads, kv_heads, kv_heads). Where there are more ranks than heads of a part,
-    neighbours compute a head together, and each gets all of it.
+    Attributes:
+        parts: how many layers side by side it is, each of them split: 3 for q, k, v. A tuple gives their
+            widths in heads, which stay whole: (heads, kv_heads, kv_heads). Where there are more ranks than
+            heads of a part, neighbours compute a head together, and each gets all of it.
     """
 
     parts: int | tuple[int, ...] = 1
@@ -170,9 +177,10 @@ class RowwiseParallel(Style):
 class SequenceParallel(Style):
     """A module that acts on each position separately, on this rank's slice of the time.
 
-    output: "part", or "whole": the output is gathered, for all ranks to go on with alike. Where
-    a plan has this style, inputs of ColwiseParallel and outputs of RowwiseParallel and VocabParallel
-    are such slices; each is gathered, again in backward, and summed into slices.
+    Attributes:
+        output: "part", or "whole": the output is gathered, for all ranks to go on with alike. Where a plan
+            has this style, inputs of ColwiseParallel and outputs of RowwiseParallel and VocabParallel are
+            such slices; each is gathered, again in backward, and summed into slices.
     """
 
     output: str = "part"

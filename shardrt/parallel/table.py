@@ -120,7 +120,11 @@ class Table:
         return _order(self)
 
     def rank_of(self, stage: int) -> int:
-        """Which rank has a stage. Raises ValueError where none has."""
+        """Which rank has a stage.
+
+        Raises:
+            ValueError: where none has.
+        """
         if stage not in self._rank_of:
             raise ValueError(f"stage {stage} is on no rank; stages are 0 to {self.stages - 1}")
         return self._rank_of[stage]
@@ -137,8 +141,9 @@ class Table:
         stage with UNSHARD or RESHARD computes only between the two. On each link the order of sends is the
         order of uses. No rank waits for ever.
 
-        Raises ValueError with the rank, the action and its place in the row, from 0, for what fails first;
-        TypeError for a table that is not made of Actions and integers.
+        Raises:
+            ValueError: with the rank, the action and its place in the row, from 0, for what fails first.
+            TypeError: for a table that is not made of Actions and integers.
         """
         _check_types(self)
         _check_actions(self)
@@ -173,9 +178,15 @@ class Table:
     ) -> Replay:
         """Run the table with these times of F, B, I and W of a stage: a number, or one for each stage.
 
-        backward: None: inputs + weights. transfer: of one message; a link moves one after the other, while
-        its ranks compute. Gathering, releasing and reducing take no time here. Fractions stay exact. Raises
-        ValueError for costs that are not one per stage or are below 0, and for a table that does not end.
+        Gathering, releasing and reducing take no time here. Fractions stay exact.
+
+        Args:
+            backward: None: inputs + weights.
+            transfer: of one message; a link moves one after the other, while its ranks compute.
+
+        Raises:
+            ValueError: for costs that are not one per stage or are below 0, and for a table that does not
+                end.
         """
         costs = {"F": self._by_stage(forward), "I": self._by_stage(inputs), "W": self._by_stage(weights)}
         both = [i + w for i, w in zip(costs["I"], costs["W"], strict=True)]
@@ -244,8 +255,11 @@ class Table:
         """Read a CSV file: written by `save`, by PyTorch's _dump_csv, or by the user.
 
         A line per rank; cells may be empty. SEND, RECV and REDUCE_GRAD are left out, as their places follow
-        from the other actions. The table is not checked. Raises ValueError with line and cell, from 1, for
-        a cell that is no action, and for a file that is no text.
+        from the other actions. The table is not checked.
+
+        Raises:
+            ValueError: with line and cell, from 1, for a cell that is no action, and for a file that is no
+                text.
         """
         rows = []
         try:

@@ -31,13 +31,17 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     the rest over other axes of the same mesh, before weights are loaded and the optimizer is made.
     Collective.
 
-    plan: path -> style; "*" in a path stands for any one name: "blocks.*.mlp.up". Modules without a style
-    are the same on all ranks. On an axis of one rank nothing is changed.
+    Modules without a style are the same on all ranks. On an axis of one rank nothing is changed.
 
-    Raises ValueError for a path that names no module, a module that is named twice, a model that has a plan
-    already, a parameter that is tied to a module that is not split, sizes or heads that the ranks do not
-    divide, a mesh of several axes, ranks that have another model, seed or plan; TypeError for a module that a
-    style does not fit; RuntimeError for a parameter that is sharded, has values or an optimizer, or a stage.
+    Args:
+        plan: path -> style; "*" in a path stands for any one name: "blocks.*.mlp.up".
+
+    Raises:
+        ValueError: for a path that names no module, a module that is named twice, a model that has a plan
+            already, a parameter that is tied to a module that is not split, sizes or heads that the ranks do
+            not divide, a mesh of several axes, ranks that have another model, seed or plan.
+        TypeError: for a module that a style does not fit.
+        RuntimeError: for a parameter that is sharded, has values or an optimizer, or a stage.
     """
     if not isinstance(model, Module):
         raise TypeError(f"parallelize_module: model must be a shardrt.nn.Module, got {type(model).__name__}")

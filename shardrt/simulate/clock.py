@@ -51,9 +51,14 @@ _NOTHING = 1e-12  # seconds; what takes no longer takes no time
 def price(programs: Sequence[Program], machine: Machine, jitter: float = 0.0) -> Timing:
     """Run the programs of some ranks on a machine.
 
-    jitter: by how many seconds ranks come earlier or later to a collective, as a standard deviation; each
-    then waits for the last (`lateness`). What dies from now on adds nothing to the programs: they are copied.
-    Raises ValueError if programs wait for each other for ever, or for a mark that no program records.
+    What dies from now on adds nothing to the programs: they are copied.
+
+    Args:
+        jitter: by how many seconds ranks come earlier or later to a collective, as a standard deviation; each
+            then waits for the last (`lateness`).
+
+    Raises:
+        ValueError: if programs wait for each other for ever, or for a mark that no program records.
     """
     copied = [
         Program(each.rank, each.world_size, list(each.items), each.groups, each.alike) for each in programs

@@ -14,9 +14,12 @@ _PAT_BASE, _PAT_HOPS, _PAT_EFFICIENCY = 8e-6, 3.5, 0.75  # of NCCL's tuner
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective alone. inside, outside: bytes that a rank sends within its node and out of it.
+    """A collective alone.
 
-    node, network: seconds for which that keeps each link. latency: seconds besides.
+    Attributes:
+        inside, outside: bytes that a rank sends within its node and out of it.
+        node, network: seconds for which that keeps each link.
+        latency: seconds besides.
     """
 
     latency: float

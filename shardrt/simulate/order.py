@@ -50,7 +50,8 @@ REDUCTIONS = ("reduce_scatter", "all_reduce")
 class Order:
     """Points, by number: their thread, their place (program and item, from 0), and their joins.
 
-    accesses: whether the item's reads and writes happen at this point.
+    Attributes:
+        accesses: whether the item's reads and writes happen at this point.
     """
 
     programs: Sequence[Program]
@@ -85,10 +86,13 @@ def site_of(program: int, item: int, site: str) -> str:
 
 
 def order_of(programs: Sequence[Program]) -> Order:
-    """The points of all programs. Those of a rank keep the order of its items as far as that can be.
+    """The points of all programs.
 
-    Raises ValueError for two programs of one rank, a wait for a mark that was not recorded before it, a group
-    that the program does not name, and for programs in which ranks wait for each other for ever.
+    Those of a rank keep the order of its items as far as that can be.
+
+    Raises:
+        ValueError: for two programs of one rank, a wait for a mark that was not recorded before it, a group
+            that the program does not name, and for programs in which ranks wait for each other for ever.
     """
     return _Merge(programs).run()
 

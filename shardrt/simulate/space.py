@@ -37,12 +37,13 @@ _FALSE, _TRUE = "False", "True"
 class Candidate:
     """Settings of options, and what is known of them beside others before they run.
 
-    kind: of two that have this alike, one of which no number in `needs` is lower takes no less memory.
-    saves: of two that have `beside` alike, one of which no number here is higher is no faster. computes: of
-    two that have this alike, one of which no number in `keeps` is higher computes no less in forward and
-    backward, and reduces gradients as often; strategies and units may differ.
-    mesh: whose ranks have the same parts. states: whose parameters, gradients and optimizer state are in as
-    many parts and in the same places.
+    Attributes:
+        kind: of two that have this alike, one of which no number in `needs` is lower takes no less memory.
+        saves: of two that have `beside` alike, one of which no number here is higher is no faster.
+        computes: of two that have this alike, one of which no number in `keeps` is higher computes no less in
+            forward and backward, and reduces gradients as often; strategies and units may differ.
+        mesh: whose ranks have the same parts.
+        states: whose parameters, gradients and optimizer state are in as many parts and in the same places.
     """
 
     options: Options
@@ -85,9 +86,14 @@ def candidates(
 ) -> list[Candidate]:
     """Settings of a recipe on `ranks`, `node` of them on one: strategies, meshes, units, what saves memory.
 
-    given: options that stay as they are. vary: words for options, whatever is given. only: vary nothing else.
-    offload: whether a host has memory of its own. Raises ValueError for an option that there is not, and a
-    word that is no number where one is meant.
+    Args:
+        given: options that stay as they are.
+        vary: words for options, whatever is given.
+        only: vary nothing else.
+        offload: whether a host has memory of its own.
+
+    Raises:
+        ValueError: for an option that there is not, and a word that is no number where one is meant.
     """
     space = _Space(recipe, set(given), ranks, node, dict(vary or {}), only, offload)
     return list(space.all())

@@ -61,8 +61,11 @@ class Command:
     """
 
     def __init__(self, words: Sequence[str]) -> None:
-        """Raises Refused for an empty command, or one whose hosts or ranks can't be read, OSError for its
-        host file.
+        """Read the words of a command.
+
+        Raises:
+            Refused: for an empty command, or one whose hosts or ranks can't be read.
+            OSError: for its host file.
         """
         if not words:
             raise Refused("run: no command; write it after --")

@@ -26,7 +26,7 @@ class FileArray:
 
     @property
     def shape(self) -> tuple[int]:
-        """(size,)"""
+        """The shape, (size,)."""
         return (self.size,)
 
     def __len__(self) -> int:
@@ -47,7 +47,11 @@ class FileArray:
         return np.asarray(self).tolist()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """All of it, read now. Raises OSError, naming the file, where it has become shorter."""
+        """All of it, read now.
+
+        Raises:
+            OSError: naming the file, where it has become shorter.
+        """
         read = np.empty(self.size, self.dtype)
         rest, offset = memoryview(read).cast("B") if self.size else b"", self._offset
         while len(rest):

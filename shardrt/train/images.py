@@ -37,10 +37,15 @@ class Corrupt(ValueError):
 class View:
     """The model's view of an image: size x size pixels, (value / 255 - mean) / std.
 
-    crop: "pad", the image at `size` with `pad` pixels of border, moved at random; or "resize", a piece of
-    random area (a part in `scale`) and shape (Szegedy et al., Going Deeper with Convolutions, 2015).
-    flip: left and right exchanged, for half the samples. Evaluation is not random: the view is the whole
-    image, or, with "resize", its middle, 7/8 across. Raises ValueError for values that make no sense.
+    Evaluation is not random: the view is the whole image, or, with "resize", its middle, 7/8 across.
+
+    Attributes:
+        crop: "pad", the image at `size` with `pad` pixels of border, moved at random; or "resize", a piece of
+            random area (a part in `scale`) and shape (Szegedy et al., Going Deeper with Convolutions, 2015).
+        flip: left and right exchanged, for half the samples.
+
+    Raises:
+        ValueError: for values that make no sense.
     """
 
     size: int
@@ -91,7 +96,10 @@ class Images:
 def load_digits() -> tuple[Images, Images]:
     """(to train on, held out): the 1,797 digits of 8 x 8 pixels that come with scikit-learn.
 
-    Every fifth is held out. Raises ValueError if scikit-learn is not there.
+    Every fifth is held out.
+
+    Raises:
+        ValueError: if scikit-learn is not there.
     """
     try:
         from sklearn import datasets
@@ -114,11 +122,16 @@ def load_folder(path: str | Path, *, channels: int = 3, on_corrupt: str = "skip"
     """(to train on, held out): images in folders named after their classes, in ImageFolder's layout.
 
     PATH/train/CLASS/... and PATH/val/CLASS/..., or PATH/CLASS/..., of which every fifth image of a class, by
-    name, is held out. channels: 3 for colours, 1 for grey, whatever the files have. on_corrupt: "skip" passes
-    over an unreadable image in its turn and counts it in `skipped`, "error" raises Corrupt.
+    name, is held out.
 
-    Raises ValueError, naming the folder, if it is not there, has no images, or fewer than two classes, and if
-    a class is in one part only; also if Pillow is not there.
+    Args:
+        channels: 3 for colours, 1 for grey, whatever the files have.
+        on_corrupt: "skip" passes over an unreadable image in its turn and counts it in `skipped`, "error"
+            raises Corrupt.
+
+    Raises:
+        ValueError: naming the folder, if it is not there, has no images, or fewer than two classes, and if a
+            class is in one part only; also if Pillow is not there.
     """
     try:
         import PIL.Image  # noqa: F401
@@ -209,7 +222,10 @@ def samples_batch(images: Images, view: View, samples: range, *, seed: int) -> t
     """Samples of a run by their numbers: float32 (samples, channels, height, width), and labels int64.
 
     Each epoch takes all images once, in another order. In the place of an image that can't be read comes the
-    next one in that order. Raises ValueError if no image can be read.
+    next one in that order.
+
+    Raises:
+        ValueError: if no image can be read.
     """
     drawn = np.empty(len(samples) * _DRAWN, np.float32)
     philox.uniform(drawn, seed, random.name_key("shardrt.train.images"), samples.start * _DRAWN)
@@ -231,8 +247,9 @@ def held_out_batches(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """This rank's (images, labels), batch_size of them, until all ranks together have seen every image once.
 
-    limit: or that many, spread evenly. Every rank gets equally many batches: the forward of a sharded model
-    is collective; what is beyond the last image, or can't be read, has the label IGNORED.
+    Args:
+        limit: or that many, spread evenly. Every rank gets equally many batches: the forward of a sharded
+            model is collective; what is beyond the last image, or can't be read, has the label IGNORED.
     """
     for mine in shares(len(images), batch_size, limit=limit, rank=rank, size=size):
         x = np.zeros((batch_size, view.channels, view.size, view.size), np.float32)

@@ -265,8 +265,10 @@ def shard(
 ) -> None:
     """Make `top`, a model or a stage, a unit, and `units`, the blocks in it: fsdp.blocks of them one each.
 
-    outermost: it gives the loss. experts: modules that are units of their own, over other ranks. ends: units
-    around the blocks, which stay gathered from forward to backward, as the root does.
+    Args:
+        outermost: it gives the loss.
+        experts: modules that are units of their own, over other ranks.
+        ends: units around the blocks, which stay gathered from forward to backward, as the root does.
     """
     chosen = {
         "strategy": recipe.fsdp.strategy,
@@ -355,7 +357,8 @@ def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: 
 def resume(job: Job) -> tuple[int, list[str]]:
     """(the step to go on from: 0, or that of the restored checkpoint; a message for the reader).
 
-    Raises CheckpointError, having removed the run's directory if it is a new one.
+    Raises:
+        CheckpointError: having removed the run's directory if it is a new one.
     """
     wanted = job.recipe.resume
     if not wanted:

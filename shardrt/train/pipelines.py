@@ -28,7 +28,9 @@ _TWO_STAGES = ("interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dua
 def resolved(recipe: Recipe, ranks: int) -> Recipe:
     """With the number of micro-batches that parallel.micro_batches, the table or the pipeline's size say.
 
-    Raises ValueError for ranks that can't be shared, and a table for other numbers; OSError.
+    Raises:
+        ValueError: for ranks that can't be shared, and a table for other numbers.
+        OSError: if the file system fails.
     """
     chosen = recipe.parallel
     recipe.axes(ranks)
@@ -44,7 +46,9 @@ def resolved(recipe: Recipe, ranks: int) -> Recipe:
 def written(recipe: Recipe) -> Table | None:
     """The table in the file that parallel.schedule names; None for the name of a schedule, and no pipeline.
 
-    Raises ValueError in one line, OSError.
+    Raises:
+        ValueError: in one line.
+        OSError: if the file system fails.
     """
     path = recipe.parallel.schedule_file
     if path is None or recipe.parallel.pp == 1:
@@ -54,9 +58,12 @@ def written(recipe: Recipe) -> Table | None:
 
 
 def cut(recipe: Recipe, mesh: DeviceMesh, model: Module, data_ranks: int) -> Pipeline:
-    """The pipeline of `model`, which goes through it from now on. Collective.
+    """The pipeline of `model`, which goes through it from now on.
 
-    Raises ValueError, in the command line's terms, for impossible settings.
+    Collective.
+
+    Raises:
+        ValueError: in the command line's terms, for impossible settings.
     """
     chosen = recipe.parallel
     table = written(recipe) or _made(recipe, model, data_ranks)
@@ -122,7 +129,11 @@ def _check_pieces(model: Module, stages: int) -> None:
 
 @dataclass(frozen=True)
 class Described:
-    """The report of a pipeline, on every rank. plan: of the rank that takes most memory."""
+    """The report of a pipeline, on every rank.
+
+    Attributes:
+        plan: of the rank that takes most memory.
+    """
 
     facts: dict[str, Any]  # for the log
     lines: list[str]
@@ -131,7 +142,11 @@ class Described:
 
 
 def described(recipe: Recipe, mesh: DeviceMesh, pipeline: Pipeline, plan: MemoryPlan) -> Described:
-    """Collective. plan: of this rank."""
+    """Collective.
+
+    Args:
+        plan: of this rank.
+    """
     own = {s.number: f"{s.pieces[0].name} to {s.pieces[-1].name}" for s in pipeline.stages}
     everyone = all_gather_object(mesh.communicator("control"), [own, plan.device, plan.host])
     together = len(everyone) // len(pipeline.table.ranks)  # the first axis is the pipeline's

@@ -28,10 +28,14 @@ LARGEST = 256 << 20  # bytes of a tokenizer.json; Gemma's has an eighth of that
 
 
 class Tokenizer:
-    """A tokenizer.json. `name`: the file's, with its hash; `vocabulary`: all ids are below it.
+    """A tokenizer.json.
 
-    Raises BadTokens, naming the file, for a file that the library refuses or does not survive, in every
-    method; Refused for other than a readable file, OSError.
+    `name`: the file's, with its hash; `vocabulary`: all ids are below it.
+
+    Raises:
+        BadTokens: naming the file, for a file that the library refuses or does not survive, in every method.
+        Refused: for other than a readable file.
+        OSError: if the file system fails.
     """
 
     def __init__(self, path: Path) -> None:

@@ -75,10 +75,15 @@ def write(
 ) -> TokenFile:
     """Make a token file of documents, one after the other; it appears at `path` when it is whole.
 
-    encode: a document's tokens, integers from 0 on and below `vocabulary`, which decides the bits of each.
-    end: the token that `encode` puts after each document.
-    Raises FileExistsError for a `path` that exists, BadTokens for a token that is not in the vocabulary or if
-    there is none, OSError.
+    Args:
+        encode: a document's tokens, integers from 0 on and below `vocabulary`, which decides the bits of
+            each.
+        end: the token that `encode` puts after each document.
+
+    Raises:
+        FileExistsError: for a `path` that exists.
+        BadTokens: for a token that is not in the vocabulary or if there is none.
+        OSError: if the file system fails.
     """
     from xxhash import xxh3_128
 
@@ -143,7 +148,12 @@ def _entry(kind: np.dtype, count: int, start: int) -> dict:
 
 
 def open_tokens(path: Path) -> TokenFile:
-    """Open a token file. Raises BadTokens that names its fault, OSError if it can't be read."""
+    """Open a token file.
+
+    Raises:
+        BadTokens: that names its fault.
+        OSError: if it can't be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     open_regular(path).close()  # a missing file is the system's error; the library waits for a pipe
@@ -198,7 +208,11 @@ def _found(path: Path, name: str) -> FileArray:
 
 
 def verify(file: TokenFile) -> None:
-    """Read all of a file. Raises BadTokens that names the difference from the written data."""
+    """Read all of a file.
+
+    Raises:
+        BadTokens: that names the difference from the written data.
+    """
     from xxhash import xxh3_128
 
     hasher, largest = xxh3_128(), 0

@@ -95,7 +95,8 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
 class ReductionSlot:
     """The target of a reduction: array `index`, which is then added to the array before, `merges` times.
 
-    accumulate: the reduction is added to the array's values.
+    Attributes:
+        accumulate: the reduction is added to the array's values.
     """
 
     index: int

@@ -108,7 +108,9 @@ class SplitModules(Composition):
 def data_of(placement: ParameterPlacement, mesh: DeviceMesh) -> MeshLayout:
     """The mesh axes along which ranks have different losses that all contribute to a parameter's gradient.
 
-    placement: how the parameter's module was split. mesh: the mesh that the parameter is sharded over.
+    Args:
+        placement: how the parameter's module was split.
+        mesh: the mesh that the parameter is sharded over.
     """
     return without(union(mesh.axes, placement.axes) if placement.own_data else mesh.axes, placement.one_loss)
 
