@@ -242,6 +242,7 @@ def digest(known: list[list[tuple]]) -> str:
 
 
 def main() -> None:
+    """Train each case that is asked for, and print the hash of its weights."""
     shardrt.set_threads(1)
     chosen = [cases()[name] for name in sys.argv[1:]]
     for case in chosen:

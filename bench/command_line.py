@@ -12,6 +12,7 @@ class Parser(argparse.ArgumentParser):
     """Raises ValueError for a wrong command line, so that of several ranks one can say so (`one_line`)."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise ValueError instead of exiting."""
         raise ValueError(message)
 
 

@@ -327,7 +327,6 @@ def backward(
 
 
 def _checked(variable: Variable, gradient: Array | None) -> Array:
-    """The gradient with which backward begins at `variable`."""
     if not variable.requires_grad:
         raise RuntimeError("backward: this tensor depends on nothing that requires a gradient")
     if gradient is None:

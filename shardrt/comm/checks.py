@@ -112,7 +112,6 @@ def check_counts(
 
 
 def _shown(counts: tuple[int, ...]) -> str:
-    """Counts as a message prints them: not hundreds."""
     return str(counts) if len(counts) <= 16 else f"{str(counts[:16])[:-1]}, ...)"
 
 
@@ -147,7 +146,6 @@ def _apart(output: Any, buffer: Any, allowed: int | None) -> bool:
 
 
 def _begins_at(output: np.ndarray, buffer: np.ndarray, element: int) -> bool:
-    """Whether an array begins at this element of another one."""
     return np.may_share_memory(output[:1], buffer[element : element + 1])
 
 

@@ -77,10 +77,11 @@ def fully_shard(
         RuntimeError: for a parameter that an optimizer has already: it would go on updating the old array.
 
     Example:
-        >>> for block in model.blocks:
-        ...     fully_shard(block)
-        >>> fully_shard(model)
-        >>> optimizer = AdamW(model.parameters(), lr=1e-3)
+        >>> from shardrt import nn, optim
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        >>> for layer in model:
+        ...     _ = fully_shard(layer)
+        >>> optimizer = optim.AdamW(fully_shard(model).parameters(), lr=1e-3)
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:

@@ -6,9 +6,6 @@ later stays in its group (options/trained.py).
 
 A group holds arrays and knows where each parameter lies. The schedule, which a group sees only as `Runtime`,
 decides when the group is gathered or reduced. Its transfer and its gradient path move the data.
-
-Shards are made when the model is built (setup.py), once the outermost unit is known. Until then an
-UnbuiltGroup stands in for the ParameterGroup.
 """
 
 from dataclasses import dataclass

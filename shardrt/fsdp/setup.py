@@ -196,7 +196,6 @@ def make_gradient_slots(units: list[Unit], own_slots: bool) -> None:
 
 
 def _fits(role: str, specs: Specs) -> bool:
-    """Whether the present arenas of this role have the sizes that the plan asks for."""
     wanted = {group: by_role[role].count for group, by_role in specs.items() if role in by_role}
     found = {group: group.arenas[role].slots[0].array.size for group in specs if role in group.arenas}
     return wanted == found

@@ -193,9 +193,11 @@ class Module:
     # -- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the output. Subclasses define it, and users call the module itself."""
         raise NotImplementedError(f"{type(self).__name__} must define forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward inside the wrappers that are attached to the module."""
         return self._enter(self.forward, args, kwargs)
 
     def wrap_forward(self, wrapper: ForwardWrapper) -> None:

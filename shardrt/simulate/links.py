@@ -30,10 +30,12 @@ class Transfer:
 
     @property
     def sent(self) -> float:
+        """Bytes that the rank sends, inside its node and to others."""
         return self.inside + self.outside
 
     @property
     def seconds(self) -> float:
+        """Seconds of the collective: the latency, and the slower of both links."""
         return self.latency + max(self.node, self.network)
 
 
