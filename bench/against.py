@@ -24,6 +24,7 @@ FIGURES = {
 
 
 def main() -> None:
+    """Time this tree against another commit, alternating, and print the ratio."""
     parser = Parser(prog="python -m bench.against", description="Times a step here and at another commit.")
     parser.add_argument("commit", metavar="COMMIT")
     w.add_shape(parser)

@@ -30,6 +30,7 @@ PROGRAM = Path(__file__).with_name("bits_cases.py")
 
 
 def main() -> None:
+    """Compare this tree with another commit, case by case; exit code 1 if results differ."""
     parser = Parser(prog="python -m bench.bits", description="Whether a change of the code changed a bit.")
     parser.add_argument("--against", metavar="COMMIT", help="run the same cases there, and compare")
     parser.add_argument("--only", metavar="WORD", default="", help="cases that have WORD in their name")
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def run(chosen: list[Case], options: argparse.Namespace) -> tuple[dict[str, str], dict[str, str] | None]:
-    """name -> hash, of this tree and of the other commit, if one is asked for; two processes at a time."""
+    """Map name to hash, of this tree and of the other commit, if one is named; two processes at a time."""
     with ThreadPoolExecutor(os.cpu_count()) as pool, other_tree(options.against) as other:
         trees = [ROOT] if other is None else [ROOT, other]
         jobs = [(tree, part) for part in shares(chosen) for tree in trees]
@@ -97,6 +98,7 @@ def other_tree(commit: str | None) -> Iterator[Path | None]:
 
 
 def git(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run git in this checkout, and give its output."""
     return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
 
 

@@ -44,8 +44,10 @@ BACKWARDS = ("one", "two", "no_sync", "invariant", "in_backward")  # see `Case`
 
 @dataclass(frozen=True)
 class Case:
-    """One training. backward: one a step; two, each reducing; the first without reduction; in world-invariant
-    mode; or one that updates. launch: how the ranks are started.
+    """One training.
+
+    backward: one a step; two, each reducing; the first without reduction; in world-invariant mode; or one
+    that updates. launch: how the ranks are started.
     """
 
     ranks: int
@@ -240,6 +242,7 @@ def digest(known: list[list[tuple]]) -> str:
 
 
 def main() -> None:
+    """Train each case that is asked for, and print the hash of its weights."""
     shardrt.set_threads(1)
     chosen = [cases()[name] for name in sys.argv[1:]]
     for case in chosen:

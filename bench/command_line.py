@@ -12,6 +12,7 @@ class Parser(argparse.ArgumentParser):
     """Raises ValueError for a wrong command line, so that of several ranks one can say so (`one_line`)."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise ValueError instead of exiting."""
         raise ValueError(message)
 
 
@@ -25,7 +26,7 @@ def nbytes(text: str) -> int:
     short = text.strip().upper().removesuffix("B").removesuffix("I")
     digits = short.rstrip("KMG")
     if not digits.replace(".", "", 1).isdigit() or short[len(digits) :] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 4K, 16M or 1G")
+        raise argparse.ArgumentTypeError(f"must be a size such as 4096, 4K, 16M or 1G, got {text!r}")
     return int(float(digits) * _UNITS[short[len(digits) :]])
 
 
@@ -33,7 +34,7 @@ def check_known(what: str, given: Collection[str], known: Collection[str]) -> No
     """Raise ValueError for the first of `given` that is not among `known`."""
     for name in given:
         if name not in known:
-            raise ValueError(f"{what}: {name!r} is unknown; known are {', '.join(known)}")
+            raise ValueError(f"{what}: unknown {name!r}; known: {', '.join(known)}")
 
 
 def add_forms(parser: argparse.ArgumentParser, *names: str) -> None:

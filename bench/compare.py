@@ -68,6 +68,7 @@ class Contestant:
 
     @property
     def ours(self) -> bool:
+        """Whether it is shardrt."""
         return self.module == "bench.step"
 
     def run(self, arguments: list[str], count: int, first_step: float = 0.0) -> dict:
@@ -86,6 +87,7 @@ class Contestant:
 
 
 def main() -> None:
+    """Time all contestants, alternating, and print a table of the ratios."""
     with ranks.refusal():
         options = arguments().parse_args()
         workload = w.workload_of(options)
@@ -106,8 +108,9 @@ def main() -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
+    """The options of python -m bench.compare."""
     parser = Parser(
-        prog="python -m bench.compare", description="Times shardrt beside PyTorch, by turns, on the CPU."
+        prog="python -m bench.compare", description="Times shardrt next to PyTorch, alternating, on the CPU."
     )
     w.add_shape(parser)
     w.add_micro_batches(parser)
@@ -143,6 +146,7 @@ _SHARDING = tuple(name for name in PEERS if name != "single")
 
 
 def installed(package: str) -> bool:
+    """Whether a package can be imported."""
     try:
         return importlib.util.find_spec(package) is not None
     except ValueError:  # sys.modules says that it is not to be found
@@ -226,7 +230,7 @@ def rounds_of(
 
 
 def longest_step(first: dict) -> float:
-    """ms that a peer's first step may take, beside such a run of the first contestant."""
+    """Milliseconds that a peer's first step may take, next to such a run of the first contestant."""
     return max(HOPELESS * first["step_ms_median"], SET_UP)
 
 
@@ -324,7 +328,7 @@ def entry(contestant: Contestant, runs: list[dict], firsts: list[dict], limit: f
 
 
 def beside_products(run: dict) -> float:
-    """ms of a step, less those of its operations at the rate of its matrix products; not below 0."""
+    """Milliseconds of a step, less those of its operations at the rate of its matmuls; not below 0."""
     return max(0.0, run["step_ms_median"] * (1 - run["gflops_per_rank"] / run["product_gflops"]))
 
 

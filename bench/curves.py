@@ -1,9 +1,8 @@
-"""From measured calls to the figures of a machine (shardrt/simulate/machine.py): peaks, and the part of them
-that each kernel reaches, over its size.
+"""From measured calls to the figures of a machine (shardrt/simulate/machine.py).
 
-Sizes are put together by half octaves; a point is what all calls in it did in all of their seconds, because
-the time of a step is a sum too. Calls that took twice their kernel's median at that size were disturbed, and
-are left out.
+The figures are peaks, and the part of them that each kernel reaches, over its size. Sizes are put together by
+half octaves; a point is what all calls in it did in all of their seconds, because the time of a step is a sum
+too. Calls that took twice their kernel's median at that size were disturbed, and are left out.
 """
 
 import statistics
@@ -35,7 +34,7 @@ def device_of(samples: Iterable[Sample]) -> dict[str, Any]:
     products = [s for s in samples if s.name in PRODUCTS and s.flops]
     copies = [s for s in samples if s.name == COPY]
     if not products or not copies:
-        raise ValueError("device_of: without products and copies there are no peaks")
+        raise ValueError("device_of: peaks need measurements of matmuls and copies")
     peaks = {
         dtype: _fastest([s for s in products if s.dtype == dtype], "flops")
         for dtype in sorted({s.dtype for s in products})

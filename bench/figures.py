@@ -21,8 +21,10 @@ _PAUSE = 0.01  # seconds between samples of memory
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank measured: of the timed steps the seconds of each and a processor's seconds for one, on
-    average; the losses of all; memory in 10^6 bytes.
+    """What one rank measured.
+
+    Of the timed steps the seconds of each and a processor's seconds for one, on average; the losses of all;
+    memory in 10^6 bytes.
     """
 
     seconds: Sequence[float]

@@ -120,7 +120,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="sizes for a try: the figures mean nothing")
     options = parser.parse_args(arguments)
     if options.out.suffix != ".toml":
-        raise ValueError(f"--out: {options.out} is not called .toml")
+        raise ValueError(f"--out: the name must end in .toml, got {options.out}")
     return options
 
 

@@ -22,7 +22,7 @@ def mpirun(
 ) -> str:
     """What `mpirun -n ranks python *words` prints. Raises RuntimeError if it fails or takes `timeout` s."""
     if not (found := launcher()):
-        raise RuntimeError("mpirun was not found beside python or on PATH: pip install mpich")
+        raise RuntimeError("mpirun was not found next to python or on PATH: pip install mpich")
     command = [found, "-n", str(ranks), sys.executable, *words]
     environment = environment or one_thread()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -34,7 +34,7 @@ def mpirun(
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=10)
             process.kill()
-            raise RuntimeError(f"{' '.join(words[:2])}: no end after {timeout:.0f} s") from None
+            raise RuntimeError(f"{' '.join(words[:2])}: still running after {timeout:.0f} s") from None
     if process.returncode:
         message = errors.strip().removeprefix("error: ")
         raise RuntimeError(message[-4000:] or f"{' '.join(words)}: exit code {process.returncode}")

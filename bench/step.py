@@ -40,6 +40,7 @@ SIDE = w.SIDE
 
 
 def arguments() -> argparse.ArgumentParser:
+    """The options of python -m bench.step."""
     parser = Parser(prog="python -m bench.step", description="Times shardrt's training step.")
     w.add_arguments(parser)
     parser.add_argument("--device", type=w.cpu, default="cpu", help="cpu; on a GPU: python -m bench.gpu")
@@ -63,6 +64,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    """Time training steps and print the figures of each rank."""
     with one_line(USAGE):
         options = arguments().parse_args()
         workload = w.workload_of(options)

@@ -121,7 +121,9 @@ def pipeline_of(
     """Stages of `model` on the ranks of `mesh`. Raises ValueError where its batches don't divide."""
     rows = mesh.size * workload.batch
     if rows % micro_batches:
-        raise ValueError(f"--micro-batches {micro_batches} can't share the {rows} rows of {mesh.size} ranks")
+        raise ValueError(
+            f"--micro-batches must divide the {rows} rows of {mesh.size} ranks, got {micro_batches}"
+        )
     one = batches_of(*workload.batch_of_all(0, mesh.size), micro_batches)[0]
     return Pipeline(
         model,

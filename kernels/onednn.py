@@ -280,7 +280,7 @@ def computes_bf16() -> bool:
 def product(
     a: Array, b: Array, out: Array, *, bias: Array | None = None, accumulate: bool = False, threads: int = 1
 ) -> None:
-    """out = a @ b, plus bias in each row, or plus out itself if `accumulate`. Sums are made in float32.
+    """Set out = a @ b, plus bias in each row, or plus out if `accumulate`. Sums are made in float32.
 
     a (m, k), b (k, n): both uint16, the bits of bfloat16, or both float32; each with one stride that is that
     of an element. out (m, n), C-contiguous rows, and bias (n,), float32. None is empty.

@@ -36,9 +36,12 @@ class KVCache:
         if is_grad_enabled():
             raise ValueError("cache: call the model inside `with no_grad()`")
         if first + count > self.room:
-            raise ValueError(f"cache: {first + count} tokens do not fit into room = {self.room}")
+            raise ValueError(
+                f"cache: room = {self.room} is too small for {first + count} tokens; make the cache with "
+                "more room"
+            )
         if first and count > 1:
-            raise ValueError(f"cache: one token at a time after the first call, got {count}")
+            raise ValueError(f"cache: pass one token at a time after the first call, got {count}")
         self.length += count
         return first, self.layers
 
@@ -56,7 +59,7 @@ def extended(
     check_tokens(tokens)
     if positions is not None:
         if cache is not None:
-            raise ValueError("positions: with a cache they are those behind what it has; leave them out")
+            raise ValueError("positions: a cache sets them itself; leave positions out")
         return check_positions(positions, tokens.shape[1], block_size), [None] * layers
     first, caches = (0, [None] * layers) if cache is None else cache.extend(tokens)
     last = first + tokens.shape[1]

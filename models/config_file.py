@@ -46,7 +46,7 @@ class Settings:
         value = self.get(name, default)
         sides = value if isinstance(value, list) else [value]
         if len(sides) not in (1, 2) or sides[0] != sides[-1]:
-            raise ValueError(f"{self._path}: {name} = {value!r} is not supported, only squares are")
+            raise ValueError(f"{self._path}: {name} = {value!r} is not supported; it must be square")
         return Settings(self._path, {name: sides[0]}).size(name)
 
     def layers(self, name: str, each: int = 1) -> int:
@@ -56,7 +56,9 @@ class Settings:
         """
         value = self.size(name)
         if value * each > self.layers_at_most:
-            raise ValueError(f"{self._path}: {name} = {value}, but there are {self.layers_at_most} tensors")
+            raise ValueError(
+                f"{self._path}: {name} = {value}, but the files have only {self.layers_at_most} tensors"
+            )
         return value
 
     def flag(self, name: str) -> bool:

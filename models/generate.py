@@ -49,11 +49,14 @@ def of_folder(directory: Path) -> tuple[nn.Module, Text]:
     """
     kind = kind_in(directory)
     if kind not in (GPT, Llama):
-        raise ValueError(f"{directory} holds a {kind.__name__}, which writes no text")
+        raise ValueError(f"{directory} has a {kind.__name__}, which can't generate text")
     model = load_pretrained(directory)
     path, tokens = directory / TOKENIZER, model.config.vocab_size
     if not path.exists() and tokens != VOCABULARY:
-        raise ValueError(f"{path} is not there, and the model's {tokens} tokens are not bytes")
+        raise ValueError(
+            f"{path} does not exist, and the model's {tokens} tokens are not bytes; put its tokenizer.json "
+            "there"
+        )
     words = TokenisedText(path, ends_in(directory)) if path.exists() else ByteText()
     if words.size > tokens:
         raise ValueError(f"{path} has {words.size} tokens, more than the model's {tokens}")
@@ -63,7 +66,7 @@ def of_folder(directory: Path) -> tuple[nn.Module, Text]:
 def of_recipe(recipe: Recipe) -> tuple[nn.Module, Text]:
     """The language model of a run, with weights still to be loaded, and the meaning of its tokens."""
     if not isinstance(recipe, LanguageRecipe):
-        raise ValueError(f"a run of {recipe.ARCHITECTURE} writes no text")
+        raise ValueError(f"a run of {recipe.ARCHITECTURE} can't generate text")
     model = recipe.network()
     recipe.lora.prepare(model)
     return model, recipe.words()

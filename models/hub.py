@@ -98,7 +98,7 @@ def ends_in(directory: str | Path) -> list[int]:
     found = own.kept().get("eos_token_id")
     ends = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(end) is int and 0 <= end < 2**31 for end in ends):
-        raise ValueError(f"{directory}: eos_token_id must be tokens, got {found!r}")
+        raise ValueError(f"{directory}: eos_token_id must be one token or a list of them, got {found!r}")
     return ends
 
 
@@ -126,7 +126,9 @@ def described(model: nn.Module) -> tuple[Format, dict[str, Any]]:
     form = next((form for form in forms if form.holds(model.config)), None)
     if form is None:
         kinds = ", ".join(form.kind for form in forms)
-        raise ValueError(f"save_pretrained: none of the formats {kinds} has such a model: {model.config}")
+        raise ValueError(
+            f"save_pretrained: none of the formats {kinds} can describe this model: {model.config}"
+        )
     settings = {"model_type": form.kind, "architectures": [form.architecture]} | form.describe(model.config)
     origin = getattr(model, "origin", None)
     if origin is None:
@@ -164,7 +166,7 @@ def save_pretrained(
     adapted = {id(layer.weight): layer for layer in adapted_layers(model)}
     adapters = {names[id(p)]: p for layer in adapted.values() for p in (layer.lora_a, layer.lora_b)}
     if odd := shapes.keys() ^ places.keys() ^ adapters.keys():
-        raise ValueError(f"save_pretrained: the format has no place for {sorted(odd)[:10]}")
+        raise ValueError(f"save_pretrained: the format has no tensors for {sorted(odd)[:10]}")
     writer, error = None, None
     if is_leader(model):
         try:
@@ -273,7 +275,7 @@ def _canonical(directory: Path, stored: dict[str, StoredTensor], prefix: str) ->
     found = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
     if len(found) < len(stored):
         twice = next(name for name in stored if prefix + name in stored)
-        raise ValueError(f"{directory}: {twice!r} is there with and without {prefix!r}")
+        raise ValueError(f"{directory}: tensor {twice!r} exists with and without the prefix {prefix!r}")
     return found
 
 
@@ -293,7 +295,7 @@ def _joined(
     for part, shape in _shapes(parameter.whole_shape, parts):
         if found[part.name].shape != shape:
             raise ValueError(
-                f"{directory}: {part.name} has shape {found[part.name].shape}, and the model needs {shape}"
+                f"{directory}: {part.name} must have shape {shape}, got {found[part.name].shape}"
             )
     return _FromFiles(tuple((found[part.name], part.transposed) for part in parts))
 

@@ -133,7 +133,9 @@ class ImageClassification:
         self._processor = read_json(recipe.init_from / PREPROCESSOR) if known else {}
         self.new_head = recipe.pretrained and starts_afresh(new)
         if self.new_head and recipe.lora.rank and not any(fnmatch("head", t) for t in recipe.lora.targets):
-            raise ValueError("lora.targets: the head starts afresh and would never learn; add 'head'")
+            raise ValueError(
+                "lora.targets: the head starts from random values and would not be trained; add 'head'"
+            )
 
     def _network(self) -> nn.Module:
         return self.recipe.network(len(self.train.classes))
@@ -171,7 +173,7 @@ class ImageClassification:
     def plan(self, model: nn.Module, *, sequence: bool) -> Mapping[str, Style]:
         """As Task."""
         if not isinstance(model, vit.ViT):
-            raise ValueError(f"parallel.tp: there is no plan that cuts a {type(model).__name__}")
+            raise ValueError(f"parallel.tp: no plan to split a {type(model).__name__} exists")
         return plan_of(model, sequence_parallel=sequence)
 
     def units(self, model: nn.Module) -> list[nn.Module]:

@@ -84,16 +84,16 @@ class LanguageRecipe(PretrainedRecipe):
         if made_by == "bytes":
             if self.text.tokenizer is not None:
                 raise ValueError(
-                    f"text.tokenizer: the data are bytes, which need none; got {self.text.tokenizer}"
+                    f"text.tokenizer: the data are byte tokens, so leave it out; got {self.text.tokenizer}"
                 )
             return ByteText()
         if self.text.tokenizer is None:
-            raise ValueError(f"text.tokenizer: {tokens[0]} is made by {made_by}; give that tokenizer.json")
+            raise ValueError(f"text.tokenizer: {tokens[0]} was made by {made_by}; pass that tokenizer.json")
         ends = ends_in(self.init_from) if self.pretrained else []
         ends = ends if file.end is None else [*ends, file.end]
         words = TokenisedText(self.text.tokenizer, ends)
         if words.name.split()[1:] != made_by.split()[1:]:
-            raise ValueError(f"text.tokenizer: {tokens[0]} is made by {made_by}, this is {words.name}")
+            raise ValueError(f"text.tokenizer: {tokens[0]} was made by {made_by}, got {words.name}")
         return words
 
 
@@ -142,12 +142,17 @@ class Language:
         self.block_size = shape.block_size
         self.per_sample = recipe.text.window or self.block_size
         if self.per_sample > self.block_size:
-            raise ValueError(f"text.window {self.per_sample} is more than the model's {self.block_size}")
+            raise ValueError(
+                f"text.window must be at most the model's block_size, {self.block_size}, got "
+                f"{self.per_sample}"
+            )
         self.corpus: Corpus = load_corpus(
             recipe.data, block_size=self.per_sample, vocabulary=shape.vocab_size
         )
         if recipe.text.separate_documents and self.corpus.documents is None:
-            raise ValueError("text.separate_documents needs a token file, which says where documents begin")
+            raise ValueError(
+                "text.separate_documents needs a token file, which records where documents begin"
+            )
         self._words = self._known_words()
         self.gzip = self.corpus.gzip_bits_per_byte()
         self._last_bits = float("nan")
@@ -159,7 +164,9 @@ class Language:
             return None  # the meaning of the tokens is unknown
         words = recipe.words()
         if words.encode(recipe.sample.prompt).max() >= self.shape.vocab_size:
-            raise ValueError(f"sample.prompt has tokens beyond the model's {self.shape.vocab_size}")
+            raise ValueError(
+                f"sample.prompt has tokens that are not below the model's vocab_size, {self.shape.vocab_size}"
+            )
         return words
 
     def facts(self) -> dict[str, Any]:
@@ -239,7 +246,7 @@ class Language:
         tokens, targets = cut_windows(text, starts, self.per_sample)
         if max(tokens.max(), targets.max()) >= self.shape.vocab_size:
             raise BadTokens(
-                f"{self.corpus.source}: a token is not below the vocabulary, against what its header says; "
+                f"{self.corpus.source}: a token is not below the vocabulary that the header says; "
                 "see `python -m shardrt data check`"
             )
         if not self.recipe.text.separate_documents:

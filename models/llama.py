@@ -236,7 +236,7 @@ class Attention(nn.Module):
         return self.output(attend(qkv, heads, kv_heads, **how))
 
     def normalised(self, qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
-        """qkv with the norm of queries and keys; the values stay."""
+        """Return qkv with the norm of queries and keys; the values stay."""
         batch, time, _ = qkv.shape
         width = self.config.head_dim
         q, k, v = F.split(qkv, (heads * width, kv_heads * width, kv_heads * width), -1)

@@ -34,14 +34,18 @@ def plan_of(model: nn.Module, *, sequence_parallel: bool = False) -> dict[str, S
     }
     if isinstance(model, ViT):
         if sequence_parallel:
-            raise ValueError("plan_of: there is no sequence_parallel for a ViT; it reads all patches at once")
+            raise ValueError(
+                "plan_of: sequence_parallel is not supported for a ViT, which reads all patches at once"
+            )
         return plan
     if isinstance(model, GPT):
         plan |= {"wte": VocabParallel()}
         alone = ("wpe", "dropout", "blocks.*.dropout")
     else:
         if model.config.qk_norm == "all":
-            raise ValueError("plan_of: there is no plan for a norm of all queries or keys at once")
+            raise ValueError(
+                "plan_of: a model with qk_norm='all' can't be split, since its norm reads all heads at once"
+            )
         if model.config.qk_norm == "head":
             plan |= {f"blocks.*.attention.{norm}": HeadParallel() for norm in ("q_norm", "k_norm")}
         plan |= {"embedding": VocabParallel()}
@@ -64,7 +68,7 @@ def _mlps(model: nn.Module) -> dict[str, Style]:
 def _heads(model: nn.Module) -> tuple[int, int, int]:
     """Of queries, keys and values."""
     if not isinstance(model, GPT | Llama | ViT):
-        raise TypeError(f"plan_of: there are plans for GPT, Llama and ViT, got {type(model).__name__}")
+        raise TypeError(f"plan_of: model must be a GPT, Llama or ViT, got {type(model).__name__}")
     config = model.config
     kv_heads = config.n_kv_head if isinstance(model, Llama) else config.n_head
     return config.n_head, kv_heads, kv_heads

@@ -29,7 +29,7 @@ class PretrainedRecipe(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pretrained and self.size:
-            raise ValueError(f"size is {self.size!r}, but init_from brings the shape: leave one of them out")
+            raise ValueError(f"size is {self.size!r}, but init_from sets the shape: leave one of them out")
         kinds = [form.model for form in FORMATS.values()]
         if (self.pretrained or self.export) and self.NETWORK not in kinds:
             raise ValueError(

@@ -63,7 +63,7 @@ class TokenisedText:
         (ids,) = self._tokenizer.encode([text])
         self._tokenizer.close()
         if not ids.size:
-            raise ValueError(f"sample.prompt {text!r} has no token")
+            raise ValueError(f"sample.prompt must have at least one token, got {text!r}")
         return ids.astype(np.int64)
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -156,7 +156,7 @@ def draw(logits: np.ndarray, temperature: float, top_k: int, uniform: float) -> 
     Raises ValueError for logits that are nan or infinite; -inf is a token that is never picked.
     """
     if not np.isfinite(logits.max()):  # nan if one is
-        raise ValueError("the model's logits are not finite numbers, so no token follows")
+        raise ValueError("generate: the model's logits are NaN or infinite, so no token can be drawn")
     order = np.argsort(-logits, kind="stable")[: top_k or None]
     if temperature == 0:
         return int(order[0])

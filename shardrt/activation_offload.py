@@ -61,7 +61,10 @@ def offload_activations(module: Module) -> Module:
             f"offload_activations: module must be a shardrt.nn.Module, got {type(module).__name__}"
         )
     if module.around(Offload) is not None:
-        raise ValueError(f"offload_activations: {module.name or type(module).__name__} is offloaded already")
+        raise ValueError(
+            f"offload_activations: it was called on {module.name or type(module).__name__} before; call it "
+            "once"
+        )
     module.wrap_forward(Offload())
     return module
 

@@ -308,7 +308,7 @@ def backward(
     variables = list(variables)
     gradients = [None] * len(variables) if gradients is None else list(gradients)
     if len(gradients) != len(variables):
-        raise ValueError(f"backward: {len(gradients)} gradients for {len(variables)} variables")
+        raise ValueError(f"backward: {len(variables)} tensors need as many gradients, got {len(gradients)}")
     gradients = [_checked(v, g) for v, g in zip(variables, gradients, strict=True)]
     if deferred is not None:
         deferred.take()
@@ -327,15 +327,14 @@ def backward(
 
 
 def _checked(variable: Variable, gradient: Array | None) -> Array:
-    """The gradient with which backward begins at `variable`."""
     if not variable.requires_grad:
         raise RuntimeError("backward: this tensor depends on nothing that requires a gradient")
     if gradient is None:
         if variable.data.size != 1:
-            raise ValueError(f"backward: pass a gradient for shape {variable.data.shape}: it is not a scalar")
+            raise ValueError(f"backward: shape {variable.data.shape} is no scalar; pass a gradient")
         gradient = np.ones_like(variable.data)
     if gradient.shape != variable.data.shape:
-        raise ValueError(f"backward: gradient has shape {gradient.shape}, the tensor {variable.data.shape}")
+        raise ValueError(f"backward: gradient must be {variable.data.shape}, got {gradient.shape}")
     return gradient
 
 

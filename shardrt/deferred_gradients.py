@@ -95,7 +95,11 @@ class DeferredGradients:
     # -- called by the backward (autograd.Deferral)
 
     def take(self) -> None:
-        """Begin a backward with this object. Raises RuntimeError if another backward has used it."""
+        """Begin a backward with this object.
+
+        Raises:
+            RuntimeError: if another backward has used it.
+        """
         if self._number is not None:
             raise RuntimeError(
                 "backward: another backward has used these DeferredGradients; each backward needs its own"

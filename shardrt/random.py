@@ -51,8 +51,9 @@ class Block:
     The batch is split into equal parts, and the time axis (the one before the last) into `count` equal
     blocks.
 
-    part: index of the batch part.
-    indices: the rank's blocks along time, in the order in which they lie in its tensor.
+    Attributes:
+        part: index of the batch part.
+        indices: the rank's blocks along time, in the order in which they lie in its tensor.
     """
 
     part: int
@@ -118,7 +119,8 @@ def begin_call(number: int, uses: Mapping[str, int] | None = None) -> None:
 
     It serves models that run in parts (pipeline stages): each part of a call draws the numbers of that call.
 
-    uses: name of a module -> its uses in the parts before.
+    Args:
+        uses: name of a module -> its uses in the parts before.
     """
     _state.calls, _state.elsewhere = number, dict(uses or {})
 

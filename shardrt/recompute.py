@@ -45,7 +45,9 @@ def checkpoint(module: Module, policy: str = "full") -> Module:
     if policy not in POLICIES:
         raise ValueError(f"checkpoint: policy must be 'full' or 'matmul', got {policy!r}")
     if module.around(Recomputation) is not None:
-        raise ValueError(f"checkpoint: {module.name or type(module).__name__} is recomputed already")
+        raise ValueError(
+            f"checkpoint: it was called on {module.name or type(module).__name__} before; call it once"
+        )
     module.wrap_forward(Recomputation(policy))
     return module
 
@@ -53,7 +55,8 @@ def checkpoint(module: Module, policy: str = "full") -> Module:
 def checkpoint_blocks(modules: Iterable[Module], every: int = 1, policy: str = "full") -> None:
     """`checkpoint` the first of `modules` and every k-th after it: part of the memory for part of the time.
 
-    Raises ValueError if `every` is less than 1, and as `checkpoint`.
+    Raises:
+        ValueError: if `every` is less than 1, and as `checkpoint`.
     """
     if every < 1:
         raise ValueError(f"checkpoint_blocks: every must be at least 1, got {every}")
@@ -161,12 +164,15 @@ def backward_of_piece(
 ) -> None:
     """Inside the backward of a node: run backward through the nodes recorded since the number `since`.
 
-    outputs, gradients: the results of these nodes, and the gradient of each; None if it was not used.
-    besides: nodes among them that run even without a gradient.
     The gradients of the nodes' inputs are left to the running backward.
 
-    Raises RuntimeError if an input is the result of an op that the running backward does not come to after
-    the present node: the gradient would be lost.
+    Args:
+        outputs, gradients: the results of these nodes, and the gradient of each; None if it was not used.
+        besides: nodes among them that run even without a gradient.
+
+    Raises:
+        RuntimeError: if an input is the result of an op that the running backward does not come to after the
+            present node: the gradient would be lost.
     """
     outer = autograd.running()
     used = [(v, g) for v, g in zip(outputs, gradients, strict=True) if g is not None and v.requires_grad]

@@ -14,7 +14,8 @@ Array = Any
 def returned(output: Any, call: str, module: str) -> list[Variable]:
     """The tensors in the value that forward of `module` returned.
 
-    Raises TypeError, which names `call`, if there are none.
+    Raises:
+        TypeError: which names `call`, if there are none.
     """
     found = tensors(output)
     if not found:

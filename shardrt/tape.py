@@ -98,7 +98,8 @@ def recorded_since(number: int) -> bool:
 class Keeper(Protocol):
     """Runs expensive ops instead of the tape, to keep their results or to reuse kept results."""
 
-    def result_of(self, node: "Function", raw: list) -> Any: ...
+    def result_of(self, node: "Function", raw: list) -> Any:
+        """Run an expensive node, or restore its result, and return that."""
 
 
 @contextmanager
@@ -249,6 +250,7 @@ class Function:
     expensive = False
 
     def forward(self, *args: Any) -> Any:
+        """Compute the outputs, and set `self.saved`."""
         raise NotImplementedError(f"{type(self).__name__} must define forward")
 
     def keep(self, result: Any) -> tuple[Array, ...]:
@@ -257,9 +259,10 @@ class Function:
 
     def resume(self, kept: tuple[Array, ...], *args: Any) -> Any:
         """Set `self.saved` and return the result, in place of forward."""
-        raise NotImplementedError(f"{type(self).__name__} must define resume, since it is expensive")
+        raise NotImplementedError(f"{type(self).__name__} has expensive=True, so it must define resume")
 
     def backward(self, *dy: Any) -> Any:
+        """Compute the gradients of the arguments."""
         raise NotImplementedError(f"{type(self).__name__} must define backward")
 
     @classmethod
@@ -338,9 +341,6 @@ def reachable(roots: Iterable[Function], since: int = 0) -> list[Function]:
 
 class Segment(Function):
     """A part of a forward that runs twice: first unrecorded, then recorded, when backward reaches it.
-
-    The class has the state of recomputation that a schedule of sharded units needs. recompute.py has the only
-    subclass.
 
     units: the units that the first run entered, in order. The schedule appends them.
     besides: nodes of the second run that backward must run even if no gradient reaches them. The schedule

@@ -85,7 +85,11 @@ class Tensor(Variable):
         return device.current().to_numpy(self.data)
 
     def item(self) -> float | int | bool:
-        """The one element as a Python number. Raises ValueError if there are more."""
+        """The one element as a Python number.
+
+        Raises:
+            ValueError: if there are more.
+        """
         return self.numpy().item()
 
     def detach(self) -> "Tensor":
@@ -107,8 +111,9 @@ class Tensor(Variable):
         it, unless None. Where nothing is recorded (no_grad, or the first run of a forward that is
         recomputed) nothing happens.
 
-        Raises RuntimeError for a tensor that no op made, or that requires no gradient; ValueError, in
-        backward, if another shape or dtype is returned.
+        Raises:
+            RuntimeError: for a tensor that no op made, or that requires no gradient.
+            ValueError: in backward, if another shape or dtype is returned.
         """
         if not autograd.is_grad_enabled():
             return RemovableHandle()
@@ -357,7 +362,7 @@ class Tensor(Variable):
             return self
         if self.requires_grad and not recorded:
             raise RuntimeError(
-                f"x {sign} y under no_grad would cut x off from what it was made of: if that is meant, use "
+                f"x {sign} y under no_grad would detach x from its graph; if that is intended, use "
                 f"x = x {sign[0]} y"
             )
         return op(self, other)
@@ -376,7 +381,7 @@ def _hooked(made_by: str, hook: Callable, gradient: Array) -> Array:
     got = getattr(changed, "shape", type(changed).__name__), getattr(changed, "dtype", None)
     if got != (gradient.shape, gradient.dtype):
         raise ValueError(
-            f"hook of a result of {made_by}: it must return None or an array of shape "
+            f"a hook of a result of {made_by} must return None or an array of shape "
             f"{gradient.shape} and {gradient.dtype}, got {got[0]} {got[1] or ''}"
         )
     return changed
@@ -385,7 +390,7 @@ def _hooked(made_by: str, hook: Callable, gradient: Array) -> Array:
 def _array(data: Any, dtype: Any) -> Array:
     """An array of the user's value; numbers without a dtype become float32 or integers."""
     if isinstance(data, Variable):
-        raise TypeError("Tensor: data is a Tensor already; x.detach() gives one without its past")
+        raise TypeError("Tensor: data is a Tensor already; use x.detach() for one without gradients")
     own = hasattr(data, "dtype")
     array = device.current().asarray(data, dtype)
     if array.dtype.kind not in "fiub" and not dtypes.floating(array.dtype):

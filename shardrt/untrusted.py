@@ -36,9 +36,13 @@ class Refused(ValueError):
 
 
 def open_regular(path: Path, limit: int | None = None) -> BinaryIO:
-    """Open a regular file for reading, of at most `limit` bytes. Does not wait, whatever lies there.
+    """Open a regular file for reading, of at most `limit` bytes.
 
-    Raises Refused for pipes, devices, sockets and longer files; OSError, folders included.
+    Does not wait, whatever lies there.
+
+    Raises:
+        Refused: for pipes, devices, sockets and longer files.
+        OSError: folders included.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -48,7 +52,7 @@ def open_regular(path: Path, limit: int | None = None) -> BinaryIO:
         if not stat.S_ISREG(found.st_mode):
             raise Refused(f"{path} is not a regular file")
         if limit is not None and found.st_size > limit:
-            raise Refused(f"{path}: {found.st_size} bytes are too many for this file, at most {limit}")
+            raise Refused(f"{path}: the file has {found.st_size} bytes; the limit is {limit}")
     except BaseException:
         os.close(descriptor)
         raise
@@ -60,21 +64,24 @@ def read_regular(path: Path, limit: int) -> bytes:
     with open_regular(path, limit) as file:
         data = file.read(limit + 1)  # files of /proc have no size
     if len(data) > limit:
-        raise Refused(f"{path}: more than {limit} bytes are too many for this file")
+        raise Refused(f"{path}: the file has more than {limit} bytes, the limit")
     return data
 
 
 def strict_json(data: bytes | str, *, any_number: bool = False) -> Any:
     """The value of a JSON text that is no deeper than DEPTH and whose numbers are finite, below 1e300.
 
-    any_number: numbers but nan may be larger, and infinite. Raises ValueError, without the file's name: for
-    other than JSON, and for a key that is there twice.
+    Args:
+        any_number: numbers but nan may be larger, and infinite.
+
+    Raises:
+        ValueError: without the file's name: for other than JSON, and for a key that is there twice.
     """
     constants = _infinity if any_number else _refuse
     try:
         value = json.loads(data, object_pairs_hook=_once, parse_constant=constants)
     except RecursionError:
-        raise ValueError(f"it is nested more than {DEPTH} deep") from None
+        raise ValueError(f"nested more than {DEPTH} levels deep") from None
     level = [value]
     for _ in range(DEPTH):
         inside: list[Any] = []
@@ -84,11 +91,11 @@ def strict_json(data: bytes | str, *, any_number: bool = False) -> Any:
             elif isinstance(item, list):
                 inside.extend(item)
             elif isinstance(item, int | float) and not any_number and not abs(item) < _LARGEST:
-                raise ValueError("a number is too large")
+                raise ValueError("it has a number that is too large")
         if not inside:
             return value
         level = inside
-    raise ValueError(f"it is nested more than {DEPTH} deep")
+    raise ValueError(f"nested more than {DEPTH} levels deep")
 
 
 def natural(value: Any, below: int = 1 << 62) -> bool:
@@ -122,13 +129,13 @@ def say(*texts: Any, file: TextIO | None = None, lines: bool = False) -> None:
 
 
 def encodable(text: str, file: TextIO | None) -> str:
-    """The text with characters that the file's encoding lacks written out, as \\xe9 in ASCII."""
+    """The text with characters that the file's encoding lacks written out, as backslash and number."""
     encoding = getattr(file, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def private(path: Path, *users: int) -> str:
-    """ "" if only this user, root and `users` can put a file into the folder; else the fault.
+    """The fault of a folder into which others than this user, root and `users` can put a file; else "".
 
     A folder that is not there yet is judged by those above it. Links on the way count as their targets.
     """
@@ -173,7 +180,7 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"{twice[:80]!r} stands there twice")
+        raise ValueError(f"duplicate key {twice[:80]!r}")
     return table
 
 
@@ -182,4 +189,4 @@ def _infinity(constant: str) -> float:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number")
+    raise ValueError(f"{constant} is not valid JSON")

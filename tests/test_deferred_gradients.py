@@ -363,9 +363,9 @@ def test_several_roots_are_one_run():
 def test_several_roots_need_a_gradient_each():
     model = layers()
     y = model(Tensor(BATCHES[0]))
-    with pytest.raises(ValueError, match="1 gradients for 2 variables"):
+    with pytest.raises(ValueError, match="2 tensors need as many gradients, got 1"):
         autograd.backward([y, y.sum()], [None])
-    with pytest.raises(ValueError, match="pass a gradient for shape"):
+    with pytest.raises(ValueError, match="is no scalar; pass a gradient"):
         autograd.backward([y.sum(), y])
 
 

@@ -130,7 +130,7 @@ def test_sys_exit_that_is_caught_is_no_exit_and_ranks_may_end_at_different_times
 def test_a_rank_that_just_ends_is_missed_by_those_who_wait(case, communicator):
     done, times = run(case, communicator, size=3)
     assert (done.returncode, in_time(times, 3)) == (1, True)
-    assert "rank 1 has left; rank" in done.stderr
+    assert "rank 1 has ended, but rank" in done.stderr
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert "failed as well" not in done.stderr
 
@@ -140,7 +140,7 @@ def test_a_rank_that_ends_is_missed_where_a_communicator_is_made(communicator):
     """MPI makes it when all have come, and nothing ends a wait inside MPI."""
     done = ended_job("sys.exit(0)", communicator, everyone="mesh.communicator('reduce')")
     assert done.returncode == 1
-    assert re.search(r"rank 1 has left; rank \d waits for it in split: all ranks", done.stderr)
+    assert re.search(r"rank 1 has ended, but rank \d waits for it in split: all ranks", done.stderr)
 
 
 def test_a_rank_leaves_when_its_streams_are_done_and_is_not_missed_by_groups_without_it():
@@ -201,7 +201,7 @@ def test_a_rank_that_leaves_is_missed_at_the_other_end_of_a_link(communicator):
     links += "for m in range(2): links.receive('F', 1, tag=f'F{m}').free()"
     done = ended_job("pass", communicator, everyone=links)
     assert done.returncode == 1
-    assert "PeerFailed: rank 1 has left; rank 0 waits for it in recv" in done.stderr
+    assert "PeerFailed: rank 1 has ended, but rank 0 waits for it in recv" in done.stderr
 
 
 @pytest.mark.parametrize("communicator", ["shm", "mpi"])

@@ -153,7 +153,7 @@ test_what_is_wrong_is_said = lab.refusals(
     (lambda: nn.add_lora(plain(), 2, alpha=-1.0), "add_lora: rank must be at least 1"),
     (lambda: nn.add_lora(plain(), 2, dropout=1.0), "add_lora: rank must be at least 1"),
     (lambda: nn.add_lora(plain(), 2, targets=("*.nothing",)), NO_LINEAR),
-    (lambda: nn.add_lora(plain(), 99), "rank 99 is more than blocks"),
+    (lambda: nn.add_lora(plain(), 99), "rank must be at most the smaller size of blocks"),
     (lambda: nn.add_lora(gpt(), 2), "has an adapter already"),
     (lambda: nn.merge_lora(plain()), "GPT has no adapters"),
     (lambda: nn.merge_lora(fully_shard(gpt())), RuntimeError, "is sharded"),

@@ -98,7 +98,7 @@ test_what_is_no_part_is_refused = lab.refusals(
     (lambda: ones("a")["a", "a"], "must be one axis or several"),
     (lambda: ones("a")[()], "must be one axis or several"),
     (lambda: ones("a").fold("a2", 2, over="a"), "fold: 'a2' has size 2, which does not divide the 1 ranks"),
-    (lambda: ones("dp").fold("ep", 1, rest="ep"), "'ep' and the rest of .* must have two names"),
+    (lambda: ones("dp").fold("ep", 1, rest="ep"), "'ep' and the rest of .* must have different names"),
 )
 
 
@@ -185,7 +185,7 @@ test_a_fold_that_cannot_be_is_refused = lab.refusals(
     ),
     (
         lambda: fold_of_24(3, "cp", "tp"),
-        r"3 ranks along 'ep' cut across .*'cp'.*take a size that is made of whole axes",
+        r"3 ranks along 'ep' split an axis of .*'cp'.*take a size that is made of whole axes",
     ),
     ranks=24,
 )

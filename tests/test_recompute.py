@@ -504,8 +504,8 @@ test_what_cannot_be_recomputed_or_offloaded_is_refused = lab.refusals(
     (lambda: checkpoint([]), TypeError, "module must be a shardrt.nn.Module, got list"),
     (lambda: offload_activations([]), TypeError, "module must be a shardrt.nn.Module, got list"),
     (lambda: checkpoint(gpt(), "half"), "policy must be 'full' or 'matmul', got 'half'"),
-    (lambda: twice(checkpoint), "blocks.0 is recomputed already"),
-    (lambda: twice(offload_activations), "blocks.0 is offloaded already"),
+    (lambda: twice(checkpoint), "checkpoint: it was called on blocks.0 before"),
+    (lambda: twice(offload_activations), "offload_activations: it was called on blocks.0 before"),
     (lambda: checkpoint_blocks(gpt().blocks, every=0), "every must be at least 1, got 0"),
 )
 

@@ -100,7 +100,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
     for name, report in (
         ("pipe", "regular file"),
         ("link", "regular file"),
-        ("long", "101 bytes are too many"),
+        ("long", "the file has 101 bytes; the limit is"),
     ):
         with pytest.raises(Refused, match=report) as error:
             read_regular(tmp_path / name, 100)
@@ -122,7 +122,7 @@ def test_json_that_no_program_of_ours_writes_is_refused():
         for opening, closing in ("[]", ('{"a":', "}")):
             with pytest.raises(ValueError, match="deep|Expecting value"):
                 strict_json(opening * depth + closing * depth)
-    with pytest.raises(ValueError, match="'a' stands there twice"):
+    with pytest.raises(ValueError, match="duplicate key 'a'"):
         strict_json('{"a": 1, "b": 2, "a": 3}')
     assert strict_json("[1e999, -Infinity]", any_number=True) == [np.inf, -np.inf]
     with pytest.raises(ValueError, match="NaN"):

@@ -140,22 +140,22 @@ def test_what_cannot_be_reported_is_one_line(run, capsys):
     metrics = run / "metrics.jsonl"
     for text in ("[]", '{"traceEvents": [{"name": "x", "pid": 0, "ph": "X", "cat": "s", "ts": 0}]}'):
         (run / "trace.json").write_text(text)
-        fails(f"{run}/trace.json: not a whole trace")
+        fails(f"{run}/trace.json: not a complete trace")
     (run / "trace.json").unlink()
     for text, message in (
         (written(step(1)), f"{run}: the record of the run is missing from its metrics"),
         (written({"kind": "run"}), f"{run}: a record is not as expected (KeyError('trained_parameters'))"),
         (written(ABOUT) + "{]\n", f"{metrics}: line 2 is damaged"),
         (written(ABOUT) + '{"kind": "step"}\n', f"{metrics}: line 2 is damaged"),
-        ("", f"{metrics}: nothing in it yet"),
+        ("", f"{metrics}: the file is empty: the run has recorded no step yet"),
     ):
         metrics.write_text(text)
         fails(message)
     metrics.write_bytes(b"\xff\xfe\n")
     fails(f"{metrics}: line 1 is damaged")
     metrics.unlink()
-    fails(f"{run}: no metrics.jsonl, so no run of models.train")
-    fails(f"{run}: no metrics.jsonl, so no run of models.train", "watch")
+    fails(f"{run}: not a run of models.train: metrics.jsonl is missing")
+    fails(f"{run}: not a run of models.train: metrics.jsonl is missing", "watch")
     shutil.rmtree(run)
     fails(f"{run}: no such folder")
     fails(f"{run}: no such folder", "watch")

@@ -224,10 +224,10 @@ class RawMPI(Contestant):
 
 
 class RawNCCL(Contestant):
-    """cupy.cuda.nccl's calls, on the NCCL communicator of ours. Never run on a GPU yet
-    (docs/reference/status.md).
+    """The calls of cupy.cuda.nccl, on the NCCL communicator of ours.
 
-    gather, scatter and sendrecv are sends and receives in one group, as in nccl-tests.
+    Never run on a GPU yet (docs/reference/status.md). gather, scatter and sendrecv are sends and receives in
+    one group, as in nccl-tests.
     """
 
     def __init__(self, communicator: Any, nbytes: int) -> None:

@@ -46,6 +46,7 @@ class Op:
 
     @property
     def rooted(self) -> bool:
+        """Whether one rank has a role of its own."""
         return self.from_root or self.to_root
 
     def source_size(self, count: int, ranks: int) -> int:

@@ -99,7 +99,9 @@ def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
             raise ValueError(f"{op.name}: {_why_not(op, options, combinations, asked)}")
         found += offered
     if not any(case.nbytes for case in found):
-        raise ValueError(f"-b, -e: {options.maxbytes} bytes are not one element for each of {ranks} ranks")
+        raise ValueError(
+            f"-b, -e: {options.maxbytes} bytes are less than one element for each of {ranks} ranks"
+        )
     return [case for case in found if case.nbytes]
 
 

@@ -50,6 +50,7 @@ _EXTRA = {"gpt2-xl": {"size": "gpt2-xl"}}
 
 
 def main() -> None:
+    """Run the sections that are asked for, each in a process of its own."""
     options = arguments().parse_args()
     if options.section:
         child(options)
@@ -66,6 +67,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
+    """The options of python -m bench.gpu."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="Tests and measures on a GPU.")
     parser.add_argument("--quick", action="store_true", help="fewer steps and rounds")
     parser.add_argument(

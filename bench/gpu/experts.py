@@ -48,6 +48,7 @@ def measure(run: Run, shapes: dict[str, Shape] | None = None, rows: tuple[int, .
 
 
 def compare(run: Run, clock: Clock, torch: Torch, name: str, shape: Shape, rows: int) -> None:
+    """Time grouped matmuls next to PyTorch's, with `rows` rows for each expert."""
     layer = Layer(shape, rows)
     works = [layer.step, layer.with_limit(1 << 62), layer.with_limit(0)]
     results = []

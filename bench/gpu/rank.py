@@ -29,7 +29,7 @@ def main(given: dict) -> None:
 
 
 def collectives(mesh: DeviceMesh, nbytes: int) -> dict[str, tuple[float, int, bool]]:
-    """name -> (seconds of a call, bytes, whether the numbers are right), of FULL_SHARD's calls."""
+    """Map name to (seconds of a call, bytes, whether the numbers are right), of FULL_SHARD's calls."""
     gather, gathers = mesh.communicator("gather"), mesh.stream("gather")
     reduce, reduces = mesh.communicator("reduce"), mesh.stream("reduce")
     here, part = mesh.device, nbytes // 4 // mesh.size

@@ -30,7 +30,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """figure / theirs, where both are there."""
+        """The ratio figure / theirs, where both exist."""
         return self.figure / self.theirs if self.figure is not None and self.theirs else None
 
     @property

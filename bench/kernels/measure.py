@@ -118,8 +118,10 @@ def apart(found: Sequence[np.ndarray], truth: Sequence[np.ndarray]) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed: else PyTorch faults in every page of every result again, and
-    that is what would be measured. Elsewhere nothing happens."""
+    """Let glibc keep what is freed; elsewhere nothing happens.
+
+    Otherwise PyTorch faults in every page of every result again, and that is what would be measured.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         trim, mapped = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX

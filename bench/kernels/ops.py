@@ -48,6 +48,7 @@ def functional(name: str, torch: Any, *tensors: Any, **how: Any) -> Any:
 
 
 def matmul(make: Maker) -> Iterator[Case]:
+    """Cases of a matmul with a square weight, and of its gradients."""
     m, n, k = make.sizes.multiplied, make.sizes.width, make.sizes.width
     a, b, dy = make.numbers(m, k), make.numbers(k, n, seed=1), make.numbers(m, n, seed=2)
     y, da, db = make.blank(m, n), make.blank(m, k), make.blank(k, n)
@@ -170,6 +171,7 @@ def _conv2d_gradient(wanted: int, how: tuple, torch: Any, dy: Any, x: Any, weigh
 
 
 def activation(make: Maker, op: str, kernel: str, **how: str) -> Iterator[Case]:
+    """Cases of an activation, forward and backward, over the hidden layer of all tokens."""
     shape = make.sizes.tokens, make.sizes.wide
     x, dy, y = make.numbers(*shape), make.numbers(*shape, seed=1), make.blank(*shape)
     flat = [array.reshape(-1) for array in (dy, x, y)]
@@ -199,6 +201,7 @@ def gelu_bias(make: Maker) -> Iterator[Case]:
 
 
 def swiglu(make: Maker) -> Iterator[Case]:
+    """Cases of SwiGLU, forward and backward, over the hidden layer of all tokens."""
     rows, width = make.sizes.tokens, make.sizes.wide
     x, dy = make.numbers(rows, 2 * width), make.numbers(rows, width, seed=1)
     y, dx = make.blank(rows, width), make.blank(rows, 2 * width)
@@ -213,6 +216,7 @@ def swiglu(make: Maker) -> Iterator[Case]:
 
 
 def add(make: Maker) -> Iterator[Case]:
+    """The case of a sum of two activations."""
     shape = make.sizes.tokens, make.sizes.width
     x, other, y = make.numbers(*shape), make.numbers(*shape, seed=1), make.blank(*shape)
     calls, peer = [("elementwise.add", x, other, y)], value(lambda torch, x, other: x + other)
@@ -269,6 +273,7 @@ def norm(make: Maker, kernel: str, *, added: bool = False) -> Iterator[Case]:
 
 
 def softmax(make: Maker) -> Iterator[Case]:
+    """Cases of a softmax over rows as long as a sequence, forward and backward."""
     shape = make.sizes.tokens, make.sizes.time
     x, dy, y, dx = make.numbers(*shape), make.numbers(*shape, seed=1), make.blank(*shape), make.blank(*shape)
 
@@ -381,6 +386,7 @@ def pool(make: Maker, kind: str, peer: str) -> Iterator[Case]:
 
 
 def copy(make: Maker) -> Iterator[Case]:
+    """The case of a copy, the ceiling of kernels that move memory."""
     x, y = make.numbers(make.sizes.elements), make.blank(make.sizes.elements)
 
     def peer(torch: Any, x: Any) -> Callable[[], Sequence]:

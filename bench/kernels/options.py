@@ -64,7 +64,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--dtype: the CPU computes {options.dtype} in float32; take that, or --op cast")
     if find_spec("torch") is None:
         raise ValueError(
-            "PyTorch is not installed, beside which kernels are checked and timed: pip install torch"
+            "PyTorch is not installed, against which kernels are checked and timed: pip install torch"
         )
     if options.device == "cuda" and not cuda.count():
         raise ValueError("--device: 'cuda' needs a GPU, and there is none here")

@@ -1,2 +1,1 @@
-"""Times what offload is made of: copies, streamed updates, spill to disk. docs/howto/benchmarks.md explains
-it."""
+"""Times what offload is made of: copies, streamed updates, spill to disk (docs/howto/benchmarks.md)."""

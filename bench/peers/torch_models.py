@@ -39,13 +39,15 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (..., time, size) with element i and i + size / 2 turned as one pair; angles of T or more."""
+    """Turn elements i and i + size / 2 of x (..., time, size) as one pair; angles of T or more."""
     cos, sin = (each[: x.shape[-2]] for each in (cos, sin))
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class MLP(nn.Module):
+    """The MLP of models/gpt.py in PyTorch."""
+
     def __init__(self, width: int, hidden: int, *, bias: bool = True, approximate: str = "tanh") -> None:
         super().__init__()
         self.approximate = approximate
@@ -57,6 +59,8 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
+    """The gated MLP of models/llama.py in PyTorch."""
+
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
@@ -68,6 +72,8 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
+    """A pre-norm transformer block."""
+
     def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.norm1, self.attention = norm(), attention
@@ -103,6 +109,8 @@ class Transformer(nn.Module):
 
 
 class GPT(Transformer):
+    """The model of models/gpt.py in PyTorch."""
+
     BEGIN = "wte", "wpe"
     END = "norm", "wte"
 
@@ -131,6 +139,8 @@ class GPT(Transformer):
 
 
 class Llama(Transformer):
+    """The model of models/llama.py in PyTorch."""
+
     BEGIN = ("embedding",)
     END = "norm", "embedding"
 

@@ -37,6 +37,7 @@ PIPELINE = {"pp-1f1b": "1F1B", "pp-zb": "ZB-H1", "pp-zbv": "ZBVZeroBubble"}
 
 
 def main() -> None:
+    """Train one model in PyTorch and print the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers.torch_step", description="PyTorch's step")
     w.add_arguments(parser)
     parser.add_argument("--strategy", choices=STRATEGIES, default="fsdp2")

@@ -110,6 +110,8 @@ class Attention(torch_models.Attention):
 
 
 class MLP(nn.Module):
+    """A gated MLP with gate and up as two layers, which PyTorch's plans can split."""
+
     def __init__(self, whole: GatedMLP) -> None:
         super().__init__()
         self.gate, self.up = _rows_of(whole.gate_up, [whole.down.in_features] * 2)

@@ -100,8 +100,10 @@ def columns_of(address, step, keys, like, out):
 
 @reordered_part
 def product(a, a_at, a_k, a_i, b, b_at, b_k, b_c, count, out, out_at, width, none, add):
-    """`width` columns of ROWS rows: out = a b, or that added; sums over `count` k. a_k, a_i, b_k: steps;
-    b_c: from WIDTH columns of b to the next."""
+    """Set `width` columns of ROWS rows: out = a b, or that added; sums over `count` k.
+
+    a_k, a_i, b_k: steps; b_c: from WIDTH columns of b to the next.
+    """
     for c in range(0, width, WIDTH):
         places, steps = (a_at, b_at + c // WIDTH * b_c, out_at + c), (a_k, a_i, b_k, out.shape[1])
         tile_sum(_BLOCK, a, b, out, none, none, (1, count), places, steps, add, None)
@@ -109,7 +111,7 @@ def product(a, a_at, a_k, a_i, b, b_at, b_k, b_c, count, out, out_at, width, non
 
 @reordered_part
 def product_of_columns(a, a_at, a_i, columns, out, out_at, width, none):
-    """out = a, rows that are `a_i` apart, times what columns_of gives."""
+    """Compute out = a, rows that are `a_i` apart, times what columns_of gives."""
     count = columns.shape[1]
     product(a, a_at, 1, a_i, columns, 0, WIDTH, count * WIDTH, count, out, out_at, width, none, False)
 

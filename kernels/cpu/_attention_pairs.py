@@ -66,8 +66,11 @@ def _operands(keys: int, width: int) -> tuple[Array, ...]:
 
 
 def _operands_backward(keys: int, width: int) -> tuple[Array, ...]:
-    """What backward has beside: columns of values; dscores; dy, and its bits; of a tile, by pairs of rows,
-    queries and dy, gradients of scores and weights; the sums for keys and values."""
+    """Operands of backward alone.
+
+    Columns of values; dscores; dy, and its bits; of a tile, by pairs of rows, queries and dy, gradients of
+    scores and weights; the sums for keys and values.
+    """
     keys = -(-keys // WIDTH) * WIDTH
     upper = np.empty((ROWS, width), np.uint16)
     return (
@@ -121,8 +124,10 @@ def _forward(at, by, sizes, scale, lse, columns, twos, scores, weights, pairs, r
 
 @reordered_part
 def _softmax(line, kept, near, scale):
-    """kept: the bits of the probabilities, 0 from `near` on; scores are overwritten. Gives the logarithm of
-    their sum. Lines are whole blocks."""
+    """Overwrite the scores, and give the logarithm of the sum of their exponentials. Lines are whole blocks.
+
+    kept: the bits of the probabilities, 0 from `near` on.
+    """
     total, lse = exponentials(line, near, scale)
     line[near:] = 0
     factor = np.float32(1) / total
@@ -183,8 +188,11 @@ def _backward(
 
 @reordered_part
 def _bits_and_dots(at, by, low, count, given, upper, dots):
-    """given, upper: rows of dy and their bits; then zeros. dots: of what these say and y, so that gradients
-    of scores sum to 0."""
+    """Write rows of dy, their bits and their dots.
+
+    given, upper: rows of dy and their bits; then zeros. dots: of what these say and y, so that gradients of
+    scores sum to 0.
+    """
     for i in range(count):
         line, bits = given[i], upper[i]
         copy(row_at(at[0] + (low + i) * by[0], line.size, given), line)

@@ -55,8 +55,11 @@ def _scratch(keys: int, width: int) -> tuple[Array, ...]:
 
 
 def _scratch_backward(keys: int, width: int) -> tuple[Array, ...]:
-    """What backward has beside: columns of values; of a tile queries and dy, gradients of scores and weights;
-    the sums for keys and values."""
+    """Scratch memory of backward alone.
+
+    Columns of values; of a tile queries and dy, gradients of scores and weights; the sums for keys and
+    values.
+    """
     keys = whole_blocks(keys)
     shapes = ((keys // WIDTH, width, WIDTH), (2, TILE, width), (2, TILE, keys), (2, keys, width))
     return tuple(np.zeros(shape, np.float32) for shape in shapes)

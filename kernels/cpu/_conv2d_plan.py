@@ -75,8 +75,11 @@ def forward_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Plan
 
 @lru_cache(1024)
 def input_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Plan:
-    """A pixel's gradient comes from the outputs whose window it is in: with strides, by other taps for each
-    of the stride[0] * stride[1] phases in which it can lie to the windows."""
+    """The plan of the input's gradient.
+
+    A pixel's gradient comes from the outputs whose window it is in: with strides, by other taps for each of
+    the stride[0] * stride[1] phases in which it can lie to the windows.
+    """
     turns, times = _lanewise(weight, groups, dtype)
     phases = [_phases(x[1 + i], weight[2 + i], stride[i], padding[i], dilation[i]) for i in (0, 1)]
     before, after = _reach(phases[1], x[2], y[2], stride[1])
@@ -200,8 +203,10 @@ def _runs(rows: Array, count: int, stride: int, height: int) -> Iterator[tuple[i
 
 
 def _group_products(sizes, apart, i, starts, steps, right, dtype) -> Iterator:
-    """For each group, tap of row i of the window, piece of the outputs and vectors of channels: the sum over
-    all pixels. apart: elements from one group of channels to the next."""
+    """Sum over all pixels, for each group, tap of row i of the window, piece of outputs, vectors of channels.
+
+    apart: elements from one group of channels to the next.
+    """
     outputs, groups, rows, across, length = sizes
     width = whole_vectors(length, dtype)
     tap, row, group = outputs * width, across * outputs * width, rows * across * outputs * width
@@ -280,8 +285,10 @@ def whole_vectors(channels: int, dtype: Any) -> int:
 
 
 def _by_outputs(weight: tuple, groups: int, dtype: Any) -> bool:
-    """Whether outputs fill vectors better than a row of the window, for a weight's gradient: by so much that
-    turning dy, which is else read where it lies, is made up for."""
+    """Whether outputs fill vectors better than a row of the window, for a weight's gradient.
+
+    By so much that turning dy, which is else read where it lies, is made up for.
+    """
     waste, of_outputs = (whole_vectors(n, dtype) / n for n in (weight[1] * weight[3], weight[0]))
     return groups == 1 and waste > 1.15 * of_outputs
 

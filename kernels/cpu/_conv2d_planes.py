@@ -28,8 +28,11 @@ _WEIGHTS = 1 << 14  # bytes of a tile's weights, that stay in the first cache th
 
 
 class Plan(NamedTuple):
-    """masks: for each tap, and for the result, the lanes of each vector of pixels. nests: a tile, and what
-    _tiles takes from `counts` on."""
+    """How a convolution runs by vectors of pixels.
+
+    masks: for each tap, and for the result, the lanes of each vector of pixels. nests: a tile, and what
+    _tiles takes from `counts` on.
+    """
 
     groups: int
     masks: Array
@@ -41,8 +44,10 @@ class Plan(NamedTuple):
 
 @lru_cache(1024)
 def plan(x, weight, y, stride, padding, dilation, groups, dtype, transposed) -> Plan | None:
-    """Of forward; `transposed`: of the input's gradient. Shapes are without the batch. None where channels
-    fill vectors better, or this way does not go."""
+    """The plan of forward; `transposed`: of the input's gradient.
+
+    Shapes are without the batch. None where channels fill vectors better, or this way does not go.
+    """
     outputs, inputs = weight[0] // groups, weight[1]
     area = weight[2] * weight[3]
     output_step, input_step = inputs * area, area
@@ -91,9 +96,9 @@ def convolve(found: Plan, x: Array, weight: Array, y: Array, work: int) -> None:
 
 @exact
 def _tiles(start, stop, tile, weight, x, y, taps, apart, masks, sizes, steps, counts, by_a, by_b, by_y, at):
-    """Images [start, stop): by groups, and pieces of the pixels and of the outputs: all outputs of so many
-    pieces that lie near, then those of the next.
+    """Images [start, stop): by groups, and pieces of the pixels and of the outputs.
 
+    All outputs of so many pieces that lie near come first, then those of the next.
     counts: groups, pieces of pixels, of outputs, and those near. by_*: elements by which a step of these
     moves the weight, x and y, as far as it does. at: where weight, x, y and masks begin, and how far a piece
     of the pixels moves the masks.
@@ -177,8 +182,10 @@ def _weight_tiles(
 
 
 def _better(pixels: int, outputs: int, dtype: Any) -> bool:
-    """Whether vectors of pixels are about as few as those of channels, which must be turned as well: that
-    counts for more where channels are few."""
+    """Whether vectors of pixels are about as few as those of channels.
+
+    Channels must be turned as well, which counts for more where they are few.
+    """
     ours, few = whole_vectors(pixels, dtype) * outputs, 2 * outputs <= lanes(dtype)
     theirs = pixels * (outputs if few else whole_vectors(outputs, dtype))
     return WIDE and ours <= (1.4 if few else 1.1) * theirs

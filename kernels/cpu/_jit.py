@@ -111,13 +111,13 @@ def larger(typing_context, a, b):
 
 
 def exp(x):
-    """e to the power x, for kernels: dispatched by type below."""
-    raise NotImplementedError("only inside kernels")
+    """Return e to the power x, for kernels: dispatched by type below."""
+    raise NotImplementedError("call it only inside compiled kernels")
 
 
 def erf(x):
     """The error function, for kernels: dispatched by type below."""
-    raise NotImplementedError("only inside kernels")
+    raise NotImplementedError("call it only inside compiled kernels")
 
 
 _f = np.float32

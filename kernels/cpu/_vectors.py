@@ -40,7 +40,7 @@ def lanes(dtype: Any) -> int:
 
 @intrinsic
 def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts, steps, add, masks):
-    """out = the sum over r and k of a[r, k] times b[r, k], in one of three ways, or plus it if `add`.
+    """Compute out = the sum over r and k of a[r, k] times b[r, k], in one of three ways, or plus it if `add`.
 
     tile: (rows, vectors, turns, kept), tuples of which only the lengths count; they are known when this is
     compiled. Vector v of i, in `rows` and `vectors`:
@@ -150,9 +150,9 @@ def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts,
 
 @intrinsic
 def tap_sums(typing_context, tile, x, dy, out, shifts, masks, sizes, firsts, steps, add):
-    """out[i, t] = the sum over images r, vectors k and their lanes of x[r, k] moved by shifts[t], times
-    dy[r, i, k], or plus it if `add`.
+    """Sum over images r, vectors k and their lanes: x[r, k] moved by shifts[t], times dy[r, i, k].
 
+    The sum is written to out[i, t], or added if `add`.
     tile: (rows i, taps t), as in tile_sum. sizes: how many r, how many k. firsts: of x, dy, out, shifts,
     the masks of t and of dy. steps: of r in x and dy, of i in dy and out, of t in masks, which are as there.
     """
@@ -213,8 +213,10 @@ def bits_of(typing_context, x):
 
 @intrinsic
 def transpose_tile(typing_context, source, source_first, source_starts, target, target_first, target_starts):
-    """Column j of a square, whose rows are vectors that begin at source_first + source_starts[i], becomes the
-    row at target_first + target_starts[j]."""
+    """Turn a square of vectors: its column j becomes the row at target_first + target_starts[j].
+
+    Its rows are vectors that begin at source_first + source_starts[i].
+    """
 
     def generate(context, builder, signature, arguments):
         vector = _vector(signature.args[0])
@@ -363,7 +365,7 @@ def _spread(builder: Any, vector: ir.VectorType, number: Any) -> Any:
 
 
 def _loop(builder: Any, count: Any, state: list, body: Callable) -> list:
-    """state = body(index, state), `count` times; the state stays in registers."""
+    """Compute state = body(index, state), `count` times; the state stays in registers."""
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
     builder.branch(head)

@@ -18,7 +18,7 @@ _DENSITY = 0.3989422804014327  # 1 / sqrt(2 pi)
 
 @cost("x -> y", flops=18)
 def gelu_tanh_forward(x: Array, y: Array) -> None:
-    """y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
+    """Compute y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
 
     x may be uint16, bits of bfloat16, and then y as well.
     """
@@ -29,49 +29,49 @@ def gelu_tanh_forward(x: Array, y: Array) -> None:
 
 @cost("dy x -> dx", flops=28)
 def gelu_tanh_backward(dy: Array, x: Array, dx: Array) -> None:
-    """dx from dy and x."""
+    """Compute dx from dy and x."""
     run_rows(_gelu_tanh_backward, x.size, x.size, dy, x, dx)
 
 
 @cost("x -> y", flops=18)
 def gelu_erf_forward(x: Array, y: Array) -> None:
-    """y = x / 2 * (1 + erf(x / sqrt(2)))."""
+    """Compute y = x / 2 * (1 + erf(x / sqrt(2)))."""
     run_rows(_gelu_erf_forward, x.size, x.size, x, y)
 
 
 @cost("dy x -> dx", flops=28)
 def gelu_erf_backward(dy: Array, x: Array, dx: Array) -> None:
-    """dx from dy and x."""
+    """Compute dx from dy and x."""
     run_rows(_gelu_erf_backward, x.size, x.size, dy, x, dx)
 
 
 @cost("x -> y", flops=12)
 def silu_forward(x: Array, y: Array) -> None:
-    """y = x * sigmoid(x)."""
+    """Compute y = x * sigmoid(x)."""
     run_rows(_silu_forward, x.size, x.size, x, y)
 
 
 @cost("dy x -> dx", flops=16)
 def silu_backward(dy: Array, x: Array, dx: Array) -> None:
-    """dx from dy and x."""
+    """Compute dx from dy and x."""
     run_rows(_silu_backward, x.size, x.size, dy, x, dx)
 
 
 @cost("x -> y", flops=1)
 def relu_forward(x: Array, y: Array) -> None:
-    """y = max(x, 0)."""
+    """Compute y = max(x, 0)."""
     run_rows(_relu_forward, x.size, x.size, x, y)
 
 
 @cost("dy x -> dx", flops=1)
 def relu_backward(dy: Array, x: Array, dx: Array) -> None:
-    """dx from dy and x; 0 where x is 0."""
+    """Compute dx from dy and x; 0 where x is 0."""
     run_rows(_relu_backward, x.size, x.size, dy, x, dx)
 
 
 @cost("x -> y", flops=14)
 def erf_forward(x: Array, y: Array) -> None:
-    """y = erf(x): in float32 with an absolute error of 4e-7 at the most, in float64 libm's."""
+    """Compute y = erf(x): in float32 with an absolute error of 4e-7 at the most, in float64 libm's."""
     run_rows(_erf_forward, x.size, x.size, x, y)
 
 

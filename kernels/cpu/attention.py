@@ -39,7 +39,7 @@ def forward(
     starts: Array | None = None,
     offsets: tuple[int, ...] = (0,),
 ) -> None:
-    """y = softmax(q k^T scale) v per head.
+    """Compute y = softmax(q k^T scale) v per head.
 
     q, y (batch, heads, time, head_dim), k, v the same with their own time, and fewer heads where several of q
     share one; any strides but 1 in the last dimension. lse (batch, heads, time). causal: query t sees keys

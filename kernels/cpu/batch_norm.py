@@ -11,19 +11,19 @@ from shardrt.kernels.cpu._threads import run_rows
 
 @cost("x -> mean squares", flops=4)
 def statistics(x: Array, mean: Array, squares: Array) -> None:
-    """mean and sum of squared deviations from it of each channel: (channels,) each."""
+    """Compute mean and sum of squared deviations from it of each channel: (channels,) each."""
     run_rows(_statistics, x.shape[1], x.size, x, mean, squares)
 
 
 @cost("x mean rstd weight bias -> y", flops=2)
 def forward(x: Array, mean: Array, rstd: Array, weight: Array, bias: Array, y: Array) -> None:
-    """y = (x - mean) * rstd * weight + bias; mean, rstd, weight and bias (channels,)."""
+    """Compute y = (x - mean) * rstd * weight + bias; mean, rstd, weight and bias (channels,)."""
     run_rows(_forward, x.shape[0] * x.shape[1], x.size, x, mean, rstd, weight, bias, y)
 
 
 @cost("dy x mean rstd -> dweight dbias", flops=4)
 def backward_sums(dy: Array, x: Array, mean: Array, rstd: Array, dweight: Array, dbias: Array) -> None:
-    """dweight = sum of dy * (x - mean) * rstd over each channel, dbias = sum of dy; both written."""
+    """Compute dweight = sum of dy * (x - mean) * rstd over each channel, dbias = sum of dy; both written."""
     run_rows(_backward_sums, x.shape[1], x.size, dy, x, mean, rstd, dweight, dbias)
 
 
@@ -38,7 +38,7 @@ def backward_input(
     level: Array,
     dx: Array,
 ) -> None:
-    """dx = weight * rstd * (dy - level - (x - mean) * rstd * along).
+    """Compute dx = weight * rstd * (dy - level - (x - mean) * rstd * along).
 
     along, level (channels,): the means of dy * (x - mean) * rstd and of dy; 0 where statistics are given.
     """

@@ -18,19 +18,19 @@ from shardrt.kernels.cpu._threads import run_rows
 
 @cost("x -> out", flops=1)
 def round_to(x: Array, out: Array, kind: str) -> None:
-    """out = x rounded to the values of `kind` ("bfloat16" or "float16"); float32, 1-D. `out` may be x."""
+    """Round x to the values of `kind` ("bfloat16" or "float16") into out; float32, 1-D. `out` may be x."""
     run_rows(_of(kind, _round_bfloat16, _round_float16), x.size, x.size, x, out)
 
 
 @cost("x -> out", flops=1)
 def pack(x: Array, out: Array, kind: str) -> None:
-    """out (uint16) = the bits of x (float32) rounded to `kind` ("bfloat16" or "float16"); 1-D."""
+    """Compute out (uint16) = the bits of x (float32) rounded to `kind` ("bfloat16" or "float16"); 1-D."""
     run_rows(_of(kind, _pack_bfloat16, _pack_float16), x.size, x.size, x, out)
 
 
 @cost("x -> out", flops=1)
 def unpack(x: Array, out: Array, kind: str) -> None:
-    """out (float32) = the numbers whose bits in `kind` are x (uint16), exactly; 1-D."""
+    """Compute out (float32) = the numbers whose bits in `kind` are x (uint16), exactly; 1-D."""
     run_rows(_of(kind, unpack_bfloat16, unpack_float16), x.size, x.size, x, out)
 
 
@@ -42,7 +42,7 @@ def narrow(x: Array, out: Array, kind: str) -> None:
 def check_kind(kind: str) -> None:
     """Raise ValueError for a type that is not one of the two."""
     if kind not in ("bfloat16", "float16"):
-        raise ValueError(f"kind must be 'bfloat16' or 'float16', got {kind!r}")
+        raise ValueError(f"cast: kind must be 'bfloat16' or 'float16', got {kind!r}")
 
 
 def _of(kind: str, bfloat16: Callable, float16: Callable) -> Callable:

@@ -55,8 +55,10 @@ def forward(
     dilation: Pair,
     groups: int,
 ) -> None:
-    """x (batch, channels, height, width), weight (outputs, channels / groups, rows, columns), bias (outputs,)
-    or None -> y (batch, outputs, ...)."""
+    """Compute y (batch, outputs, ...) from x (batch, channels, height, width).
+
+    weight: (outputs, channels / groups, rows, columns). bias: (outputs,) or None.
+    """
     how = stride, padding, dilation, groups
     if x.dtype == np.uint16:
         _of_bits("forward", Convolution(x.shape, weight.shape, y.shape, *how), x, weight, bias, y)
@@ -144,7 +146,7 @@ def backward_weight(
 
 @cost("dy dbias?accumulate -> dbias", flops=1)
 def backward_bias(dy: Array, dbias: Array, accumulate: bool) -> None:
-    """dy -> dbias (outputs,), written or added to."""
+    """Compute dbias (outputs,) from dy, written or added to."""
     sums = dy.sum(axis=(0, 2, 3))
     if accumulate:
         dbias += sums
@@ -219,17 +221,21 @@ def _aligned(make: Any, count: int, dtype: Any) -> Array:
 def _swaps(
     pixels: int, weight: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> bool:
-    """Whether a weight's gradient is computed as that of the convolution from y to x, which turns y instead
-    of x: where windows are pixels, and outputs so many fewer than inputs that what is not turned is more than
-    turning the sums takes (a number of which takes as long as 8 of pixels)."""
+    """Whether a weight's gradient is computed as that of the convolution from y to x, which turns y, not x.
+
+    This is so where windows are pixels, and outputs so many fewer than inputs that what is not turned is more
+    than turning the sums takes (a number of which takes as long as 8 of pixels).
+    """
     outputs, inputs = weight[:2]
     same = weight[2:] == stride == (1, 1) and padding == (0, 0) and groups == 1  # sums, in either direction
     return same and pixels * (inputs - outputs) >= 8 * inputs * outputs
 
 
 def _packed(weight: Array, taps: Array, groups: int, turns: int, transposed: bool) -> Array:
-    """The weights of these taps as (group, vectors of outputs, tap, input, turn, output); `transposed`: from
-    outputs to inputs. With turns the groups are one."""
+    """The weights of these taps as (group, vectors of outputs, tap, input, turn, output).
+
+    `transposed`: from outputs to inputs. With turns the groups are one.
+    """
     each, channels, area = len(weight) // groups, weight.shape[1], weight.shape[2] * weight.shape[3]
     outputs, inputs = (channels, each) if transposed else (each, channels)
     if turns:
@@ -325,8 +331,10 @@ def _unpack_lanes(start, stop, sums, dweight, groups, turns, most, accumulate):
 
 @exact
 def _unpack(start, stop, sums, dweight, groups, turns, width, accumulate):
-    """Outputs [start, stop) from sums as (group, row, column, output, `width` channels), or where the columns
-    are joined (group, row, output, `width` columns and channels)."""
+    """Outputs [start, stop) from sums as (group, row, column, output, `width` channels).
+
+    Where the columns are joined, sums are (group, row, output, `width` columns and channels).
+    """
     outputs, channels, rows, columns = dweight.shape
     each = outputs // groups
     joined = sums.size == outputs * rows * width and columns > 1
@@ -348,8 +356,10 @@ def _unpack(start, stop, sums, dweight, groups, turns, width, accumulate):
 
 @exact
 def _unpack_by_outputs(start, stop, sums, dweight, width, accumulate):
-    """Blocks [start, stop) of as many inputs of a tap as a vector has lanes, into dweight (outputs, inputs,
-    taps) from sums as (tap, input, `width` outputs)."""
+    """Blocks [start, stop) of as many inputs of a tap as a vector has lanes.
+
+    They go into dweight (outputs, inputs, taps) from sums as (tap, input, `width` outputs).
+    """
     outputs, inputs, _ = dweight.shape
     size = _lanes_of(sums)
     blocks = -(-inputs // size)

@@ -15,7 +15,7 @@ LEAVES_SCALE = True
 
 @cost("logits targets -> losses lse", flops=13)
 def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
-    """losses = lse - logits[target], 0 where ignored; lse = log of the sum of exponentials.
+    """Compute losses = lse - logits[target], 0 where ignored; lse = log of the sum of exponentials.
 
     logits (rows, vocab), dense; targets int64, losses, lse (rows,).
     """
@@ -37,7 +37,7 @@ def forward_part(
 
 @cost("parts targets -> losses lse", flops=6)
 def join(parts: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
-    """losses and lse, as of forward, of all parts. parts (parts, 2, rows): lse and chosen of each."""
+    """Compute losses and lse, as of forward, of all parts. parts (parts, 2, rows): lse and chosen of each."""
     _join(parts, targets, losses, lse, ignore_index)
 
 
@@ -51,7 +51,7 @@ def backward(
     ignore_index: int,
     first: int = 0,
 ) -> None:
-    """dlogits = scale * (softmax(logits) - one-hot target), 0 in ignored rows; may be `logits` itself.
+    """Set dlogits = scale * (softmax(logits) - one-hot target), 0 in ignored rows; may be `logits`.
 
     scale: one float64, None for 1. first: the word of the first column, where these are a part of the
     vocabulary, and lse is that of all of it.
@@ -86,7 +86,7 @@ def backward_in_place(
 
 @cost("x factor -> out", flops=1)
 def scale_rows(x: Array, factor: Array, out: Array) -> None:
-    """out = x * factor, (rows, width), of float64: one number, or one for each row. out may be x.
+    """Compute out = x * factor, (rows, width), of float64: one number, or one for each row. out may be x.
 
     x and out may be uint16, bits of bfloat16.
     """

@@ -12,7 +12,7 @@ from shardrt.kernels.cpu.philox import MANY, make_blocks
 def forward(
     x: Array, y: Array, p: float, seed: int, call: int, offset: int, place: Array | None = None
 ) -> None:
-    """y = x / (1 - p) where element offset + i of stream `call` is at least p, else 0. Flat arrays.
+    """Compute y = x / (1 - p) where element offset + i of stream `call` is at least p, else 0. Flat arrays.
 
     place: uint64 (2,), the seed in place of `seed` and what is added to `call`, modulo 2**64; for a launch
     that runs again and again in a captured graph.
@@ -29,7 +29,7 @@ def forward(
 def backward(
     dy: Array, dx: Array, p: float, seed: int, call: int, offset: int, place: Array | None = None
 ) -> None:
-    """dx from dy, by the mask of forward."""
+    """Compute dx from dy, by the mask of forward."""
     forward(dy, dx, p, seed, call, offset, place)
 
 

@@ -11,26 +11,26 @@ _BLOCK = 65536  # elements for which one answer is kept
 
 @cost("first second -> out", flops=1)
 def add(first: Array, second: Array, out: Array) -> None:
-    """out = first + second."""
+    """Compute out = first + second."""
     np.add(first, second, out=out)
 
 
 @cost("x -> x", flops=1)
 def scale_(x: Array, factor: float) -> None:
-    """x *= factor."""
+    """Scale in place: x *= factor."""
     np.multiply(x, x.dtype.type(factor), out=x)
 
 
 @cost("x factor -> x", flops=1)
 def scale_by_(x: Array, factor: Array) -> None:
-    """x *= factor, one float64; x is not touched where it is 1."""
+    """Scale in place: x *= factor, one float64; x is not touched where it is 1."""
     if factor.item() != 1:
         scale_(x, factor.item())
 
 
 @cost("x -> x", flops=2, value=Answer("finite", True), scratch=False)
 def unscale_(x: Array, factor: float) -> bool:
-    """x *= factor, in one pass with the answer: whether every element was finite before."""
+    """Scale in place: x *= factor, in one pass with the answer: whether every element was finite before."""
     wrong = np.empty(-(-x.size // _BLOCK), np.int64)
     run_rows(_unscale_blocks, wrong.size, x.size, x, x.dtype.type(factor), wrong)
     return not wrong.any()
@@ -49,5 +49,5 @@ def _unscale_blocks(start, stop, x, factor, wrong):
 
 @cost("x -> x", flops=2)
 def clamp_(x: Array, limit: float) -> None:
-    """x = min(max(x, -limit), limit); nan stays nan."""
+    """Clip in place: x = min(max(x, -limit), limit); nan stays nan."""
     np.clip(x, -x.dtype.type(limit), x.dtype.type(limit), out=x)

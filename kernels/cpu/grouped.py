@@ -20,7 +20,7 @@ from shardrt.kernels.cpu import linear
     more=lambda weight, counts: -_idle(weight, counts),
 )
 def forward(x: Array, weight: Array, counts: Sequence[int], y: Array) -> None:
-    """x (rows, inputs), weight (groups, outputs, inputs) -> y (rows, outputs)."""
+    """Compute y (rows, outputs) from x (rows, inputs), weight (groups, outputs, inputs)."""
     for group, rows in _groups(counts, y):
         linear.forward(x[rows], weight[group], None, y[rows])
 
@@ -33,7 +33,7 @@ def forward(x: Array, weight: Array, counts: Sequence[int], y: Array) -> None:
     more=lambda weight, counts: -_idle(weight, counts),
 )
 def backward_input(dy: Array, weight: Array, counts: Sequence[int], dx: Array) -> None:
-    """dy (rows, outputs), weight (groups, outputs, inputs) -> dx (rows, inputs)."""
+    """Compute dx (rows, inputs) from dy (rows, outputs), weight (groups, outputs, inputs)."""
     for group, rows in _groups(counts, dx):
         linear.backward_input(dy[rows], weight[group], dx[rows])
 
@@ -45,7 +45,7 @@ def backward_input(dy: Array, weight: Array, counts: Sequence[int], dx: Array) -
     part={"x": lambda x, counts: x[: sum(counts)], "dy": lambda dy, counts: dy[: sum(counts)]},
 )
 def backward_weight(x: Array, dy: Array, counts: Sequence[int], dweight: Array, accumulate: bool) -> None:
-    """x (rows, inputs), dy (rows, outputs) -> dweight (groups, outputs, inputs), written or added to."""
+    """Write or add dweight (groups, outputs, inputs) from x (rows, inputs) and dy (rows, outputs)."""
     start = 0
     for group, count in enumerate(counts):
         rows = slice(start, start + count)

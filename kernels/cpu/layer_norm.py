@@ -20,7 +20,7 @@ def forward(
     added: Array | None = None,
     total: Array | None = None,
 ) -> None:
-    """y = (x - mean) * rstd * weight + bias. x, y (rows, width); mean, rstd (rows,), kept for backward.
+    """Set y = (x - mean) * rstd * weight + bias. x, y (rows, width); mean, rstd (rows,) for backward.
 
     added, total: total = x + added is written and takes the place of x.
     """
@@ -43,7 +43,7 @@ def backward(
     accumulate: bool,
     dtotal: Array | None = None,
 ) -> None:
-    """dx written; dweight and dbias (width,) written or added to. None where one is not wanted.
+    """Write dx; dweight and dbias (width,) written or added to. None where one is not wanted.
 
     dtotal is added to dx.
     """

@@ -27,7 +27,7 @@ TILE = 256  # of these rows go into one matmul, which makes a whole gradient 3 t
     sizes=lambda x, weight: (len(x), *weight.shape),
 )
 def forward(x: Array, weight: Array, bias: Array | None, y: Array) -> None:
-    """x (rows, inputs), weight (outputs, inputs), bias (outputs,) or None -> y (rows, outputs)."""
+    """Compute y (rows, outputs) from x (rows, inputs), weight (outputs, inputs), bias (outputs,) or None."""
     if bias is None:
         matmul(x, weight.T, y)
     else:
@@ -53,7 +53,7 @@ def forward_gelu(x: Array, weight: Array, bias: Array | None, inner: Array, y: A
 
 @cost("dy inner dbias?accumulate -> dinner dbias", flops=28)
 def backward_gelu(dy: Array, inner: Array, dinner: Array, dbias: Array | None, accumulate: bool) -> None:
-    """dinner (rows, outputs) of dy, inner; dbias (outputs,) or None: its sum over rows, or that added.
+    """Set dinner (rows, outputs) from dy, inner; dbias (outputs,) or None: its sum over rows, or added.
 
     inner and dinner may be uint16: bits, as cast.pack makes them.
     """
@@ -71,7 +71,7 @@ def backward_gelu(dy: Array, inner: Array, dinner: Array, dbias: Array | None, a
     sizes=lambda dy, dx: (*dx.shape, dy.shape[1]),
 )
 def backward_input(dy: Array, weight: Array, dx: Array) -> None:
-    """dy (rows, outputs), weight (outputs, inputs) -> dx (rows, inputs)."""
+    """Compute dx (rows, inputs) from dy (rows, outputs), weight (outputs, inputs)."""
     matmul(dy, weight, dx)
 
 
@@ -91,7 +91,7 @@ def backward_input_gelu(dy: Array, weight: Array, inner: Array, dinner: Array) -
     part={"dy": lambda dy, dweight, first: dy[:, first : first + len(dweight)]},
 )
 def backward_weight(x: Array, dy: Array, dweight: Array, accumulate: bool, first: int = 0) -> None:
-    """x (rows, inputs), dy (rows, outputs) -> dweight (outputs, inputs), written or added to.
+    """Compute dweight (outputs, inputs) from x (rows, inputs), dy (rows, outputs), written or added to.
 
     If there are more than BLOCK outputs, dweight may be some of these rows, those from `first` on, and they
     are bitwise identical to those of the whole: a row's sums depend on how many rows the library computes
@@ -118,7 +118,7 @@ def backward_weight(x: Array, dy: Array, dweight: Array, accumulate: bool, first
 
 @cost("dy dbias?accumulate -> dbias", flops=1)
 def backward_bias(dy: Array, dbias: Array, accumulate: bool) -> None:
-    """dy (rows, outputs) -> dbias (outputs,), written or added to."""
+    """Compute dbias (outputs,) from dy (rows, outputs), written or added to."""
     column_sum(dy, dbias, accumulate)
 
 
@@ -149,7 +149,7 @@ def _shift_and_gelu(start, stop, inner, bias, y):
 
 @fused
 def _shift_and_gelu_low(start, stop, inner, bias, y):
-    """y has the products; inner: bits of them plus bias."""
+    """Finish y, which has the matmuls; inner: bits of them plus bias."""
     kind = y.dtype.type
     one, cube, twice = kind(1), kind(CUBE), kind(-2 * ROOT)
     for row in range(start, stop):

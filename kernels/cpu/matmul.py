@@ -29,7 +29,7 @@ _ROW_MAJOR, _PLAIN, _TRANSPOSED = 101, 111, 112
     sizes=lambda a, b: (*a.shape[-2:-1], b.shape[-1], a.shape[-1], *a.shape[:-2]),
 )
 def matmul(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> None:
-    """out = a @ b, plus out itself if `accumulate`: 2-D, transposed or strided as it comes; 3-D, batched.
+    """Set out = a @ b, plus out if `accumulate`: 2-D, transposed or strided as it comes; 3-D, batched.
 
     a and b may both be uint16, the bits of bfloat16, where they are 2-D and out is float32.
     """
@@ -37,7 +37,7 @@ def matmul(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> None:
 
 
 def affine(a: Array, b: Array, bias: Array, out: Array) -> None:
-    """out (m, n) = a @ b + bias (n,) in each row, for a and b as matmul takes them."""
+    """Compute out (m, n) = a @ b + bias (n,) in each row, for a and b as matmul takes them."""
     _product(a, b, bias, out, False)
 
 
@@ -100,8 +100,9 @@ def ignores_place() -> bool:
             _by_blas(a_here.copy("K"), b_here.copy("K"), None, elsewhere, False)
             if not np.array_equal(as_it_lies, elsewhere):
                 warnings.warn(
-                    f"{described()} sums differently where a matrix lies elsewhere: gradients stay whole "
-                    "and parts of a cut weight are copied",
+                    f"{described()} sums in another order at other memory alignments: gradients are not "
+                    "split, "
+                    "and parts of a split weight are copied",
                     stacklevel=2,
                 )
                 return False

@@ -124,7 +124,7 @@ _FRACTION, _ONE_BITS, _52, _1023 = (
 
 @exact
 def _logarithms(words, out):
-    """out = log((words + 1/2) / 2**32)."""
+    """Compute out = log((words + 1/2) / 2**32)."""
     bits = out.view(np.int64)
     for j in range(words.size):
         out[j] = (np.float64(words[j]) + 0.5) * 2.0**-32

@@ -14,7 +14,7 @@ Pair = tuple[int, int]
 
 @cost("x -> y index", flops=lambda y, window: y.size * window[0] * window[1])
 def max_forward(x: Array, y: Array, index: Array, window: Pair, stride: Pair, padding: Pair) -> None:
-    """y (planes, rows, columns): the largest of each window, nan if one is.
+    """Compute y (planes, rows, columns): the largest of each window, nan if one is.
 
     index: int32, where in its plane the first such pixel is.
     """
@@ -23,7 +23,7 @@ def max_forward(x: Array, y: Array, index: Array, window: Pair, stride: Pair, pa
 
 @cost("dy index -> dx", flops=lambda dy, window: dy.size * window[0] * window[1])
 def max_backward(dy: Array, index: Array, dx: Array, window: Pair, stride: Pair, padding: Pair) -> None:
-    """dx from dy and the forward's indices."""
+    """Compute dx from dy and the forward's indices."""
     run_rows(_max_backward, len(dx), dy.size, dy, index, dx)
 
 
@@ -35,7 +35,7 @@ def mean_forward(x: Array, y: Array, window: Pair, stride: Pair, padding: Pair) 
 
 @cost("dy -> dx", flops=lambda dy, window: dy.size * window[0] * window[1])
 def mean_backward(dy: Array, dx: Array, window: Pair, stride: Pair, padding: Pair) -> None:
-    """dx from dy."""
+    """Compute dx from dy."""
     run_rows(_mean_backward, len(dx), dy.size * window[0] * window[1], dy, dx, window, stride, padding)
 
 

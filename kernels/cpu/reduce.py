@@ -22,7 +22,7 @@ _CHUNK = 131072  # elements that stay in the second cache while groups of parts 
 
 @cost("parts out?accumulate -> out", flops=lambda out, parts: len(parts) * out.size)
 def sum_into(out: Array, parts: list[Array], scale: float, accumulate: bool) -> None:
-    """out = (out if accumulate) + scale * sum of `parts`, added as a tree of neighbours: (0+1) + (2+3), ...
+    """Set out = (out if accumulate) + scale * sum of `parts`, as a tree of neighbours: (0+1) + (2+3), ...
 
     Bottom up; a last part without a neighbour goes up as it is: of three it is (0+1) + 2. So aligned groups
     of 2, 4, 8, ... parts may be summed first, elsewhere, and their sums here.
@@ -165,7 +165,7 @@ def _finish(out, total, scale, accumulate):
 
 @cost("x out?accumulate -> out", flops=1)
 def column_sum(x: Array, out: Array, accumulate: bool) -> None:
-    """out (columns,) = sum over the rows of x (rows, columns), or plus it; by blocks of ROWS rows."""
+    """Compute out (columns,) = sum over the rows of x (rows, columns), or plus it; by blocks of ROWS rows."""
     blocks = -(-x.shape[0] // ROWS)
     partials = np.empty((blocks, x.shape[1]), x.dtype)
     run_rows(_column_blocks, blocks, x.size, x, partials)
@@ -185,7 +185,7 @@ def _column_blocks(start, stop, x, partials):
 
 @exact
 def combine_blocks(partials, out, accumulate):
-    """out = sum of the rows of `partials`, in order; or plus it."""
+    """Compute out = sum of the rows of `partials`, in order; or plus it."""
     if not accumulate:
         out[:] = 0
     for block in range(partials.shape[0]):
@@ -216,7 +216,7 @@ def power_sums(x: Array, p: float, out: Array | None = None) -> Array:
 
 @cost("pairs -> out", flops=4)
 def add_pairs(pairs: Array, out: Array) -> None:
-    """out (2,) = the sum of `pairs` (n, 2) of power_sums as one, to about 100 bits."""
+    """Compute out (2,) = the sum of `pairs` (n, 2) of power_sums as one, to about 100 bits."""
     highs, lows = (column.tolist() for column in pairs.T)
     try:
         high = fsum(highs)
@@ -227,7 +227,7 @@ def add_pairs(pairs: Array, out: Array) -> None:
 
 @cost("pairs -> out", flops=4)
 def clip_factor(pairs: Array, limit: float, leave_nonfinite: bool, out: Array) -> None:
-    """out (2,): the norm, the root of the sum of `pairs` (n, 2), and the factor that makes it `limit`.
+    """Set out (2,): the norm, the root of the sum of `pairs` (n, 2), and the factor to reach `limit`.
 
     The factor is limit / (norm + 1e-6), at most 1, and nan where the norm is; leave_nonfinite: 1 where the
     norm is nan or infinite.
@@ -281,7 +281,7 @@ def _powers(x, p, terms):
 
 @exact
 def _add_exactly(high, low, terms):
-    """high + low += terms, lane by lane: the rounding error of each sum goes to `low` (Knuth's TwoSum)."""
+    """Add terms to high + low, lane by lane: the rounding error goes to `low` (Knuth's TwoSum)."""
     for j in range(terms.size):
         before, term = high[j], terms[j]
         total = before + term

@@ -18,7 +18,7 @@ def forward(
     added: Array | None = None,
     total: Array | None = None,
 ) -> None:
-    """y = x * rstd * weight. x, y (rows, width); rstd (rows,) is kept for backward.
+    """Compute y = x * rstd * weight. x, y (rows, width); rstd (rows,) is kept for backward.
 
     added, total: total = x + added is written and takes the place of x.
     """
@@ -38,7 +38,7 @@ def backward(
     accumulate: bool,
     dtotal: Array | None = None,
 ) -> None:
-    """dx written; dweight (width,) written or added to. None where one is not wanted.
+    """Write dx; dweight (width,) written or added to. None where one is not wanted.
 
     dtotal is added to dx.
     """

@@ -11,7 +11,7 @@ from shardrt.kernels.cpu._threads import run_rows
 
 @cost("x cos sin -> y", flops=lambda x, cos, heads: 6 * len(x) * heads * cos.shape[1])
 def forward(x: Array, cos: Array, sin: Array, y: Array, heads: int) -> None:
-    """y = x with the first `heads` heads of every row turned, the rest as it is; y may be x.
+    """Compute y = x with the first `heads` heads of every row turned, the rest as it is; y may be x.
 
     x, y (sequences * time, width), sequence after sequence; cos, sin (time, head_dim / 2), by position.
     """
@@ -20,7 +20,7 @@ def forward(x: Array, cos: Array, sin: Array, y: Array, heads: int) -> None:
 
 @cost("dy cos sin -> dx", flops=lambda dy, cos, heads: 6 * len(dy) * heads * cos.shape[1])
 def backward(dy: Array, cos: Array, sin: Array, dx: Array, heads: int) -> None:
-    """dx from dy: turned back; dx may be dy."""
+    """Compute dx from dy: turned back; dx may be dy."""
     run_rows(_rotate, dy.shape[0], dy.size, dy, cos, sin, dx, heads, dy.dtype.type(-1))
 
 

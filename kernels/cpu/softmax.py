@@ -7,13 +7,13 @@ from shardrt.kernels.cpu._threads import run_rows
 
 @cost("x -> y", flops=14)
 def forward(x: Array, y: Array) -> None:
-    """y = exp(x - max) / sum, per row. x, y (rows, width)."""
+    """Compute y = exp(x - max) / sum, per row. x, y (rows, width)."""
     run_rows(_forward, x.shape[0], x.size, x, y)
 
 
 @cost("dy y -> dx", flops=4)
 def backward(dy: Array, y: Array, dx: Array) -> None:
-    """dx = y * (dy - sum(dy * y)), per row."""
+    """Compute dx = y * (dy - sum(dy * y)), per row."""
     run_rows(_backward, y.shape[0], y.size, dy, y, dx)
 
 

@@ -7,13 +7,13 @@ from shardrt.kernels.cpu._threads import run_rows
 
 @cost("x -> y", flops=7)  # for each element of x, two of which make one of y
 def forward(x: Array, y: Array) -> None:
-    """y = a * sigmoid(a) * b. x (rows, 2 * width), a before b; y (rows, width)."""
+    """Compute y = a * sigmoid(a) * b. x (rows, 2 * width), a before b; y (rows, width)."""
     run_rows(_forward, x.shape[0], x.size, x, y)
 
 
 @cost("dy x -> dx", flops=20)
 def backward(dy: Array, x: Array, dx: Array) -> None:
-    """dx from dy and x, both halves in one pass; dx may be x."""
+    """Compute dx from dy and x, both halves in one pass; dx may be x."""
     run_rows(_backward, x.shape[0], x.size, dy, x, dx)
 
 

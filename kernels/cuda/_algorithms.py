@@ -75,7 +75,7 @@ def fastest(candidates: Sequence[Algorithm], run: Run, apart: Work | None, secon
         times.append((taken, place))
     if not times:
         if apart is None:
-            raise NoSuchProduct("cublasLt computes this product by none of the algorithms that it proposed")
+            raise NoSuchProduct("cublasLt: none of the algorithms that it proposed can compute this matmul")
         return APART
     finals = []
     for _, place in sorted(times)[:FINALISTS]:

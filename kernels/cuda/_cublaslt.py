@@ -1,6 +1,6 @@
-"""Matmuls by cublasLt, bound by ctypes: CuPy does not wrap it, and its own cuBLAS calls refuse a
-stream that is being captured.
+"""Matmuls by cublasLt, bound by ctypes.
 
+CuPy does not wrap cublasLt, and its own cuBLAS calls refuse a stream that is being captured.
 A matmul is described once per shape, layout and alignment (_cublaslt_plan.py). Its algorithm
 is measured, and kept on disk (_algorithms.py); with deterministic algorithms it is the first one.
 """
@@ -50,7 +50,7 @@ class CublasLt:
         bias: Array | None = None,
         varied: bool = False,
     ) -> None:
-        """out = a b (+ bias along the last axis) (+ out); 2-D, or 3-D as a batch.
+        """Compute out = a b (+ bias along the last axis) (+ out); 2-D, or 3-D as a batch.
 
         a and b may be transposed or strided, the last axis of out is dense. Sums are made in float32, or
         float64; out and bias may have a type of their own. varied: by the first candidate, which is not
@@ -58,12 +58,12 @@ class CublasLt:
         """
         kind = PLAIN if bias is None else BIAS
         if not self._multiply(kind, a, b, out, accumulate, bias, None, None, varied):
-            raise NoSuchProduct("cublasLt computes this product by none of the algorithms that it proposed")
+            raise NoSuchProduct("cublasLt: none of the algorithms that it proposed can compute this matmul")
 
     def gemm_gelu(
         self, a: Array, b: Array, bias: Array | None, inner: Array, out: Array, apart: Apart
     ) -> bool:
-        """inner = a b (+ bias along the last axis) and out = GELU of it, the tanh form; 2-D and dense.
+        """Set inner = a b (+ bias along the last axis), out = GELU of it, the tanh form; 2-D and dense.
 
         False, with nothing done, where cublasLt has no such product, or apart(out), which does the same with
         other products and kernels, took less time when both were measured. So for the next two.
@@ -74,13 +74,13 @@ class CublasLt:
         return self._multiply(kind, a, b, out, False, bias, inner, apart)
 
     def gemm_gelu_backward(self, a: Array, b: Array, inner: Array, out: Array, apart: Apart) -> bool:
-        """out = a b times GELU's slope at `inner`, of the shape and type of out; 2-D and dense."""
+        """Compute out = a b times GELU's slope at `inner`, of the shape and type of out; 2-D and dense."""
         return _takes(inner, inner, out) and self._multiply(SLOPE, a, b, out, False, None, inner, apart)
 
     def gemm_sums(
         self, a: Array, b: Array, out: Array, sums: Array, *, accumulate: bool, apart: Apart
     ) -> bool:
-        """out = a b (+ out), and sums = a summed over its last axis; 2-D, the first axis of a dense.
+        """Compute out = a b (+ out), and sums = a summed over its last axis; 2-D, the first axis of a dense.
 
         sums: of the type of out. They are written in any case.
         """
@@ -98,7 +98,7 @@ class CublasLt:
         bias: Array | None,
         fast: bool,
     ) -> None:
-        """out = a b (+ bias along the last axis) (+ out), a and b times their scales; 2-D, from Hopper on.
+        """Set out = a b (+ bias along the last axis) (+ out), a and b scaled; 2-D, from Hopper on.
 
         a, b: uint8, the bits of `kinds`, dense along the inner dimension; all sizes are multiples of 16. out:
         float32, bfloat16 or float16; bias of its type, bfloat16 for float32. scales: float32, on the GPU,
@@ -107,7 +107,7 @@ class CublasLt:
         """
         kind, float8 = PLAIN if bias is None else BIAS, (*kinds, *scales, fast)
         if not self._multiply(kind, a, b, out, accumulate, bias, None, None, float8=float8):
-            raise NoSuchProduct("cublasLt computes this float8 product by none of its algorithms")
+            raise NoSuchProduct("cublasLt: none of its algorithms can compute this float8 matmul")
 
     def _multiply(
         self,
@@ -167,7 +167,10 @@ class CublasLt:
         first, second, result = Matrix.of(b, of_b), Matrix.of(a, of_a), Matrix.of(out)
         if first is None or second is None or result is None or result.transposed:
             strides = (a.strides, b.strides, out.strides)
-            raise ValueError(f"gemm: a and b need a dense axis, out a dense last one; strides {strides}")
+            raise ValueError(
+                "gemm: a and b must have a contiguous axis, out a contiguous last axis; got strides "
+                f"{strides}"
+            )
         kind, accumulate = key[:2]
         batch = out.shape[0] if out.ndim == 3 else 1
         beside = None if vector is None else (ELEMENTS[vector.dtype.name], alignment(places[3]))

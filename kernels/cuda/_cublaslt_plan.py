@@ -291,7 +291,7 @@ class Plan:
             library.call("cublasLtMatmulPreferenceDestroy", preference)
         usable = [each.algorithm for each in results[: found.value] if each.state == 0]
         if not usable:
-            raise NoSuchProduct(f"cublasLt knows no algorithm for {what}")
+            raise NoSuchProduct(f"cublasLt: no algorithm for {what}")
         return usable
 
 

@@ -132,7 +132,7 @@ class CuDNN:
             graph.build_plans()
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
             if refused:
-                warnings.warn(f"{refused}; slower kernels do it ({error})", stacklevel=7)
+                warnings.warn(f"{refused}; slower kernels replace it ({error})", stacklevel=7)
             return None
         return graph
 

@@ -146,7 +146,7 @@ def builds_backward(frontend: str, backend: int) -> bool:
 
 
 def _mask(q: Array, k: Array, causal: bool, bottom_right: bool) -> str:
-    """cuDNN's alignment of the diagonal, "" without one; the same for both where there is one key a query."""
+    """Name cuDNN's alignment of the diagonal, "" without one; both are the same with one key a query."""
     if not causal:
         return ""
     return "BOTTOM_RIGHT" if bottom_right and q.shape[2] != k.shape[2] else "TOP_LEFT"

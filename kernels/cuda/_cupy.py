@@ -55,7 +55,7 @@ class CuPyBackend:
         """Run a kernel in CuPy's current stream."""
         if file == "philox" and cupy.cuda.get_current_stream().is_capturing():
             raise RuntimeError(
-                "random numbers made in a captured graph would be the same in every replay; see "
+                "capture: random numbers drawn inside a graph would repeat in every replay; see "
                 "docs/explanation/gpu.md"
             )
         key = file, defines, function
@@ -80,7 +80,7 @@ class CuPyBackend:
 
     @cached_property
     def matmuls(self) -> CublasLt:
-        """cublasLt."""
+        """Load cublasLt."""
         return CublasLt(_library(), self)
 
     def gemm_grouped(
@@ -112,7 +112,10 @@ class CuPyBackend:
         try:
             library = CuDNN(cudnn, self)
         except RuntimeError as error:
-            warnings.warn(f"no cuDNN, so slower kernels do attention and convolution ({error})", stacklevel=2)
+            warnings.warn(
+                f"cuDNN is not available, so slower kernels compute attention and convolution ({error})",
+                stacklevel=2,
+            )
             return None, None
         return CuDNNAttention(library), CuDNNConv2d(library)
 

@@ -179,7 +179,7 @@ def launch(
 
 @cache
 def type_name(dtype: Any) -> str:
-    """What CUDA C++ calls an element type. (NumPy takes long to tell a type's name.)"""
+    """What CUDA C++ calls an element type. NumPy takes long to tell a type's name."""
     return TYPES[np.dtype(dtype).name]
 
 

@@ -4,47 +4,47 @@ from shardrt.kernels.cuda._launch import Array, blocks_for, launch, vectors
 
 
 def gelu_tanh_forward(x: Array, y: Array) -> None:
-    """y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
+    """Compute y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
     _run("gelu_tanh_forward", x, y)
 
 
 def gelu_tanh_backward(dy: Array, x: Array, dx: Array) -> None:
-    """dx from dy and x."""
+    """Compute dx from dy and x."""
     _run("gelu_tanh_backward", dy, x, dx)
 
 
 def gelu_erf_forward(x: Array, y: Array) -> None:
-    """y = x / 2 * (1 + erf(x / sqrt(2)))."""
+    """Compute y = x / 2 * (1 + erf(x / sqrt(2)))."""
     _run("gelu_erf_forward", x, y)
 
 
 def gelu_erf_backward(dy: Array, x: Array, dx: Array) -> None:
-    """dx from dy and x."""
+    """Compute dx from dy and x."""
     _run("gelu_erf_backward", dy, x, dx)
 
 
 def silu_forward(x: Array, y: Array) -> None:
-    """y = x * sigmoid(x)."""
+    """Compute y = x * sigmoid(x)."""
     _run("silu_forward", x, y)
 
 
 def silu_backward(dy: Array, x: Array, dx: Array) -> None:
-    """dx from dy and x."""
+    """Compute dx from dy and x."""
     _run("silu_backward", dy, x, dx)
 
 
 def relu_forward(x: Array, y: Array) -> None:
-    """y = max(x, 0)."""
+    """Compute y = max(x, 0)."""
     _run("relu_forward", x, y)
 
 
 def relu_backward(dy: Array, x: Array, dx: Array) -> None:
-    """dx from dy and x; 0 where x is 0."""
+    """Compute dx from dy and x; 0 where x is 0."""
     _run("relu_backward", dy, x, dx)
 
 
 def erf_forward(x: Array, y: Array) -> None:
-    """y = erf(x)."""
+    """Compute y = erf(x)."""
     _run("erf_forward", x, y)
 
 

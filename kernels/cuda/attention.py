@@ -1,6 +1,7 @@
-"""Attention without the matrix of weights: cuDNN's where that is at hand and fits, in 16 bits
-(_cudnn_attention.py, _cudnn_chunks.py, _cudnn_documents.py); else reference kernels (attention.cu), for every
-type and width.
+"""Attention without the matrix of weights.
+
+It is cuDNN's where that is at hand and fits, in 16 bits (_cudnn_attention.py, _cudnn_chunks.py,
+_cudnn_documents.py); else reference kernels (attention.cu), for every type and width.
 """
 
 from shardrt.kernels.cuda import _cudnn_chunks, _cudnn_documents
@@ -22,7 +23,7 @@ def forward(
     starts: Array | None = None,
     offsets: tuple[int, ...] = (0,),
 ) -> None:
-    """y = softmax(q k^T scale) v per head: shapes and what is seen as on the CPU."""
+    """Compute y = softmax(q k^T scale) v per head: shapes and what is seen as on the CPU."""
     fused, arrays, done = backend().attention(), (q, k, v, y, lse), None
     if fused is not None and starts is None:
         if offsets == (0,) and fused.forward(*arrays, causal=causal, scale=scale):
@@ -99,7 +100,7 @@ def _run(function: str, q: Array, rows: Array, args: tuple, *, tiles: int, own: 
 def _dim(width: int) -> str:
     """The width that the kernels are compiled for. Raises NotOnGPU for one that is too large."""
     if width > WIDEST:
-        raise NotOnGPU(f"attention: head_dim is at most {WIDEST} on CUDA, got {width}")
+        raise NotOnGPU(f"attention: head_dim must be at most {WIDEST} on CUDA, got {width}")
     return str(-(-width // 32) * 32)
 
 

@@ -1,8 +1,8 @@
-"""Two-dimensional convolution: cuDNN's where that is at hand and fits (_cudnn_conv2d.py); else the reference:
-products with the matrix of patches, some images at a time.
+"""Two-dimensional convolution: cuDNN's where that is at hand and fits (_cudnn_conv2d.py); else the reference.
 
-The reference's patches go through memory, and each group is a product of its own. Arrays are C-contiguous, of
-one type; gradients of the weights may be float32 where the others have 16 bits.
+The reference is matmuls with the matrix of patches, some images at a time. Its patches go through memory, and
+each group is a matmul of its own. Arrays are C-contiguous, of one type; gradients of the weights may be
+float32 where the others have 16 bits.
 """
 
 from collections.abc import Iterator
@@ -88,7 +88,7 @@ def backward_weight(
 
 
 def backward_bias(dy: Array, dbias: Array, accumulate: bool) -> None:
-    """dy -> dbias (outputs,), written or added to."""
+    """Compute dbias (outputs,) from dy, written or added to."""
     channel_sums(dy.reshape(*dy.shape[:2], -1), dbias, accumulate)
 
 

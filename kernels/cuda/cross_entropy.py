@@ -10,7 +10,7 @@ _LONG = 50 << 10  # bytes of a row from which on few rows fit beside one another
 
 
 def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
-    """losses = lse - logits[target], 0 where ignored; lse = log of the sum of exponentials.
+    """Compute losses = lse - logits[target], 0 where ignored; lse = log of the sum of exponentials.
 
     logits' rows may be padded; losses and lse are float32 for 16-bit logits. Of a target outside of the
     vocabulary the loss is nan, and the gradient.
@@ -26,7 +26,7 @@ def forward_part(
 
 
 def join(parts: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
-    """losses and lse, as of forward, of all parts. parts (parts, 2, rows): lse and chosen of each."""
+    """Compute losses and lse, as of forward, of all parts. parts (parts, 2, rows): lse and chosen of each."""
     count, _, rows = parts.shape
     args = (parts, targets, losses, lse, rows, count, int(ignore_index))
     launch("cross_entropy", "join", parts.dtype, -(-rows // THREADS), args)
@@ -41,7 +41,7 @@ def backward(
     ignore_index: int,
     first: int = 0,
 ) -> None:
-    """dlogits = scale * (softmax(logits) - one-hot target), as on the CPU."""
+    """Compute dlogits = scale * (softmax(logits) - one-hot target), as on the CPU."""
     rows, count = logits.shape
     how = read_again(rows, count, logits, dlogits)
     sizes = count, _stride(logits), _stride(dlogits), int(ignore_index), int(first)
@@ -73,7 +73,7 @@ def backward_in_place(
 
 
 def scale_rows(x: Array, factor: Array, out: Array) -> None:
-    """out = x * factor, (rows, width), of float64: one number, or one for each row. out may be x."""
+    """Compute out = x * factor, (rows, width), of float64: one number, or one for each row. out may be x."""
     rows, width = x.shape
     how = read_again(rows, width, x, out)
     args = (x, factor, out, bool(factor.ndim), width, how.vectors)

@@ -8,7 +8,7 @@ from shardrt.kernels.cuda._launch import Array, accumulator, blocks_for, launch,
 def forward(
     x: Array, y: Array, p: float, seed: int, call: int, offset: int, place: Array | None = None
 ) -> None:
-    """y = x / (1 - p) where element offset + i of stream `call` is at least p, else 0: see the CPU's."""
+    """Set y = x / (1 - p) where element offset + i of stream `call` is at least p, else 0: see the CPU's."""
     threshold = np.uint64(p * 2.0**32)  # of 33 bits: p may be 1
     scale = accumulator(x.dtype)(0 if p == 1 else 1 / (1 - p))
     words = np.uint64(seed), np.uint64(call), place, np.uint64(offset)
@@ -19,5 +19,5 @@ def forward(
 def backward(
     dy: Array, dx: Array, p: float, seed: int, call: int, offset: int, place: Array | None = None
 ) -> None:
-    """dx from dy, by the mask of forward."""
+    """Compute dx from dy, by the mask of forward."""
     forward(dy, dx, p, seed, call, offset, place)

@@ -6,23 +6,23 @@ from shardrt.kernels.cuda._launch import Array, accumulator, blocks_for, empty, 
 
 
 def add(first: Array, second: Array, out: Array) -> None:
-    """out = first + second."""
+    """Compute out = first + second."""
     _run("add", out, (first, second, out))
 
 
 def scale_(x: Array, factor: float) -> None:
-    """x *= factor."""
+    """Scale in place: x *= factor."""
     _run("scale", x, (x, accumulator(x.dtype)(factor)))
 
 
 def scale_by_(x: Array, factor: Array) -> None:
-    """x *= factor, one float64 that the host need not know; x is not touched where it is 1."""
+    """Scale in place: x *= factor, one float64 that the host need not know; 1 leaves x untouched."""
     grid = blocks_for(x.size, 16 // x.dtype.itemsize)
     launch("elementwise", "scale_by", x.dtype, grid, (x, factor, x.size, vectors(x)))
 
 
 def unscale_(x: Array, factor: float) -> bool:
-    """x *= factor, in one pass with the answer: whether every element was finite before. Waits for it."""
+    """Scale x *= factor, in one pass with the answer: whether every element was finite. Waits for it."""
     wrong = empty(1, np.int32)
     wrong.fill(0)
     _run("unscale", x, (x, accumulator(x.dtype)(factor), wrong))
@@ -30,7 +30,7 @@ def unscale_(x: Array, factor: float) -> bool:
 
 
 def clamp_(x: Array, limit: float) -> None:
-    """x = min(max(x, -limit), limit); nan stays nan."""
+    """Clip in place: x = min(max(x, -limit), limit); nan stays nan."""
     _run("clamp", x, (x, accumulator(x.dtype)(limit)))
 
 

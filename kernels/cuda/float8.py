@@ -24,7 +24,7 @@ _TILE = 64  # as in float8.cu
 def cast(
     x: Array, kind: str, rowwise: Array | None, columnwise: Array | None, scale: Array, *, known: bool = False
 ) -> None:
-    """x times (the largest of `kind`) / amax, rounded to nearest, ties to even, as bits of `kind`.
+    """Return x times (the largest of `kind`) / amax, rounded to nearest, ties to even, as bits of `kind`.
 
     x (rows, columns): float32 or bfloat16, dense, aligned to 16 bytes. rowwise (rows, columns) and columnwise
     (columns, rows), its transpose: uint8, None where it is not wanted. scale (2,), float32: what takes float8
@@ -63,7 +63,7 @@ def matmul(
     accumulate: bool = False,
     fast: bool = False,
 ) -> None:
-    """out (m, n) = a (m, k) times the transpose of b (n, k), times both scales (+ bias) (+ out).
+    """Compute out (m, n) = a (m, k) times the transpose of b (n, k), times both scales (+ bias) (+ out).
 
     a, b: uint8, bits of `kinds`, of which one is E4M3. out: bfloat16, float16 or float32; bias (n,): of its
     type, bfloat16 for float32. scales: those of `cast`. fast: fast accumulation, which is less exact.

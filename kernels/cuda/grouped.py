@@ -26,7 +26,7 @@ _ROWS, _COLUMNS, _THREADS = 32, 64, 128  # as in grouped.cu
 
 
 def forward(x: Array, weight: Array, counts: Sequence[int], y: Array) -> None:
-    """x (rows, inputs), weight (groups, outputs, inputs) -> y (rows, outputs)."""
+    """Compute y (rows, outputs) from x (rows, inputs), weight (groups, outputs, inputs)."""
     groups = list(_groups(counts))
     if _in_one_call(x, weight.transpose(0, 2, 1), y, groups):
         groups = []
@@ -38,7 +38,7 @@ def forward(x: Array, weight: Array, counts: Sequence[int], y: Array) -> None:
 
 
 def backward_input(dy: Array, weight: Array, counts: Sequence[int], dx: Array) -> None:
-    """dy (rows, outputs), weight (groups, outputs, inputs) -> dx (rows, inputs)."""
+    """Compute dx (rows, inputs) from dy (rows, outputs), weight (groups, outputs, inputs)."""
     groups = list(_groups(counts))
     if _in_one_call(dy, weight, dx, groups):
         groups = []
@@ -50,7 +50,7 @@ def backward_input(dy: Array, weight: Array, counts: Sequence[int], dx: Array) -
 
 
 def backward_weight(x: Array, dy: Array, counts: Sequence[int], dweight: Array, accumulate: bool) -> None:
-    """x (rows, inputs), dy (rows, outputs) -> dweight (groups, outputs, inputs), written or added to.
+    """Write or add dweight (groups, outputs, inputs) from x (rows, inputs) and dy (rows, outputs).
 
     dweight may be of another type than x: sums are float32 (float64 in float64), rounded once.
     """
@@ -91,7 +91,7 @@ def _product(a: Array, b: Array, out: Array, accumulate: bool) -> None:
 
 
 def _in_tiles(function: str, groups: list[Group], rows: Array, weight: Array, out: Array) -> None:
-    """forward or backward_input of these groups, in one launch."""
+    """Compute forward or backward_input of these groups, in one launch."""
     _, outputs, inputs = weight.shape
     tiles = [
         (group, first, min(first + _ROWS, stop))

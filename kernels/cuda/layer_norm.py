@@ -18,7 +18,7 @@ def forward(
     added: Array | None = None,
     total: Array | None = None,
 ) -> None:
-    """y = (x - mean) * rstd * weight + bias, as on the CPU; mean and rstd are float32 for 16-bit x."""
+    """Set y = (x - mean) * rstd * weight + bias, as on the CPU; mean, rstd are float32 for 16-bit x."""
     rows, width = x.shape
     how = split(rows, width, x, added, total, y, weight, bias)
     args = (x, added, total, weight, bias, y, mean, rstd, rows, width, accumulator(x.dtype)(eps), how.vectors)
@@ -37,7 +37,7 @@ def backward(
     accumulate: bool,
     dtotal: Array | None = None,
 ) -> None:
-    """dx written; dweight and dbias written or added to, as on the CPU.
+    """Write dx; dweight and dbias written or added to, as on the CPU.
 
     They may be of another type than x: sums are float32 (float64 in float64), rounded once.
     """

@@ -17,7 +17,7 @@ BLOCK = 1 << 62
 
 
 def forward(x: Array, weight: Array, bias: Array | None, y: Array) -> None:
-    """x (rows, inputs), weight (outputs, inputs), bias (outputs,) or None -> y (rows, outputs)."""
+    """Compute y (rows, outputs) from x (rows, inputs), weight (outputs, inputs), bias (outputs,) or None."""
     if x.size == 0:
         y[...] = 0 if bias is None else bias
     elif bias is None:
@@ -38,7 +38,7 @@ def forward_gelu(x: Array, weight: Array, bias: Array | None, inner: Array, y: A
 
 
 def backward_gelu(dy: Array, inner: Array, dinner: Array, dbias: Array | None, accumulate: bool) -> None:
-    """dinner (rows, outputs) of dy, inner; dbias (outputs,) or None: its sum over rows, or that added.
+    """Set dinner (rows, outputs) from dy, inner; dbias (outputs,) or None: its sum over rows, or added.
 
     dbias may be of another type than dinner: sums are float32 (float64 in float64), rounded once.
     """
@@ -54,7 +54,7 @@ def backward_gelu(dy: Array, inner: Array, dinner: Array, dbias: Array | None, a
 
 
 def backward_input(dy: Array, weight: Array, dx: Array) -> None:
-    """dy (rows, outputs), weight (outputs, inputs) -> dx (rows, inputs)."""
+    """Compute dx (rows, inputs) from dy (rows, outputs), weight (outputs, inputs)."""
     matmul(dy, weight, dx)
 
 
@@ -77,7 +77,7 @@ def backward_input_gelu(dy: Array, weight: Array, inner: Array, dinner: Array) -
 
 
 def backward_weight(x: Array, dy: Array, dweight: Array, accumulate: bool, first: int = 0) -> None:
-    """x (rows, inputs), dy (rows, outputs) -> dweight (outputs, inputs), written or added to.
+    """Compute dweight (outputs, inputs) from x (rows, inputs), dy (rows, outputs), written or added to.
 
     dweight may be some of these rows, those from `first` on.
     """
@@ -86,7 +86,7 @@ def backward_weight(x: Array, dy: Array, dweight: Array, accumulate: bool, first
 
 
 def backward_bias(dy: Array, dbias: Array, accumulate: bool) -> None:
-    """dy (rows, outputs) -> dbias (outputs,), written or added to."""
+    """Compute dbias (outputs,) from dy (rows, outputs), written or added to."""
     column_sum(dy, dbias, accumulate)
 
 

@@ -5,7 +5,7 @@ from shardrt.kernels.cuda._launch import Array
 
 
 def matmul(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> None:
-    """out = a @ b, plus out itself if `accumulate`: 2-D, transposed or strided as it comes; 3-D, batched.
+    """Set out = a @ b, plus out if `accumulate`: 2-D, transposed or strided as it comes; 3-D, batched.
 
     out may be float32 where a and b have 16 bits, as gradients of parameters are.
     """
@@ -17,5 +17,5 @@ def matmul(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> None:
 
 
 def readable(x: Array) -> Array:
-    """x itself if one of its last two axes is dense, else a copy."""
+    """Return x itself if one of its last two axes is dense, else a copy."""
     return x if x.dtype.itemsize in x.strides[-2:] else x.copy()

@@ -13,7 +13,7 @@ def max_forward(x: Array, y: Array, index: Array, window: Pair, stride: Pair, pa
 
 
 def max_backward(dy: Array, index: Array, dx: Array, window: Pair, stride: Pair, padding: Pair) -> None:
-    """dx from dy and the forward's indices."""
+    """Compute dx from dy and the forward's indices."""
     _run("max_backward", dx.size, (dy, index, dx), dx, dy, (*window, *stride, *padding))
 
 
@@ -23,7 +23,7 @@ def mean_forward(x: Array, y: Array, window: Pair, stride: Pair, padding: Pair) 
 
 
 def mean_backward(dy: Array, dx: Array, window: Pair, stride: Pair, padding: Pair) -> None:
-    """dx from dy."""
+    """Compute dx from dy."""
     _run("mean_backward", dx.size, (dy, dx), dx, dy, (*window, *stride, *padding))
 
 

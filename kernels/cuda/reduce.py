@@ -25,7 +25,7 @@ _CHUNK = 1 << 20  # elements of which groups of parts are summed at once
 
 
 def sum_into(out: Array, parts: list[Array], scale: float, accumulate: bool) -> None:
-    """out = (out if accumulate) + scale * sum of `parts`, in the tree of the CPU's, with the same bits.
+    """Set out = (out if accumulate) + scale * sum of `parts`, in the CPU's tree, bitwise identical.
 
     16-bit parts are summed in float32 and rounded once.
     """
@@ -38,7 +38,7 @@ def sum_packed(out: Array, parts: list[Array], scale: float, accumulate: bool, k
 
 
 def column_sum(x: Array, out: Array, accumulate: bool) -> None:
-    """out (columns,) = sum over the rows of x (rows, columns), or plus it; by blocks of ROWS rows.
+    """Compute out (columns,) = sum over the rows of x (rows, columns), or plus it; by blocks of ROWS rows.
 
     `out` may be of another type than x, which is summed in float32 (float64 in float64).
     """
@@ -62,7 +62,7 @@ def column_grid(rows: int, columns: int, x: Array, *others: Array) -> tuple[bool
 
 
 def combine_blocks(partials: Array, out: Array, accumulate: bool) -> None:
-    """out = sum of the rows of `partials`, in an order that depends on their number only; or plus it."""
+    """Sum the rows of `partials` into out, or add them, in an order that depends on their number only."""
     combine_two([(partials, out)], accumulate)
 
 
@@ -95,7 +95,7 @@ def power_sums(x: Array, p: float, out: Array | None = None) -> Array:
 
 
 def add_pairs(pairs: Array, out: Array) -> None:
-    """out (2,) = the sum of `pairs` (n, 2) of power_sums as one, as on the CPU. It is not waited for.
+    """Compute out (2,) = the sum of `pairs` (n, 2) of power_sums as one, as on the CPU. It is not waited for.
 
     high + low of `out`, rounded once, is the exact sum with the exception that power_sums names.
     """
@@ -103,7 +103,7 @@ def add_pairs(pairs: Array, out: Array) -> None:
 
 
 def clip_factor(pairs: Array, limit: float, leave_nonfinite: bool, out: Array) -> None:
-    """out (2,): the norm, and the factor that makes it `limit`, as on the CPU. It is not waited for."""
+    """Set out (2,): the norm, and the factor to reach `limit`, as on the CPU. The host does not wait."""
     launch(
         *("reduce", "clip_factor", np.float32, 1),
         (pairs, np.float64(limit), bool(leave_nonfinite), out, len(pairs)),

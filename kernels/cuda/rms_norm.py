@@ -16,7 +16,7 @@ def forward(
     added: Array | None = None,
     total: Array | None = None,
 ) -> None:
-    """y = x * rstd * weight, as on the CPU; rstd is float32 for 16-bit x."""
+    """Compute y = x * rstd * weight, as on the CPU; rstd is float32 for 16-bit x."""
     rows, width = x.shape
     how = split(rows, width, x, added, total, y, weight)
     args = (x, added, total, weight, y, rstd, rows, width, accumulator(x.dtype)(eps), how.vectors)
@@ -33,7 +33,7 @@ def backward(
     accumulate: bool,
     dtotal: Array | None = None,
 ) -> None:
-    """dx written; dweight written or added to, as on the CPU.
+    """Write dx; dweight written or added to, as on the CPU.
 
     It may be of another type than x: sums are float32 (float64 in float64), rounded once.
     """

@@ -6,7 +6,7 @@ from shardrt.kernels.cuda._launch import THREADS, Array, accumulator, launch, ve
 
 
 def forward(x: Array, cos: Array, sin: Array, y: Array, heads: int) -> None:
-    """y = x with the first `heads` heads of every row turned, as on the CPU.
+    """Compute y = x with the first `heads` heads of every row turned, as on the CPU.
 
     cos and sin are float32 for 16-bit x.
     """
@@ -14,7 +14,7 @@ def forward(x: Array, cos: Array, sin: Array, y: Array, heads: int) -> None:
 
 
 def backward(dy: Array, cos: Array, sin: Array, dx: Array, heads: int) -> None:
-    """dx from dy: turned back; dx may be dy."""
+    """Compute dx from dy: turned back; dx may be dy."""
     _rotate(dy, cos, sin, dx, heads, -1)
 
 

@@ -5,12 +5,12 @@ from shardrt.kernels.cuda._rows import split
 
 
 def forward(x: Array, y: Array) -> None:
-    """y = exp(x - max) / sum, per row. x, y (rows, width)."""
+    """Compute y = exp(x - max) / sum, per row. x, y (rows, width)."""
     _run("forward", x, y)
 
 
 def backward(dy: Array, y: Array, dx: Array) -> None:
-    """dx = y * (dy - sum(dy * y)), per row."""
+    """Compute dx = y * (dy - sum(dy * y)), per row."""
     _run("backward", dy, y, dx)
 
 

@@ -6,12 +6,12 @@ from shardrt.kernels.cuda._launch import THREADS, Array, launch, vectors
 
 
 def forward(x: Array, y: Array) -> None:
-    """y = a * sigmoid(a) * b. x (rows, 2 * width), a before b; y (rows, width)."""
+    """Compute y = a * sigmoid(a) * b. x (rows, 2 * width), a before b; y (rows, width)."""
     _run("forward", y.shape, x, y)
 
 
 def backward(dy: Array, x: Array, dx: Array) -> None:
-    """dx from dy and x, both halves in one pass; dx may be x."""
+    """Compute dx from dy and x, both halves in one pass; dx may be x."""
     _run("backward", dy.shape, dy, x, dx)
 
 

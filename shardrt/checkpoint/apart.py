@@ -51,9 +51,13 @@ def bring(
     keeper: int,
     wanted: Callable[[Manifest], Sequence[int]],
 ) -> list[str]:
-    """Copy checkpoint files that ranks need and their folders lack; returns errors. Collective.
+    """Copy checkpoint files that ranks need and their folders lack; returns errors.
 
-    path: the checkpoint on this rank. wanted: the numbers of the files that this rank reads.
+    Collective.
+
+    Args:
+        path: the checkpoint on this rank.
+        wanted: the numbers of the files that this rank reads.
     """
     errors, data = attempt(control, _manifest_here, path)
     if errors:
@@ -97,9 +101,13 @@ def bring(
 
 
 def copy(disk: Disk, path: Path, source: Path, manifest: Manifest) -> int:
-    """Copy missing files to `path` from another folder; returns their number. Raises Damaged, OSError.
+    """Copy missing files to `path` from another folder; returns their number.
 
     Both folders hold files of the checkpoint of this manifest.
+
+    Raises:
+        Damaged: if the file is damaged.
+        OSError: if the file system fails.
     """
     count = 0
     for file in manifest.files:
@@ -165,7 +173,10 @@ def _receive(disk: Disk, path: Path, file: SavedFile, block: Callable[[int], byt
         for number, checksum in enumerate(file.blocks):
             data = block(number)
             if xxh3_128_hexdigest(data) != checksum:
-                raise Damaged(f"{path / file.name}: block {number} has changed on its way")
+                raise Damaged(
+                    f"{path / file.name}: block {number} was damaged on its way between hosts (wrong "
+                    "checksum)"
+                )
             disk.write(out, memoryview(data))
         disk.sync(out)
     finally:

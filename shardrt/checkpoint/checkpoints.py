@@ -65,13 +65,19 @@ class NonfiniteWeights(CheckpointError):
 
 
 class CheckpointManager:
-    """The checkpoints of one run, in one folder. All calls are collective.
+    """The checkpoints of one run, in one folder.
+
+    All calls are collective.
 
     The first save determines the pieces and the place: the model must be sharded by then.
-    root: the folder; rank 0's value counts. kind: "shared": all ranks see this folder. "hosts": each host
-    has its own folder there, with the files of its ranks. "objects": all see it, on a file system without
-    atomic rename. docs/howto/checkpoints.md has the guarantees of each kind.
-    keep_last: how many of the newest stay; keep_every: multiples of that step stay forever (0: none).
+
+    Args:
+        root: the folder; rank 0's value counts.
+        kind: "shared": all ranks see this folder. "hosts": each host has its own folder there, with the files
+            of its ranks. "objects": all see it, on a file system without atomic rename.
+            docs/howto/checkpoints.md has the guarantees of each kind.
+        keep_last: how many of the newest stay.
+        keep_every: multiples of that step stay forever (0: none).
     """
 
     def __init__(
@@ -88,10 +94,11 @@ class CheckpointManager:
     ) -> None:
         if keep_last < 1 or keep_every < 0:
             raise ValueError(
-                f"CheckpointManager: keep_last {keep_last} must be at least 1, keep_every {keep_every} 0"
+                "CheckpointManager: keep_last must be at least 1 and keep_every at least 0, got "
+                f"{keep_last} and {keep_every}"
             )
         if kind not in KINDS:
-            raise ValueError(f"CheckpointManager: kind {kind!r} is none of {', '.join(KINDS)}")
+            raise ValueError(f"CheckpointManager: kind must be one of {', '.join(KINDS)}, got {kind!r}")
         self.store = (ObjectStore if kind == "objects" else Store)(Path(root), disk)
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         self._control = mesh.communicator("control")
@@ -119,10 +126,16 @@ class CheckpointManager:
     def save(self, step: int, extra: dict[str, Any] | None = None, *, best: int | None = None) -> Path:
         """Write checkpoint `step` and wait until it is on the disk; returns its directory.
 
-        extra: JSON that `restore` returns. best: a step that retention must keep. Raises CheckpointError,
-        which names ranks and files, if any rank failed; older checkpoints are unchanged. It is a
-        NonfiniteWeights, naming rank and parameter, if trained weights or their state are nan or infinite.
-        Raises ValueError or TypeError for an `extra` that JSON can't represent.
+        It is a NonfiniteWeights, naming rank and parameter, if trained weights or their state are nan or
+        infinite.
+
+        Args:
+            extra: JSON that `restore` returns.
+            best: a step that retention must keep.
+
+        Raises:
+            CheckpointError: which names ranks and files, if any rank failed; older checkpoints are unchanged.
+            ValueError or TypeError: for an `extra` that JSON can't represent.
         """
         self.wait()
         self._begin(step, extra or {}, best, copy=False)
@@ -142,8 +155,13 @@ class CheckpointManager:
     def tick(self) -> Path | None:
         """Let rank 0 publish the started checkpoint, once every rank has written it.
 
-        Returns its directory in the first call after publication. Never waits for the disk. Raises
-        CheckpointError if a rank failed to write; training may continue.
+        Never waits for the disk.
+
+        Returns:
+            Its directory in the first call after publication.
+
+        Raises:
+            CheckpointError: if a rank failed to write; training may continue.
         """
         if self._pending is None:
             return None
@@ -245,7 +263,10 @@ class CheckpointManager:
         self._pending = None
         self.last_saved = save.step
         if save.left is not None:  # the new checkpoint exists; an extra old checkpoint does no harm
-            warnings.warn(printable(f"an old checkpoint could not be removed: {save.left}"), stacklevel=3)
+            warnings.warn(
+                printable(f"CheckpointManager: an old checkpoint could not be removed: {save.left}"),
+                stacklevel=3,
+            )
         return save.folder.parent / self.store.name(save.step)
 
     @property
@@ -309,7 +330,10 @@ class CheckpointManager:
 
         Each rank reads only the elements it needs, at any world size, strategy and layout. Without a path,
         returns (0, {}) if the folder has none; warns of skipped ones, with the reason. weights_only leaves
-        the optimizer unchanged. Raises CheckpointError if `path` is unusable, or all candidates are.
+        the optimizer unchanged.
+
+        Raises:
+            CheckpointError: if `path` is unusable, or all candidates are.
         """
         self._check_ranks()
         if self._apart and self._place is None:
@@ -335,7 +359,7 @@ class CheckpointManager:
                 errors, _ = self._attempt(self._load, candidate, manifest, weights_only)
             if not errors:
                 for passed in refused if self._mesh.rank == 0 else ():
-                    warnings.warn(printable(f"passed over a checkpoint: {passed}"), stacklevel=2)
+                    warnings.warn(printable(f"restore: skipped a checkpoint: {passed}"), stacklevel=2)
                 return manifest.step, manifest.extra
             refused.append("; ".join(sorted({text.partition(": ")[2] for text in errors})))
         if refused:

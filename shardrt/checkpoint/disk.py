@@ -19,13 +19,21 @@ class Disk:
     """The real file system."""
 
     def make_directory(self, path: Path) -> None:
-        """Make one directory, whose parent exists. Raises FileExistsError."""
+        """Make one directory, whose parent exists.
+
+        Raises:
+            FileExistsError: if the file exists.
+        """
         os.mkdir(path)
 
     def create(self, path: Path, direct: bool = False) -> int:
-        """Open a new file for writing; gives its descriptor. Raises FileExistsError.
+        """Open a new file for writing; gives its descriptor.
 
-        direct: writes bypass the page cache, if the file system supports that.
+        Args:
+            direct: writes bypass the page cache, if the file system supports that.
+
+        Raises:
+            FileExistsError: if the file exists.
         """
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         if direct:
@@ -80,7 +88,12 @@ class Disk:
 
 
 def write_file(disk: Disk, path: Path, data: bytes) -> None:
-    """Make a file with these bytes, and wait until they are on the disk. Raises FileExistsError, OSError."""
+    """Make a file with these bytes, and wait until they are on the disk.
+
+    Raises:
+        FileExistsError: if the file exists.
+        OSError: if the file system fails.
+    """
     file = disk.create(path)
     try:
         disk.write(file, memoryview(data))

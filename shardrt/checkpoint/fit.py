@@ -68,10 +68,13 @@ def check_fits(model: Module, manifest: Manifest, folder: Path) -> None:
         missing, extra = sorted(own.keys() - theirs.keys()), sorted(theirs.keys() - own.keys())
         lacks = [f"it lacks {', '.join(missing[:10])}"] if missing else []
         lacks += [f"this model lacks {', '.join(extra[:10])}"] if extra else []
-        raise OtherRun(f"{folder}: it does not fit this model: {'; '.join(lacks)}")
+        raise OtherRun(f"{folder}: the checkpoint does not fit this model: {'; '.join(lacks)}")
     for name in own:
         if own[name] != theirs[name]:
-            raise OtherRun(f"{folder}: parameter {name!r} is {theirs[name]} there and {own[name]} here")
+            raise OtherRun(
+                f"{folder}: parameter {name!r} has shape {theirs[name]} in the checkpoint and {own[name]} "
+                "in the model"
+            )
 
 
 def check_kinds(wanted: list[Piece], optimizer: Optimizer, manifest: Manifest, folder: Path) -> None:

@@ -68,7 +68,11 @@ class SavedPiece:
 
     @classmethod
     def of(cls, row: Any) -> "SavedPiece":
-        """Parse such a row. Raises Damaged for an invalid row."""
+        """Parse such a row.
+
+        Raises:
+            Damaged: for an invalid row.
+        """
         strided = isinstance(row, list) and len(row) == 8
         file, kind, parameter, first, size, offset, *shape = _row(
             row, int, str, str, int, int, int, *(int, int) * strided
@@ -122,14 +126,20 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, where: Path) -> "Manifest":
-        """Parse the bytes of a manifest file. Raises Damaged, naming the file and the fault."""
+        """Parse the bytes of a manifest file.
+
+        Raises:
+            Damaged: naming the file and the fault.
+        """
         try:
             body = strict_json(data, any_number=True)
             if body["format"] not in FORMATS:
-                raise Damaged(f"it is of format {str(body['format'])[:80]!r}, and this version reads 1 and 2")
+                raise Damaged(
+                    f"format {str(body['format'])[:80]!r} is unknown; this version of shardrt reads 1 and 2"
+                )
             own = body.pop("self")
             if own != _checksum(body):
-                raise Damaged("its checksum is wrong")
+                raise Damaged("wrong checksum")
             manifest = cls(
                 _natural(body["step"]),
                 tuple(_file(entry) for entry in body["files"]),
@@ -154,19 +164,19 @@ class Manifest:
         for piece in self.pieces:
             parameter = self.parameters.get(piece.parameter)
             if parameter is None or not 0 <= piece.file < len(self.files):
-                raise Damaged(f"a piece of {piece.parameter!r} belongs to nothing")
+                raise Damaged(f"a piece of {piece.parameter!r} belongs to no parameter of the checkpoint")
             stop = piece.offset + piece.runs.size * ITEM[parameter.dtype]
             if piece.offset < 0 or stop > self.files[piece.file].bytes:
                 raise Damaged(f"a piece of {piece.parameter!r} lies outside its file")
             if piece.runs.first < 0 or piece.runs.stop > parameter.size:
-                raise Damaged(f"a piece of {piece.parameter!r} lies outside it")
+                raise Damaged(f"a piece of {piece.parameter!r} lies outside the parameter")
             found.setdefault((piece.kind, piece.parameter), []).append(piece.runs)
         uncounted = {name for kind, name in found if kind != "parameter"} - self.steps.keys()
         if uncounted or self.steps.keys() - self.parameters.keys():
-            raise Damaged("the numbers of updates are not those of the parameters with optimizer state")
+            raise Damaged("the step counts and the optimizer state name different parameters")
         missing = {("parameter", name) for name, p in self.parameters.items() if p.size} - found.keys()
         if missing:
-            raise Damaged(f"{len(missing)} parameters have no values, {sorted(missing)[0][1]!r} for one")
+            raise Damaged(f"{len(missing)} parameters have no values, for example {sorted(missing)[0][1]!r}")
         for (kind, name), runs in found.items():
             message = f"the pieces of {name!r} ({kind})"
             size = sum(one.size for one in runs)
@@ -185,7 +195,7 @@ def _file(entry: Any) -> SavedFile:
     if nbytes < 0 or len(blocks) != -(-nbytes // BLOCK):
         raise Damaged(f"{name} has {nbytes} bytes and {len(blocks)} checksums")
     if not all(isinstance(block, str) and _HASH.fullmatch(block) for block in blocks):
-        raise Damaged(f"{name} has something that is not a checksum")
+        raise Damaged(f"{name} has an invalid checksum")
     return SavedFile(name, nbytes, tuple(blocks))
 
 
@@ -215,14 +225,15 @@ def _natural(value: Any) -> int:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > 1000:
-        raise Damaged("a name is not a string, or very long")
+        raise Damaged("a name is not a string, or is too long")
     return value
 
 
 def as_read(extra: dict[str, Any]) -> dict[str, Any]:
     """A copy of `extra` as a manifest gives it back: with lists for tuples, and strings for keys.
 
-    Raises TypeError or ValueError for values that would not survive: not JSON, nan, a duplicate key.
+    Raises:
+        TypeError or ValueError: for values that would not survive: not JSON, nan, a duplicate key.
     """
     try:
         return strict_json(json.dumps(extra), any_number=True)

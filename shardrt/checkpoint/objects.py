@@ -28,10 +28,14 @@ class ObjectStore(Store):
         self.root.mkdir(parents=True, exist_ok=True)
 
     def publish(self, temporary: Path, manifest: Manifest, part: bool = False) -> Path:
-        """Write the manifest: from then on the directory is a checkpoint. Raises OSError, Damaged.
+        """Write the manifest: from then on the directory is a checkpoint.
 
         It first removes the manifest of an earlier checkpoint of the same step: a job that dies in between
         loses that step.
+
+        Raises:
+            OSError: if the file system fails.
+            Damaged: if the file is damaged.
         """
         _until(lambda: all(is_here(temporary, file) for file in manifest.files))
         if (temporary / MANIFEST).exists():

@@ -27,12 +27,16 @@ Array = Any
 
 
 def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The whole optimizer state by parameter names on rank 0; {} elsewhere. Collective.
+    """The whole optimizer state by parameter names on rank 0; {} elsewhere.
+
+    Collective.
 
     The layout above, with host arrays in the parameters' shapes: as PyTorch's with full_state_dict and
-    cpu_offload. Each parameter's arrays go to rank 0 one by one: other
-    ranks need no memory for it. Parameters that were never updated have no state. Raises ValueError if the
-    optimizer has parameters that `model` has not.
+    cpu_offload. Each parameter's arrays go to rank 0 one by one: other ranks need no memory for it.
+    Parameters that were never updated have no state.
+
+    Raises:
+        ValueError: if the optimizer has parameters that `model` has not.
     """
     names, first = _names(model, optimizer), is_leader(model)
     others = _agreed(names, model)
@@ -63,15 +67,21 @@ def set_optimizer_state_dict(
     *,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a result of get_optimizer_state_dict: counts, arrays, settings of the groups. Collective.
+    """Load a result of get_optimizer_state_dict: counts, arrays, settings of the groups.
 
-    state_dict: on every rank, or, with broadcast_from_rank0, on rank 0 alone, which sends it array by array.
+    Collective.
+
     The state_dict() of a torch.optim optimizer works too: its numbers stand for parameters in the order of
     `param_groups`. A parameter without state starts as if it was never updated. Settings unknown to this
     optimizer are skipped.
 
-    Raises ValueError, on every rank, for parameters other than the optimizer's, an array that is missing
-    or has another shape, or invalid settings; then nothing is changed.
+    Args:
+        state_dict: on every rank, or, with broadcast_from_rank0, on rank 0 alone, which sends it array by
+            array.
+
+    Raises:
+        ValueError: on every rank, for parameters other than the optimizer's, an array that is missing or has
+            another shape, or invalid settings; then nothing is changed.
     """
     _agreed(_names(model, optimizer), model)
     control = everyone(model, "set_optimizer_state_dict") if broadcast_from_rank0 else None
@@ -113,13 +123,13 @@ def _agreed(names: dict[int, str], model: Module) -> Communicator | None:
     others = along_pipeline(model.parameters())
     if others is not None and objects.differing_ranks(others, list(names.values())):
         raise ValueError(
-            "the optimizer has the parameters of this rank's stages alone; make it with model.parameters()"
+            "the optimizer has only the parameters of this rank's stages; make it with model.parameters()"
         )
     return others
 
 
 def _names(model: Module, optimizer: Optimizer) -> dict[int, str]:
-    """id -> name of the optimizer's parameters, in the order of its groups."""
+    """Map id to name of the optimizer's parameters, in the order of its groups."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strange = [parameter.name for parameter in own if id(parameter) not in names]
@@ -139,21 +149,27 @@ def _read(model: Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) ->
         names = {name: name for name in given}
     missing, extra = sorted(set(own) - set(names.values())), sorted(map(str, set(names.values()) - set(own)))
     if missing or extra:
-        raise ValueError(f"missing {missing[:10]}, not expected {extra[:10]}")
+        raise ValueError(f"parameters missing from the state: {missing[:10]}; unexpected: {extra[:10]}")
     steps, arrays = {}, {}
     shapes = {name: parameter.whole_shape for name, parameter in model.named_parameters()}
     for key, name in names.items():
         found = {theirs: state.get(key, {}).get(theirs) for theirs in optimizer.state_names.values()}
         found = {theirs: values for theirs, values in found.items() if values is not None}
         if found and len(found) < len(optimizer.state_names):
-            raise ValueError(f"{name!r} has {sorted(found)}, not {sorted(optimizer.state_names.values())}")
+            raise ValueError(
+                f"{name!r} has state {sorted(found)}, expected {sorted(optimizer.state_names.values())}"
+            )
         for theirs, values in found.items():
             if tuple(values.shape) != shapes[name]:
-                raise ValueError(f"{theirs} of {name!r} has shape {tuple(values.shape)}, not {shapes[name]}")
+                raise ValueError(
+                    f"{theirs} of {name!r} must have shape {shapes[name]}, got {tuple(values.shape)}"
+                )
             arrays[f"{theirs}/{name}"] = values
         steps[name] = _count(name, state.get(key, {}).get("step", 1 if found else 0))
         if steps[name] and len(found) < len(optimizer.state_names):
-            raise ValueError(f"{name!r} was updated, but has no {sorted(optimizer.state_names.values())}")
+            raise ValueError(
+                f"the state of {name!r} has a step, but not all of {sorted(optimizer.state_names.values())}"
+            )
     return {"steps": steps, "groups": _settings(optimizer, groups, names, own)}, arrays
 
 
@@ -165,14 +181,16 @@ def _settings(optimizer: Optimizer, groups: list[dict], names: dict[Any, str], o
         start, stop = stop, stop + len(group["params"])
         theirs = {where[name] for name in own[start:stop]}
         if len(theirs) > 1:
-            raise ValueError(f"the group of {own[start]!r} has parameters of several groups of the state")
+            raise ValueError(
+                f"the parameter group of {own[start]!r} has parameters from several groups of the state"
+            )
         known = group.keys() - {"params"}
         given = groups[theirs.pop()] if theirs else {}
         settings = {key: _plain(value) for key, value in given.items() if key in known}
         optimizer.checked({**settings, "params": []})
         for key, value in optimizer.constants.items():
             if key in given and given[key] != value:
-                raise ValueError(f"the state is of {key} {given[key]}, this optimizer of {value}")
+                raise ValueError(f"the state has {key} {given[key]}, but this optimizer has {value}")
         found.append(settings)
     return found
 
@@ -185,7 +203,7 @@ def _plain(value: Any) -> Any:
 def _count(name: str, value: Any) -> int:
     steps = float(value)
     if not 0 <= steps < 2**53 or steps != int(steps):
-        raise ValueError(f"{name!r} was updated {steps} times")
+        raise ValueError(f"the step of {name!r} must be an integer of at least 0, got {steps}")
     return int(steps)
 
 

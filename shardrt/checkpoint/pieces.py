@@ -27,8 +27,10 @@ PARAMETER = "parameter"  # the kind that is not optimizer state
 class Piece:
     """The elements `part` of a parameter, or of its optimizer state.
 
-    kind: "parameter", or the name of the state ("m"). flat: the 1-D array that has them at [start, stop) on
-    this rank, a unit's shard for one. trained: the optimizer updates it, so it must be finite.
+    Attributes:
+        kind: "parameter", or the name of the state ("m").
+        flat: the 1-D array that has them at [start, stop) on this rank, a unit's shard for one.
+        trained: the optimizer updates it, so it must be finite.
     """
 
     kind: str
@@ -69,8 +71,9 @@ class Piece:
 def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> Iterator[Piece]:
     """The pieces that this rank holds, parameter by parameter, then the buffers; none of them empty.
 
-    saving: if several ranks hold copies of a piece, only its owner saves it; of the buffers, only rank 0's
-    are saved, or those of the first rank of their stage.
+    Args:
+        saving: if several ranks hold copies of a piece, only its owner saves it; of the buffers, only rank
+            0's are saved, or those of the first rank of their stage.
     """
     states = {} if optimizer is None else {id(p): s for s in optimizer.slices for p, _ in s.members}
     first = not saving or is_leader(model)

@@ -24,16 +24,25 @@ class NotFinite(ValueError):
 
 
 def kind_of(dtype: np.dtype) -> str:
-    """safetensors' name of an element type. Raises TypeError for one that a checkpoint can't hold."""
+    """The name that safetensors has for an element type.
+
+    Raises:
+        TypeError: for one that a checkpoint can't hold.
+    """
     if dtype.name not in _NAMES:
-        raise TypeError(f"a checkpoint holds no elements of type {dtype}; it may have {', '.join(_NAMES)}")
+        raise TypeError(f"a checkpoint can't hold dtype {dtype}; supported: {', '.join(_NAMES)}")
     return _NAMES[dtype.name]
 
 
 def write(disk: Disk, path: Path, pieces: list[Piece], number: int) -> tuple[SavedFile, list[SavedPiece]]:
     """Write a new file with `pieces` and wait until it is on the disk; returns its manifest entries.
 
-    number: the file's number in the manifest. Raises OSError, which names the file; NotFinite.
+    Args:
+        number: the file's number in the manifest.
+
+    Raises:
+        OSError: which names the file.
+        NotFinite: if values are NaN or infinite.
     """
     from xxhash import xxh3_128_hexdigest
 
@@ -113,13 +122,19 @@ def check_finite(values: np.ndarray, kind: str, parameter: str) -> None:
     least, most = values.min(), values.max()  # nan wins in both
     if np.isnan(least) or (kind == PARAMETER and np.isinf([least, most]).any()):
         what = f"{parameter!r}" if kind == PARAMETER else f"{kind!r} of {parameter!r}"
-        raise NotFinite(f"{what} has values that are nan or infinite")
+        raise NotFinite(f"{what} has NaN or infinite values")
 
 
 class Reader:
-    """Reads ranges of a saved file. Each block is verified before any byte of it is returned.
+    """Reads ranges of a saved file.
 
-    Holds one block. Raises Damaged, naming the file, if the length or a checksum differs; OSError.
+    Each block is verified before any byte of it is returned.
+
+    Holds one block.
+
+    Raises:
+        Damaged: naming the file, if the length or a checksum differs.
+        OSError: if the file system fails.
     """
 
     def __init__(self, folder: Path, saved: SavedFile) -> None:
@@ -131,10 +146,14 @@ class Reader:
         size = os.fstat(self._file).st_size
         if size != saved.bytes:
             self.close()
-            raise Damaged(f"{self.path}: it has {size} bytes, and {saved.bytes} were saved")
+            raise Damaged(f"{self.path}: the file has {size} bytes, but {saved.bytes} were saved")
 
     def read_into(self, target: np.ndarray, offset: int, what: str) -> None:
-        """Fill a 1-D array with the bytes from `offset` on. `what`: the owner of the bytes, for messages."""
+        """Fill a 1-D array with the bytes from `offset` on.
+
+        Args:
+            what: the owner of the bytes, for messages.
+        """
         out, done = target.view(np.uint8), 0
         while done < out.size:
             number, inside = divmod(offset + done, BLOCK)

@@ -35,7 +35,11 @@ class Store:
         self.disk = disk or Disk()
 
     def begin(self) -> None:
-        """Make the folder and its parents if missing. Raises OSError."""
+        """Make the folder and its parents if missing.
+
+        Raises:
+            OSError: if the file system fails.
+        """
         missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
         for path in reversed(missing):
             try:
@@ -49,8 +53,14 @@ class Store:
         """Write the manifest and give the directory its name: from then on it is a checkpoint.
 
         Publishes only a checkpoint that `read_manifest` accepts. An existing checkpoint of the same step is
-        renamed; `prune` removes it. part: files of other hosts are not here. Raises OSError; Damaged if the
-        checkpoint can't be read back.
+        renamed; `prune` removes it.
+
+        Args:
+            part: files of other hosts are not here.
+
+        Raises:
+            OSError: if the file system fails.
+            Damaged: if the checkpoint can't be read back.
         """
         target = self.root / self.name(manifest.step)
         replaced = self.root / f"{_REPLACED}{target.name}"
@@ -61,7 +71,7 @@ class Store:
             with suppress(FileNotFoundError):  # `shardrt ckpt prune` has just removed it
                 self.disk.rename(target, replaced)  # one rename can't exchange directories
         elif target.is_symlink() or target.exists():
-            raise FileExistsError(17, "Something that is no checkpoint has its name", str(target))
+            raise FileExistsError(17, "A file or folder that is no checkpoint has this name", str(target))
         try:
             self.disk.rename(temporary, target)
         except OSError:
@@ -75,14 +85,18 @@ class Store:
         """Write the manifest into the directory `path`, and read it back. Raises OSError, Damaged."""
         write_file(self.disk, path / MANIFEST, manifest.dump())
         if self.read(path, part) != manifest:
-            raise Damaged(f"{path / MANIFEST}: it reads back as something else than what was written")
+            raise Damaged(f"{path / MANIFEST}: reading it back gives other bytes than were written")
 
     def read(self, path: Path, part: bool = False) -> Manifest:
         """Call `read_manifest`."""
         return read_manifest(path, part)
 
     def give_up(self, folder: Path) -> None:
-        """Remove the files of a save that will not be published. Raises OSError."""
+        """Remove the files of a save that will not be published.
+
+        Raises:
+            OSError: if the file system fails.
+        """
         self.disk.remove(folder)
 
     def checkpoints(self) -> list[tuple[int, Path]]:
@@ -92,7 +106,11 @@ class Store:
     def clean(self) -> list[OSError]:
         """Remove half-written or half-deleted checkpoints of ended processes; undo half a replacement.
 
-        Returns an error for each path that keeps such a name. Raises OSError if the folder can't be read.
+        Returns:
+            An error for each path that keeps such a name.
+
+        Raises:
+            OSError: if the folder can't be read.
         """
         errors = self._remove_replaced()
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
@@ -110,9 +128,12 @@ class Store:
     ) -> list[int]:
         """Remove all but the `keep_last` newest, every `keep_every`-th and step `best`; returns the removed.
 
-        newest: checkpoints above that step stay and do not count: a run that could not use them restarted
-        before them. Also removes checkpoints that another of their step replaced. Tries all, then raises the
-        first OSError.
+        Also removes checkpoints that another of their step replaced. Tries all, then raises the first
+        OSError.
+
+        Args:
+            newest: checkpoints above that step stay and do not count: a run that could not use them restarted
+                before them.
         """
         errors, gone = self._remove_replaced(), []
         chosen = [(step, path) for step, path in self.checkpoints() if newest is None or step <= newest]
@@ -177,8 +198,12 @@ def is_here(path: Path, file: SavedFile) -> bool:
 def read_manifest(path: Path, part: bool = False) -> Manifest:
     """The manifest of the checkpoint in directory `path`, checked against the sizes of its files.
 
-    part: some files may be on other hosts. Raises Damaged, naming file and fault; FileNotFoundError if there
-    is no checkpoint.
+    Args:
+        part: some files may be on other hosts.
+
+    Raises:
+        Damaged: naming file and fault.
+        FileNotFoundError: if there is no checkpoint.
     """
     file = path / MANIFEST
     if file.is_symlink() or not file.is_file():
@@ -186,23 +211,27 @@ def read_manifest(path: Path, part: bool = False) -> Manifest:
     described = sum(other.stat().st_size for other in path.glob("rank-*") if other.is_file())
     size, most = file.stat().st_size, min(LARGEST, SMALL + described // 100)
     if size > most:
-        raise Damaged(f"{file}: it has {size} bytes, more than the manifest of {described} bytes can have")
+        raise Damaged(f"{file}: it has {size} bytes, more than a manifest of {described} bytes allows")
     manifest = Manifest.parse(file.read_bytes(), file)
     for saved in manifest.files:
         place = path / saved.name
         if part and not place.exists():
             continue
         if place.is_symlink() or not place.is_file():
-            raise Damaged(f"{place}: it is missing")
+            raise Damaged(f"{place}: the file is missing")
         if place.stat().st_size != saved.bytes:
-            raise Damaged(f"{place}: it has {place.stat().st_size} bytes, and {saved.bytes} were saved")
+            raise Damaged(f"{place}: the file has {place.stat().st_size} bytes, but {saved.bytes} were saved")
     return manifest
 
 
 def verify(path: Path, part: bool = False) -> Manifest:
-    """Read the whole checkpoint in `path`. Raises Damaged, naming the first wrong file and bytes.
+    """Read the whole checkpoint in `path`.
 
-    part: some files may be on other hosts; reads the files that are here.
+    Args:
+        part: some files may be on other hosts; reads the files that are here.
+
+    Raises:
+        Damaged: naming the first wrong file and bytes.
     """
     manifest = read_manifest(path, part)
     for saved in manifest.files:

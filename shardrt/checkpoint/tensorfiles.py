@@ -42,9 +42,14 @@ class StoredTensor:
     def pieces(self, runs: Extent, transposed: bool) -> Iterator[np.ndarray]:
         """The elements `runs`, in C order, float32 or float64, BLOCK bytes, a run or a row at a time.
 
-        Each piece is valid until the next. transposed: of the transpose of a matrix, of which only the
-        columns that are needed are read, and of runs that lie in a row each only those rows. Several runs lie
-        so, one below the other. Raises OSError, or ValueError where the file has changed since it was opened.
+        Each piece is valid until the next. Several runs lie so, one below the other.
+
+        Args:
+            transposed: of the transpose of a matrix, of which only the columns that are needed are read, and
+                of runs that lie in a row each only those rows.
+
+        Raises:
+            OSError, ValueError: where the file has changed since it was opened.
         """
         with self.file.open() as file:
             read = self._columns if transposed else self._runs
@@ -99,15 +104,19 @@ class StoredTensor:
 
 
 def open_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Name -> tensor of all files of `folder`. Reads headers alone.
+    """Map name to tensor, of all files of `folder`.
 
-    Raises ValueError, in one line that names the file, for what is damaged or points elsewhere, and for types
-    that are not floats; FileNotFoundError where there is neither file nor index.
+    Reads headers alone.
+
+    Raises:
+        ValueError: in one line that names the file, for what is damaged or points elsewhere, and for types
+            that are not floats.
+        FileNotFoundError: where there is neither file nor index.
     """
     if (folder / SINGLE).exists():
         return _header(folder / SINGLE)
     if not (folder / INDEX).exists():
-        raise FileNotFoundError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
+        raise FileNotFoundError(f"{folder}: the folder has neither {SINGLE} nor {INDEX}")
     where = read_json(folder / INDEX).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise ValueError(f"{folder / INDEX}: weight_map must be a table of tensor names and file names")
@@ -119,17 +128,22 @@ def open_folder(folder: Path) -> dict[str, StoredTensor]:
         )
     missing = sorted(name for name, file in where.items() if name not in headers[file])
     if missing:
-        raise ValueError(f"{folder / INDEX}: {_few(missing)} not in the files that it names")
+        raise ValueError(f"{folder / INDEX}: the files that the index names lack {_few(missing)}")
     return {name: headers[file][name] for name, file in where.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file with a JSON object. Raises ValueError, naming it, for anything else; FileNotFoundError."""
+    """A file with a JSON object.
+
+    Raises:
+        ValueError: naming it, for anything else.
+        FileNotFoundError: if the file does not exist.
+    """
     data = read_regular(path, LARGEST_JSON)
     try:
         value = strict_json(data, any_number=True)  # callers check the numbers
     except ValueError as error:
-        raise ValueError(f"{path}: no JSON: {error}") from None
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: must hold a JSON object, not a {type(value).__name__}")
     return value
@@ -149,14 +163,19 @@ def plain_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
 class FolderWriter:
     """Writes a folder that exists under its name only when it is complete.
 
-    tensors: name -> shape, all float32, in the order in which they lie; a new file begins where one would
-    have more than `file_bytes`. Raises FileExistsError where `folder` is there and not empty; OSError.
+    Args:
+        tensors: name -> shape, all float32, in the order in which they lie; a new file begins where one would
+            have more than `file_bytes`.
+
+    Raises:
+        FileExistsError: where `folder` is there and not empty.
+        OSError: if the file system fails.
     """
 
     def __init__(self, folder: Path, tensors: dict[str, tuple[int, ...]], file_bytes: int) -> None:
         self._folder, self._disk = folder, Disk()
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise FileExistsError(f"{folder} is there already")
+            raise FileExistsError(f"{folder} exists already")
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
         self._disk.make_directory(self._temporary)
@@ -306,7 +325,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
         if entry["dtype"] not in _ITEM:
-            raise ValueError(f"{path}: {name} is {entry['dtype']}; supported: {', '.join(_ITEM)}")
+            raise ValueError(f"{path}: {name} has dtype {entry['dtype']}; supported: {', '.join(_ITEM)}")
     return {
         name: StoredTensor(e["dtype"], tuple(e["shape"]), file, 8 + length + e["data_offsets"][0])
         for name, e in entries.items()
@@ -319,9 +338,11 @@ def _inside(folder: Path, name: str) -> Path:
     if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
         raise ValueError(f"{folder / INDEX}: {name!r} is not a plain file name")
     if path.is_symlink() and path.resolve().parent != _blobs(folder):
-        raise ValueError(f"{folder / INDEX}: {name!r} is a link, not to a download cache's blobs")
+        raise ValueError(
+            f"{folder / INDEX}: {name!r} is a link that leads outside the blobs of a download cache"
+        )
     if not path.exists():
-        raise ValueError(f"{folder / INDEX}: {name!r} is not there")
+        raise ValueError(f"{folder / INDEX}: the index names {name!r}, which does not exist")
     return path
 
 

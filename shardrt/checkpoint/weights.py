@@ -20,11 +20,15 @@ WEIGHTS = "model.safetensors"
 
 
 def save(directory: str | Path, model: Module, *, step: int = 0) -> None:
-    """Write the model's weights, gathered on rank 0, to `directory`/model.safetensors. Collective.
+    """Write the model's weights, gathered on rank 0, to `directory`/model.safetensors.
+
+    Collective.
 
     Makes the directory if needed. The file's metadata has `step`. When this returns, every rank of a sharded
-    model sees the file. Raises CheckpointError, on every rank, if writing fails; then an earlier file is
-    unchanged.
+    model sees the file.
+
+    Raises:
+        CheckpointError: on every rank, if writing fails; then an earlier file is unchanged.
     """
     state, error = full_state_dict(model), None
     if state:
@@ -55,13 +59,20 @@ def _write(path: Path, state: dict[str, np.ndarray], step: int) -> None:
 
 
 def load(directory: str | Path, model: Module, *, broadcast_from_rank0: bool = False) -> int:
-    """Set the model's weights from `directory`/model.safetensors; returns their step. Collective.
+    """Set the model's weights from `directory`/model.safetensors; returns their step.
 
-    Every rank reads the file and keeps its pieces, one parameter at a time. broadcast_from_rank0: rank 0
-    alone reads it, and sends it array by array: for a file system that only rank 0 sees.
+    Collective.
 
-    Raises FileNotFoundError, or ValueError for a damaged file, or names or shapes that differ from the
-    model's; with broadcast_from_rank0 CheckpointError on every rank where rank 0 can't open it.
+    Every rank reads the file and keeps its pieces, one parameter at a time.
+
+    Args:
+        broadcast_from_rank0: rank 0 alone reads it, and sends it array by array: for a file system that only
+            rank 0 sees.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for a damaged file, or names or shapes that differ from the model's.
+        CheckpointError: on every rank, if rank 0 can't open the file with broadcast_from_rank0.
     """
     from safetensors import SafetensorError
 

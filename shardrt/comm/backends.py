@@ -83,7 +83,7 @@ def create(kind: str = "auto") -> Communicator:
     if kind in BY_NAME:
         return BY_NAME[kind]()
     if kind not in ("auto", world.kind):
-        raise ValueError(f"communicator: {kind!r} does not fit this run, which is {world.kind!r}")
+        raise ValueError(f"communicator: {kind!r} can't be used in this run, whose ranks are {world.kind!r}")
     return AUTOMATIC[world.kind](world)
 
 

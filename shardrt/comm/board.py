@@ -14,8 +14,10 @@ _PATIENCE = 600  # seconds a rank waits for another
 class Board:
     """The message board of all recorded ranks.
 
-    stands_for: recorded rank -> the world ranks whose messages it gives, itself among them.
     shared: blocks of memory (device/addresses.py) that the ranks of a node share.
+
+    Args:
+        stands_for: recorded rank -> the world ranks whose messages it gives, itself among them.
     """
 
     def __init__(self, stands_for: Mapping[int, Iterable[int]]) -> None:

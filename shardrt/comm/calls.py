@@ -67,9 +67,12 @@ def encode(
 ) -> Call:
     """A call as words.
 
-    detail: an op, a root, or whether an all_to_all has counts per peer. Ranks exchange such counts separately
-    (counts.py), and `array` is empty. kind: the 16-bit type in a uint16 array that ranks sum.
-    memory: place of an array in shared memory (segments.SharedOffset.word).
+    Ranks exchange such counts separately (counts.py), and `array` is empty.
+
+    Args:
+        detail: an op, a root, or whether an all_to_all has counts per peer.
+        kind: the 16-bit type in a uint16 array that ranks sum.
+        memory: place of an array in shared memory (segments.SharedOffset.word).
     """
     first, name = _COLLECTIVE_CODES[collective], names.code(tag)
     if array is None:
@@ -111,9 +114,13 @@ def describe(call: Call, names: Names, memory: bool = False) -> str:
 def mismatch(
     number: int, calls: Sequence[Call], names: Names, own: int = 0, world: Sequence[int] = ()
 ) -> CollectiveMismatch:
-    """The error for ranks whose `calls` differ. It lists every rank's call, with the same text on every rank.
+    """The error for ranks whose `calls` differ.
 
-    own: the rank that raises it. world: world ranks of the group, to name their hosts.
+    It lists every rank's call, with the same text on every rank.
+
+    Args:
+        own: the rank that raises it.
+        world: world ranks of the group, to name their hosts.
     """
     callers: dict[Call, list[int]] = {}
     for rank, call in enumerate(calls):
@@ -142,7 +149,11 @@ def array_of(packed: bytes) -> np.ndarray:
 
 
 def unlike(sent: bytes, expected: bytes, source: int, rank: int) -> CollectiveMismatch:
-    """The error of `rank` for an unexpected message from rank `source`. sent, expected: headers."""
+    """The error of `rank` for an unexpected message from rank `source`.
+
+    Args:
+        sent, expected: headers.
+    """
     return CollectiveMismatch(
         f"rank {source} sent {_message(sent)}; rank {rank} receives {_message(expected)}"
     )
@@ -156,14 +167,14 @@ def _message(packed: bytes) -> str:
 
 def abandoned(rank: int) -> PeerFailed:
     """The error of a wait for a message after rank `rank` has closed its links."""
-    return PeerFailed(f"rank {rank} does not wait for messages any more: its links were closed")
+    return PeerFailed(f"rank {rank} receives no more messages: its links were closed")
 
 
 def left(gone: int, rank: int, collective: str) -> PeerFailed:
     """The error of `rank`, which waits in `collective` for rank `gone` whose program has ended."""
     return PeerFailed(
-        f"rank {gone} has left; rank {rank} waits for it in {collective}: all ranks must come to "
-        "the same calls, such as the forward of a sharded model or a save"
+        f"rank {gone} has ended, but rank {rank} waits for it in {collective}: all ranks must make "
+        "the same collective calls, such as the forward of a sharded model or a save"
     )
 
 

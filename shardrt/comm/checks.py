@@ -17,7 +17,7 @@ def check_call(call: str, stream: Any, tag: str = "") -> None:
     if not hasattr(stream, "submit"):
         raise TypeError(f"{call}: stream must be a stream of the device, got {stream!r}")
     if not isinstance(tag, str):
-        raise TypeError(f"{call}: tag must be a name, got {tag!r}")
+        raise TypeError(f"{call}: tag must be a string, got {tag!r}")
 
 
 def check_array(call: str, name: str, array: Any) -> None:
@@ -31,7 +31,7 @@ def check_array(call: str, name: str, array: Any) -> None:
             f"{call}: {name} must be 1-D and contiguous, got shape {array.shape}, strides {array.strides}"
         )
     if not known:
-        raise TypeError(f"{call}: {name} has dtype {array.dtype}; known are {', '.join(dtypes.CARRIED)}")
+        raise TypeError(f"{call}: {name} has dtype {array.dtype}; supported: {', '.join(dtypes.CARRIED)}")
 
 
 def plain(output: Any, buffer: Any, parts: int, part: int | None) -> bool:
@@ -72,9 +72,9 @@ def check_bits(call: str, output: Any, buffer: Any, kind: str) -> None:
     if kind not in dtypes.LOW:
         raise ValueError(f"{call}: kind is {kind!r}; known are {', '.join(dtypes.LOW)}")
     if buffer.dtype != _BITS:
-        raise TypeError(f"{call}: buffer is {buffer.dtype}; with kind={kind!r} it must be uint16, the bits")
+        raise TypeError(f"{call}: buffer must be uint16 with kind={kind!r}, got {buffer.dtype}")
     if output.dtype != _FLOAT32:
-        raise TypeError(f"{call}: output is {output.dtype}; with kind={kind!r} it must be float32, the sums")
+        raise TypeError(f"{call}: output must be float32 with kind={kind!r}, got {output.dtype}")
 
 
 def check_count(call: str, output: Any, buffer: Any, count: int) -> None:
@@ -112,7 +112,6 @@ def check_counts(
 
 
 def _shown(counts: tuple[int, ...]) -> str:
-    """Counts as a message prints them: not hundreds."""
     return str(counts) if len(counts) <= 16 else f"{str(counts[:16])[:-1]}, ...)"
 
 
@@ -121,7 +120,7 @@ def check_sums(call: str, buffer: Any, op: str, scale: float) -> None:
         raise ValueError(f"{call}: op is {op!r}; known are {', '.join(OPS)}")
     if buffer.dtype == _BITS:
         raise TypeError(
-            f"{call}: uint16 holds bits, which are not numbers to add; reduce in float32, or use "
+            f"{call}: uint16 holds 16-bit floats, which can't be added; reduce in float32, or use "
             f"reduce_scatter with kind='bfloat16' or 'float16'"
         )
     if scale != 1.0 and buffer.dtype.kind != "f":
@@ -147,7 +146,6 @@ def _apart(output: Any, buffer: Any, allowed: int | None) -> bool:
 
 
 def _begins_at(output: np.ndarray, buffer: np.ndarray, element: int) -> bool:
-    """Whether an array begins at this element of another one."""
     return np.may_share_memory(output[:1], buffer[element : element + 1])
 
 
@@ -159,6 +157,6 @@ def address(array: Any) -> int:
 
 def check_rank(call: str, name: str, rank: int, size: int, own: int | None = None) -> None:
     if not 0 <= rank < size:
-        raise ValueError(f"{call}: {name} is {rank}, but the group's ranks are 0 to {size - 1}")
+        raise ValueError(f"{call}: {name} must be a rank of the group, 0 to {size - 1}, got {rank}")
     if rank == own:
-        raise ValueError(f"{call}: {name} is {rank}, this rank itself")
+        raise ValueError(f"{call}: {name} must be another rank than this one, got {rank}")

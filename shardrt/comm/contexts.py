@@ -17,10 +17,13 @@ _left = 0  # the largest _count of any rank after the last `free_dropped`
 
 
 class Droppable(MPI.Intracomm):
-    """A communicator that waits to be freed when it is dropped. Communicators made from it do so, too.
+    """A communicator that waits to be freed when it is dropped.
 
-    path: the path of its parent communicator, and its number among the parent's children. It is the same on
-    all its ranks, and unique on each rank.
+    Communicators made from it do so, too.
+
+    Attributes:
+        path: the path of its parent communicator, and its number among the parent's children. It is the same
+            on all its ranks, and unique on each rank.
     """
 
     path: tuple[int, ...]

@@ -25,8 +25,10 @@ def compared(
 ) -> list[list[int]]:
     """The table of counts from all ranks' rows: rank s sends table[s][r] elements to rank r.
 
-    Raises CollectiveMismatch, for collective `number` of `tag`, if rank r expects another count. The error of
-    rank 0 is the leader.
+    The error of rank 0 is the leader.
+
+    Raises:
+        CollectiveMismatch: for collective `number` of `tag`, if rank r expects another count.
     """
     table = [row.tolist() for row in rows]
     ranks = len(table)
@@ -73,7 +75,8 @@ class Queue:
     def window(self, peer: int, start: int, stop: int) -> tuple[slice, slice] | None:
         """The elements for `peer` in the window [start, stop) of the queue; None if there are none.
 
-        Returns two slices: of the peer's part, and of the window.
+        Returns:
+            Two slices: of the peer's part, and of the window.
         """
         first, last = self._parts[peer]
         begin, end = max(first, start), min(last, stop)

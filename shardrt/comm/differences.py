@@ -7,7 +7,7 @@ __all__ = ["differences", "differing"]
 
 
 def differences(everyone: list[Any], name: str = "") -> list[str]:
-    """ "a.b: 1 on rank 0, 2 on rank 3" for every leaf that differs between the ranks' nested dicts."""
+    """Lines such as "a.b: 1 on rank 0, 2 on rank 3", one for every leaf that differs between the ranks."""
     lines = []
     for leaf, values in differing(everyone, name):
         other = next(rank for rank, value in enumerate(values) if value != values[0])

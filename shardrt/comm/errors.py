@@ -8,7 +8,8 @@ OUT_OF_MEMORY = 81  # exit code
 class CollectiveMismatch(RuntimeError):
     """Ranks entered one collective with different calls, dtypes, sizes, ops, roots or names.
 
-    is_leader: whether this rank reports it; False where rank 0 of the same ranks raises the same error.
+    Args:
+        is_leader: whether this rank reports it; False where rank 0 of the same ranks raises the same error.
     """
 
     def __init__(self, message: str, is_leader: bool = True) -> None:

@@ -36,7 +36,7 @@ class FromFirst(Mapping):
                 error, about = failed, {"error": f"{type(failed).__name__}: {failed}"}
         about = objects.broadcast_object(self._control, about)
         if "error" in about:
-            raise ValueError(f"rank 0 cannot read {name!r}: {about['error']}") from error
+            raise ValueError(f"rank 0 can't read {name!r}: {about['error']}") from error
         if values is None:
             values = np.empty(about["shape"], about["dtype"])
         if values.size:

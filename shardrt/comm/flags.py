@@ -30,7 +30,8 @@ _open: "weakref.WeakSet[Flags]" = weakref.WeakSet()
 class Shown(NamedTuple):
     """One call of this rank, prepared for an even and for an odd sequence number.
 
-    places: where this rank's data go; None if no data travel with the call.
+    Attributes:
+        places: where this rank's data go; None if no data travel with the call.
     """
 
     call: bytes
@@ -42,7 +43,11 @@ class Flags:
     """The counters of one communicator, whose ranks share a node."""
 
     def __init__(self, mpi: MPI.Intracomm) -> None:
-        """Collective over `mpi`. Raises SharedMemoryUnavailable on unknown systems."""
+        """Collective over `mpi`.
+
+        Raises:
+            SharedMemoryUnavailable: on unknown systems.
+        """
         futex.check()
         self.rank = mpi.rank
         self.size = mpi.size
@@ -78,7 +83,8 @@ class Flags:
     ) -> Shown:
         """Prepare `call` with data like `data`, which fit: all for each rank, or for each its slice.
 
-        root: only this rank gives data.
+        Args:
+            root: only this rank gives data.
         """
         if data is None:
             return Shown(call, [Page(heads, []) for heads in self._heads], [None, None])

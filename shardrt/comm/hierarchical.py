@@ -28,11 +28,16 @@ from shardrt.comm.shm import ShmCommunicator
 
 
 def create(mpi: MPI.Intracomm, node: int | None = None, names: Names | None = None) -> Communicator:
-    """The communicator that fits where the ranks of `mpi` are. Collective.
+    """The communicator that fits where the ranks of `mpi` are.
+
+    Collective.
 
     One node: shm. Several nodes with equal numbers of ranks: hierarchical. Otherwise, or if ranks can't share
-    memory: mpi, with a warning on rank 0 that gives the reason. `node`: this rank's node; None: ask MPI.
-    `names`: the names of the communicator that this one is made from.
+    memory: mpi, with a warning on rank 0 that gives the reason.
+
+    Args:
+        node: this rank's node; None: ask MPI.
+        names: the names of the communicator that this one is made from.
     """
     names = names or Names()
     local = mpi.Split_type(MPI.COMM_TYPE_SHARED, mpi.rank) if node is None else mpi.Split(node, mpi.rank)
@@ -57,7 +62,10 @@ def create(mpi: MPI.Intracomm, node: int | None = None, names: Names | None = No
 
 def _plain(mpi: MPI.Intracomm, names: Names, reason: str | None) -> MPICommunicator:
     if reason is not None and mpi.rank == 0:
-        warnings.warn(f"communicator: plain MPI, ranks of a node share no memory: {reason}", stacklevel=3)
+        warnings.warn(
+            f"communicator: collectives use plain MPI, since ranks of a node can't share memory: {reason}",
+            stacklevel=3,
+        )
     return MPICommunicator(mpi, names)
 
 
@@ -69,7 +77,11 @@ class HierarchicalCommunicator(MPICommunicator):
     def __init__(
         self, mpi: MPI.Intracomm, local: ShmCommunicator, segments: Segments, node: int | None, names: Names
     ) -> None:
-        """Collective over `mpi`. `local`: the ranks of this node, in rank order; `segments`: their memory."""
+        """Collective over `mpi`.
+
+        Args:
+            local: the ranks of this node, in rank order; `segments`: their memory.
+        """
         super().__init__(mpi, names)
         self._local = local
         self._segments = segments

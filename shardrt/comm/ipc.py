@@ -38,9 +38,12 @@ _MEMORY = 3  # index of the word of a call for the place of its buffer
 
 
 class IPCCommunicator(Communicator):
-    """Takes ownership of `host`, a communicator over the same ranks. Collective.
+    """Takes ownership of `host`, a communicator over the same ranks.
 
-    Raises ValueError if the ranks are on several nodes.
+    Collective.
+
+    Raises:
+        ValueError: if the ranks are on several nodes.
     """
 
     def __init__(
@@ -50,7 +53,11 @@ class IPCCommunicator(Communicator):
         memory: "_Memory | None" = None,
         names: Names | None = None,
     ) -> None:
-        """`memory`: from another communicator over the same ranks. `names`: from the parent communicator."""
+        """`memory`: from another communicator over the same ranks.
+
+        Args:
+            names: from the parent communicator.
+        """
         self.rank = host.rank
         self.size = host.size
         self._host = host

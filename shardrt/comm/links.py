@@ -52,10 +52,15 @@ _CARRIED = {
 class Links:
     """The links of `needed` with this rank at one end.
 
-    mesh: a mesh with one axis. slots: most messages that are received and not freed, for all links or by link
-    (default 2). poison: fill slots with NaN when they are freed.
+    Collective over the mesh, with the same `needed` on all ranks.
 
-    Collective over the mesh, with the same `needed` on all ranks. Raises ValueError if they differ.
+    Args:
+        mesh: a mesh with one axis.
+        slots: most messages that are received and not freed, for all links or by link (default 2).
+        poison: fill slots with NaN when they are freed.
+
+    Raises:
+        ValueError: if they differ.
     """
 
     def __init__(
@@ -70,9 +75,11 @@ class Links:
         links = sorted({(int(source), int(to), kind) for source, to, kind in needed})
         for source, to, kind in links:
             if source == to or not (0 <= source < mesh.size and 0 <= to < mesh.size):
-                raise ValueError(f"links: no link {kind!r} from rank {source} to {to} on {mesh!r}")
+                raise ValueError(f"links: link {kind!r} from rank {source} to {to} is impossible on {mesh!r}")
         if differ := objects.differing_ranks(mesh.communicator("control"), links):
-            raise ValueError(f"links: ranks {differ} of {mesh!r} need other links than rank 0; here {links}")
+            raise ValueError(
+                f"links: ranks {differ} of {mesh!r} passed other links than rank 0; this rank passed {links}"
+            )
         self._out: dict[tuple[str, int], _Outgoing] = {}
         self._in: dict[tuple[str, int], _Incoming] = {}
         for link in links:  # in the same order on all ranks, which avoids deadlock
@@ -115,17 +122,21 @@ class Links:
         self._in[kind, source].expect(key, tag)
 
     def receive(self, kind: str, source: int, *, tag: str) -> "Received":
-        """The next expected message. The compute stream waits until it has arrived.
+        """The next expected message.
 
-        Raises RuntimeError if another message was expected next, or no slot is free; StreamError, from a
-        CollectiveMismatch, if the sender has sent another message.
+        The compute stream waits until it has arrived.
+
+        Raises:
+            RuntimeError: if another message was expected next, or no slot is free.
+            StreamError: from a CollectiveMismatch, if the sender has sent another message.
         """
         return self._in[kind, source].receive(tag)
 
     def finish(self) -> None:
         """Make the compute stream wait until all sent messages are delivered.
 
-        Raises RuntimeError if a message was expected and not received, or received and not freed.
+        Raises:
+            RuntimeError: if a message was expected and not received, or received and not freed.
         """
         for incoming in self._in.values():
             incoming.finish()
@@ -135,8 +146,9 @@ class Links:
     def plan(self, shapes: Mapping[Link, Sequence[Sequence[Shape | None]]]) -> tuple[int, int]:
         """(bytes on the device, pinned bytes on the host) of this rank's links after all messages were sent.
 
-        shapes: for each link, the shapes of the messages of each key. It does not count arrays that `send`
-        keeps, nor shared memory of a node's ranks: 2 MiB for each link.
+        Args:
+            shapes: for each link, the shapes of the messages of each key. It does not count arrays that
+                `send` keeps, nor shared memory of a node's ranks: 2 MiB for each link.
         """
         on_device = on_host = 0
         for (source, to, kind), messages in shapes.items():
@@ -158,7 +170,12 @@ class Links:
 
 
 class Received:
-    """A message. arrays: valid until `free`. about: see Links.send."""
+    """A message.
+
+    Args:
+        arrays: valid until `free`.
+        about: see Links.send.
+    """
 
     __slots__ = ("arrays", "about", "_slot", "_link")
 
@@ -263,7 +280,10 @@ class _Outgoing(_End):
             self._report(layout, tag)
             self.layouts[key] = layout
         elif layout != self.layouts[key]:
-            raise ValueError(f"send {tag}: {layout}, but with this key there was {self.layouts[key]} before")
+            raise ValueError(
+                f"send {tag}: shapes are {layout}, but were {self.layouts[key]} with this key; use another "
+                "key"
+            )
         for sent in self._kept:
             sent.delivered.check()
         while keep is not None and len(self._kept) >= keep:
@@ -325,7 +345,10 @@ class _Incoming(_End):
             self._posted[0][2] if self._posted else self._expected[0][1] if self._expected else "nothing"
         )
         if nearest != tag:
-            raise RuntimeError(f"receive {tag} from rank {source}: {nearest} was expected next")
+            raise RuntimeError(
+                f"receive {tag} from rank {source}: the next message is {nearest}; receive in the order of "
+                "expect"
+            )
         if not self._posted:
             key, _ = self._expected[0]
             if key not in self.layouts:
@@ -370,10 +393,15 @@ class _Incoming(_End):
     def finish(self) -> None:
         left = [tag for *_, tag in (*self._posted, *self._expected)]
         if left:
-            raise RuntimeError(f"{', '.join(left)} from rank {self.link[0]} expected, and not received")
+            raise RuntimeError(
+                f"links: messages {', '.join(left)} from rank {self.link[0]} were not received; call "
+                "receive for each"
+            )
         if self._held:
             held = ", ".join(self._held.values())
-            raise RuntimeError(f"{held} from rank {self.link[0]} received, and not freed")
+            raise RuntimeError(
+                f"links: messages {held} from rank {self.link[0]} were not freed; call free on each"
+            )
         for arena in self._outgrown:
             arena.drop()
         self._outgrown.clear()

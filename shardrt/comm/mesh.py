@@ -91,11 +91,12 @@ class DeviceMesh(Mesh):
     def axes(self) -> MeshLayout:
         """The layout of this mesh in `root` (mesh_layout.py).
 
-        Raises ValueError if the ranks are no slice of `root` or of a fold of `root`.
+        Raises:
+            ValueError: if the ranks are no slice of `root` or of a fold of `root`.
         """
         found = layout_of(self.ranks)
         if found is None:
-            raise ValueError(f"{self!r} does not lie along axes of {self.root!r}, or of a fold of it")
+            raise ValueError(f"{self!r} is not made of axes of {self.root!r} or of a fold of it")
         return found
 
     def along(self, *axes: MeshLayout) -> "DeviceMesh":
@@ -130,7 +131,7 @@ class DeviceMesh(Mesh):
         return self if wanted == self.axes else self.along(wanted)
 
     def flat(self, *names: str) -> "DeviceMesh":
-        """Join axes to one axis: flat("dp", "cp") has the axis "dp_cp". Without names: join all axes.
+        """Join axes to one axis: mesh.flat("dp", "cp") has the axis "dp_cp". Without names: join all axes.
 
         Collective if mesh[names] is.
         """
@@ -274,7 +275,7 @@ class DeviceMesh(Mesh):
     def _check_fold(self, name: str, size: int, part: "DeviceMesh", rest: str) -> None:
         """Raise ValueError unless the ranks of `part` are adjacent, and `size` cuts across no other axis."""
         if name == rest:
-            raise ValueError(f"fold: {name!r} and the rest of {part!r} must have two names")
+            raise ValueError(f"fold: {name!r} and the rest of {part!r} must have different names")
         steps = np.unique(np.diff(part.ranks.ravel()))
         if steps.size > 1 or len(part.axes) > 1 or (steps < 0).any():
             raise ValueError(f"fold: the axes of {part!r} must be neighbours in {self!r}, in their order")
@@ -283,7 +284,8 @@ class DeviceMesh(Mesh):
             for counts, following in each.axes:
                 if counts < inner < following and (inner % counts or following % inner):
                     raise ValueError(
-                        f"fold: {size} ranks along {name!r} cut across {each!r}; take a size that is made of "
+                        f"fold: {size} ranks along {name!r} split an axis of {each!r} unevenly; take a size "
+                        "that is made of "
                         "whole axes, the last ones first, and a divisor of the next"
                     )
 
@@ -311,7 +313,7 @@ def _device(given: str | Device, world: worlds.World, communicator: str) -> Devi
         on_host = communicator not in ("auto", *CARRIERS)
         name = next((kind for kind, found in devices.KINDS.items() if not on_host and found.count()), "cpu")
     if name == "cpu" and communicator in CARRIERS:
-        raise ValueError(f"communicator: {communicator!r} is for GPUs, and the device is 'cpu'")
+        raise ValueError(f"communicator: {communicator!r} needs a GPU, but the device is 'cpu'")
     if name in devices.KINDS:
         name = f"{name}:{world.local_rank % max(1, devices.KINDS[name].count())}"
     return devices.get(name)

@@ -42,7 +42,7 @@ def without(layout: MeshLayout, others: MeshLayout) -> MeshLayout:
             if piece[0] < piece[1]
         ]
         if any(high % low for low, high in pieces):
-            raise ValueError(f"the layout {others} of ranks cuts across {layout}")
+            raise ValueError(f"mesh axes {others} do not divide {layout} (stride, end) evenly")
         layout = tuple(pieces)
     return union(layout)
 

@@ -55,8 +55,9 @@ class MPICommunicator(Communicator):
     ) -> None:
         """Only this object may use `mpi`.
 
-        `names`: the names of the communicator that this one was made from. `exchange`: None: Notices over
-        `mpi`.
+        Args:
+            names: the names of the communicator that this one was made from.
+            exchange: None: Notices over `mpi`.
         """
         self._mpi = mpi
         self.rank = mpi.rank

@@ -23,7 +23,11 @@ __all__ = ["LAUNCHER", "Launch", "NoRoom", "launch", "of_mpi"]
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher's environment says about this process. `variable`: name of the variable with `size`."""
+    """What a launcher's environment says about this process.
+
+    Attributes:
+        variable: name of the variable with `size`.
+    """
 
     rank: int
     size: int
@@ -69,9 +73,12 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def of_launcher() -> World | None:
-    """The world that a launcher started; None for one rank. The first call is collective.
+    """The world that a launcher started; None for one rank.
 
-    Raises RuntimeError if WORLD_SIZE is more than 1, but no launcher started this process.
+    The first call is collective.
+
+    Raises:
+        RuntimeError: if WORLD_SIZE is more than 1, but no launcher started this process.
     """
     launched = launch()
     if launched is not None:

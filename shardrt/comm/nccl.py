@@ -91,9 +91,12 @@ def _takes_memory(call: Callable) -> Callable:
 
 
 class NCCLTransport(Transport):
-    """The NCCL transport of one stream. Making one is collective: rank 0 broadcasts its id over `host`.
+    """The NCCL transport of one stream.
 
-    host: a communicator over the same ranks, used only here.
+    Making one is collective: rank 0 broadcasts its id over `host`.
+
+    Args:
+        host: a communicator over the same ranks, used only here.
     """
 
     def __init__(self, host: Communicator, device: Device) -> None:
@@ -223,8 +226,9 @@ def _close_all() -> None:
 class NCCLCommunicator(Communicator):
     """Takes ownership of `host`, a communicator over the same ranks, used for set-up.
 
-    reduction: "nccl" or "tree" (see above). transport: makes the transport from (host, device); None: the
-    world's transport, else NCCL.
+    Args:
+        reduction: "nccl" or "tree" (see above).
+        transport: makes the transport from (host, device); None: the world's transport, else NCCL.
     """
 
     keeps_host = False

@@ -38,8 +38,9 @@ def parts_of(boxes: Sequence[memoryview], dtype: np.dtype, start: int, count: in
 class Notice(NamedTuple):
     """One call of this rank, prepared.
 
-    places: (where its data lie in the message, slice of the data or None for all) for each peer; empty if no
-    data travel with the call.
+    Attributes:
+        places: (where its data lie in the message, slice of the data or None for all) for each peer; empty if
+            no data travel with the call.
     """
 
     call: bytes
@@ -98,7 +99,8 @@ class Notices:
     ) -> Notice:
         """A notice of `call` with data like `data`, which fit: all to each rank, or to each its slice.
 
-        root: only this rank sends data.
+        Args:
+            root: only this rank sends data.
         """
         if data is None:
             return Notice(call, [], self._to_peers(HEAD), Page(self._heads, []))

@@ -1,7 +1,4 @@
-"""Collectives of objects: ranks exchange values as JSON, compare them, and report failures.
-
-All functions use Communicator.all_gather_bytes.
-"""
+"""Collectives of objects: ranks exchange values as JSON, compare them, and report failures."""
 
 import json
 from hashlib import blake2b

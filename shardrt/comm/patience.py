@@ -35,8 +35,9 @@ class Patience:
     def wait(self, request: MPI.Request, doing: str, peer: int | None = None) -> None:
         """Poll a request: busily at first, since most peers are only microseconds late, then with pauses.
 
-        Raises PeerFailed if a rank that takes part (`peer`, or any) has ended its program instead, or if this
-        rank has abandoned its messages.
+        Raises:
+            PeerFailed: if a rank that takes part (`peer`, or any) has ended its program instead, or if this
+                rank has abandoned its messages.
         """
         if request.Test():
             return

@@ -75,8 +75,9 @@ class Communicator(ABC):
         `output` may be this rank's own slice of `buffer`. The rest of `buffer` (size * n,) does not change;
         with `accumulate` or `kind` this rank's slice may. After the call no rank reads `buffer`.
 
-        kind: "bfloat16" or "float16", the type whose bits a uint16 `buffer` holds; `output` is float32.
-        Ranks send 16 bits. With `reduction` "tree" they sum in float32, with "nccl" in 16 bits.
+        Args:
+            kind: "bfloat16" or "float16", the type whose bits a uint16 `buffer` holds; `output` is float32.
+                Ranks send 16 bits. With `reduction` "tree" they sum in float32, with "nccl" in 16 bits.
         """
         checks.check_call("reduce_scatter", stream, tag)
         if kind or not checks.plain(output, buffer, self.size, self.rank):

@@ -177,7 +177,6 @@ class Mesh:
         return f"DeviceMesh({self.device.name!r}, {self.shape}{names}, rank {self.rank} of {self.size})"
 
     def _axis_index(self, dim: int | str) -> int:
-        """The index of an axis, given by name or index. Raises ValueError."""
         names = self.mesh_dim_names or ()
         if isinstance(dim, str) and dim in names:
             return names.index(dim)
@@ -186,7 +185,6 @@ class Mesh:
         raise ValueError(f"dim {dim!r} is not an axis of {self!r}{self._hint(dim)}")
 
     def _hint(self, dim: Any) -> str:
-        """A hint where to find the axis."""
         if self.mesh_dim_names is None and isinstance(dim, str):
             return "; its axes have no names: pass mesh_dim_names to init_device_mesh"
         if dim in (self.root.mesh_dim_names or ()):

@@ -25,14 +25,22 @@ class Recorder(Protocol):
         """The record of a collective: the `number`-th call of a communicator, for `unit`."""
 
     def around(self, facts: tuple, function: Callable[..., Any], args: tuple) -> Any:
-        """Record that a collective begins, run it, record that it is done. Returns its result."""
+        """Record that a collective begins, run it, record that it is done.
+
+        Returns:
+            Its result.
+        """
 
     def part(self, phase: str, action: str = "") -> None:
         """Note that a part of a step begins; action: the action of a pipeline."""
 
 
 class Recorded(Interceptor):
-    """Passes every call to a recorder. name: the name of the communicator, unique in this run."""
+    """Passes every call to a recorder.
+
+    Args:
+        name: the name of the communicator, unique in this run.
+    """
 
     def __init__(self, communicator: Any, recorder: Recorder, name: str) -> None:
         super().__init__(communicator)
@@ -70,7 +78,8 @@ def group_name(role: str, ranks: Sequence[int], world: int) -> str:
 def record(mesh: DeviceMesh, recorder: Recorder | None) -> None:
     """Record the calls of all communicators of `mesh.root` and its slices, and the parts of steps.
 
-    recorder: None ends the recording.
+    Args:
+        recorder: None ends the recording.
     """
     recording = _recordings.get(mesh.root)
     if recording is None:

@@ -34,7 +34,7 @@ def combine(
     op: str = "sum",
     kind: str = "",
 ) -> None:
-    """output = (output if accumulate) + scale * sum of parts; with "max", "min" and "prod" likewise.
+    """Compute output = (output if accumulate) + scale * sum of parts; with "max", "min" and "prod" likewise.
 
     `kind`: "bfloat16" or "float16" if uint16 parts hold the bits of this type; then `output` is float32.
     `output` may be one of `parts`. An element depends only on the same elements of the parts, so callers may

@@ -115,10 +115,14 @@ class Segments:
 
 
 def map_shared(mpi: MPI.Intracomm, nbytes: int) -> np.ndarray:
-    """`nbytes` of zeros that all ranks of `mpi` map. Pages get memory at their first write. Collective.
+    """`nbytes` of zeros that all ranks of `mpi` map.
 
-    A rank's mapping disappears with the last array in it. Raises SharedMemoryUnavailable, or Refused if a
-    rank has no memory or too low a limit.
+    Pages get memory at their first write. Collective.
+
+    A rank's mapping disappears with the last array in it.
+
+    Raises:
+        SharedMemoryUnavailable: or Refused if a rank has no memory or too low a limit.
     """
     file = error = path = None
     try:

@@ -32,9 +32,11 @@ class ShmCommunicator(MPICommunicator):
     def __init__(
         self, mpi: MPI.Intracomm, segments: Segments | None = None, names: Names | None = None
     ) -> None:
-        """Collective over `mpi`. `segments`: the memory of another communicator over the same ranks.
+        """Collective over `mpi`.
 
-        `names`: the names of the communicator that this one was made from.
+        Args:
+            segments: the memory of another communicator over the same ranks.
+            names: the names of the communicator that this one was made from.
         """
         self._flags = Flags(mpi)
         super().__init__(mpi, names, self._flags)
@@ -269,7 +271,7 @@ class ShmCommunicator(MPICommunicator):
         place = self._segments.find(buffer)
         if place is not None and place.segment.shared:
             raise ValueError(
-                f"{call}: buffer comes from allocate(shared=True), one memory for all ranks, so their values "
+                f"{call}: buffer comes from allocate(shared=True), which all ranks share, so their values "
                 f"cannot differ; allocate it with shared=False"
             )
         return place

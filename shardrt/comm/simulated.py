@@ -45,11 +45,17 @@ def world_of(
     board: Board | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> worlds.World:
-    """A world of `size` ranks, `local_size` per node, for world.use. `rank` is the recorded rank on `device`.
+    """A world of `size` ranks, `local_size` per node, for world.use.
 
-    shared: CPU ranks of a node share gathered buffers, as under mpirun. board: the board of all recorded
-    ranks, if there are several. shape: default shape of a mesh, see World. Raises ValueError if `rank` is not
-    in the world.
+    `rank` is the recorded rank on `device`.
+
+    Args:
+        shared: CPU ranks of a node share gathered buffers, as under mpirun.
+        board: the board of all recorded ranks, if there are several.
+        shape: default shape of a mesh, see World.
+
+    Raises:
+        ValueError: if `rank` is not in the world.
     """
     if not 0 <= rank < size:
         raise ValueError(f"world_of: rank {rank} is not one of {size}")
@@ -74,10 +80,16 @@ def run(
     shared: bool = False,
     shape: tuple[int, ...] | None = None,
 ) -> list[Any]:
-    """Call `function()` for each recorded rank of a simulated world, each in a thread. Returns all results.
+    """Call `function()` for each recorded rank of a simulated world, each in a thread.
 
-    stands_for: see Board. device_of(rank): makes the device of a rank. For other arguments see world_of.
-    Raises the first error of a rank.
+    For other arguments see world_of. Raises the first error of a rank.
+
+    Args:
+        stands_for: see Board.
+        device_of: device_of(rank) makes the device of a rank.
+
+    Returns:
+        All results.
     """
     board, results, errors = Board(stands_for), {}, []
 
@@ -143,7 +155,11 @@ class Channel:
 
 
 class SimulatedTransport(Transport):
-    """Replaces NCCL. `host`: the simulated communicator of the same ranks."""
+    """Replaces NCCL.
+
+    Args:
+        host: the simulated communicator of the same ranks.
+    """
 
     def __init__(self, host: "SimulatedCommunicator", device: SimulatedDevice) -> None:
         self._rank = host.rank

@@ -36,7 +36,7 @@ class SingleCommunicator(Communicator):
         """The array already holds the result."""
 
     def _no_peer(self, *args: Any) -> None:
-        raise AssertionError("a world of one has no peer")
+        raise AssertionError("send and recv: one rank alone has no peer")
 
     _all_gather = _all_reduce = _all_reduce_small = _broadcast = _barrier = _nothing
     _send = _recv = _exchange = _no_peer

@@ -17,7 +17,11 @@ Array = Any
 
 
 class StagedCommunicator(Communicator):
-    """`host`: a communicator of host arrays over the same ranks. `device`: the device of the arrays."""
+    """`host`: a communicator of host arrays over the same ranks.
+
+    Args:
+        device: the device of the arrays.
+    """
 
     def __init__(self, host: Communicator, device: Device) -> None:
         self.rank = host.rank

@@ -22,7 +22,8 @@ class Transport(ABC):
     def reduce_scatter(self, output: Array, buffer: Array, op: str, kind: str) -> None:
         """Combine slice `rank` of all ranks' `buffer` into `output`, which may be that slice itself.
 
-        kind: the type of the numbers.
+        Args:
+            kind: the type of the numbers.
         """
 
     @abstractmethod

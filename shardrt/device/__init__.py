@@ -49,7 +49,9 @@ KINDS: dict[str, Kind] = {}
 def get(name: str) -> Device:
     """The device called `name`: "cpu", "cuda" or "cuda:1" (the second GPU). One object for each in a process.
 
-    Raises ValueError for an unknown name, RuntimeError for a GPU that can't be used.
+    Raises:
+        ValueError: for an unknown name.
+        RuntimeError: for a GPU that can't be used.
     """
     return _get(f"{name}:0" if name in KINDS else name)
 

@@ -3,7 +3,6 @@
 An arena allocates its slots once, and groups take them in turn. Slots change owners in stream order, not in
 host order: a caller may release a slot while work that reads it is still queued, because the next owner's
 stream waits for the slot's free-event first. So the number of slots bounds the memory in use.
-`grow` adds a slot if a program needs more at once than planned.
 """
 
 from collections.abc import Callable

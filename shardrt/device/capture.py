@@ -55,11 +55,11 @@ class Graph:
     def replay(self) -> None:
         """Run the graph after all present work, and before all later work, of this thread's streams."""
         if self._cupy.cuda.get_current_stream().ptr != self._compute.handle.ptr:
-            raise RuntimeError("replay: the current stream must be the compute stream of the capture")
+            raise RuntimeError("replay: call it in the thread that captured the graph, on its compute stream")
         if self._compute.graph is not None:
             raise RuntimeError(f"replay: {WHY}")
         if self._launchable is None:
-            raise RuntimeError("replay: a communicator that this graph calls has been closed")
+            raise RuntimeError("replay: a communicator that this graph calls has been closed; capture again")
         self._gather_sides()
         for function in self._before:
             function()
@@ -97,7 +97,9 @@ class Graph:
             self._gather_sides()
             whole = True
         except Exception as error:
-            raise RuntimeError(f"capture: this can't be captured in a CUDA graph: {error}") from error
+            raise RuntimeError(
+                f"capture: the function does something that a CUDA graph can't capture: {error}"
+            ) from error
         finally:
             for stream in streams:
                 stream.graph = None
@@ -116,10 +118,11 @@ class Graph:
     def ended(self, by_host: bool = False) -> Any:
         """An event at the end of the latest replay; never recorded before the first replay.
 
-        by_host: the host is about to wait for it. Then raises RuntimeError during the capture.
+        Args:
+            by_host: the host is about to wait for it. Then raises RuntimeError during the capture.
         """
         if by_host and self._compute.graph is self:
-            raise RuntimeError(f"an event can't be waited for by the host: {WHY}")
+            raise RuntimeError(f"the host can't wait for an event: {WHY}")
         return self._ended
 
     def _gather_sides(self) -> None:
@@ -135,4 +138,6 @@ class Graph:
             self._launchable = self._compute.handle.end_capture()
         except Exception as error:
             if whole:
-                raise RuntimeError(f"capture: this can't be captured in a CUDA graph: {error}") from error
+                raise RuntimeError(
+                    f"capture: the function does something that a CUDA graph can't capture: {error}"
+                ) from error

@@ -207,7 +207,10 @@ memory: type[HostMemory] = HostMemory  # shardrt/_backends.py sets a pool (memor
 def set_threads(count: int) -> None:
     """Let BLAS and the kernels of this process use `count` threads from now on.
 
-    Matmuls with another number of threads may differ in their last bits. Raises ValueError for less than one.
+    Matmuls with another number of threads may differ in their last bits.
+
+    Raises:
+        ValueError: for less than one.
     """
     from threadpoolctl import threadpool_limits
 

@@ -114,7 +114,7 @@ class CUDAStream(Stream):
 
     def synchronize(self) -> None:
         if self.graph is not None:
-            raise RuntimeError(f"stream {self.name!r} can't be waited for: {WHY}")
+            raise RuntimeError(f"the host can't wait for stream {self.name!r}: {WHY}")
         try:
             self.handle.synchronize()
         except RuntimeError as error:  # CUDARuntimeError: a kernel failed
@@ -122,7 +122,11 @@ class CUDAStream(Stream):
 
 
 class CUDADevice(Device):
-    """One GPU. Raises RuntimeError, which names what is missing, if it can't be used."""
+    """One GPU.
+
+    Raises:
+        RuntimeError: which names what is missing, if it can't be used.
+    """
 
     name = "cuda"
     pools_results = True
@@ -248,9 +252,7 @@ class CUDADevice(Device):
             memory = self._memory(nbytes)
         if memory is None:
             free, _ = self._cupy.cuda.runtime.memGetInfo()
-            raise MemoryError(
-                f"no room for {nbytes} bytes on GPU {self.index}, of which {free} bytes are free"
-            )
+            raise MemoryError(f"GPU {self.index} has no room for {nbytes} bytes; {free} bytes are free")
         return self._cupy.cuda.MemoryPointer(memory, 0)
 
     def _memory(self, nbytes: int) -> Any | None:
@@ -270,7 +272,8 @@ class CUDADevice(Device):
     def pinned(self, count: int, dtype: Any) -> np.ndarray:
         """Page-locked memory of exactly this size; CuPy's own pool rounds up to a power of two.
 
-        Raises MemoryError if the host is full, or does not let this process lock more memory.
+        Raises:
+            MemoryError: if the host is full, or does not let this process lock more memory.
         """
         runtime, nbytes = self._cupy.cuda.runtime, count * np.dtype(dtype).itemsize
         try:
@@ -329,7 +332,8 @@ class CUDADevice(Device):
         """
         if target.dtype != source.dtype or target.size != source.size:
             raise ValueError(
-                f"copy: target is {target.size} of {target.dtype}, source {source.size} of {source.dtype}"
+                f"copy: target has {target.size} elements of {target.dtype}, source {source.size} of "
+                f"{source.dtype}"
             )
         runtime, stream = self._cupy.cuda.runtime, self._cupy.cuda.get_current_stream()
         kind = runtime.memcpyDefault  # the addresses say where they are
@@ -371,7 +375,11 @@ class CUDADevice(Device):
         return self._cupy.cuda.runtime.ipcGetMemHandle(array.data.ptr)
 
     def open_memory(self, handle: bytes) -> int:
-        """Map memory that another process has exported. Returns its address in this process."""
+        """Map memory that another process has exported.
+
+        Returns:
+            Its address in this process.
+        """
         return self._cupy.cuda.runtime.ipcOpenMemHandle(handle)
 
     def close_memory(self, address: int) -> None:
@@ -406,19 +414,24 @@ class CUDADevice(Device):
             return CUDAEvent(self._cupy.cuda.Event(disable_timing=True))
 
     def capture(self, function: Callable[[], Any]) -> Graph:
-        """The work that `function()` launches, as a CUDA graph that can be replayed. Nothing runs now.
+        """The work that `function()` launches, as a CUDA graph that can be replayed.
+
+        Nothing runs now.
 
         Call the function once before, so that its kernels are compiled and its streams exist. Each replay
         repeats addresses, branches and numbers of the host as they are now, except numbers of optimizers and
         dropout. Work on the host happens once, now. See docs/explanation/gpu.md.
 
-        Raises RuntimeError if the function reads from the GPU, or waits for it.
+        Raises:
+            RuntimeError: if the function reads from the GPU, or waits for it.
         """
         compute = self.current_stream
         if compute.graph is not None:
-            raise RuntimeError("capture: another capture is going on in this thread")
+            raise RuntimeError("capture: another capture is active in this thread; end it first")
         if self._cupy.cuda.get_current_stream().ptr != compute.handle.ptr:
-            raise RuntimeError("capture: the current stream must be the compute stream")
+            raise RuntimeError(
+                "capture: the current stream must be the compute stream; leave `with stream` blocks first"
+            )
         graph = Graph(self._cupy, compute, self._here.sides, self.new_event)
         graph.capture(function)
         return graph
@@ -490,5 +503,5 @@ def _cupy(index: int) -> ModuleType:
     except Exception as error:  # CuPy's own kinds, or an ImportError where the driver is missing
         raise RuntimeError(f"device 'cuda' needs a GPU, and finds none ({error}); use 'cpu'") from error
     if index >= gpus:
-        raise RuntimeError(f"device 'cuda:{index}' is not there: this machine has {gpus} GPU(s)")
+        raise RuntimeError(f"device 'cuda:{index}' does not exist: this machine has {gpus} GPU(s)")
     return cupy

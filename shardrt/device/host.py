@@ -20,8 +20,10 @@ __all__ = ["buffer", "drop", "write_out"]
 def buffer(device: Device, count: int, dtype: Any, directory: str | Path | None = None) -> np.ndarray:
     """Zeros in host memory: pinned for `device`, or a file of its own in `directory`.
 
-    The file has no name once it is mapped, so it disappears with the process. Raises OSError, naming the
-    directory, if the disk has no room for it.
+    The file has no name once it is mapped, so it disappears with the process.
+
+    Raises:
+        OSError: naming the directory, if the disk has no room for it.
     """
     if directory is None or count == 0 or not device.writes_files:
         return device.pinned(count, dtype)

@@ -25,7 +25,10 @@ _MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
 class Mapping:
     """`size` bytes from the system at `address`, a multiple of HUGE if `size` is at least HUGE.
 
-    It asks for huge pages. Raises MemoryError if the system has no memory.
+    It asks for huge pages.
+
+    Raises:
+        MemoryError: if the system has no memory.
     """
 
     __slots__ = ("region", "start", "address", "size", "__weakref__")
@@ -123,7 +126,11 @@ _lock = threading.RLock()  # __del__ may run inside, in the same thread, between
 
 
 def lend(owner: Mapping, address: int, nbytes: int, *, first: bool = False) -> None:
-    """Lend the huge pages in this range, whose values are lost. first: these pages are taken first."""
+    """Lend the huge pages in this range, whose values are lost.
+
+    Args:
+        first: these pages are taken first.
+    """
     with _lock:
         for place in _whole(address, nbytes):
             _lent[place] = weakref.ref(owner)
@@ -165,7 +172,7 @@ def _whole(address: int, nbytes: int) -> range:
 
 
 def _of_libc() -> Callable[..., int | None]:
-    """mremap of Linux; on other systems a function that does nothing, so that pages stay."""
+    """The function mremap of Linux; on other systems one that does nothing, so that pages stay."""
     if not sys.platform.startswith("linux"):
         return lambda *given: None
     found = ctypes.CDLL(None).mremap

@@ -39,10 +39,13 @@ class Range:
 class Work:
     """A kernel or a copy in `stream`, issued by the host at this place of the program.
 
-    name: the kernel ("linear.forward", "copy", "numpy.add"). label: the unit, as in traces.
-    site: "file:line" outside of shardrt/device and kernels. launches: number of driver calls of the host.
-    nbytes: bytes moved to and from memory; may be less or more than the sizes of the ranges.
-    dtype: dtype of its flops, for their speed; "" if unknown.
+    Attributes:
+        name: the kernel ("linear.forward", "copy", "numpy.add").
+        label: the unit, as in traces.
+        site: "file:line" outside of shardrt/device and kernels.
+        launches: number of driver calls of the host.
+        nbytes: bytes moved to and from memory; may be less or more than the sizes of the ranges.
+        dtype: dtype of its flops, for their speed; "" if unknown.
     """
 
     stream: str
@@ -62,10 +65,13 @@ class Work:
 class Collective:
     """Call number `number` of the communicator `group` (Program.groups), in `stream`.
 
-    nbytes: bytes of the whole buffer on this rank. peer: rank in the group at the other end of a message
-    ("send" or "recv"), else -1. Messages have separate numbers for each sender and receiver. A collective
-    begins when all ranks of the group have come to it. A message leaves when its sender has come to it, and
-    waits for its receiver. grouped: a message runs with the next message of its stream, at the same time.
+    Messages have separate numbers for each sender and receiver. A collective begins when all ranks of the
+    group have come to it. A message leaves when its sender has come to it, and waits for its receiver.
+
+    Attributes:
+        nbytes: bytes of the whole buffer on this rank.
+        peer: rank in the group at the other end of a message ("send" or "recv"), else -1.
+        grouped: a message runs with the next message of its stream, at the same time.
     """
 
     stream: str
@@ -112,7 +118,11 @@ class HostWait:
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """The host reads these bytes itself. why: the name of the value ("loss", "norm"), if known."""
+    """The host reads these bytes itself.
+
+    Attributes:
+        why: the name of the value ("loss", "norm"), if known.
+    """
 
     reads: tuple[Range, ...]
     why: str = ""
@@ -121,9 +131,12 @@ class HostRead:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Memory is allocated. place: "device" or "host". category: as in a memory plan.
+    """Memory is allocated.
 
-    owner: the module or unit that uses it; "" if units share it, such as slots.
+    Attributes:
+        place: "device" or "host".
+        category: as in a memory plan.
+        owner: the module or unit that uses it; "" if units share it, such as slots.
     """
 
     memory: Range
@@ -138,8 +151,9 @@ class Take:
 class Free:
     """Memory at address `start` is freed, and may be allocated again at once.
 
-    stream: pools allocate by stream: work of this stream may get the memory next, without a wait. HOST: the
-    host may get it and write at once. "": the memory is not used again.
+    Attributes:
+        stream: pools allocate by stream: work of this stream may get the memory next, without a wait. HOST:
+            the host may get it and write at once. "": the memory is not used again.
     """
 
     start: int
@@ -167,9 +181,11 @@ class Group:
 
 @dataclass
 class Program:
-    """All work that rank `rank` of `world_size` issued. alike: the ranks that issue the same, itself too.
+    """All work that rank `rank` of `world_size` issued.
 
-    by_host: streams whose work the host does itself before it goes on: ops on a CPU.
+    Attributes:
+        alike: the ranks that issue the same, itself too.
+        by_host: streams whose work the host does itself before it goes on: ops on a CPU.
     """
 
     rank: int = 0

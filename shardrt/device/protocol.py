@@ -222,7 +222,8 @@ class Device(ABC):
     def set_tag(self, array: Array, category: str, owner: str | None = None) -> Array:
         """Note the category of an array's memory for a memory plan. Returns the array.
 
-        owner: label of the unit that owns it; "": no unit. None: the module that runs.
+        Args:
+            owner: label of the unit that owns it; "": no unit. None: the module that runs.
         """
         return array
 

@@ -195,9 +195,14 @@ def _work(name: str, reads: tuple, writes: tuple, flops: int = 0, nbytes: int | 
     """Record work on the device of the written arrays. Only copies may mix arrays of device and host."""
     kind = type(writes[0])
     if not issubclass(kind, Shaped):
-        raise TypeError(f"numpy.{name}: the result of arrays without elements can't go to one that has some")
+        raise TypeError(
+            f"numpy.{name}: the result has shapes only, so `out` must be an array of the simulated device"
+        )
     if any(isinstance(array, Shaped) and type(array) is not kind for array in reads):
-        raise TypeError(f"numpy.{name}: arrays of {kind.shardrt_device.name!r} and of another device")
+        raise TypeError(
+            f"numpy.{name}: arrays of device {kind.shardrt_device.name!r} and of another device can't be "
+            "mixed"
+        )
     kind.shardrt_device.work(f"numpy.{name}", reads, writes, flops=flops, nbytes=nbytes)
 
 
@@ -258,7 +263,7 @@ def _call(
 def _check_out(name: str, y: Array, shape: tuple[int, ...], dtype: np.dtype, casting: str) -> None:
     _check_writeable(y)
     if y.shape != shape and np.broadcast_shapes(y.shape, shape) != y.shape:
-        raise ValueError(f"numpy.{name}: out has shape {y.shape}, the result {shape}")
+        raise ValueError(f"numpy.{name}: out must have shape {shape}, got {y.shape}")
     if not np.can_cast(dtype, y.dtype, casting):
         raise TypeError(
             f"numpy.{name}: out is {y.dtype}, the result {dtype}, which {casting!r} does not cast"

@@ -46,7 +46,9 @@ class SimulatedEvent(Event):
         self._device = device
 
     def done(self) -> bool:
-        raise RuntimeError("Event.done: what a program does must not depend on how far a stream is")
+        raise RuntimeError(
+            "Event.done: a simulated program must not depend on how far a stream is; wait for the event"
+        )
 
     def synchronize(self) -> None:
         if self.mark:
@@ -89,11 +91,18 @@ class HostStream(SimulatedStream):
 
 
 class SimulatedDevice(Device):
-    """Records work in `program`. Callers may replace `program` at any time; marks and addresses go on.
+    """Records work in `program`.
 
-    like: the device that it simulates, or its class. values: gives the values that the host reads:
-    (site, dtype, name from the kernel, usual value) -> (value of each element, name). kernels: replaces
-    shardrt.kernels.costs. dry_run: communicators skip every call.
+    Callers may replace `program` at any time; marks and addresses go on.
+
+    Args:
+        like: the device that it simulates, or its class.
+        values: gives the values that the host reads: (site, dtype, name from the kernel, usual value) ->
+            (value of each element, name).
+        dry_run: communicators skip every call.
+
+    Attributes:
+        kernels: replaces shardrt.kernels.costs.
     """
 
     name = "simulated"
@@ -305,7 +314,8 @@ class SimulatedDevice(Device):
     def copy(self, target: Array, source: Array) -> None:
         if target.dtype != source.dtype or target.size != source.size:
             raise ValueError(
-                f"copy: target is {target.size} of {target.dtype}, source {source.size} of {source.dtype}"
+                f"copy: target has {target.size} elements of {target.dtype}, source {source.size} of "
+                f"{source.dtype}"
             )
         self.work("copy", (source,), (target,), nbytes=2 * target.nbytes)
 
@@ -327,7 +337,11 @@ class SimulatedDevice(Device):
         return self._value(array)
 
     def answer(self, reads: Iterable[Array], asked: Any) -> Any:
-        """A kernel's value for the host, which waits. asked: its name `what` and `usual` value."""
+        """A kernel's value for the host, which waits.
+
+        Args:
+            asked: its name `what` and `usual` value.
+        """
         self.wait_here()
         return self._answered((), np.dtype(type(asked.usual)), asked.what, asked.usual)
 

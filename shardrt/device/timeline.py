@@ -30,7 +30,10 @@ class Span:
 class Passed:
     """A stream reached a recorded point: its own (`waited` False), or a point that it waited for.
 
-    mark: number of the point. The record and all waits for it have the same number.
+    The record and all waits for it have the same number.
+
+    Attributes:
+        mark: number of the point.
     """
 
     stream: str
@@ -117,9 +120,15 @@ def record() -> Iterator[list[Span]]:
 
 @contextmanager
 def record_all(clock: Callable[[], float] = time.perf_counter) -> Iterator[Recording]:
-    """Record this process's streams inside a with block. Yields the recording. clock: Device.clock.
+    """Record this process's streams inside a with block.
 
-    Raises RuntimeError if a recording is active already.
+    Yields the recording.
+
+    Args:
+        clock: Device.clock.
+
+    Raises:
+        RuntimeError: if a recording is active already.
     """
     global _recording, _clock
     with _lock:

@@ -28,9 +28,13 @@ class _Event(ctypes.Structure):
 
 
 class Deadline:
-    """Ends the process with `code` when the latest time set is over. Raises OSError.
+    """Ends the process with `code` when the latest time set is over.
 
-    words: the message to stderr, by warnx(3), which puts the program's name before it.
+    Args:
+        words: the message to stderr, by warnx(3), which puts the program's name before it.
+
+    Raises:
+        OSError: if the file system fails.
     """
 
     def __init__(self, code: int, words: str = "") -> None:

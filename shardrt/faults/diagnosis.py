@@ -45,10 +45,12 @@ def behind(flights: Sequence[Flight]) -> list[int]:
 def blame(
     flights: Sequence[Flight], hosts: Sequence[str] = (), now: Mapping[int, float] | None = None
 ) -> str:
-    """A line that names the rank that is behind, and what for. hosts: by rank, named if there are several.
+    """A line that names the rank that is behind, and what for.
 
-    now: as in `table`. With it, a rank that was stopped in the collective in which others wait counts too.
-    If no rank is behind, the rank must be on a host without visible records.
+    Args:
+        hosts: by rank, named if there are several.
+        now: as in `table`. With it, a rank that was stopped in the collective in which others wait counts
+            too. If no rank is behind, the rank must be on a host without visible records.
     """
     found = behind(flights)
     waits = {flight.rank: waits_for(flight, flights) for flight in flights}
@@ -69,7 +71,11 @@ def blame(
 
 
 def unseen(flights: Sequence[Flight], hosts: Sequence[str]) -> list[int]:
-    """The ranks of hosts without a record. hosts: by rank."""
+    """The ranks of hosts without a record.
+
+    Args:
+        hosts: by rank.
+    """
     seen = {hosts[flight.rank] for flight in flights} if hosts else set()
     return [rank for rank, host in enumerate(hosts) if host not in seen]
 
@@ -95,7 +101,11 @@ def blamed(report: str) -> tuple[str, list[int]]:
 
 
 def standing(flight: Flight, flights: Sequence[Flight], now: float | None) -> str:
-    """Where a rank stands. now: monotonic time on its host while the run goes on; None if it is over."""
+    """Where a rank stands.
+
+    Args:
+        now: monotonic time on its host while the run goes on; None if it is over.
+    """
     last, inside = flight.last, flight.open_call
     reference = last.monotonic if now is None else now
     where = f"step {last.step}, {flight.place}"
@@ -117,7 +127,11 @@ def standing(flight: Flight, flights: Sequence[Flight], now: float | None) -> st
 
 
 def table(some: Sequence[Flight], flights: Sequence[Flight], now: Mapping[int, float]) -> list[str]:
-    """A line per rank of `some`; ranks that stand alike share a line. now: by rank, as in `standing`."""
+    """A line per rank of `some`; ranks that stand alike share a line.
+
+    Args:
+        now: by rank, as in `standing`.
+    """
     groups: dict[str, list[int]] = {}
     for flight in some:
         groups.setdefault(standing(flight, flights, now.get(flight.rank)), []).append(flight.rank)
@@ -126,7 +140,7 @@ def table(some: Sequence[Flight], flights: Sequence[Flight], now: Mapping[int, f
 
 
 def ranks(group: Sequence[int], hosts: Sequence[str] = ()) -> str:
-    """rank 1; ranks 0,2,3; where there are several hosts, ranks 2,3 on node1"""
+    """Name ranks: "rank 1", "ranks 0,2,3"; where there are several hosts, "ranks 2,3 on node1"."""
     there = list(dict.fromkeys(hosts[rank] for rank in group)) if len(set(hosts)) > 1 else []
     where = f" on {', '.join(there)}" if there else ""
     return f"rank{'s' if len(group) > 1 else ''} {','.join(map(str, group))}{where}"

@@ -124,7 +124,7 @@ def departed() -> set[int]:
 
 
 def at(ranks: Sequence[int]) -> str:
-    """ " on node1" for ranks that are all on one of several hosts; else ""."""
+    """The words " on node1" for ranks that are all on one of several hosts; else none."""
     if _process.job is None or not _process.job.hosts:
         return ""
     hosts = {_process.job.hosts[rank] for rank in ranks}
@@ -189,14 +189,14 @@ class _Job:
         node.Barrier()
 
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        """sys.excepthook"""
+        """Handle an uncaught exception, as sys.excepthook."""
         if issubclass(kind, KeyboardInterrupt):
             self.end(f"{self._name} was interrupted\n", 130)
         else:
             self._fail("main thread", error)
 
     def on_thread_exception(self, args: Any) -> None:
-        """threading.excepthook"""
+        """Handle an uncaught exception of a thread, as threading.excepthook."""
         if not issubclass(args.exc_type, SystemExit):  # SystemExit ends only its thread, as in Python
             self._fail(f"thread {args.thread.name if args.thread else '?'}", args.exc_value)
 

@@ -54,7 +54,8 @@ class Recorder:
     def __init__(self, folder: Path, rank: int, size: int, ahead: float = 0.0) -> None:
         """Make folder/rank-N.bin; if that fails, keep the records only in memory.
 
-        ahead: seconds by which this host's clock is ahead of rank 0's clock.
+        Args:
+            ahead: seconds by which this host's clock is ahead of rank 0's clock.
         """
         self._ahead = ahead
         self.rank = rank
@@ -107,9 +108,12 @@ class Recorder:
         self._write(BEGUN, b"", 0, 0, tail(action, 52), 0, 0)
 
     def part(self, phase: str, action: str = "") -> None:
-        """A phase inside a step begins. Evaluations and set-ups have forwards too: they keep their phase.
+        """A phase inside a step begins.
 
-        action: the action of a pipeline, as "F3 of stage 1".
+        Evaluations and set-ups have forwards too: they keep their phase.
+
+        Args:
+            action: the action of a pipeline, as "F3 of stage 1".
         """
         if self.phase in _IN_STEP and (action or self.phase != phase):
             self.mark(phase, action=action)
@@ -220,7 +224,7 @@ class Record:
     unit: str
 
     def __str__(self) -> str:
-        """all_gather #41 of gather, 1024 of float32, unit blocks.3"""
+        """The call in words: all_gather #41 of gather, 1024 of float32, unit blocks.3."""
         if self.state == BEGUN:
             return f"{self.phase}, {self.unit}" if self.unit else self.phase
         size = f", {self.elements} of {self.dtype}" if self.elements else ""
@@ -298,7 +302,7 @@ def read(path: Path) -> Flight:
     except Refused as error:
         raise DamagedFlight(str(error)) from None
     if len(data) != _SIZE:
-        raise DamagedFlight(f"{path}: {len(data)} bytes, where a flight file has {_SIZE}")
+        raise DamagedFlight(f"{path}: a flight file has {_SIZE} bytes, got {len(data)}")
     magic, rank, size, pid, records, began, host, ahead = _HEADER.unpack_from(data, 0)
     whole = rank < size <= _MOST and _is_time(began) and abs(ahead) < 1e11
     if magic != _MAGIC or records != RECORDS or not whole:
@@ -306,11 +310,11 @@ def read(path: Path) -> Flight:
     found = [_record(data, place, ahead) for place in range(RECORDS)]
     ring = sorted((record for record in found if record), key=lambda record: record.number)
     if not ring:
-        raise DamagedFlight(f"{path}: holds no whole record")
+        raise DamagedFlight(f"{path}: the file has no complete record")
     ended_wall, ended = _ENDED.unpack_from(data, _ENDED_AT)
     beat = _BEAT.unpack_from(data, _BEAT_AT)
     if not all(map(_is_time, (ended_wall, *beat[:2]))):
-        raise DamagedFlight(f"{path}: holds times that are none")
+        raise DamagedFlight(f"{path}: the file has invalid times")
     monotonic, wall, resident = beat
     times = monotonic, wall - ahead, resident, ended_wall and ended_wall - ahead
     return Flight(rank, size, pid, _text(host), began, *times, _text(ended), tuple(ring))

@@ -58,7 +58,8 @@ def heeded() -> Iterator[None]:
 def leaving(is_lost: bool) -> None:
     """Mark that the rank stops by itself from now on, even if its loop is over.
 
-    is_lost: some rank has lost its launcher.
+    Args:
+        is_lost: some rank has lost its launcher.
     """
     if _guard is not None:
         _guard.is_leaving = True

@@ -23,7 +23,7 @@ class Launcher(NamedTuple):
     started: str
 
     def trouble(self) -> str:
-        """ "gone", "stopped", or "" while it can look after its ranks."""
+        """The state "gone" or "stopped", or "" while it can look after its ranks."""
         state, _, started = _stat(self.pid)
         if state in "ZX" or started != self.started:  # "" is in it
             return "gone"

@@ -29,8 +29,11 @@ class Locked(ValueError):
 def lock(directory: Path, patience: float | None = None) -> int:
     """A descriptor that holds the lock of a run's folder until it is closed, or the process ends.
 
-    Waits up to `patience` seconds (15) for a job that holds it. Raises Locked, naming the folder and that
-    job's process, if the job still holds it; OSError. Warns if the file system has no locks.
+    Waits up to `patience` seconds (15) for a job that holds it. Warns if the file system has no locks.
+
+    Raises:
+        Locked: naming the folder and that job's process, if the job still holds it.
+        OSError: if the file system fails.
     """
     file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     deadline = time.monotonic() + (_PATIENCE if patience is None else patience)
@@ -40,7 +43,8 @@ def lock(directory: Path, patience: float | None = None) -> int:
                 holder = os.pread(file, 200, 0).decode(errors="replace")
                 named = f" ({holder})" if holder.isprintable() and holder else ""
                 raise Locked(
-                    f"{directory}: another job{named} is running it; stop it, or give another --name"
+                    f"{directory}: another job{named} is writing this run; stop that job, or pass another "
+                    "--name"
                 )
             time.sleep(0.05)
         _sign(file)
@@ -81,7 +85,8 @@ def _taken(file: int) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         warnings.warn(
-            f"the file system has no locks: see that no other job has this run ({error})", stacklevel=3
+            f"the file system has no locks: make sure that no other job writes this run ({error})",
+            stacklevel=3,
         )
     return True
 

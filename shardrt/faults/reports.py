@@ -34,7 +34,10 @@ def listen(
 ) -> Heard:
     """The flights in a folder, and signs of life from other hosts; returns at once if there are none.
 
-    hosts: by rank. addresses: of other hosts that did answer. beat: called regularly meanwhile.
+    Args:
+        hosts: by rank.
+        addresses: of other hosts that did answer.
+        beat: called regularly meanwhile.
     """
     flights, errors = read_all(folder)
     before, began = {flight.rank: flight for flight in flights}, time.monotonic()

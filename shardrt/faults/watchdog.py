@@ -64,7 +64,8 @@ def check_limit(name: str, seconds: float) -> None:
 class Limits:
     """Seconds without progress after which a rank considers the job hung; 0: never.
 
-    Raises ValueError for a value that is not 0 or 0.05 to 1e7.
+    Raises:
+        ValueError: for a value that is not 0 or 0.05 to 1e7.
     """
 
     step: float = 30.0  # or 20 median steps, whichever is more
@@ -392,7 +393,7 @@ def _ahead(mesh: DeviceMesh, hosts: Sequence[str]) -> float:
     off = {host: seconds - times[0] for host, seconds in zip(hosts, times, strict=True)}
     message = [f"{host} {seconds:+.0f} s" for host, seconds in off.items() if abs(seconds) > _CLOCKS]
     if message and mesh.rank == 0:
-        warnings.warn(f"clocks differ from that of {hosts[0]}: {', '.join(message)}", stacklevel=3)
+        warnings.warn(f"clocks differ from the clock of {hosts[0]}: {', '.join(message)}", stacklevel=3)
     return times[mesh.rank] - times[0]
 
 

@@ -77,10 +77,11 @@ def fully_shard(
         RuntimeError: for a parameter that an optimizer has already: it would go on updating the old array.
 
     Example:
-        >>> for block in model.blocks:
-        ...     fully_shard(block)
-        >>> fully_shard(model)
-        >>> optimizer = AdamW(model.parameters(), lr=1e-3)
+        >>> from shardrt import nn, optim
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        >>> for layer in model:
+        ...     _ = fully_shard(layer)
+        >>> optimizer = optim.AdamW(fully_shard(model).parameters(), lr=1e-3)
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:
@@ -90,11 +91,13 @@ def fully_shard(
                 f"got {type(each).__name__}"
             )
         if unit_of(each) is not None:
-            raise ValueError(f"fully_shard: {each.name or type(each).__name__} is sharded already")
+            raise ValueError(
+                f"fully_shard: {each.name or type(each).__name__} is sharded already; call it once"
+            )
     if not modules:
         raise ValueError("fully_shard: the list of modules is empty")
     if len({*map(id, modules)}) < len(modules):
-        raise ValueError("fully_shard: the list of modules has a module twice")
+        raise ValueError("fully_shard: the list names one module twice")
     if not isinstance(reshard_after_forward, bool | None):
         raise TypeError(
             f"fully_shard: reshard_after_forward must be True, False or None, got {reshard_after_forward!r}"

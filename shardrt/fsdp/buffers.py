@@ -184,6 +184,7 @@ def summed_in_place(group: ParameterGroup, layout: Layout, inputs: PlanInputs) -
 
 
 def gathered_dtype(group: ParameterGroup, inputs: PlanInputs) -> np.dtype:
+    """The dtype of a gathered slot, which the device chooses."""
     return inputs.device.gathered_dtype(group.key.param)
 
 

@@ -18,11 +18,10 @@ Array = Any
 def reduce_scatter(
     group: ParameterGroup, slot: Slot, full: Array, out: Array, accumulate: bool, streams: Streams
 ) -> None:
-    """out = (out if `accumulate`) + scale * this rank's shard of the sum over all ranks.
+    """Compute out = (out if `accumulate`) + scale * this rank's shard of the sum over all ranks.
 
     With copies, shards are first summed within a shard group, then over the ranks that hold copies (see
-    `sum_over_ranks` for the bits). `scale` is applied once, in float32, to the sum over all
-    ranks.
+    `sum_over_ranks` for the bits). `scale` is applied once, in float32, to the sum over all ranks.
 
     full: the gradients, a part of `slot`. It may be overwritten.
     """

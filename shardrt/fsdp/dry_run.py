@@ -27,9 +27,11 @@ Array = Any
 class Taken:
     """The memory that a step took.
 
-    device_bytes, host_bytes: the peak of activations on the device, and of offloaded activations on the host.
-    slots: (group, role) -> number of slots that the arena grew to.
-    own_slots: units whose full gradients had slots of their own.
+    Attributes:
+        device_bytes, host_bytes: the peak of activations on the device, and of offloaded activations on the
+            host.
+        slots: (group, role) -> number of slots that the arena grew to.
+        own_slots: units whose full gradients had slots of their own.
     """
 
     device_bytes: int

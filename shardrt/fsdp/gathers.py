@@ -153,7 +153,6 @@ class Gathers:
                 self._release(unit)
 
     def _gather(self, unit: Unit, slots: list[Slot]) -> None:
-        """Issue the gather of `unit` into these slots, one for each group."""
         for group, slot in zip(unit.groups, slots, strict=True):
             group.attach(slot)
         unit.move(State.GATHERING)  # so that `drop_prefetched` finds the slots if a transfer raises

@@ -6,9 +6,6 @@ later stays in its group (options/trained.py).
 
 A group holds arrays and knows where each parameter lies. The schedule, which a group sees only as `Runtime`,
 decides when the group is gathered or reduced. Its transfer and its gradient path move the data.
-
-Shards are made when the model is built (setup.py), once the outermost unit is known. Until then an
-UnbuiltGroup stands in for the ParameterGroup.
 """
 
 from dataclasses import dataclass
@@ -142,7 +139,7 @@ class _Group(Storage):
         wanted = frozenset(i for i, parameter in enumerate(self.parameters) if parameter.requires_grad)
         if wanted and not dtypes.floating(np.dtype(self.key.dtype)):
             name = self.parameters[min(wanted)].name
-            raise TypeError(f"parameter {name!r} is {self.key.dtype} and can't require a gradient")
+            raise TypeError(f"parameter {name!r} is {self.key.dtype}; only floats can require a gradient")
         return wanted | self.trained if on_tape or self.has_partial_gradient else wanted
 
     def train(self, positions: frozenset[int], finds_unused: bool) -> None:

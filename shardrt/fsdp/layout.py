@@ -25,10 +25,12 @@ class Entry:
 
     @property
     def size(self) -> int:
+        """Elements of the parameter, without padding."""
         return prod(self.shape)
 
     @property
     def stop(self) -> int:
+        """The element of the flat buffer after the last one."""
         return self.offset + self.size
 
 

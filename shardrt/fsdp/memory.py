@@ -126,9 +126,12 @@ def memory_plan(
 
 
 def connect(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
-    """Make all communicators that a model of these units needs. Collective.
+    """Make all communicators that a model of these units needs.
 
-    Gives the process groups of each parameter group.
+    Collective.
+
+    Returns:
+        The process groups of each parameter group.
     """
     mesh = composition.active.mesh_of(units)
     for each in dict.fromkeys((mesh, *(unit.settings.mesh for unit in units))):
@@ -173,15 +176,22 @@ def _add_buffers(
 
 
 def whole_of(call: str, model: Module) -> list[Unit]:
-    """All units that train with those of `model`. Raises ValueError unless one unit contains them all."""
+    """All units that train with those of `model`.
+
+    Raises:
+        ValueError: unless one unit contains them all.
+    """
     found = units_for(call, model)
     units = found[0].schedule.units if found[0].schedule is not None else arranged(found[0])
     apart = [unit for unit in found if unit not in units]
     if apart and len(stages_of(model)) > 1:
-        raise ValueError(f"{call}: this rank has {len(stages_of(model))} stages; give it one of them")
+        raise ValueError(
+            f"{call}: this rank has {len(stages_of(model))} pipeline stages; pass one of them, not the model"
+        )
     if apart:
         raise ValueError(
-            f"{call}: unit {apart[0].label} is not inside {root_of(units).label}; call fully_shard on the "
+            f"{call}: unit {apart[0].label} is not inside unit {root_of(units).label}; call fully_shard on "
+            "the "
             "module around both as well"
         )
     return units

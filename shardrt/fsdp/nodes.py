@@ -152,7 +152,6 @@ def recorded(unit: Unit, outputs: list[Variable]) -> list[Variable]:
 
 
 def _of_others(unit: Unit, output: Variable) -> bool:
-    """Whether `output` is a parameter that does not belong to `unit`."""
     return isinstance(output, Parameter) and output.storage not in unit.groups
 
 

@@ -83,8 +83,8 @@ def _unequal_copies(model: Module, states: States) -> str:
             if objects.differing_ranks(parameter.pipeline.copies.communicator("control"), hashes):
                 first, last = parameter.pipeline.stages[0], parameter.pipeline.stages[-1]
                 odd = odd or (
-                    f"copies of parameter {parameter.name!r}, or of the optimizer's state of it, differ "
-                    f"between stages {first} and {last}, which must be equal to the bit"
+                    f"check_replicas: parameter {parameter.name!r}, or its optimizer state, differs "
+                    f"between stages {first} and {last}; both copies must be bitwise identical"
                 )
     return odd
 

@@ -29,8 +29,10 @@ def reserve(
 class Call:
     """A collective of a step.
 
-    by: the communicator. nbytes, output: bytes of the buffer and of the output. allocated: whether
-    `by.allocate` made the buffer.
+    Attributes:
+        by: the communicator.
+        nbytes, output: bytes of the buffer and of the output.
+        allocated: whether `by.allocate` made the buffer.
     """
 
     by: Communicator
@@ -64,7 +66,7 @@ def calls_of(
 def scratch(
     layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], inputs: PlanInputs
 ) -> dict[Communicator, tuple[int, int]]:
-    """communicator -> bytes of scratch memory (on the device, on the host) that its calls need."""
+    """Map communicator to bytes of scratch memory (on the device, on the host) that its calls need."""
     most: dict[Communicator, tuple[int, int]] = {}
     for group, layout in layouts.items():
         for call in calls_of(group, layout, ranks_of[group], inputs):

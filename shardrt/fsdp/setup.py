@@ -196,7 +196,6 @@ def make_gradient_slots(units: list[Unit], own_slots: bool) -> None:
 
 
 def _fits(role: str, specs: Specs) -> bool:
-    """Whether the present arenas of this role have the sizes that the plan asks for."""
     wanted = {group: by_role[role].count for group, by_role in specs.items() if role in by_role}
     found = {group: group.arenas[role].slots[0].array.size for group in specs if role in group.arenas}
     return wanted == found
@@ -214,7 +213,7 @@ def _streams(units: list[Unit]) -> Streams:
 def _make_arenas(
     specs: Specs, ranks_of: dict[ParameterGroup, ProcessGroups], here: Device, roles: Iterable[str]
 ) -> dict[ParameterGroup, dict[str, Arena]]:
-    """group -> role -> arena, for these roles; one arena for each Spec. Collective."""
+    """Map group to role to arena, for these roles; one arena for each Spec. Collective."""
     made: dict[Spec, Arena] = {}
     found: dict[ParameterGroup, dict[str, Arena]] = {group: {} for group in specs}
     for group, by_role in specs.items():

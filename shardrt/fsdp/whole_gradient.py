@@ -91,7 +91,7 @@ class WholeGradient(GradientPath):
                 self.view(position).fill(0)
 
     def send(self, slot: Slot, out: Array, accumulate: bool) -> None:
-        """out = (out if `accumulate`) + scale * this rank's shard of the slots' sum over all ranks."""
+        """Set out = (out if `accumulate`) + scale * this rank's shard of the slots' sum over all ranks."""
         collectives.reduce_scatter(self.group, slot, slot.array[: self.full], out, accumulate, self.streams)
 
 

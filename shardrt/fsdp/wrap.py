@@ -136,7 +136,7 @@ def _free(parameter: Parameter) -> bool:
 
 
 def _users(model: Module) -> dict[int, set[int]]:
-    """id of a parameter -> ids of the modules that hold it."""
+    """Map the id of a parameter to the ids of the modules that hold it."""
     users: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

@@ -15,9 +15,10 @@ from shardrt.functional._types import Array
 class Repeatable(Function):
     """An op that can compute results again from its saved arrays, bitwise identical.
 
-    again_cheap: indices of these results (0 for a single result).
-    again_low: the same, for ops that take the result in 16 bits.
-    again_whole: indices of results that another op computes again rather than keep, whatever it costs.
+    Attributes:
+        again_cheap: indices of these results (0 for a single result).
+        again_low: the same, for ops that take the result in 16 bits.
+        again_whole: indices of results that another op computes again rather than keep, whatever it costs.
     """
 
     again_cheap: tuple[int, ...] = ()
@@ -34,7 +35,11 @@ class Repeatable(Function):
 
 
 class Again:
-    """Takes the place of an array in `saved`: result `index` of `maker`. dtype: the one the matmul takes."""
+    """Takes the place of an array in `saved`: result `index` of `maker`.
+
+    Args:
+        dtype: the one the matmul takes.
+    """
 
     __slots__ = ("maker", "index", "dtype", "_low")
 

@@ -29,10 +29,15 @@ def floating(x: Any) -> "Tensor":
 def indices(op: str, name: str, values: Any, size: int, ignore: int | None = None) -> Array:
     """Numbers from 0 to size - 1, or `ignore`, as a C-contiguous int64 array on the device.
 
-    values: an array, a tensor, nested lists, or a range, which unlike an array can be in a captured graph.
     An array that is on a GPU already is not checked, because the host would have to wait for it.
 
-    Raises TypeError for other than integers, ValueError that names the first one outside.
+    Args:
+        values: an array, a tensor, nested lists, or a range, which unlike an array can be in a captured
+            graph.
+
+    Raises:
+        TypeError: for other than integers.
+        ValueError: that names the first one outside.
     """
     here = device.current()
     if isinstance(values, range):
@@ -54,7 +59,7 @@ def _array_of(op: str, name: str, values: Any) -> np.ndarray:
     try:
         array = np.asarray(values)
     except ValueError as error:  # lists of several lengths
-        raise ValueError(f"{op}: {name} must be lists of equal lengths, or an array") from error
+        raise ValueError(f"{op}: {name} must be an array, or nested lists of equal lengths") from error
     return array if array.size else array.astype(np.int64)  # an empty list has no element type
 
 
@@ -67,7 +72,7 @@ def check_floats(op: str, **tensors: "Tensor | None") -> None:
     if len(kinds) != 1 or not _computed_in(*kinds):
         given = {name: t.value_dtype for name, t in tensors.items() if t is not None}
         text = ", ".join(f"{name} {dtype.name}" for name, dtype in given.items())
-        raise TypeError(f"{op}: all must be float32 or all float64, got {text}")
+        raise TypeError(f"{op}: all arguments must be float32 or all float64, got {text}")
 
 
 def _computed_in(dtype: np.dtype) -> bool:
@@ -83,11 +88,15 @@ def _check_range(op: str, name: str, array: np.ndarray, size: int, ignore: int |
     if wrong.any():
         place = tuple(int(i) for i in np.argwhere(wrong)[0])
         where = ", ".join(map(str, place))
-        raise ValueError(f"{op}: {name}[{where}] is {int(array[place])}, not in [0, {size})")
+        raise ValueError(f"{op}: {name}[{where}] must be in [0, {size}), got {int(array[place])}")
 
 
 def pair(op: str, name: str, value: Any, least: int) -> tuple[int, int]:
-    """One number, or one for each of (vertical, horizontal), as two. Raises ValueError below `least`."""
+    """One number, or one for each of (vertical, horizontal), as two.
+
+    Raises:
+        ValueError: below `least`.
+    """
     two = (value, value) if isinstance(value, int) else tuple(value)
     if len(two) != 2 or not all(isinstance(n, int) and n >= least for n in two):
         raise ValueError(f"{op}: {name} must be one or two integers of at least {least}, got {value!r}")
@@ -120,7 +129,7 @@ def empty_like(x: Array) -> Array:
 
 
 def for_product(x: Array, other: Array) -> Array:
-    """x as a matmul with `other` takes it: bits of bfloat16, if `other` is bits of bfloat16."""
+    """Return x as a matmul with `other` takes it: bits of bfloat16, if `other` is bits of bfloat16."""
     return x if product_dtype(x, other) == x.dtype else packed(x)
 
 

@@ -14,7 +14,7 @@ def checked(
 ) -> Array:
     """The targets as an array, if they and the reduction are fit for x (..., width)."""
     if x.ndim == 0:
-        raise ValueError(f"{op}: {name} need an axis, the {'vocabulary' if name == 'logits' else 'width'}")
+        raise ValueError(f"{op}: {name} must have at least one dimension, got a scalar")
     targets = indices(op, "targets", targets, *vocab, ignore_index)
     if targets.shape != x.shape[:-1]:
         raise ValueError(

@@ -66,10 +66,14 @@ class ReLU(Activation):
 
 
 def gelu(x: "Tensor", approximate: str = "none") -> "Tensor":
-    """x times the normal distribution function of x (Hendrycks, Gimpel: Gaussian Error Linear Units, 2016).
+    """Return x times the normal distribution function of x (Hendrycks, Gimpel: GELUs, 2016).
 
-    x: any shape, float32 or float64. approximate: "none", with the error function, or "tanh", the paper's
-    approximation, which GPT-2 uses. Raises ValueError for another word.
+    Args:
+        x: any shape, float32 or float64.
+        approximate: "none", with the error function, or "tanh", the paper's approximation, which GPT-2 uses.
+
+    Raises:
+        ValueError: for another word.
     """
     ops = {"none": GELUErf, "tanh": GELUTanh}
     if approximate not in ops:
@@ -80,7 +84,7 @@ def gelu(x: "Tensor", approximate: str = "none") -> "Tensor":
 
 
 def silu(x: "Tensor", inplace: bool = False) -> "Tensor":
-    """x times its logistic function (Elfwing et al., Sigmoid-Weighted Linear Units, 2017). Floats only."""
+    """Return x times its logistic function (Elfwing et al., Sigmoid-Weighted LUs, 2017). Floats only."""
     x = tensor(x)
     check_floats("silu", x=x)
     return SiLU.apply(x)
@@ -109,8 +113,12 @@ class SwiGLU(Repeatable):
 def swiglu(x: "Tensor") -> "Tensor":
     """silu(a) * b of the two halves of the last dimension (Shazeer, GLU Variants Improve Transformer, 2020).
 
-    x: (..., 2 * width), a before b, as one linear layer makes them; gives (..., width). float32 or float64.
-    Raises ValueError for an odd last dimension.
+    Args:
+        x: (..., 2 * width), a before b, as one linear layer makes them; gives (..., width). float32 or
+            float64.
+
+    Raises:
+        ValueError: for an odd last dimension.
     """
     x = tensor(x)
     check_floats("swiglu", x=x)
@@ -120,7 +128,7 @@ def swiglu(x: "Tensor") -> "Tensor":
 
 
 def relu(x: "Tensor", inplace: bool = False) -> "Tensor":
-    """x where it is positive, else 0; the gradient at 0 is 0. float32 or float64."""
+    """Return x where it is positive, else 0; the gradient at 0 is 0. float32 or float64."""
     x = tensor(x)
     check_floats("relu", x=x)
     return ReLU.apply(x)
@@ -144,14 +152,14 @@ class LeakyReLU(Function):
 
 
 def leaky_relu(x: "Tensor", negative_slope: float = 0.01, inplace: bool = False) -> "Tensor":
-    """x where it is positive, else negative_slope * x. Floats only."""
+    """Return x where it is positive, else negative_slope * x. Floats only."""
     x = tensor(x)
     check_floats("leaky_relu", x=x)
     return LeakyReLU.apply(x, float(negative_slope))
 
 
 def elu(x: "Tensor", alpha: float = 1.0, inplace: bool = False) -> "Tensor":
-    """x where it is positive, else alpha * (exp(x) - 1) (Clevert et al., 2016). Floats only."""
+    """Return x where it is positive, else alpha * (exp(x) - 1) (Clevert et al., 2016). Floats only."""
     x = tensor(x)
     check_floats("elu", x=x)
     return where(x > 0, x, expm1(minimum(x, 0.0)) * alpha)
@@ -192,7 +200,7 @@ def logsigmoid(x: "Tensor") -> "Tensor":
 
 @torch_words
 def glu(x: "Tensor", axis: int = -1) -> "Tensor":
-    """a * sigmoid(b) of the two halves along an axis (Dauphin et al., 2017). ValueError for an odd size."""
+    """Return a * sigmoid(b) of the halves along an axis (Dauphin et al., 2017). ValueError: an odd size."""
     x = tensor(x)
     if x.ndim == 0 or x.shape[axis] % 2:
         raise ValueError(f"glu: axis {axis} of x must have an even size, got {x.shape}")
@@ -201,7 +209,7 @@ def glu(x: "Tensor", axis: int = -1) -> "Tensor":
 
 
 def relu6(x: "Tensor", inplace: bool = False) -> "Tensor":
-    """x between 0 and 6."""
+    """Return x between 0 and 6."""
     return clamp(x, 0.0, 6.0)
 
 
@@ -211,10 +219,10 @@ def hardsigmoid(x: "Tensor", inplace: bool = False) -> "Tensor":
 
 
 def hardswish(x: "Tensor", inplace: bool = False) -> "Tensor":
-    """x * hardsigmoid(x) (Howard et al., MobileNetV3, 2019)."""
+    """Return x * hardsigmoid(x) (Howard et al., MobileNetV3, 2019)."""
     return tensor(x) * hardsigmoid(x)
 
 
 def mish(x: "Tensor", inplace: bool = False) -> "Tensor":
-    """x * tanh(softplus(x)) (Misra, 2020)."""
+    """Return x * tanh(softplus(x)) (Misra, 2020)."""
     return tensor(x) * tanh(softplus(x))

@@ -1,5 +1,7 @@
-"""Attention without the matrix of weights in memory. Next to inputs and output, backward needs one
-number per query: the logarithm of its sum of exponentials (Dao et al., FlashAttention, 2022).
+"""Attention without the matrix of weights in memory.
+
+Next to inputs and output, backward needs one number per query: the logarithm of its sum of exponentials (Dao
+et al., FlashAttention, 2022).
 """
 
 from collections.abc import Sequence
@@ -74,13 +76,23 @@ def scaled_dot_product_attention(
 ) -> "Tensor":
     """softmax(q k^T scale) v in every head (Vaswani et al., Attention Is All You Need, 2017, section 3.2.1).
 
-    q: (batch, heads, time, head_dim). k, v: the same, but for another time where not is_causal, and fewer
-    heads where several of q in a row share one (Ainslie et al., GQA, 2023). Views of any strides are read as
-    they are. scale: 1 / sqrt(head_dim) unless given. is_causal: a query sees the keys up to its own time.
-    Gives (batch, heads, time, head_dim). All float32 or all float64. attn_mask, dropout_p: None and 0 alone.
-    enable_gqa changes nothing: fewer heads of k and v are seen by their shapes.
+    Views of any strides are read as they are. All arrays are float32, or all float64.
 
-    Raises ValueError for sizes that don't fit, TypeError for other dtypes.
+    Args:
+        q: (batch, heads, time, head_dim).
+        k, v: the same, but for another time where not is_causal, and fewer heads where several of q in a row
+            share one (Ainslie et al., GQA, 2023).
+        scale: 1 / sqrt(head_dim) unless given.
+        is_causal: a query sees the keys up to its own time.
+        attn_mask, dropout_p: only None and 0.
+        enable_gqa: changes nothing: fewer heads of k and v are seen by their shapes.
+
+    Returns:
+        (batch, heads, time, head_dim).
+
+    Raises:
+        ValueError: for sizes that don't fit.
+        TypeError: for other dtypes.
     """
     op = "scaled_dot_product_attention"
     only(op, f"for masks there is {_MASKS}", attn_mask=(attn_mask, None))
@@ -91,7 +103,9 @@ def scaled_dot_product_attention(
     batch, heads, time, head_dim = q.shape
     fits = k.ndim == 4 and k.shape[1] and k.shape[::3] == (batch, head_dim) and heads % k.shape[1] == 0
     if not fits or v.shape != k.shape or (is_causal and k.shape[2] != time):
-        raise ValueError(f"{op}: q {q.shape}, k {k.shape} and v {v.shape} do not fit (is_causal={is_causal})")
+        raise ValueError(
+            f"{op}: shapes of q {q.shape}, k {k.shape} and v {v.shape} do not match (is_causal={is_causal})"
+        )
     check_floats(op, q=q, k=k, v=v)
     return Attention.apply(q, k, v, bool(is_causal), _scale(scale, head_dim))
 
@@ -161,15 +175,20 @@ def self_attention(
 ) -> "Tensor":
     """Attention of a sequence to itself, from queries, keys and values in one tensor, which is not copied.
 
-    qkv: (batch, time, (heads + 2 * kv_heads) * head_dim), as one linear layer makes it: first all heads'
-    queries, then keys, then values. kv_heads: heads of keys and of values, each for heads / kv_heads heads of
-    queries in a row; as many as heads unless given. starts: from document_starts, where a sequence holds
-    several documents that don't see one another; with is_causal only. float32 or float64.
+    Args:
+        qkv: (batch, time, (heads + 2 * kv_heads) * head_dim), as one linear layer makes it: first all heads'
+            queries, then keys, then values.
+        kv_heads: heads of keys and of values, each for heads / kv_heads heads of queries in a row; as many as
+            heads unless given.
+        starts: from document_starts, where a sequence holds several documents that don't see one another;
+            with is_causal only. float32 or float64.
 
-    Gives (batch, time, heads * head_dim), the heads side by side.
+    Returns:
+        (batch, time, heads * head_dim), the heads side by side.
 
-    Raises ValueError if the last dimension or `starts` does not fit or kv_heads does not divide heads,
-    TypeError for other dtypes.
+    Raises:
+        ValueError: if the last dimension or `starts` does not fit or kv_heads does not divide heads.
+        TypeError: for other dtypes.
     """
     qkv = tensor(qkv)
     kv_heads = heads if kv_heads is None else kv_heads
@@ -202,8 +221,14 @@ def check_packed(op: str, qkv: "Tensor", heads: int, kv_heads: int, scale: float
 def document_starts(documents: Array) -> Array:
     """Where the document of each token begins, for self_attention.
 
-    documents: integers (batch, time) on the host, equal for neighbours that belong together. Gives int64 of
-    that shape on the current device. Raises ValueError for another number of dimensions.
+    Args:
+        documents: integers (batch, time) on the host, equal for neighbours that belong together.
+
+    Returns:
+        Int64 of that shape on the current device.
+
+    Raises:
+        ValueError: for another number of dimensions.
     """
     return device.current().asarray(starts_on_host(documents), np.int64)
 
@@ -228,7 +253,7 @@ def split_heads(x: Array, heads: Sequence[int]) -> list:
 
 
 def _inner_unit(x: Array) -> Array:
-    """x itself if its last stride is one element, else a copy."""
+    """Return x itself if its last stride is one element, else a copy."""
     return x if x.strides[-1] == x.dtype.itemsize else x.copy()
 
 

@@ -85,20 +85,28 @@ def batch_norm(
 ) -> "Tensor":
     """Each channel minus its mean, over its deviation, times weight plus bias (Ioffe, Szegedy, 2015).
 
-    x: (batch, channels, ...). weight (1 if None), bias (0 if None), running_mean, running_var: (channels,).
-    All float32 or all float64, or x in 16 bits with float32 parameters. training: mean and variance are the
-    batch's, and the running ones, arrays, tensors or None, move towards them by `momentum` (the variance
-    unbiased); else the running ones are used. communicator: the statistics are those of the batches of all
-    its ranks, which all call forward, and backward, in the same order.
+    All arrays are float32, or all float64, or x has 16 bits and the parameters are float32.
 
-    Raises ValueError for sizes that don't fit, for one number per channel in training and for no running
-    ones elsewhere, TypeError for other dtypes.
+    Args:
+        x: (batch, channels, ...).
+        running_mean, running_var: (channels,), or None in training.
+        weight: (channels,); 1 if None.
+        bias: (channels,); 0 if None.
+        training: mean and variance are the batch's, and the running ones, arrays, tensors or None, move
+            towards them by `momentum` (the variance unbiased); else the running ones are used.
+        communicator: the statistics are those of the batches of all its ranks, which all call forward, and
+            backward, in the same order.
+
+    Raises:
+        ValueError: for sizes that don't fit, for one number per channel in training and for no running ones
+            elsewhere.
+        TypeError: for other dtypes.
     """
     x = tensor(x)
     if x.ndim < 2 or x.size < 1:
         raise ValueError(f"batch_norm: x must be (batch, channels, ...) and not empty, got {x.shape}")
     if not training and (running_mean is None or running_var is None):
-        raise ValueError("batch_norm: running_mean and running_var are needed where training is False")
+        raise ValueError("batch_norm: pass running_mean and running_var, or training=True")
     own = dtypes.exact(x.value_dtype) if weight is None else tensor(weight).value_dtype
     weight, bias, running_mean, running_var = (
         _filled(x.shape[1:2], own, value) if given is None else given
@@ -117,7 +125,7 @@ def batch_norm(
     check_floats("batch_norm", x=x, weight=weight, bias=bias)
     ranks = 1 if communicator is None else communicator.size
     if training and x.size // x.shape[1] * ranks < 2:
-        raise ValueError(f"batch_norm: training needs more than one number per channel, got x {x.shape}")
+        raise ValueError(f"batch_norm: training=True needs more than one value per channel, got x {x.shape}")
     communicator = communicator if ranks > 1 else None
     running = running_mean, running_var
     return BatchNorm.apply(x, weight, bias, running, bool(training), momentum, eps, communicator)

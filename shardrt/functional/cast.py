@@ -40,7 +40,10 @@ def cast(x: "Tensor", dtype: str) -> "Tensor":
     rounded likewise, as if it had been computed in that type; a cast of it to "float32" is the tensor itself.
     On a device that computes in 16 bits they are types like the others.
 
-    Integers become float32 first. Raises ValueError for another dtype.
+    Integers become float32 first.
+
+    Raises:
+        ValueError: for another dtype.
     """
     dtype = dtypes.named("cast: dtype", dtype)
     x = floating(x)

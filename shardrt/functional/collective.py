@@ -65,8 +65,9 @@ class CopyTo(Waiting):
 def copy_to(x: "Tensor", communicator: Communicator, beside: Stream | None = None) -> "Tensor":
     """`x`, which all ranks have, for each to use in its own way; its gradient is the sum of the ranks'.
 
-    beside: a stream for that sum, which then overlaps a matmul for a weight, if the preceding op
-    has one. (None: the sum runs in the stream of the ops, after the matmul.)
+    Args:
+        beside: a stream for that sum, which then overlaps a matmul for a weight, if the preceding op has one.
+            None: the sum runs in the stream of the ops, after the matmul.
     """
     return CopyTo.apply(tensor(x), communicator, beside)
 
@@ -190,7 +191,8 @@ class AllToAll(Function):
 def all_to_all(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
     """Chunk r of `x` along `axis` goes to rank r; chunk r of the result came from rank r.
 
-    Raises ValueError if `x` can't be split into equal chunks for the ranks.
+    Raises:
+        ValueError: if `x` can't be split into equal chunks for the ranks.
     """
     x = tensor(x)
     return AllToAll.apply(x, communicator, _divided("all_to_all", x, communicator, axis))
@@ -216,13 +218,17 @@ def all_to_all_rows(
     """The first sent[0] rows of `x` go to rank 0, the next sent[1] to rank 1; received[r] come from rank r.
 
     Rows are along the first axis. Any count may be 0, and all of them: the result is then empty, and has a
-    gradient all the same. It is PyTorch's `all_to_all_single` with splits. The gradient goes the
-    opposite way.
-    Raises ValueError for what are not counts of the rows of `x` for each rank. Where a rank sends another
-    number than its peer expects, all ranks get a CollectiveMismatch; NCCL compares nothing.
+    gradient all the same. It is PyTorch's `all_to_all_single` with splits. The gradient goes the opposite
+    way. Where a rank sends another number than its peer expects, all ranks get a CollectiveMismatch; NCCL
+    compares nothing.
 
-    rows: those of the result, so that its size need not depend on the counts: what lies behind the last that
-    comes is 0. `x` may then have more rows than are sent, whose gradient is 0. None: as many as come.
+    Args:
+        rows: those of the result, so that its size need not depend on the counts: what lies behind the last
+            that comes is 0. `x` may then have more rows than are sent, whose gradient is 0. None: as many as
+            come.
+
+    Raises:
+        ValueError: for what are not counts of the rows of `x` for each rank.
     """
     x = tensor(x)
     return AllToAllRows.apply(x, communicator, *_counted(x, communicator, sent, received, rows))
@@ -252,14 +258,18 @@ def exchange(x: "Tensor", communicator: Communicator, *, to: int | None, source:
     """Send `x` to rank `to`; the result is the tensor that rank `source` sent, or zeros where that is None.
 
     A send alone has no `source`, and a receive alone no `to`, but an `x` of the shape that comes, whose
-    values do not matter. The gradient goes the other way round. Raises ValueError for a rank that is none,
-    or where only one of the two is this rank itself.
+    values do not matter. The gradient goes the other way round.
+
+    Raises:
+        ValueError: for a rank that is none, or where only one of the two is this rank itself.
     """
     for name, rank in (("to", to), ("source", source)):
         if rank is not None and not 0 <= rank < communicator.size:
-            raise ValueError(f"exchange: {name} is {rank}, but the ranks are 0 to {communicator.size - 1}")
+            raise ValueError(f"exchange: {name} must be a rank, 0 to {communicator.size - 1}, got {rank}")
     if (to == communicator.rank) != (source == communicator.rank):
-        raise ValueError(f"exchange: to is {to} and source {source}; both or neither can be this rank itself")
+        raise ValueError(
+            f"exchange: to and source must both be this rank or both be others, got {to} and {source}"
+        )
     return Exchange.apply(tensor(x), communicator, to, source)
 
 
@@ -319,7 +329,10 @@ def exchanged_rows(
 ) -> Array:
     """The ranks' rows for this one: sent[r] of this rank's go to rank r, received[r] come from there.
 
-    rows: the count of rows of the result. Rows after the received ones are 0.
+    Rows after the received ones are 0.
+
+    Args:
+        rows: the count of rows of the result.
     """
     width, used = prod(x.shape[1:]), sum(received)
     y = empty((rows, *x.shape[1:]), x.dtype)
@@ -373,7 +386,7 @@ def bits(x: Array) -> Array:
 
 def _axis(op: str, x: Any, axis: int) -> int:
     if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"{op}: axis {axis} is not one of x {x.shape}")
+        raise ValueError(f"{op}: axis {axis} does not exist in x {x.shape}")
     return axis % x.ndim
 
 
@@ -381,7 +394,7 @@ def _divided(op: str, x: Any, communicator: Communicator, axis: int) -> int:
     axis = _axis(op, x, axis)
     if x.shape[axis] % communicator.size:
         raise ValueError(
-            f"{op}: axis {axis} of x {x.shape} can't be cut into {communicator.size} equal parts"
+            f"{op}: axis {axis} of x {x.shape} must be divisible by the {communicator.size} ranks"
         )
     return axis
 

@@ -34,7 +34,7 @@ def positions_of(time: int, rank: int, ranks: int) -> np.ndarray:
     """The places in a sequence of `time` of what a rank has of it, int64. ValueError if it can't be cut."""
     if time % (2 * ranks):
         raise ValueError(
-            f"context parallelism: {time} positions can't be cut into 2 equal chunks for each of {ranks} "
+            f"context parallelism: {time} positions can't be split into 2 equal chunks for each of {ranks} "
             f"ranks; take a multiple of {2 * ranks}"
         )
     each = time // (2 * ranks)
@@ -106,17 +106,26 @@ def context_attention(
 ) -> "Tensor":
     """As self_attention, is_causal, of sequences of which this rank has the chunks that `positions_of` gives.
 
-    qkv: (batch, time, (heads + 2 * kv_heads) * head_dim) of this rank's positions. mesh: the ranks, on one
-    axis. starts: int64 (batch, time) on the device, where the document of each of these positions begins in
-    the whole sequence. Gives (batch, time, heads * head_dim). Collective, with equal shapes on all ranks.
+    Collective, with equal shapes on all ranks.
 
-    Raises ValueError if sizes don't fit or `time` is odd, TypeError for other dtypes.
+    Args:
+        qkv: (batch, time, (heads + 2 * kv_heads) * head_dim) of this rank's positions.
+        mesh: the ranks, on one axis.
+        starts: int64 (batch, time) on the device, where the document of each of these positions begins in the
+            whole sequence.
+
+    Returns:
+        (batch, time, heads * head_dim).
+
+    Raises:
+        ValueError: if sizes don't fit or `time` is odd.
+        TypeError: for other dtypes.
     """
     qkv, kv_heads = tensor(qkv), heads if kv_heads is None else kv_heads
     scale = check_packed("context_attention", qkv, heads, kv_heads, scale)
     if qkv.shape[1] % 2:
         raise ValueError(
-            f"context_attention: a rank has two equal chunks of time, got {qkv.shape[1]} positions"
+            f"context_attention: qkv must have an even number of positions, two chunks, got {qkv.shape[1]}"
         )
     starts = None if starts is None else asarray(starts)
     if starts is not None and starts.shape != qkv.shape[:2]:

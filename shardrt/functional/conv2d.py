@@ -73,12 +73,23 @@ def conv2d(
 ) -> "Tensor":
     """Each output is the sum of a window of x times a weight (a cross-correlation, as everywhere).
 
-    x: (batch, channels, height, width). weight: (outputs, channels / groups, rows, columns). bias: (outputs,)
-    or None. stride, padding (zeros), dilation: one number or (vertical, horizontal). Group g of the outputs
-    sees group g of the channels. Gives (batch, outputs, rows of windows, columns of windows). All
-    float32 or all float64. x is saved for backward only if the weight's gradient is wanted.
+    Group g of the outputs sees group g of the channels. All arrays are float32, or all float64. x is saved
+    for backward only if the weight's gradient is wanted.
 
-    Raises ValueError for sizes that don't fit, TypeError for other dtypes.
+    Args:
+        x: (batch, channels, height, width).
+        weight: (outputs, channels / groups, rows, columns).
+        bias: (outputs,) or None.
+        stride: from window to window; one number or (vertical, horizontal), as the next two.
+        padding: zeros at each border.
+        dilation: distance of the elements of a window.
+
+    Returns:
+        (batch, outputs, rows of windows, columns of windows).
+
+    Raises:
+        ValueError: for sizes that don't fit.
+        TypeError: for other dtypes.
     """
     x, weight, bias = tensor(x), tensor(weight), None if bias is None else tensor(bias)
     if x.ndim != 4 or min(x.shape) < 1:
@@ -149,12 +160,23 @@ def conv_transpose2d(
 ) -> "Tensor":
     """Each element of x times a weight, added up in windows of the result: conv2d's gradient of its input.
 
-    x: (batch, channels, height, width). weight: (channels, outputs / groups, rows, columns). bias: (outputs,)
-    or None. stride: from window to window. padding: width removed at each border. output_padding: rows
-    and columns more at the end, fewer than `stride`. Gives (batch, outputs, (height - 1) * stride - 2 *
-    padding + dilation * (rows - 1) + output_padding + 1, ...). All float32 or all float64.
+    All float32 or all float64.
 
-    Raises ValueError for sizes that don't fit, TypeError for other dtypes.
+    Args:
+        x: (batch, channels, height, width).
+        weight: (channels, outputs / groups, rows, columns).
+        bias: (outputs,) or None.
+        stride: from window to window.
+        padding: width removed at each border.
+        output_padding: rows and columns more at the end, fewer than `stride`.
+
+    Returns:
+        (batch, outputs, (height - 1) * stride - 2 * padding + dilation * (rows - 1) + output_padding + 1,
+        ...).
+
+    Raises:
+        ValueError: for sizes that don't fit.
+        TypeError: for other dtypes.
     """
     op = "conv_transpose2d"
     x, weight, bias = tensor(x), tensor(weight), None if bias is None else tensor(bias)

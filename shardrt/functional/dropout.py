@@ -40,8 +40,13 @@ class Dropout(Function):
 def dropout(x: "Tensor", p: float = 0.5, training: bool = True, inplace: bool = False) -> "Tensor":
     """Each element 0 with probability p, else divided by 1 - p (Srivastava et al., Dropout, 2014).
 
-    x: any shape, float32 or float64; x itself where not training or p is 0. inplace changes nothing.
-    Raises ValueError for p outside [0, 1), TypeError for other dtypes.
+    Args:
+        x: any shape, float32 or float64; x itself where not training or p is 0.
+        inplace: changes nothing.
+
+    Raises:
+        ValueError: for p outside [0, 1).
+        TypeError: for other dtypes.
     """
     x = tensor(x)
     check_floats("dropout", x=x)
@@ -83,7 +88,9 @@ def key_of_use() -> tuple[int, int, Array | None]:
         return seed, (call + use) % 2**64, None
     if "dropout" not in graph.kept:
         if random.rewound():
-            raise RuntimeError("dropout: a graph that makes a mask again must have made it first")
+            raise RuntimeError(
+                "dropout: this capture recomputes a forward that ran outside it; capture both together"
+            )
         graph.after_capture(partial(random.restore, random.state()))
         random.call_begins()
         place = here.numbers(lambda: np.array(random.upcoming(), np.uint64))

@@ -12,10 +12,15 @@ from shardrt.functional.shape import permute, reshape
 
 
 def einsum(formula: str, *operands: Any) -> "Tensor":
-    """As in PyTorch and NumPy: "bhqd,bhkd->bhqk". One operand after the other, from the left.
+    """As in PyTorch and NumPy: "bhqd,bhkd->bhqk".
 
-    A letter twice in one operand (a diagonal) is not supported. Raises ValueError for a formula that does not
-    fit the operands, TypeError as `matmul`.
+    One operand after the other, from the left.
+
+    A letter twice in one operand (a diagonal) is not supported.
+
+    Raises:
+        ValueError: for a formula that does not fit the operands.
+        TypeError: as `matmul`.
     """
     tensors = [tensor(x) for x in operands]
     inputs, output = _parsed(formula, tensors)
@@ -23,7 +28,10 @@ def einsum(formula: str, *operands: Any) -> "Tensor":
     for letters, x in zip(inputs, tensors, strict=True):
         for letter, size in zip(letters, x.shape, strict=True):
             if sizes.setdefault(letter, size) != size:
-                raise ValueError(f"einsum: {letter!r} of {formula!r} is {sizes[letter]} and {size}")
+                raise ValueError(
+                    f"einsum: index {letter!r} of {formula!r} has size {sizes[letter]} in one operand and "
+                    f"{size} in another"
+                )
     letters, x = inputs[0], tensors[0]
     for position in range(1, len(tensors)):
         needed = output + "".join(inputs[position + 1 :])
@@ -37,13 +45,15 @@ def _parsed(formula: str, tensors: list["Tensor"]) -> tuple[list[str], str]:
     left, arrow, output = formula.replace(" ", "").partition("->")
     inputs = left.split(",")
     if len(inputs) != len(tensors):
-        raise ValueError(f"einsum: {formula!r} names {len(inputs)} operands, got {len(tensors)}")
+        raise ValueError(f"einsum: {formula!r} names {len(inputs)} operand(s), got {len(tensors)}")
     free = "".join(letter for letter in ascii_letters if letter not in formula)  # for the axes of "..."
     hidden = 0
     for position, (letters, x) in enumerate(zip(inputs, tensors, strict=True)):
         count = x.ndim - len(letters.replace("...", ""))
         if count < 0 or (count > 0 and "..." not in letters):
-            raise ValueError(f"einsum: {letters!r} of {formula!r} does not fit shape {x.shape}")
+            raise ValueError(
+                f"einsum: {letters!r} of {formula!r} must name all {x.ndim} dimensions of shape {x.shape}"
+            )
         inputs[position] = letters.replace("...", free[len(free) - count :])
         hidden = max(hidden, count)
     everything = "".join(inputs)
@@ -54,9 +64,15 @@ def _parsed(formula: str, tensors: list["Tensor"]) -> tuple[list[str], str]:
     output = output.replace("...", spare)
     for letters in (*inputs, output):
         if len(set(letters)) < len(letters):
-            raise ValueError(f"einsum: a letter is twice in one operand or the result of {formula!r}")
+            raise ValueError(
+                f"einsum: {formula!r} repeats a letter within an operand or the result, which is not "
+                "supported"
+            )
     if not all(letter.isalpha() for letter in everything + output) or set(output) - set(everything):
-        raise ValueError(f"einsum: {formula!r} is no formula like 'ij,jk->ik'")
+        raise ValueError(
+            f"einsum: {formula!r} must be a formula such as 'ij,jk->ik', whose result letters are in the "
+            "operands"
+        )
     return inputs, output
 
 

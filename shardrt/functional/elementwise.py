@@ -48,7 +48,12 @@ class Add(Function):
 
 
 def add(x: Operand, y: Operand) -> "Tensor":
-    """x + y. Raises TypeError for float32 with float64, ValueError for shapes that don't broadcast."""
+    """Return x + y.
+
+    Raises:
+        TypeError: for float32 with float64.
+        ValueError: for shapes that don't broadcast.
+    """
     return Add.apply(*_operands("add", x, y))
 
 
@@ -67,7 +72,7 @@ class Sub(Function):
 
 
 def sub(x: Operand, y: Operand) -> "Tensor":
-    """x - y. Errors as `add`."""
+    """Return x - y. Errors as `add`."""
     return Sub.apply(*_operands("sub", x, y))
 
 
@@ -86,7 +91,7 @@ class Mul(Function):
 
 
 def mul(x: Operand, y: Operand) -> "Tensor":
-    """x * y. Errors as `add`."""
+    """Return x * y. Errors as `add`."""
     return Mul.apply(*_operands("mul", x, y))
 
 
@@ -107,7 +112,7 @@ class Div(Function):
 
 
 def div(x: Operand, y: Operand) -> "Tensor":
-    """x / y; integers become float32. Errors as `add`."""
+    """Return x / y; integers become float32. Errors as `add`."""
     return Div.apply(*_operands("div", x, y, np.float32))
 
 
@@ -161,12 +166,15 @@ class Clamp(Function):
 
 @also(min="low", max="high")
 def clamp(x: Operand, low: Operand | None = None, high: Operand | None = None) -> "Tensor":
-    """x, or the bound that it is beyond: there it has no gradient. The bounds: numbers, tensors or None.
+    """x, or the bound that it is beyond: there it has no gradient.
 
-    Raises ValueError without a bound; errors as `add`.
+    The bounds: numbers, tensors or None.
+
+    Raises:
+        ValueError: without a bound; errors as `add`.
     """
     if low is None and high is None:
-        raise ValueError("clamp: low or high is needed")
+        raise ValueError("clamp: pass low, high or both")
     if any(isinstance(_operand(bound), Variable) for bound in (low, high) if bound is not None):
         x = x if low is None else maximum(x, low)
         return x if high is None else minimum(x, high)
@@ -193,18 +201,22 @@ class Where(Function):
 
 
 def where(condition: Any, x: Operand, y: Operand) -> "Tensor":
-    """x where the condition holds, y elsewhere; elements not taken have gradient 0, even nan.
+    """Return x where the condition holds, y elsewhere; elements not taken have gradient 0, even nan.
 
-    condition: booleans, an array or a tensor. Raises TypeError for another condition; else as `add`.
+    Args:
+        condition: booleans, an array or a tensor.
+
+    Raises:
+        TypeError: for another condition; else as `add`.
     """
     condition = tensor(condition)
     if condition.dtype != np.bool_:
-        raise TypeError(f"where: condition must be booleans, as x > 0 gives them, got {condition.dtype}")
+        raise TypeError(f"where: condition must be boolean, such as x > 0, got {condition.dtype}")
     return Where.apply(condition.data, *_operands("where", x, y))
 
 
 def masked_fill(x: Operand, mask: Any, value: Operand) -> "Tensor":
-    """x with `value` where the mask holds. Errors as `where`."""
+    """Return x with `value` where the mask holds. Errors as `where`."""
     return where(mask, value, x)
 
 
@@ -262,7 +274,7 @@ class PowTensor(Function):
 
 
 def pow(x: Operand, exponent: Operand) -> "Tensor":
-    """x to a power, of which one may be a number; integers become float32. Errors as `add`."""
+    """Return x to a power, of which one may be a number; integers become float32. Errors as `add`."""
     if isinstance(_operand(exponent), Variable):
         x, exponent = _operands("pow", x, exponent, np.float32)
         return PowTensor.apply(x if isinstance(x, Variable) else tensor(asarray(x, exponent.dtype)), exponent)

@@ -54,10 +54,16 @@ def embedding(
 ) -> "Tensor":
     """The rows of weight that indices name: integers (...), or a range, and (rows, width) -> (..., width).
 
-    padding_idx: a row that gets no gradient from here. The other arguments must have their defaults.
+    The other arguments must have their defaults.
 
-    Raises ValueError that names the first index outside [0, rows), TypeError if they are no integers. Indices
-    that are on a GPU already are not looked at: the rows of those outside are nan.
+    Indices that are on a GPU already are not looked at: the rows of those outside are nan.
+
+    Args:
+        padding_idx: a row that gets no gradient from here.
+
+    Raises:
+        ValueError: that names the first index outside [0, rows).
+        TypeError: if they are no integers.
     """
     weight = tensor(weight)
     if weight.ndim != 2:
@@ -71,5 +77,5 @@ def embedding(
     if padding_idx is None:
         return y
     if not -weight.shape[0] <= padding_idx < weight.shape[0]:
-        raise ValueError(f"embedding: padding_idx {padding_idx} is no row of weight {weight.shape}")
+        raise ValueError(f"embedding: padding_idx must be a row of weight {weight.shape}, got {padding_idx}")
     return where((found != padding_idx % weight.shape[0])[..., None], y, y.detach())

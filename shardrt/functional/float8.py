@@ -70,7 +70,7 @@ def takes(x: Variable, weight: Variable) -> bool:
 
 
 def _cast(x: Array, kind: str, lying: bool, transposed: bool, scale: Array | None = None) -> tuple:
-    """x as it lies, (rows, columns), and its transpose, each where it is wanted, else None.
+    """Return x as it lies, (rows, columns), and its transpose, each where it is wanted, else None.
 
     scale: the scale that an earlier cast of these numbers gave.
     """
@@ -85,7 +85,7 @@ def _cast(x: Array, kind: str, lying: bool, transposed: bool, scale: Array | Non
 
 
 def _multiply(a: Operand, b: Operand, out: Array, **how: Any) -> None:
-    """out = a times the transpose of b."""
+    """Compute out = a times the transpose of b."""
     kernels().float8.matmul(a.bits, b.bits, out, (a.kind, b.kind), (a.scale, b.scale), **how)
 
 

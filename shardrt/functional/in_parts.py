@@ -26,9 +26,11 @@ from shardrt.functional._types import Array
 class InParts:
     """Which parts of a weight (outputs, inputs) this rank has.
 
-    axis: 0 where outputs are split, 1 for inputs. parts: where each lies along that axis; in several places
-    where layers lie side by side. goes_on: whether ranks add up these sums. Then sums of 16-bit
-    matmuls stay float32 until the ranks have added them.
+    Attributes:
+        axis: 0 where outputs are split, 1 for inputs.
+        parts: where each lies along that axis; in several places where layers lie side by side.
+        goes_on: whether ranks add up these sums. Then sums of 16-bit matmuls stay float32 until the ranks
+            have added them.
     """
 
     axis: int
@@ -66,7 +68,7 @@ class Columns(Function):
         return kept[0]
 
     def _input(self, x: Array, low: Array) -> SavedTensor | None:
-        """x as backward's matmuls need it. low: x as the matmul takes it."""
+        """Return x as backward's matmuls need it. low: x as the matmul takes it."""
         return to_save(self, 0, x, low, cheap=False) if self.needs[1] else None
 
     def backward(self, dy: Array) -> tuple:
@@ -150,11 +152,12 @@ def _add_row_gradient(x: Array, dy: Array, how: InParts, weight: Variable) -> tu
 
 
 def add_neighbours(out: Array, count: int, product: Callable[[int, Array], None], dtype: Any) -> None:
-    """out = the sum of the results of product(0, array), product(1, array), ..., added as neighbours.
+    """Compute out = the sum of the results of product(0, array), product(1, array), ..., added as neighbours.
 
-    out: (rows, columns), dense, of `dtype`, the type of the results, or float32. count: a power of two. With
-    16 bits, the sums are float32. It takes memory for log2(count) more of `out`, and for another one where
-    `out` has another type.
+    Args:
+        out: (rows, columns), dense, of `dtype`, the type of the results, or float32.
+        count: a power of two. With 16 bits, the sums are float32. It takes memory for log2(count) more of
+            `out`, and for another one where `out` has another type.
     """
     waiting: list[Array] = []  # sums of 2^k parts each, the largest first, as a binary counter counts
     for number in range(count):
@@ -178,8 +181,10 @@ def multiplied(
 ) -> None:
     """product(*factors, out): factors and `out` may be parts of arrays.
 
-    accumulate: None for a product without that argument. own: `out` is no part of another array. If the host
-    multiplies by a vector, strides decide which routine NumPy calls, so it gets dense copies.
+    Args:
+        accumulate: None for a product without that argument.
+        own: `out` is no part of another array. If the host multiplies by a vector, strides decide which
+            routine NumPy calls, so it gets dense copies.
     """
     more = () if accumulate is None else (accumulate,)
     host, vector = as_it_lies(factors[0]), any(1 in array.shape for array in (*factors[:2], out))

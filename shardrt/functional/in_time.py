@@ -30,11 +30,15 @@ class InTime:
     communicator: Communicator
 
     def places(self, x: Array) -> list[tuple]:
-        """Where each part lies in an array (..., time, width). Raises ValueError where they are not equal."""
+        """Where each part lies in an array (..., time, width).
+
+        Raises:
+            ValueError: where they are not equal.
+        """
         each, rest = divmod(x.shape[-2], self.count)
         if rest:
             raise ValueError(
-                f"set_tensor_invariant: {x.shape[-2]} positions can't be cut into {self.count} equal parts"
+                f"set_tensor_invariant: {x.shape[-2]} positions can't be split into {self.count} equal parts"
             )
         return [(..., slice(i * each, (i + 1) * each), slice(None)) for i in range(self.count)]
 
@@ -72,8 +76,9 @@ def norm_gradients(
 ) -> Array:
     """The gradients (parameters, width) of a norm over the last dimension; dx is written.
 
-    arrays: dy, x and what is added to dx or None, (..., time, width). statistics: a number for each row.
-    backward(dy, x, more, statistics, dx, gradients): of some rows.
+    Args:
+        arrays: dy, x and what is added to dx or None, (..., time, width).
+        statistics: a number for each row. backward(dy, x, more, statistics, dx, gradients): of some rows.
     """
     dy, x, more = arrays
     by_time = [each.reshape(x.shape[:-1]) for each in statistics]
@@ -113,6 +118,6 @@ class AddBias(Function):
 
 
 def add_bias(x: "Tensor", bias: "Tensor") -> "Tensor":
-    """x (..., time, width) + bias (width,)."""
+    """Return x (..., time, width) + bias (width,)."""
     how = getattr(bias, "in_parts", None)
     return add(x, bias) if how is None else AddBias.apply(x, bias, how)

@@ -17,7 +17,10 @@ from shardrt.functional.words import also, torch_words
 def gather(x: "Tensor", axis: int, index: Any) -> "Tensor":
     """y[i][j][k] = x[i][index[i][j][k]][k] for axis 1, and so on: one element of x for each of `index`.
 
-    index: integers with as many axes as x, no longer than x but along `axis`. Errors name what doesn't fit.
+    Errors name what doesn't fit.
+
+    Args:
+        index: integers with as many axes as x, no longer than x but along `axis`.
     """
     x, place = _placed("gather", x, axis, index)
     return getitem(x, place)
@@ -56,7 +59,7 @@ class Scatter(Function):
 
 @also(dim="axis", src="source")
 def scatter(x: "Tensor", axis: int, index: Any, source: Any) -> "Tensor":
-    """x with the elements that `gather` would take replaced by `source`, a number or as large as `index`.
+    """Return x with the elements that `gather` would take replaced by `source`, a number or an array.
 
     A place that is named twice gets one of the two.
     """
@@ -65,13 +68,13 @@ def scatter(x: "Tensor", axis: int, index: Any, source: Any) -> "Tensor":
 
 @also(dim="axis", src="source")
 def scatter_add(x: "Tensor", axis: int, index: Any, source: "Tensor") -> "Tensor":
-    """x with `source` added to the elements that `gather` would take."""
+    """Return x with `source` added to the elements that `gather` would take."""
     return _scattered("scatter_add", x, axis, index, source, True)
 
 
 @torch_words
 def index_add(x: "Tensor", axis: int, index: Any, source: "Tensor") -> "Tensor":
-    """x with the slices of `source` along an axis added to those of x that `index` names."""
+    """Return x with the slices of `source` along an axis added to those of x that `index` names."""
     x, source = tensor(x), tensor(source)
     (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
     index = indices("index_add", "index", index, x.shape[axis])
@@ -81,15 +84,21 @@ def index_add(x: "Tensor", axis: int, index: Any, source: "Tensor") -> "Tensor":
 
 
 def masked_scatter(x: "Tensor", mask: Any, source: "Tensor") -> "Tensor":
-    """x with the elements where the mask holds replaced by those of `source`, in order.
+    """Return x with the elements where the mask holds replaced by those of `source`, in order.
 
-    mask: booleans that broadcast to x. Raises ValueError if `source` has fewer elements than places.
+    Args:
+        mask: booleans that broadcast to x.
+
+    Raises:
+        ValueError: if `source` has fewer elements than places.
     """
     x, source, mask = tensor(x), flatten(source), tensor(mask).data
     mask = np.broadcast_to(mask, x.shape)
     count = int(mask.sum())
     if source.size < count:
-        raise ValueError(f"masked_scatter: source has {source.size} elements for {count} places")
+        raise ValueError(
+            f"masked_scatter: source must have {count} elements, one for each True of mask, got {source.size}"
+        )
     if count == 0:
         return x
     order = np.cumsum(mask.reshape(-1)) - 1
@@ -141,12 +150,15 @@ def topk(
 ) -> tuple["Tensor", Array]:
     """(the k largest elements along an axis, the largest first; where they were: an array).
 
-    Or the smallest; in their order also where `sorted` is False. Raises ValueError if there are not as many.
+    Or the smallest; in their order also where `sorted` is False.
+
+    Raises:
+        ValueError: if there are not as many.
     """
     x = tensor(x)
     (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
     if not 0 <= k <= x.shape[axis]:
-        raise ValueError(f"topk: k {k} of {x.shape[axis]} elements")
+        raise ValueError(f"topk: k must be 0 to {x.shape[axis]}, the size of axis {axis}, got {k}")
     order = argsort(x, axis, largest)[(slice(None),) * axis + (slice(k),)]
     return gather(x, axis, order), order
 
@@ -154,7 +166,11 @@ def topk(
 def one_hot(values: Any, num_classes: int = -1) -> Array:
     """Integers (...) -> integers (..., num_classes), an array: 1 at the place that the integer names, else 0.
 
-    num_classes: one more than the largest if -1. Raises ValueError for an integer outside [0, num_classes).
+    Args:
+        num_classes: one more than the largest if -1.
+
+    Raises:
+        ValueError: for an integer outside [0, num_classes).
     """
     if num_classes == -1:
         num_classes = int(tensor(values).data.max()) + 1
@@ -192,4 +208,6 @@ def _check_source(op: str, x: "Tensor", source: "Tensor", shape: tuple[int, ...]
     if source.shape != shape:
         raise ValueError(f"{op}: source must be {shape} for this index, got {source.shape}")
     if source.value_dtype != x.value_dtype:
-        raise TypeError(f"{op}: x {x.value_dtype.name} and source {source.value_dtype.name} differ")
+        raise TypeError(
+            f"{op}: x and source must have one dtype, got {x.value_dtype.name} and {source.value_dtype.name}"
+        )

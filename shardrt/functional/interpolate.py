@@ -22,10 +22,16 @@ def interpolate(
 ) -> "Tensor":
     """(batch, channels, height, width) at another size, as in PyTorch, without antialiasing.
 
-    size, or scale_factor: one for both axes, or (vertical, horizontal). mode: "nearest", "bilinear" or
-    "bicubic". recompute_scale_factor: the factor comes from the integer sizes. Costs matmuls
-    with a matrix (new, old) for each axis. Raises ValueError for bad arguments, TypeError for other than
-    floats.
+    It costs matmuls with a matrix (new, old) for each axis.
+
+    Args:
+        size, scale_factor: one of them; a number for both axes, or (vertical, horizontal).
+        mode: "nearest", "bilinear" or "bicubic".
+        recompute_scale_factor: the factor comes from the integer sizes.
+
+    Raises:
+        ValueError: for bad arguments.
+        TypeError: for other than floats.
     """
     x = tensor(x)
     check_floats("interpolate", x=x)
@@ -33,7 +39,7 @@ def interpolate(
     if x.ndim != 4 or min(x.shape) < 1:
         raise ValueError(f"interpolate: x must be (batch, channels, height, width), got {x.shape}")
     if (size is None) == (scale_factor is None):
-        raise ValueError("interpolate: either size or scale_factor is needed")
+        raise ValueError("interpolate: pass either size or scale_factor")
     if mode not in ("nearest", "bilinear", "bicubic"):
         raise ValueError(f"interpolate: mode must be 'nearest', 'bilinear' or 'bicubic', got {mode!r}")
     given = size if scale_factor is None else scale_factor
@@ -42,7 +48,7 @@ def interpolate(
     for old, wanted in zip(x.shape[2:], given, strict=True):
         new = int(wanted if scale_factor is None else old * wanted)
         if new < 1:
-            raise ValueError(f"interpolate: the new size must be at least 1, got {new}")
+            raise ValueError(f"interpolate: the output size must be at least 1, got {new}")
         axes.append((old, new, old / new if scale_factor is None or recompute_scale_factor else 1 / wanted))
     if mode == "nearest":
         rows, columns = (

@@ -45,7 +45,7 @@ class Linear(Function):
         return kept[0]
 
     def _input(self, x: Array, low: Array) -> SavedTensor | None:
-        """x as backward's matmuls need it. low: x as the matmul takes it."""
+        """Return x as backward's matmuls need it. low: x as the matmul takes it."""
         return to_save(self, 0, x, low) if self.needs[1] else None
 
     def backward(self, dy: Array) -> tuple:
@@ -167,12 +167,19 @@ class LinearGELU(Linear, Repeatable):
 
 
 def linear(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> "Tensor":
-    """x times the transpose of weight, plus bias: (..., inputs) -> (..., outputs).
+    """Return x times the transpose of weight, plus bias: (..., inputs) -> (..., outputs).
 
-    weight: (outputs, inputs). bias: (outputs,) or None. All float32 or all float64. x is saved for backward
-    only if the weight's gradient is wanted, and not where a norm or an activation can make it again.
+    x is saved for backward only if the weight's gradient is wanted, and not where a norm or an activation can
+    make it again.
 
-    Raises ValueError for sizes that don't fit, TypeError for other dtypes.
+    Args:
+        x: (..., inputs); all arrays are float32, or all float64.
+        weight: (outputs, inputs).
+        bias: (outputs,) or None.
+
+    Raises:
+        ValueError: for sizes that don't fit.
+        TypeError: for other dtypes.
     """
     x, weight, bias = _checked("linear", x, weight, bias)
     other = _otherwise(x, weight, bias)

@@ -71,24 +71,31 @@ def cross_entropy(
 ) -> "Tensor":
     """Minus the logarithm of softmax(logits) at the target, as in PyTorch.
 
-    logits: (..., vocab), float32 or float64. targets: integers (...), an array or a tensor; where they are
-    ignore_index the loss and its gradient are 0. reduction: "mean" over the targets that are not ignored
-    (not a number if all are), "sum", or "none" for a loss per target. weight: (vocab,), as in nll_loss.
-    label_smoothing: how much of each target is spread evenly over the vocabulary. With a weight or smoothing
-    the loss is made of other ops, which save the log-probabilities. size_average, reduce: None.
+    Args:
+        logits: (..., vocab), float32 or float64.
+        targets: integers (...), an array or a tensor; where they are ignore_index the loss and its gradient
+            are 0.
+        reduction: "mean" over the targets that are not ignored (not a number if all are), "sum", or "none"
+            for a loss per target.
+        weight: (vocab,), as in nll_loss.
+        label_smoothing: how much of each target is spread evenly over the vocabulary. With a weight or
+            smoothing the loss is made of other ops, which save the log-probabilities.
+        size_average, reduce: None.
+        inplace: backward writes the gradient over the logits and so saves an array of their size. Nothing
+            else may use the logits then, nor may the op that made them have saved them; backward runs once.
 
-    inplace: backward writes the gradient over the logits and so saves an array of their size. Nothing else
-    may use the logits then, nor may the op that made them have saved them; backward runs once.
-
-    Raises ValueError for shapes that don't fit, a target out of range (it names the first; a target that is
-    on a GPU is not looked at, and the loss is nan), another reduction, or inplace on a leaf; TypeError for
-    other dtypes.
+    Raises:
+        ValueError: for shapes that don't fit, a target out of range (it names the first; a target that is on
+            a GPU is not looked at, and the loss is nan), another reduction, or inplace on a leaf.
+        TypeError: for other dtypes.
     """
     logits = tensor(logits)
     check_floats("cross_entropy", logits=logits)
     targets = checked("cross_entropy", "logits", logits, logits.shape[-1:], targets, ignore_index, reduction)
     if inplace and logits.requires_grad and logits.is_leaf:
-        raise ValueError("cross_entropy: inplace would write the gradient over a leaf's values")
+        raise ValueError(
+            "cross_entropy: inplace=True would overwrite a leaf tensor with its gradient; pass inplace=False"
+        )
     deprecated("cross_entropy", size_average, reduce)
     if weight is not None or label_smoothing:
         return _smoothed(logits, targets, weight, ignore_index, reduction, label_smoothing)
@@ -227,16 +234,21 @@ def linear_cross_entropy(
 ) -> "Tensor":
     """As cross_entropy(linear(x, weight), targets), with never more than `chunk` rows of logits in memory.
 
-    x: (..., inputs). weight: (vocab, inputs). targets: integers (...).
+    The weight's gradient is added where it belongs, chunk by chunk. The gradient of the logits then takes
+    their memory as soon as they have been read, and backward runs once. In bfloat16 on a CPU it has 2 bytes
+    for each, and of the logits 128 rows are there at a time.
 
-    chunk: costs chunk * vocab elements in forward and in backward, where plain logits cost rows * vocab from
-    the one to the other, and a product more: the logits are made a second time. The weight's gradient is
-    added where it belongs, chunk by chunk. 0: all rows at once, and no product more. The gradient of the
-    logits then takes their memory as soon as they have been read, and backward runs once. In bfloat16 on a
-    CPU it has 2 bytes for each, and of the logits 128 rows are there at a time.
+    Args:
+        x: (..., inputs).
+        weight: (vocab, inputs).
+        targets: integers (...).
+        chunk: costs chunk * vocab elements in forward and in backward, where plain logits cost rows * vocab
+            from the one to the other, and a product more: the logits are made a second time. 0: all rows at
+            once, and no product more.
 
-    Raises ValueError for sizes that don't fit, a target out of range, another reduction or a chunk below 0;
-    TypeError for other dtypes.
+    Raises:
+        ValueError: for sizes that don't fit, a target out of range, another reduction or a chunk below 0.
+        TypeError: for other dtypes.
     """
     op = "linear_cross_entropy"
     x, weight = tensor(x), tensor(weight)
@@ -247,7 +259,7 @@ def linear_cross_entropy(
     check_floats(op, x=x, weight=weight)
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{op}: x (..., inputs) needs weight (vocab, inputs), got {x.shape} and {weight.shape}"
+            f"{op}: x must be (..., inputs) and weight (vocab, inputs), got {x.shape} and {weight.shape}"
         )
     targets = checked(op, "x", x, weight.shape[:1], targets, ignore_index, reduction)
     if chunk < 0:

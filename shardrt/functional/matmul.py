@@ -31,16 +31,20 @@ class MatMul(Function):
 
 
 def matmul(x: "Tensor", y: "Tensor") -> "Tensor":
-    """x @ y as in NumPy: (..., m, k) with (..., k, n); a vector is a row on the left, a column on the right.
+    """Return x @ y: (..., m, k) with (..., k, n); a vector is a row on the left, a column on the right.
 
-    Raises ValueError for a number or for sizes that don't fit, TypeError unless both are float32 or float64.
+    Raises:
+        ValueError: for a number or for sizes that don't fit.
+        TypeError: unless both are float32 or float64.
     """
     x, y = tensor(x), tensor(y)
     check_floats("matmul", x=x, y=y)
     if x.ndim == 0 or y.ndim == 0:
-        raise ValueError(f"matmul: both must have at least one dimension, got {x.shape} and {y.shape}")
+        raise ValueError(f"matmul: x and y must have at least one dimension, got {x.shape} and {y.shape}")
     if x.shape[-1] != y.shape[max(0, y.ndim - 2)]:
-        raise ValueError(f"matmul: {x.shape} and {y.shape} do not fit: {x.shape[-1]} columns, other rows")
+        raise ValueError(
+            f"matmul: x {x.shape} has {x.shape[-1]} columns, which must be the number of rows of y {y.shape}"
+        )
     if x.ndim == 1:
         z = matmul(reshape(x, (1, *x.shape)), y)
         return reshape(z, z.shape[:-2] + z.shape[-1:] if y.ndim > 1 else ())
@@ -54,7 +58,7 @@ def matmul(x: "Tensor", y: "Tensor") -> "Tensor":
 
 
 def _product(x: Array, y: Array) -> Array:
-    """x @ y, the batch broadcast, in a new array."""
+    """Return x @ y, the batch broadcast, in a new array."""
     batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     z = empty((*batch, x.shape[-2], y.shape[-1]), x.dtype)
     if z.ndim == 2:

@@ -102,10 +102,18 @@ def layer_norm(
 ) -> "Tensor":
     """Each row minus its mean, over its deviation, times weight plus bias (Ba et al., 2016).
 
-    x: (..., *normalized_shape); a row is all the elements of its last axes. weight (1 if None), bias (0 if
-    None): of normalized_shape. All float32 or all float64, or x in 16 bits with float32 parameters: then
-    computed in float32 and rounded. eps is added to the variance. Raises ValueError for wrong sizes,
-    TypeError for other dtypes.
+    All arrays are float32, or all float64, or x has 16 bits and the parameters are float32: then the result
+    is computed in float32 and rounded.
+
+    Args:
+        x: (..., *normalized_shape); a row is all the elements of its last axes.
+        weight: of normalized_shape; 1 if None.
+        bias: of normalized_shape; 0 if None.
+        eps: added to the variance.
+
+    Raises:
+        ValueError: for wrong sizes.
+        TypeError: for other dtypes.
     """
     x, weight, bias, shape = _by_rows("layer_norm", x, normalized_shape, weight, bias)
     if _more_exact(x, weight):
@@ -121,7 +129,9 @@ def add_layer_norm(
 ) -> tuple["Tensor", "Tensor"]:
     """(x + added, layer_norm(x + added, weight.shape, weight, bias, eps)), in fewer passes over memory.
 
-    x, added: (..., width), of one dtype. weight, bias: (width,). Else arguments and errors are layer_norm's.
+    Args:
+        x, added: (..., width), of one dtype.
+        weight, bias: (width,). Other arguments and errors are layer_norm's.
     """
     x, added = _addends("add_layer_norm", x, added)
     weight, bias = tensor(weight), None if bias is None else tensor(bias)
@@ -141,8 +151,15 @@ def group_norm(
 ) -> "Tensor":
     """Each group of channels minus its mean, over its deviation, times weight plus bias (Wu, He, 2018).
 
-    x: (batch, channels, ...). weight, bias: (channels,) or None. Made of other ops. Raises ValueError for
-    sizes that don't fit, TypeError for other dtypes.
+    Made of other ops.
+
+    Args:
+        x: (batch, channels, ...).
+        weight, bias: (channels,) or None.
+
+    Raises:
+        ValueError: for sizes that don't fit.
+        TypeError: for other dtypes.
     """
     x = tensor(x)
     check_floats("group_norm", x=x)
@@ -233,10 +250,15 @@ def rms_norm(
 ) -> "Tensor":
     """Each row over its root mean square, times weight (Zhang, Sennrich: RMS Layer Normalization, 2019).
 
-    x: (..., *normalized_shape); a row is all the elements of its last axes. weight: of normalized_shape, 1 if
-    None. Both float32 or both float64, or x in 16 bits with a float32 weight. eps is added to the mean
-    square; None is the distance from 1 to the next number of the type that computes. Raises ValueError for
-    sizes that don't fit, TypeError for other dtypes.
+    Args:
+        x: (..., *normalized_shape); a row is all the elements of its last axes.
+        weight: of normalized_shape, 1 if None. Both float32 or both float64, or x in 16 bits with a float32
+            weight. eps is added to the mean square; None is the distance from 1 to the next number of the
+            type that computes.
+
+    Raises:
+        ValueError: for sizes that don't fit.
+        TypeError: for other dtypes.
     """
     x, weight, _, shape = _by_rows("rms_norm", x, normalized_shape, weight, None)
     if eps is None:
@@ -254,7 +276,9 @@ def add_rms_norm(
 ) -> tuple["Tensor", "Tensor"]:
     """(x + added, rms_norm(x + added, weight.shape, weight, eps)), in fewer passes over memory.
 
-    x, added: (..., width), of one dtype. weight: (width,). Else arguments and errors are those of rms_norm.
+    Args:
+        x, added: (..., width), of one dtype.
+        weight: (width,). Other arguments and errors are those of rms_norm.
     """
     x, added = _addends("add_rms_norm", x, added)
     weight = tensor(weight)

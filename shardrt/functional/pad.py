@@ -40,9 +40,12 @@ class Pad(Function):
 def pad(x: "Tensor", widths: Sequence[int], mode: str = "constant", value: float | None = None) -> "Tensor":
     """Wider along the last axes: `widths` are (before, after) of the last one, then of the one before it, ...
 
-    mode: "constant" fills with `value` (0 if None), and negative widths crop; "reflect", "replicate" and
-    "circular" take elements of x. Raises ValueError for an odd number of widths, too many, ones that x is too
-    small for, or another mode.
+    Args:
+        mode: "constant" fills with `value` (0 if None), and negative widths crop; "reflect", "replicate" and
+            "circular" take elements of x.
+
+    Raises:
+        ValueError: for an odd number of widths, too many, ones that x is too small for, or another mode.
     """
     x = tensor(x)
     widths = [int(n) for n in widths]
@@ -51,7 +54,7 @@ def pad(x: "Tensor", widths: Sequence[int], mode: str = "constant", value: float
     pairs = [(widths[i], widths[i + 1]) for i in range(0, len(widths), 2)]
     pairs = tuple([(0, 0)] * (x.ndim - len(pairs)) + pairs[::-1])
     if any(n + before + after < 0 for n, (before, after) in zip(x.shape, pairs, strict=True)):
-        raise ValueError(f"pad: widths {widths} take more than there is of {x.shape}")
+        raise ValueError(f"pad: negative widths {widths} remove more than x {x.shape} has")
     if mode == "constant":
         return Pad.apply(x, pairs, 0.0 if value is None else value)
     if mode not in _MODES:

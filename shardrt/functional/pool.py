@@ -39,10 +39,17 @@ def max_pool2d(
 ) -> "Tensor":
     """The largest number of each window; of equal ones the first has the gradient.
 
-    x: (batch, channels, height, width). kernel_size, of the window, stride (as the window if None), padding
-    (never the largest, at most half the window): one number or (vertical, horizontal). Floats. The other
-    arguments must have their defaults. Raises ValueError for sizes that don't fit, TypeError for other
-    dtypes.
+    The other arguments must have their defaults.
+
+    Args:
+        x: (batch, channels, height, width), floats.
+        kernel_size: of the window; one number or (vertical, horizontal), as the next two.
+        stride: from window to window; as the window if None.
+        padding: at most half the window; never the largest.
+
+    Raises:
+        ValueError: for sizes that don't fit.
+        TypeError: for other dtypes.
     """
     dilated = 1 if dilation == (1, 1) else dilation
     only("max_pool2d", "there are no dilated windows", dilation=(dilated, 1))
@@ -75,10 +82,13 @@ def avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> "Tensor":
-    """The mean of each window, in which the padding counts as zeros. Arguments as in max_pool2d.
+    """The mean of each window, in which the padding counts as zeros.
 
-    count_include_pad: False takes the mean over elements of x alone. divisor_override: the divisor of the sum
-    of a window, instead of its size.
+    Arguments as in max_pool2d.
+
+    Args:
+        count_include_pad: False takes the mean over elements of x alone.
+        divisor_override: the divisor of the sum of a window, instead of its size.
     """
     only("avg_pool2d", "F.pad x", ceil_mode=(ceil_mode, False))
     x, shape, geometry = _checked("avg_pool2d", x, kernel_size, stride, padding)
@@ -103,7 +113,8 @@ def global_avg_pool2d(x: "Tensor") -> "Tensor":
 def adaptive_avg_pool2d(x: "Tensor", output_size: int | Pair) -> "Tensor":
     """The means of output_size[0] rows of output_size[1] equal windows.
 
-    Raises ValueError where the windows would not be equal: `output_size` must divide height and width.
+    Raises:
+        ValueError: where the windows would not be equal: `output_size` must divide height and width.
     """
     x, sizes = tensor(x), pair("adaptive_avg_pool2d", "output_size", output_size, 1)
     if x.ndim != 4 or min(x.shape) < 1 or x.shape[2] % sizes[0] or x.shape[3] % sizes[1]:

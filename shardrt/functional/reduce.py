@@ -78,8 +78,14 @@ class Norm(Function):
 
 @torch_words
 def norm(x: "Tensor", p: float | str = "fro", axis: Axes = None, keepdims: bool = False) -> "Tensor":
-    """The norm over `axis` of order p: 2 or "fro", the root of the sum of squares; 1, the sum of absolutes;
-    inf or -inf, the largest or smallest absolute. The gradient at 0 is 0. Raises ValueError for another p.
+    """The norm over `axis` of order p. The gradient at 0 is 0.
+
+    Args:
+        p: 2 or "fro", the root of the sum of squares; 1, the sum of absolutes; inf or -inf, the largest or
+            smallest absolute.
+
+    Raises:
+        ValueError: for another p.
     """
     x = floating(x)
     if p in ("fro", 2):
@@ -180,7 +186,7 @@ def _at_least_0(count: int) -> int:
 
 def _axes(axis: Axes, ndim: int) -> tuple[int, ...]:
     if isinstance(axis, bool):  # PyTorch's x.var(False), for one
-        raise TypeError(f"axis must be integers or None, got {axis}; name the argument that is meant")
+        raise TypeError(f"axis must be integers or None, got {axis}; pass other arguments by name")
     return tuple(range(ndim)) if axis is None else np.lib.array_utils.normalize_axis_tuple(axis, ndim)
 
 

@@ -22,11 +22,16 @@ class Rotary(Function):
 def rotary(x: "Tensor", cos: Array, sin: Array, heads: int) -> "Tensor":
     """The first `heads` heads of x turned by the angles of their positions (Su et al., RoFormer, 2021).
 
-    x: (batch, time, width): heads of 2 * half elements side by side, then the unrotated rest: queries and
-    keys, then values, as one linear layer makes them. cos, sin: (time, half) arrays of the current device,
-    float32 (float64 for float64). Element i of a head is paired with i + half, as in Llama's weights.
+    Element i of a head is paired with i + half, as in Llama's weights.
 
-    Raises ValueError for sizes that don't fit, TypeError for other dtypes.
+    Args:
+        x: (batch, time, width): heads of 2 * half elements side by side, then the unrotated rest: queries and
+            keys, then values, as one linear layer makes them.
+        cos, sin: (time, half) arrays of the current device, float32 (float64 for float64).
+
+    Raises:
+        ValueError: for sizes that don't fit.
+        TypeError: for other dtypes.
     """
     x = tensor(x)
     check_floats("rotary", x=x)
@@ -36,5 +41,5 @@ def rotary(x: "Tensor", cos: Array, sin: Array, heads: int) -> "Tensor":
             f"and {sin.shape}"
         )
     if heads < 0 or heads * 2 * cos.shape[1] > x.shape[2]:
-        raise ValueError(f"rotary: {heads} heads of {2 * cos.shape[1]} do not fit into x {x.shape}")
+        raise ValueError(f"rotary: x {x.shape} is too narrow for {heads} heads of width {2 * cos.shape[1]}")
     return Rotary.apply(x, cos, sin, heads)

@@ -43,10 +43,13 @@ SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
 class ExpertOrder:
     """Where each token's copies lie among the rows of the experts: made by `expert_order`.
 
-    places: int64 (tokens, k), the row of each copy, -1 where it was dropped. copies: int64 (rows,), the copy,
-    token * k + choice, in each row, -1 behind the last. Both on the device. counts: int64 (experts,) on the
-    host, how many rows each expert has; chosen: how many copies chose it, those that were dropped included.
-    capacity: the most rows that an expert takes, where there is a limit.
+    Attributes:
+        places: int64 (tokens, k), the row of each copy, -1 where it was dropped.
+        copies: int64 (rows,), the copy, token * k + choice, in each row, -1 behind the last. Both on the
+            device.
+        counts: int64 (experts,) on the host, how many rows each expert has.
+        chosen: how many copies chose it, those that were dropped included.
+        capacity: the most rows that an expert takes, where there is a limit.
     """
 
     places: Array
@@ -161,7 +164,7 @@ def _add_gradients(x: Array, dy: Array, counts: Counts, weight: Variable) -> tup
         return (token,)
     if accumulate:
         raise RuntimeError(
-            "grouped_linear: a weight whose sums are made source by source can be used once in a backward"
+            "grouped_linear: with counts (sources, groups), a weight can be used once in a backward"
         )
     sources = _sources(counts)
 
@@ -187,14 +190,18 @@ def route(
     logits (tokens, experts), float32 or float64 -> weights (tokens, k), experts, int64 (tokens, k) in
     ascending order, on the device, and probabilities (tokens, experts), which sum to 1, for `balance_loss`.
 
-    score: an expert's score: "softmax" over all experts (Mixtral, Qwen3-MoE, OLMoE), "sigmoid" of its
-    logit (DeepSeek-V3), or "softmax_of_chosen", over the k alone. The weights are the scores of the k
-    highest, of which the lowest expert goes first where they tie; divided by their sum if `renormalise`,
-    times `scale`. bias (experts,): is added to the scores where experts are chosen, and to nothing else
-    (`nn.update_expert_bias`).
+    The weights are the scores of the k highest, of which the lowest expert goes first where they tie; divided
+    by their sum if `renormalise`, times `scale`.
 
-    Raises ValueError for a k or a bias that does not fit, and for an unknown score; TypeError for other
-    dtypes.
+    Args:
+        score: an expert's score: "softmax" over all experts (Mixtral, Qwen3-MoE, OLMoE), "sigmoid" of its
+            logit (DeepSeek-V3), or "softmax_of_chosen", over the k alone.
+        bias: (experts,), is added to the scores where experts are chosen, and to nothing else
+            (`nn.update_expert_bias`).
+
+    Raises:
+        ValueError: for a k or a bias that does not fit, and for an unknown score.
+        TypeError: for other dtypes.
     """
     logits = _matrix("route", "logits", logits)
     if not 1 <= k <= logits.shape[1]:
@@ -234,19 +241,23 @@ def expert_order(
 ) -> ExpertOrder:
     """The order in which rows go to `count` experts: by expert, then by token.
 
-    experts: int64 (tokens, k) in ascending order, as `route` gives them. capacity: the most rows that an
-    expert takes (None: all); of more, those of the highest `priority` stay, then those of the first tokens.
-    priority: (tokens, k), not negative, needed with a capacity: their weights, say. The host waits for the
-    device to learn how many rows each expert has.
+    The host waits for the device to learn how many rows each expert has.
 
-    Raises ValueError for a capacity without a priority, or below 0, and for other shapes or types.
+    Args:
+        experts: int64 (tokens, k) in ascending order, as `route` gives them.
+        capacity: the most rows that an expert takes (None: all); of more, those of the highest `priority`
+            stay, then those of the first tokens.
+        priority: (tokens, k), not negative, needed with a capacity: their weights, say.
+
+    Raises:
+        ValueError: for a capacity without a priority, or below 0, and for other shapes or types.
     """
     if experts.ndim != 2 or experts.dtype != np.int64:
         raise ValueError(
             f"expert_order: experts must be int64 (tokens, k), got {experts.dtype} {experts.shape}"
         )
     if capacity is not None and priority is None:
-        raise ValueError("expert_order: a capacity needs a priority, (tokens, k)")
+        raise ValueError("expert_order: capacity needs priority, of shape (tokens, k)")
     if capacity is not None and capacity < 0:
         raise ValueError(f"expert_order: capacity must be at least 0, got {capacity}")
     by = None if capacity is None else contiguous(tensor(priority).data)
@@ -265,11 +276,16 @@ def dispatch(x: "Tensor", order: ExpertOrder) -> "Tensor":
     """The rows of the experts: x (tokens, width) -> (order.rows, width), each token once for each choice.
 
     Rows behind the last that is used are 0. Backward adds a token's rows in ascending order of experts.
-    Raises ValueError for other sizes, TypeError for other than floats.
+
+    Raises:
+        ValueError: for other sizes.
+        TypeError: for other than floats.
     """
     x = _matrix("dispatch", "x", x)
     if x.shape[0] != order.places.shape[0]:
-        raise ValueError(f"dispatch: x must have {order.places.shape[0]} tokens, got {x.shape[0]}")
+        raise ValueError(
+            f"dispatch: x must have {order.places.shape[0]} rows, one for each token, got {x.shape[0]}"
+        )
     return Dispatch.apply(x, order)
 
 
@@ -277,8 +293,14 @@ def combine(x: "Tensor", weights: "Tensor", order: ExpertOrder) -> "Tensor":
     """Combine the experts' outputs into the tokens: (order.rows, width) -> (tokens, width).
 
     Each token gets the sum of its rows times its `weights`, (tokens, k), in ascending order of experts.
-    Dropped rows add nothing. weights: float32, float64 with a float64 x. Raises ValueError for other sizes,
-    TypeError for other dtypes.
+    Dropped rows add nothing.
+
+    Args:
+        weights: float32, float64 with a float64 x.
+
+    Raises:
+        ValueError: for other sizes.
+        TypeError: for other dtypes.
     """
     x, weights = _matrix("combine", "x", x), tensor(weights)
     if x.shape[0] != order.rows or weights.shape != order.places.shape:
@@ -294,14 +316,18 @@ def combine(x: "Tensor", weights: "Tensor", order: ExpertOrder) -> "Tensor":
 def grouped_linear(x: "Tensor", weight: "Tensor", counts: Sequence[int] | np.ndarray) -> "Tensor":
     """A linear layer for each group of rows: (rows, inputs) -> (rows, outputs).
 
-    weight: (groups, outputs, inputs). counts: how many rows each group has, on the host; a group's rows are
-    contiguous. Rows after the last group give 0. On the CPU each group's result is bitwise equal to F.linear;
-    on a GPU groups of few rows have one launch together, and in 16 bits cuBLAS has one call for all. counts
-    (sources, groups): so it is for each of several sources, whose rows lie one behind the other, and their
-    gradients of the weight are added as neighbours, (0 + 1) + (2 + 3).
+    Rows after the last group give 0. On the CPU each group's result is bitwise equal to F.linear; on a GPU
+    groups of few rows have one launch together, and in 16 bits cuBLAS has one call for all.
 
-    Raises ValueError for sizes that don't fit, TypeError for other dtypes; in backward RuntimeError for a
-    weight with several sources that is used twice.
+    Args:
+        weight: (groups, outputs, inputs).
+        counts: (groups,), the rows of each group, or (sources, groups) for several sources whose rows follow
+            one another; their gradients of the weight are added as a tree, (0 + 1) + (2 + 3).
+
+    Raises:
+        ValueError: for sizes that don't fit.
+        TypeError: for other dtypes.
+        RuntimeError: in backward, for a weight with several sources that is used twice.
     """
     x, weight = _matrix("grouped_linear", "x", x), tensor(weight)
     given, counts = counts, np.asarray(counts)
@@ -342,8 +368,10 @@ def balance_sums(probabilities: "Tensor", counts: Array) -> "Tensor":
 def pooled_balance_loss(sums: "Tensor", tokens: int) -> "Tensor":
     """E / tokens^2 times the sum over experts of counts times probabilities, of all layers together.
 
-    sums: those of `balance_sums`, added up; tokens: of all layers that gave them. k times as large as
-    `balance_loss`: this is load_balancing_loss_func of transformers.
+    Args:
+        sums: those of `balance_sums`, added up.
+        tokens: of all layers that gave them. k times as large as `balance_loss`: this is
+            load_balancing_loss_func of transformers.
     """
     return mul(sum(mul(sums[0], sums[1])), sums.shape[1] / max(1, tokens) ** 2)
 
@@ -358,11 +386,15 @@ def top2_gate(
 ) -> "tuple[Tensor, ExpertOrder, Tensor]":
     """(weights (tokens, 2), order, loss) of FairScale's top2gating: see nn.Top2Gate.
 
-    logits (tokens, experts). noisy: Gumbel noise of this step's random numbers where the second expert is
-    chosen. of_all: gives how many first choices of each expert the loss counts, of as many tokens, from those
-    of these tokens, int64 (experts,) on the host, which waits for them; None: these.
+    Args:
+        logits: (tokens, experts).
+        noisy: Gumbel noise of this step's random numbers where the second expert is chosen.
+        of_all: gives how many first choices of each expert the loss counts, of as many tokens, from those of
+            these tokens, int64 (experts,) on the host, which waits for them; None: these.
 
-    Raises ValueError where the tokens are no multiple of the experts, TypeError for other than floats.
+    Raises:
+        ValueError: where the tokens are no multiple of the experts.
+        TypeError: for other than floats.
     """
     logits = _matrix("top2_gate", "logits", logits)
     tokens, count = logits.shape

@@ -42,7 +42,7 @@ def squeeze(x: "Tensor", axis: int | Sequence[int] | None = None) -> "Tensor":
     axes = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
     for i in axes:
         if x.shape[i] != 1:
-            raise ValueError(f"squeeze: axis {i} has size {x.shape[i]}, not 1")
+            raise ValueError(f"squeeze: axis {i} must have size 1, got {x.shape[i]}")
     return reshape(x, [n for i, n in enumerate(x.shape) if i not in axes])
 
 
@@ -62,7 +62,7 @@ def flatten(x: "Tensor", first: int = 0, last: int = -1) -> "Tensor":
         return reshape(x, 1)
     first, last = np.lib.array_utils.normalize_axis_tuple((first, last), x.ndim, allow_duplicate=True)
     if first > last:
-        raise ValueError(f"flatten: axis {first} comes after axis {last}")
+        raise ValueError(f"flatten: the first axis must not come after the last, got {first} and {last}")
     return reshape(x, (*x.shape[:first], prod(x.shape[first : last + 1]), *x.shape[last + 1 :]))
 
 
@@ -114,7 +114,10 @@ def expand(x: "Tensor", shape: Sequence[int]) -> "Tensor":
     x = tensor(x)
     shape, added = tuple(shape), len(shape) - x.ndim
     if added < 0 or -1 in shape[:added]:
-        raise ValueError(f"expand: shape {shape} does not extend {x.shape}")
+        raise ValueError(
+            f"expand: x {x.shape} can't be expanded to {shape}; only axes of size 1 and new first axes can "
+            "grow"
+        )
     kept = (x.shape[i - added] if n == -1 else n for i, n in enumerate(shape))
     return Expand.apply(x, tuple(kept))
 
@@ -134,8 +137,11 @@ def tile(x: "Tensor", counts: int | Sequence[int]) -> "Tensor":
 def repeat_interleave(x: "Tensor", counts: int | Sequence[int], axis: int | None = None) -> "Tensor":
     """Each element `counts` times, one copy after the other, along an axis; or as often as counts[i] says.
 
-    axis: None for the elements of all axes in a row. Raises ValueError if there are not as many counts as
-    elements.
+    Args:
+        axis: None for the elements of all axes in a row.
+
+    Raises:
+        ValueError: if there are not as many counts as elements.
     """
     x = tensor(x)
     x, axis = (reshape(x, -1), 0) if axis is None else (x, axis)
@@ -146,7 +152,10 @@ def repeat_interleave(x: "Tensor", counts: int | Sequence[int], axis: int | None
         x = expand(x, (*x.shape[: axis + 1], counts, *x.shape[axis + 2 :]))
         return reshape(x, (*x.shape[:axis], size * counts, *x.shape[axis + 2 :]))
     if len(counts) != size:
-        raise ValueError(f"repeat_interleave: {len(counts)} counts for {size} elements of axis {axis}")
+        raise ValueError(
+            f"repeat_interleave: counts must have {size} counts, one for each element of axis {axis}, got "
+            f"{len(counts)}"
+        )
     counts = counts.data if isinstance(counts, Variable) else np.asarray(counts)
     rows = np.repeat(np.arange(size), device.of(counts).to_numpy(counts))
     return getitem(x, (slice(None),) * axis + (asarray(rows),))
@@ -171,7 +180,8 @@ class Split(Function):
 def split(x: "Tensor", sizes: int | Sequence[int], axis: int = 0) -> tuple:
     """Pieces along an axis: of the given sizes, or of one size, the last perhaps smaller.
 
-    Raises ValueError if the sizes don't add up to the size of the axis.
+    Raises:
+        ValueError: if the sizes don't add up to the size of the axis.
     """
     x = tensor(x)
     (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
@@ -224,17 +234,23 @@ class Concatenate(Function):
 def concatenate(tensors: Sequence["Tensor"], axis: int = 0) -> "Tensor":
     """Tensors one after the other along an axis; equal in dtype and in every other size.
 
-    Raises ValueError for none, or for shapes that don't fit, TypeError for dtypes that differ.
+    Raises:
+        ValueError: for none, or for shapes that don't fit.
+        TypeError: for dtypes that differ.
     """
     tensors = [tensor(x) for x in tensors]
     if not tensors:
-        raise ValueError("concatenate: at least one tensor is needed")
+        raise ValueError("concatenate: pass at least one tensor")
     if len({x.dtype for x in tensors}) > 1:
-        raise TypeError(f"concatenate: dtypes must be equal, got {[str(x.dtype) for x in tensors]}")
+        raise TypeError(
+            f"concatenate: all tensors must have one dtype, got {[str(x.dtype) for x in tensors]}"
+        )
     (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, tensors[0].ndim)
     others = {x.shape[:axis] + (-1,) + x.shape[axis + 1 :] for x in tensors}
     if len(others) > 1:
-        raise ValueError(f"concatenate: shapes {[x.shape for x in tensors]} differ beside axis {axis}")
+        raise ValueError(
+            f"concatenate: shapes must be equal except along axis {axis}, got {[x.shape for x in tensors]}"
+        )
     return Concatenate.apply(axis, *tensors)
 
 
@@ -256,15 +272,20 @@ def flip(x: "Tensor", axis: int | Sequence[int]) -> "Tensor":
 def roll(x: "Tensor", shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> "Tensor":
     """Moved by `shift` along an axis; elements that leave at one end enter at the other.
 
-    Or by shift[i] along axis[i]. axis: None for the elements of all axes in a row. Raises ValueError for
-    other numbers of shifts than of axes.
+    Or by shift[i] along axis[i].
+
+    Args:
+        axis: None for the elements of all axes in a row.
+
+    Raises:
+        ValueError: for other numbers of shifts than of axes.
     """
     x = tensor(x)
     if axis is None:
         return reshape(roll(reshape(x, -1), shift, 0), x.shape)
     shifts, axes = ((n,) if isinstance(n, int | np.integer) else tuple(n) for n in (shift, axis))
     if len(shifts) != len(axes):
-        raise ValueError(f"roll: {len(shifts)} shifts for {len(axes)} axes")
+        raise ValueError(f"roll: pass one shift for each axis, got {len(shifts)} shifts and {len(axes)} axes")
     for shift, axis in zip(shifts, axes, strict=True):
         (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
         shift %= x.shape[axis] or 1

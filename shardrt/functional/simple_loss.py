@@ -25,9 +25,13 @@ def mse_loss(
     reduction: str = "mean",
     weight: Any = None,
 ) -> "Tensor":
-    """The squared difference. weight: a factor of each loss, and the mean is then over the sum of factors.
+    """The squared difference.
 
-    Raises ValueError for shapes that differ or another reduction.
+    Args:
+        weight: a factor of each loss, and the mean is then over the sum of factors.
+
+    Raises:
+        ValueError: for shapes that differ or another reduction.
     """
     deprecated("mse_loss", size_average, reduce)
     x, target = _alike("mse_loss", x, target)
@@ -53,7 +57,8 @@ def huber_loss(
 ) -> "Tensor":
     """Half the squared difference d, from |d| = delta on the line that goes on from there.
 
-    weight: a factor of each loss, of the shape of x.
+    Args:
+        weight: a factor of each loss, of the shape of x.
     """
     x, target = _alike("huber_loss", x, target)
     distance = abs(sub(x, target))
@@ -88,7 +93,9 @@ def binary_cross_entropy_with_logits(
 ) -> "Tensor":
     """Minus the logarithm of the probability that sigmoid(x) gives to the target, a number in [0, 1].
 
-    weight: a factor of each loss; pos_weight: a factor of the term of target 1. Both broadcast.
+    Args:
+        weight: a factor of each loss.
+        pos_weight: a factor of the term of target 1. Both broadcast.
     """
     name = "binary_cross_entropy_with_logits"
     deprecated(name, size_average, reduce)
@@ -121,9 +128,10 @@ def kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> "Tensor":
-    """target * (log(target) - x) for log-probabilities x; of targets, too, if log_target.
+    """Return target * (log(target) - x) for log-probabilities x; of targets, too, if log_target.
 
-    reduction: also "batchmean": the sum over the size of the first axis.
+    Args:
+        reduction: also "batchmean": the sum over the size of the first axis.
     """
     deprecated("kl_div", size_average, reduce)
     x, target = _alike("kl_div", x, target)
@@ -148,17 +156,21 @@ def nll_loss(
 ) -> "Tensor":
     """Minus the log-probability x (..., classes) at the target (...), 0 where that is ignore_index.
 
-    weight: (classes,), a factor of each loss by its target. The mean is over the targets that are not
-    ignored: their losses over the sum of their weights. Raises ValueError for shapes that don't fit, a target
-    out of range or another reduction.
+    The mean is over the targets that are not ignored: their losses over the sum of their weights.
+
+    Args:
+        weight: (classes,), a factor of each loss by its target.
+
+    Raises:
+        ValueError: for shapes that don't fit, a target out of range or another reduction.
     """
     deprecated("nll_loss", size_average, reduce)
     x = floating(x)
     if x.ndim == 0:
-        raise ValueError("nll_loss: x needs an axis, the classes")
+        raise ValueError("nll_loss: x must have at least one dimension, got a scalar")
     index = indices("nll_loss", "targets", targets, x.shape[-1], ignore_index)
     if index.shape != x.shape[:-1]:
-        raise ValueError(f"nll_loss: x (..., classes) needs targets (...), got {x.shape} and {index.shape}")
+        raise ValueError(f"nll_loss: targets must be {x.shape[:-1]} for x {x.shape}, got {index.shape}")
     counted = index != ignore_index
     places = chosen(counted, index, 0, index.shape, index.dtype)
     picked = squeeze(gather(x, -1, places[..., None]), -1)
@@ -177,7 +189,11 @@ def nll_loss(
 
 @torch_words
 def normalize(x: "Tensor", p: float = 2.0, axis: int = 1, eps: float = 1e-12) -> "Tensor":
-    """x over its norm of order p along an axis, which is eps at the least. p: as `norm` takes it."""
+    """Return x over its norm of order p along an axis, which is eps at the least.
+
+    Args:
+        p: as `norm` takes it.
+    """
     x = floating(x)
     return div(x, maximum(norm(x, p, axis, keepdims=True), eps))
 

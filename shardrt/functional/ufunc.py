@@ -29,7 +29,9 @@ def applied(ufunc: Any, method: str, arguments: tuple, options: dict[str, Any]) 
     """The result of a ufunc of NumPy or CuPy for `arguments`, of which one is a tensor.
 
     A tensor, if the function is one of shardrt.functional and there are no options; else an array.
-    Raises TypeError where a gradient would be lost, and for a tensor as `out`.
+
+    Raises:
+        TypeError: where a gradient would be lost, and for a tensor as `out`.
     """
     name = ufunc.__name__ if isinstance(ufunc, np.ufunc) else ufunc.name.removeprefix("cupy_")
     if method == "__call__" and not options and name in _OWN:

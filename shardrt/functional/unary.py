@@ -185,7 +185,7 @@ def rsqrt(x: Operand) -> "Tensor":
 
 
 def square(x: Operand) -> "Tensor":
-    """x times x."""
+    """Return x times x."""
     return mul(x, x)
 
 
@@ -197,7 +197,7 @@ class Exp(OfResult):
 
 
 def exp(x: Operand) -> "Tensor":
-    """e to the power of x; integers become float32."""
+    """Return e to the power of x; integers become float32."""
     return Exp.apply(floating(x))
 
 

@@ -116,11 +116,14 @@ def _add_rows(indices: Array, dy: Array, part: VocabularyPart, weight: Variable)
 def embedding(values: Any, weight: "Tensor", part: VocabularyPart) -> "Tensor":
     """The rows of the whole weight that `values` name, as far as they are here, else 0: a partial sum.
 
-    values: integers (...) of [0, part.vocab), the same on all ranks. weight: (part.count, width), this rank's
-    rows, the only ones that get a gradient from here. The sum of the ranks' results (..., width) is what the
-    whole weight gives; each of its rows is bitwise one rank's.
+    The sum of the ranks' results (..., width) is what the whole weight gives; each of its rows is bitwise one
+    rank's.
 
     Raises what F.embedding does, and ValueError for a weight of other than part.count rows.
+
+    Args:
+        values: integers (...) of [0, part.vocab), the same on all ranks.
+        weight: (part.count, width), this rank's rows, the only ones that get a gradient from here.
     """
     op = "vocabulary.embedding"
     weight = tensor(weight)
@@ -171,8 +174,11 @@ def cross_entropy(
 ) -> "Tensor":
     """F.cross_entropy of the whole vocabulary, from this rank's slice of the logits.
 
-    logits: (..., part.count), of the words from part.first on. targets: integers (...) of [0, part.vocab) or
-    ignore_index, the same on all ranks, as is the loss. The rest is as in F.cross_entropy, errors too.
+    The rest is as in F.cross_entropy, errors too.
+
+    Args:
+        logits: (..., part.count), of the words from part.first on.
+        targets: integers (...) of [0, part.vocab) or ignore_index, the same on all ranks, as is the loss.
     """
     op = "vocabulary.cross_entropy"
     logits = tensor(logits)
@@ -180,7 +186,9 @@ def cross_entropy(
     targets = checked(op, "logits", logits, (part.vocab,), targets, ignore_index, reduction)
     _check_rows(op, "logits", logits, logits.shape[-1], part)
     if inplace and logits.requires_grad and logits.is_leaf:
-        raise ValueError(f"{op}: inplace would write the gradient over a leaf's values")
+        raise ValueError(
+            f"{op}: inplace=True would overwrite a leaf tensor with its gradient; pass inplace=False"
+        )
     return VocabularyCrossEntropy.apply(logits, targets, part, ignore_index, reduction, inplace)
 
 
@@ -316,10 +324,13 @@ def linear_cross_entropy(
 ) -> "Tensor":
     """F.linear_cross_entropy of the whole vocabulary, from this rank's rows of the weight.
 
-    x: (..., inputs), the same values on all ranks; its gradient is this rank's summand of a sum. weight:
-    (part.count, inputs). targets: integers (...) of [0, part.vocab) or ignore_index, the same on all ranks,
-    as is the loss. chunk: rows of logits at a time, 0 for all, as in F.linear_cross_entropy: chunk *
-    part.count elements. The rest is as there, errors too.
+    The rest is as there, errors too.
+
+    Args:
+        x: (..., inputs), the same values on all ranks; its gradient is this rank's summand of a sum.
+        weight: (part.count, inputs).
+        targets: integers (...) of [0, part.vocab) or ignore_index, the same on all ranks, as is the loss.
+        chunk: rows of logits at a time, 0 for all, as in F.linear_cross_entropy: chunk * part.count elements.
     """
     op = "vocabulary.linear_cross_entropy"
     x, weight = tensor(x), tensor(weight)
@@ -364,7 +375,7 @@ def gather_logits(logits: "Tensor", part: VocabularyPart) -> "Tensor":
     op = "vocabulary.gather_logits"
     logits = tensor(logits)
     if logits.ndim == 0:
-        raise ValueError(f"{op}: logits need an axis, the vocabulary")
+        raise ValueError(f"{op}: logits must have at least one dimension, got a scalar")
     _check_rows(op, "logits", logits, logits.shape[-1], part)
     return GatherLogits.apply(logits, part)
 
@@ -372,8 +383,10 @@ def gather_logits(logits: "Tensor", part: VocabularyPart) -> "Tensor":
 def _forward(
     logits: Array, targets: Array, pair: Array, part: VocabularyPart, ignore_index: int, first: int
 ) -> None:
-    """Fill the pair (2, rows): of the words from `first` on, the log of the sum of exponentials, and the
-    target's logit."""
+    """Fill the pair (2, rows): the log of the sum of exponentials, and the target's logit.
+
+    Both are of the words from `first` on.
+    """
     lse, chosen = pair
     kernels().cross_entropy.forward_part(logits, targets, chosen, lse, ignore_index, first, part.vocab)
 

@@ -14,9 +14,13 @@ from shardrt.nn.overlaps import put
 def collected(
     control: Communicator, own: np.ndarray, shape: tuple[int, ...], parts: Sequence[Extents]
 ) -> Any:
-    """A host array of `shape` on rank 0, put together from the ranks' chunks; None elsewhere. Collective.
+    """A host array of `shape` on rank 0, put together from the ranks' chunks; None elsewhere.
 
-    own: this rank's chunk, a host array. parts: by rank, the elements that each rank has.
+    Collective.
+
+    Args:
+        own: this rank's chunk, a host array.
+        parts: by rank, the elements that each rank has.
     """
     here = device.current()
     if control.rank > 0:

@@ -196,7 +196,9 @@ def _held(container: Module, item: Any, kind: type) -> Any:
 def _key(container: Module, name: Any) -> str:
     """A name that can be part of a parameter's name, and that is no attribute of the container."""
     if not isinstance(name, str) or not name or "." in name:
-        raise ValueError(f"{type(container).__name__}: a name is a string without dots, got {name!r}")
+        raise ValueError(f"{type(container).__name__}: a name must be a string without dots, got {name!r}")
     if name not in container._modules and name not in container._parameters and hasattr(container, name):
-        raise ValueError(f"{type(container).__name__}: {name!r} is the name of something it has itself")
+        raise ValueError(
+            f"{type(container).__name__}: the container already has an attribute {name!r}; use another name"
+        )
     return name

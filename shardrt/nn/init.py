@@ -30,7 +30,11 @@ class InitialiserOfRuns(Protocol):
 
 @dataclass(frozen=True)
 class Normal:
-    """Independent normal numbers. Raises ValueError for a negative std."""
+    """Independent normal numbers.
+
+    Raises:
+        ValueError: for a negative std.
+    """
 
     mean: float = 0.0
     std: float = 1.0
@@ -46,7 +50,11 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Independent numbers, evenly from [low, high). Raises ValueError if low is above high."""
+    """Independent numbers, evenly from [low, high).
+
+    Raises:
+        ValueError: if low is above high.
+    """
 
     low: float = 0.0
     high: float = 1.0

@@ -21,8 +21,10 @@ __all__ = ["Dropout", "Embedding", "LayerNorm", "Linear", "RMSNorm"]
 class Linear(Module):
     """(..., in_features) -> (..., out_features): x times weight transposed, plus bias.
 
-    init: the initial weight, the bias then at 0. Left out, both start evenly from
-    +-1 / sqrt(in_features), as in PyTorch. gelu: GELU of it, in the tanh form (F.linear_gelu).
+    Args:
+        init: the initial weight, the bias then at 0. Left out, both start evenly from +-1 /
+            sqrt(in_features), as in PyTorch.
+        gelu: GELU of it, in the tanh form (F.linear_gelu).
     """
 
     def __init__(

@@ -46,12 +46,16 @@ def add_lora(
 ) -> Module:
     """Freeze `model` and give its linear layers trainable adapters; gives `model` back.
 
-    rank: of the two matrices, at most the smaller side of each layer. alpha: their product is scaled by
-    alpha / rank; 2 * rank if None. targets: shell patterns for the layers' paths ("*.qkv"), or a function of
-    (path, layer). dropout: of the adapters' input.
-
     Load weights before and call fully_shard after: frozen parameters are then sharded and never reduced.
-    Raises ValueError if no layer is picked, for numbers that cannot be, or after fully_shard.
+
+    Args:
+        rank: of the two matrices, at most the smaller side of each layer.
+        alpha: their product is scaled by alpha / rank; 2 * rank if None.
+        targets: shell patterns for the layers' paths ("*.qkv"), or a function of (path, layer).
+        dropout: of the adapters' input.
+
+    Raises:
+        ValueError: if no layer is picked, for numbers that cannot be, or after fully_shard.
     """
     alpha = 2.0 * rank if alpha is None else alpha
     if rank < 1 or not alpha > 0 or not 0 <= dropout < 1:
@@ -62,7 +66,7 @@ def add_lora(
     layers = [module for path, module in model.named_modules() if _picked(path, module, targets)]
     if not layers:
         raise ValueError(
-            f"add_lora: targets {targets!r} pick no Linear of {type(model).__name__}{_there(model)}"
+            f"add_lora: targets {targets!r} match no Linear of {type(model).__name__}{_there(model)}"
         )
     for layer in layers:
         _check(layer, rank)
@@ -94,7 +98,10 @@ def merge_lora(model: Module) -> Module:
     Adapters of a plain model are taken out, and its layers are as they were before add_lora, still frozen.
     Those of a model that is sharded, or has stages, stay, with B zero; where it is sharded, call it inside
     `with full_parameters(model, writeback=True)`.
-    Raises ValueError if there is no adapter, RuntimeError for sharded parameters outside of that.
+
+    Raises:
+        ValueError: if there is no adapter.
+        RuntimeError: for sharded parameters outside of that.
     """
     layers = adapted_layers(model)
     if not layers:
@@ -130,15 +137,23 @@ def _check(layer: Linear, rank: int) -> None:
     if is_adapted(layer):
         raise ValueError(f"add_lora: {layer.name} has an adapter already")
     if layer.weight.pipeline is not None:
-        raise ValueError(f"add_lora: {layer.name} has a stage already; call add_lora before pipeline_stages")
+        raise ValueError(
+            f"add_lora: {layer.name} is on a pipeline stage already; call add_lora before pipeline_stages"
+        )
     if not isinstance(layer.weight.storage, LocalStorage):
         raise ValueError(f"add_lora: {layer.name} is sharded already; call add_lora before fully_shard")
     if layer.weight.placement is not None:
-        raise ValueError(f"add_lora: {layer.name} is cut already; call add_lora before parallelize_module")
+        raise ValueError(f"add_lora: {layer.name} is split already; call add_lora before parallelize_module")
     if rank > min(layer.weight.shape):
-        raise ValueError(f"add_lora: rank {rank} is more than {layer.name} has, {layer.weight.shape}")
+        raise ValueError(
+            f"add_lora: rank must be at most the smaller size of {layer.name} {layer.weight.shape}, got "
+            f"{rank}"
+        )
     if type(layer).forward is not Linear.forward:
-        raise ValueError(f"add_lora: {layer.name} is a {type(layer).__name__} with a forward of its own")
+        raise ValueError(
+            f"add_lora: {layer.name} is a {type(layer).__name__} with its own forward, which an adapter "
+            "would not see"
+        )
 
 
 def _adapt(layer: Linear, rank: int, scale: float, dropout: float) -> None:

@@ -92,8 +92,8 @@ class Module:
             raise RuntimeError(f"{type(self).__name__}: call super().__init__() before setting {name!r}")
         if isinstance(before, Parameter) and not held and value is not None:
             raise TypeError(
-                f"{type(self).__name__}: {name!r} is a parameter, and {type(value).__name__} is none; assign "
-                f"a Parameter, or None to take it out, or set its values: {name}.data = ..."
+                f"{type(self).__name__}: {name!r} is a parameter, but got a {type(value).__name__}; assign "
+                f"a Parameter, or None to remove it, or set its values: {name}.data = ..."
             )
         kind = self._kind(name, value)
         if value is not before:
@@ -193,9 +193,11 @@ class Module:
     # -- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} defines no forward")
+        """Compute the output. Subclasses define it, and users call the module itself."""
+        raise NotImplementedError(f"{type(self).__name__} must define forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward inside the wrappers that are attached to the module."""
         return self._enter(self.forward, args, kwargs)
 
     def wrap_forward(self, wrapper: ForwardWrapper) -> None:

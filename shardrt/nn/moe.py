@@ -25,7 +25,12 @@ from shardrt.tensor import Tensor
 
 
 class Routing(NamedTuple):
-    """A router's decision. weights: (tokens, k), float32. loss: a number, 0 where it has none, or sums."""
+    """A router's decision.
+
+    Attributes:
+        weights: (tokens, k), float32.
+        loss: a number, 0 where it has none, or sums.
+    """
 
     weights: Tensor
     order: ExpertOrder
@@ -61,11 +66,17 @@ class Router(Module):
     def balance_along(self, mesh: DeviceMesh) -> None:
         """Let the balance loss count the tokens of all ranks of `mesh`, and of earlier calls' meshes.
 
-        Collective over the root of `mesh`. Raises ValueError where its ranks have other stages.
+        Collective over the root of `mesh`.
+
+        Raises:
+            ValueError: where its ranks have other stages.
         """
         place = self.weight.pipeline
         if place is not None and place.mesh.root is mesh.root and overlap(place.axes, mesh.axes):
-            raise ValueError(f"balance_over: ranks of {mesh!r} have other stages than that of {self.name!r}")
+            raise ValueError(
+                f"balance_over: {self.name!r} is on one pipeline stage, but {mesh!r} has ranks of other "
+                "stages"
+            )
         if mesh.size > 1:
             self.balance_mesh = mesh if self.balance_mesh is None else self.balance_mesh.union(mesh.axes)
             self.balance_mesh.communicator("control")
@@ -84,13 +95,14 @@ class Router(Module):
 class TopKRouter(Router):
     """(tokens, width) -> Routing: the `per_token` experts of the highest score, ties to the lowest.
 
-    score, renormalise, scale: see F.route. Mixtral: as they are; Qwen3-MoE: renormalise as its
-    norm_topk_prob; OLMoE: renormalise=False; DeepSeek-V3: score="sigmoid", expert_bias=True. capacity_factor:
-    None drops nothing. Else an expert takes F.expert_capacity rows, those of the highest weights, then of the
-    first tokens; the rest adds nothing to the output. expert_bias: a buffer that is added to scores where
-    experts are chosen: see update_expert_bias. balance_loss, z_loss: how much F.balance_loss and
-    F.router_z_loss count in the loss. pooled: the loss is F.balance_sums instead, to add up over layers for
-    F.pooled_balance_loss.
+    Args:
+        score, renormalise, scale: see F.route. Mixtral: as they are; Qwen3-MoE: renormalise as its
+            norm_topk_prob; OLMoE: renormalise=False; DeepSeek-V3: score="sigmoid", expert_bias=True.
+        capacity_factor: None drops nothing. Else an expert takes F.expert_capacity rows, those of the highest
+            weights, then of the first tokens; the rest adds nothing to the output.
+        expert_bias: a buffer that is added to scores where experts are chosen: see update_expert_bias.
+        balance_loss, z_loss: how much F.balance_loss and F.router_z_loss count in the loss.
+        pooled: the loss is F.balance_sums instead, to add up over layers for F.pooled_balance_loss.
     """
 
     def __init__(
@@ -194,11 +206,13 @@ class Experts(Module):
     """MLPs side by side: (rows, width), counts -> (rows, width), the rows of an expert one behind the other.
 
     counts: int (experts,) on the host, how many rows each expert has. capacity: the most that one can have;
-    this module does not need it, but a wrapper for experts on other ranks does. activation: "swiglu", "gelu",
-    "gelu_tanh", "relu" or "silu". Parameters: `up` (experts, hidden, width), of a SwiGLU (experts, 2 hidden,
-    width) with the gate before the gated rows; `down` (experts, width, hidden). No biases.
+    this module does not need it, but a wrapper for experts on other ranks does. Parameters: `up` (experts,
+    hidden, width), of a SwiGLU (experts, 2 hidden, width) with the gate before the gated rows; `down`
+    (experts, width, hidden).
 
-    init, down_init: initial values; left out, evenly from +-1 / sqrt(inputs), as nn.Linear.
+    Args:
+        activation: "swiglu", "gelu", "gelu_tanh", "relu" or "silu". No biases.
+        init, down_init: initial values; left out, evenly from +-1 / sqrt(inputs), as nn.Linear.
     """
 
     def __init__(
@@ -235,18 +249,24 @@ class Experts(Module):
 class MoE(Module):
     """(..., width) -> ((..., width), loss): each token through the experts that its router chooses.
 
-    router: a TopKRouter, a Top2Gate, or a module from (tokens, width) to Routing. experts: Experts, or a
-    module of (rows, counts), and of the capacity behind them where the router has one. shared: a module that
-    every token goes through besides, whose result is added.
-    loss: the router's. Blocks pass the sum of theirs on as a second value, and the model adds it to its own
-    loss.
+    The loss is the router's. Blocks pass the sum of their losses on as a second value, and the model adds it
+    to its own loss.
+
+    Args:
+        router: a TopKRouter, a Top2Gate, or a module from (tokens, width) to Routing.
+        experts: Experts, or a module of (rows, counts), and of the capacity behind them where the router has
+            one.
+        shared: a module that every token goes through besides, whose result is added.
     """
 
     def __init__(self, router: Module, experts: Module, shared: Module | None = None) -> None:
         super().__init__()
         counts = [getattr(module, "n_experts", None) for module in (router, experts)]
         if None not in counts and counts[0] != counts[1]:
-            raise ValueError(f"MoE: the router has {counts[0]} experts, there are {counts[1]}")
+            raise ValueError(
+                f"MoE: the router and experts must have one number of experts, got {counts[0]} and "
+                f"{counts[1]}"
+            )
         self.router, self.experts, self.shared = router, experts, shared
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,12 +287,13 @@ def balance_over(model: Module, mesh: DeviceMesh) -> None:
     split.) An all-reduce of an integer per expert, in each forward of each router. Ranks with parts of the
     same samples, by TokenParallel or ContextParallel, are counted too. Call it on every rank.
 
-    Raises ValueError if `model` has no router of this package, TopKRouter or Top2Gate, and for a `mesh` along
-    which ranks have other stages.
+    Raises:
+        ValueError: if `model` has no router of this package, TopKRouter or Top2Gate, and for a `mesh` along
+            which ranks have other stages.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if not routers:
-        raise ValueError(f"balance_over: {type(model).__name__} must have routers, TopKRouter or Top2Gate")
+        raise ValueError(f"balance_over: no TopKRouter or Top2Gate found in {type(model).__name__}")
     for router in routers:
         router.balance_along(mesh)
 
@@ -280,9 +301,12 @@ def balance_over(model: Module, mesh: DeviceMesh) -> None:
 def balance_targets(model: Module, counted: int, tokens: int) -> float:
     """How many targets the balance losses of `model` count for in a sum of losses over this rank's tokens.
 
-    counted: its targets that count, of all its tokens. Where balance losses are of the tokens of several
-    ranks, these may have other numbers: then it is this rank's part, by its tokens, of the targets of all, so
-    that the sum is that of one rank with all tokens. Collective over them: an all-reduce of two numbers.
+    Collective over them: an all-reduce of two numbers.
+
+    Args:
+        counted: its targets that count, of all its tokens. Where balance losses are of the tokens of several
+            ranks, these may have other numbers: then it is this rank's part, by its tokens, of the targets of
+            all, so that the sum is that of one rank with all tokens.
     """
     routers = (module for module in model.modules() if isinstance(module, Router))
     mesh = next((router.balance_mesh for router in routers), None)
@@ -313,7 +337,10 @@ def update_expert_bias(model: Module, rate: float = 1e-3) -> None:
 
     Moves it up by `rate` where an expert was chosen less often than the mean, down where more often, counted
     over all ranks that train the model, and restarts the count (Wang et al., Auxiliary-Loss-Free Load
-    Balancing, 2024). model: the whole, also where it has stages. Collective where a router has one.
+    Balancing, 2024). Collective where a router has one.
+
+    Args:
+        model: the whole, also where it has stages.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     biased = [router for router in routers if getattr(router, "expert_bias", None) is not None]

@@ -77,9 +77,10 @@ class Parameter(Variable):
     that names the parameter; in the forward of its unit it can be read. `shard` and `grad` are the part that
     this rank holds: a 1-D array of a sharded parameter, the whole array of another one.
 
-    seed: part of what initial values depend on; ranks compare it.
-    placement: set where the module is cut over ranks, else None.
-    pipeline: set where the model is in a pipeline, else None.
+    Attributes:
+        seed: part of what initial values depend on; ranks compare it.
+        placement: set where the module is split over ranks, else None.
+        pipeline: set where the model is in a pipeline, else None.
     """
 
     __slots__ = ("seed", "storage", "dtype", "placement", "pipeline", "_shape", "_owner", "_attribute")
@@ -118,6 +119,7 @@ class Parameter(Variable):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of what this rank has, if the module was split."""
         return self._shape
 
     @property
@@ -127,10 +129,12 @@ class Parameter(Variable):
 
     @property
     def ndim(self) -> int:
+        """Number of dimensions."""
         return len(self._shape)
 
     @property
     def size(self) -> int:
+        """Number of elements of `shape`."""
         return int(np.prod(self._shape))
 
     @property
@@ -188,7 +192,7 @@ class Parameter(Variable):
 
         name: the name that they depend on; None for the parameter's own.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no initial values")
+        raise NotImplementedError(f"{type(self).__name__} must define fill")
 
     def new_storage(self, array: Array | None = None) -> LocalStorage:
         """A storage for all that this rank has of the parameter, with these values or the initial ones."""

@@ -123,7 +123,8 @@ class ParameterPlacement:
     def owner(self, apart: MeshLayout = ()) -> bool:
         """Whether this rank, where it holds all of its share, counts and saves it.
 
-        apart: that of the root mesh along which ranks have other parameters than this one.
+        Args:
+            apart: that of the root mesh along which ranks have other parameters than this one.
         """
         return not self.mesh.index_except(apart, self.axes if self.kind == SHARD else ())
 
@@ -204,7 +205,7 @@ def set_placement(parameter: Parameter, placement: ParameterPlacement) -> None:
     if known is not None and (
         known.kind == SHARD or not (placement.own_data or placement.mesh is known.mesh)
     ):
-        raise ValueError(f"{described} is cut already, {known.whole} into {known.shape}")
+        raise ValueError(f"{described} is split already, from {known.whole} into {known.shape}")
     if not isinstance(storage, LocalStorage):
         raise RuntimeError(f"{described} is sharded already; call parallelize_module before fully_shard")
     if storage.materialised:
@@ -212,7 +213,7 @@ def set_placement(parameter: Parameter, placement: ParameterPlacement) -> None:
             f"{described} has values already; call parallelize_module before the model is used or loaded"
         )
     if storage.owned:
-        raise RuntimeError(f"{described} has an optimizer already; call parallelize_module before")
+        raise RuntimeError(f"{described} has an optimizer already; call parallelize_module before making it")
     parameter.placement, parameter._shape = placement, placement.shape
     parameter.storage = parameter.new_storage()
 

@@ -18,9 +18,12 @@ class Piece:
     """`run(x, batch)` -> x, with the modules and parameters that it uses.
 
     x: the value between two pieces, a tensor, or tuples, lists, dicts of them; None for the first. batch: the
-    arguments of the model's forward by name, the same for all pieces. uses: modules that no other piece uses.
-    tied: modules that an earlier piece uses too, such as an embedding that is also the head. A piece must not
-    use modules that it does not name: they may be absent.
+    arguments of the model's forward by name, the same for all pieces. A piece must not use modules that it
+    does not name: they may be absent.
+
+    Attributes:
+        uses: modules that no other piece uses.
+        tied: modules that an earlier piece uses too, such as an embedding that is also the head.
     """
 
     name: str

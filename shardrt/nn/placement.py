@@ -39,8 +39,9 @@ class PipelinePlacement:
 
     The stages that use it, in ascending order, and the rank of each on the one axis of `mesh`.
 
-    copies: of a parameter that two ranks have; None elsewhere, and on other ranks. twin: the later
-    of two stages on one rank uses it (parallel/tied_replica.py).
+    Attributes:
+        copies: of a parameter that two ranks have; None elsewhere, and on other ranks.
+        twin: the later of two stages on one rank uses it (parallel/tied_replica.py).
     """
 
     mesh: DeviceMesh
@@ -152,7 +153,10 @@ class RemoteStorage(Storage):
         return ()
 
     def full(self, parameter: Stored) -> NoReturn:
-        raise RuntimeError(f"parameter {parameter.name!r} is {parameter.pipeline.description}")
+        raise RuntimeError(
+            f"parameter {parameter.name!r} is {parameter.pipeline.description}, so it has no values here; "
+            "use full_state_dict"
+        )
 
     def assign(self, parameter: Stored, values: Any) -> NoReturn:
         self.full(parameter)
@@ -168,9 +172,12 @@ class RemoteStorage(Storage):
 
 
 def set_pipeline_placement(parameter: Parameter, place: PipelinePlacement) -> None:
-    """Put `parameter` where `place` says: on other ranks it has no values from now on. Once.
+    """Put `parameter` where `place` says: on other ranks it has no values from now on.
 
-    Raises RuntimeError, which names the parameter, if it is sharded or has an optimizer.
+    A parameter is placed once.
+
+    Raises:
+        RuntimeError: which names the parameter, if it is sharded or has an optimizer.
     """
     if not isinstance(parameter.storage, LocalStorage) or parameter.storage.owned:
         done = "has an optimizer" if isinstance(parameter.storage, LocalStorage) else "is sharded"
@@ -209,7 +216,10 @@ def on_first(
 ) -> np.ndarray | None:
     """On rank 0, `values` of the owner's leader; None elsewhere.
 
-    Collective over the leaders of all stages. values: a host array, or None on other ranks.
+    Collective over the leaders of all stages.
+
+    Args:
+        values: a host array, or None on other ranks.
     """
     if place is None or not place.is_leader:
         return values if place is None else None

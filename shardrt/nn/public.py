@@ -64,7 +64,7 @@ class Parameter(parameter.Parameter, Tensor):
     ) -> None:
         shape, self.init, dtype = _checked(shape), _rule(init), np.dtype(dtype)
         if requires_grad and not dtypes.floating(dtype):
-            raise TypeError(f"Parameter: requires_grad=True needs floats, dtype is {dtype}")
+            raise TypeError(f"Parameter: requires_grad=True needs a float dtype, got {dtype}")
         self.in_parts: Any = None  # how matmuls with it are split; see functional/in_parts.py
         self.float8 = False  # linear layers multiply by it in float8; see MixedPrecisionPolicy
         self._words: Any = None
@@ -127,7 +127,8 @@ class Parameter(parameter.Parameter, Tensor):
             )
         if not isinstance(self.storage, LocalStorage):
             raise RuntimeError(
-                f"parameter {self.name!r} is sharded, and a unit's gradients are forgotten together: use "
+                f"parameter {self.name!r} is sharded, and the gradients of its unit are cleared together: "
+                "use "
                 "optimizer.zero_grad() or model.zero_grad()"
             )
         self.storage.zero_grad()
@@ -147,11 +148,13 @@ class Parameter(parameter.Parameter, Tensor):
     def load(self, values: Any) -> None:
         """Set this rank's shard, if it has one, from the whole array `values`.
 
-        Raises ValueError, which names the parameter, if the shape differs.
+        Raises:
+            ValueError: which names the parameter, if the shape differs.
         """
         if tuple(values.shape) != self.whole_shape:
             raise ValueError(
-                f"parameter {self.name!r} has shape {self.whole_shape}, the values {tuple(values.shape)}"
+                f"parameter {self.name!r}: values must have shape {self.whole_shape}, got "
+                f"{tuple(values.shape)}"
             )
         if self.absent:
             return
@@ -164,7 +167,8 @@ class Parameter(parameter.Parameter, Tensor):
     def __deepcopy__(self, memo: dict) -> "Parameter":
         """A parameter with equal values, not made yet if these are not, and without a gradient.
 
-        Raises TypeError, which names the parameter, if it is sharded.
+        Raises:
+            TypeError: which names the parameter, if it is sharded.
         """
         if self.pipeline is not None:
             raise TypeError(f"parameter {self.name!r} is {self.pipeline.description}, and can't be copied")
@@ -190,7 +194,7 @@ class Parameter(parameter.Parameter, Tensor):
         """Raises RuntimeError: the whole gradient of a parameter never exists as one array."""
         raise RuntimeError(
             f"parameter {self.name!r}: register_hook is for the results of ops; the gradient of a parameter "
-            "is added up in its place: use register_post_accumulate_grad_hook"
+            "is accumulated in place: use register_post_accumulate_grad_hook"
         )
 
     def register_post_accumulate_grad_hook(self, hook: Callable[["Parameter"], None]) -> RemovableHandle:
@@ -251,7 +255,7 @@ def parameters_in(given: Any, wanted_by: str) -> list[Parameter]:
     for one in found:
         if not isinstance(one, Parameter):
             kind = type(one).__name__
-            raise TypeError(f"{wanted_by}: wants Parameters, such as model.parameters(), got {kind}")
+            raise TypeError(f"{wanted_by}: must be Parameters, such as model.parameters(), got {kind}")
     return found
 
 
@@ -341,7 +345,7 @@ class Module(module.Module):
             TypeError: if `values` is no array and there is no `value`.
         """
         if value is None and not hasattr(values, "dtype"):
-            raise TypeError(f"register_buffer {name!r}: give it an array, or a shape and a value")
+            raise TypeError(f"register_buffer: {name!r} needs an array, or a shape and a value")
         if value is None:
             given = values.data if isinstance(values, Tensor) else values
             array = device.current().zeros(given.shape, dtype or given.dtype)
@@ -405,7 +409,8 @@ class Module(module.Module):
     ) -> RemovableHandle:
         """Call hook(module, args, output) after each forward; its result, unless None, replaces the output.
 
-        with_kwargs: hook(module, args, kwargs, output). Else as register_forward_pre_hook.
+        Args:
+            with_kwargs: hook(module, args, kwargs, output).
         """
         return self._forward_hooks.add((hook, with_kwargs), prepend)
 
@@ -437,7 +442,11 @@ class Module(module.Module):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of all parameters. Raises ValueError for set_to_none=False."""
+        """Forget the gradients of all parameters.
+
+        Raises:
+            ValueError: for set_to_none=False.
+        """
         check_set_to_none(set_to_none)
         for each in self.parameters():
             each.storage.zero_grad()
@@ -447,11 +456,15 @@ class Module(module.Module):
     def state_dict(self) -> dict[str, np.ndarray]:
         """Name -> whole array, not copied, of parameters and then buffers.
 
-        Raises RuntimeError if parameters are sharded or split: see full_state_dict.
+        Raises:
+            RuntimeError: if parameters are sharded or split: see full_state_dict.
         """
         parameters = dict(self.named_parameters())
         if cut := [name for name, p in parameters.items() if p.shape != p.whole_shape]:
-            raise RuntimeError(f"parameter {cut[0]!r} is cut; shardrt.checkpoint has full_state_dict")
+            raise RuntimeError(
+                f"state_dict: parameter {cut[0]!r} is split over ranks; use "
+                "shardrt.checkpoint.full_state_dict"
+            )
         arrays = {name: each.data for name, each in parameters.items()}
         return arrays | dict(self.named_buffers())
 
@@ -481,7 +494,7 @@ class Module(module.Module):
         absent = sorted(own - given) if strict else []
         extra = sorted(given - own)
         if absent or extra:
-            raise ValueError(f"load_state_dict: missing {absent[:10]}, not expected {extra[:10]}")
+            raise ValueError(f"load_state_dict: missing keys {absent[:10]}, unexpected keys {extra[:10]}")
         parameters = {name: each for name, each in parameters.items() if name in given}
         _barrier(parameters.values())  # a peer may still read the old values if ranks share memory,
         for name, each in parameters.items():
@@ -494,7 +507,8 @@ class Module(module.Module):
     def __deepcopy__(self, memo: dict) -> "Module":
         """A separate model with equal values, made yet or not, and without gradients.
 
-        Raises TypeError for a sharded one.
+        Raises:
+            TypeError: for a sharded one.
         """
         copy.deepcopy(self._forward_wrappers)  # a unit's boundary refuses, before anything is copied
         twin = memo[id(self)] = type(self).__new__(type(self))
@@ -520,7 +534,7 @@ def check_set_to_none(set_to_none: bool) -> None:
     """Raise ValueError for PyTorch's set_to_none=False, which would fill gradients with zeros."""
     if not set_to_none:
         raise ValueError(
-            "zero_grad: there is no set_to_none=False: gradients are forgotten, and a parameter without one "
+            "zero_grad: set_to_none=False is not supported: gradients are freed, and a parameter without one "
             "is not updated"
         )
 
@@ -540,7 +554,7 @@ def _warn_of_early_values(placed: Parameter | Module) -> None:
 
 def _set_buffer(name: str, array: Any, values: Any) -> None:
     if tuple(values.shape) != array.shape:
-        raise ValueError(f"buffer {name!r} has shape {array.shape}, the values {tuple(values.shape)}")
+        raise ValueError(f"buffer {name!r}: values must have shape {array.shape}, got {tuple(values.shape)}")
     device.of(array).copy(array, np.ascontiguousarray(values, array.dtype))
 
 

@@ -13,8 +13,13 @@ __all__ = ["everyone", "is_leader", "is_stage_leader", "ranks_of", "shared"]
 def everyone(model: Module, call: str) -> Communicator | None:
     """The communicator of all ranks that train `model`, for a `call` with broadcast_from_rank0.
 
-    Gives None for one rank. Raises ValueError for a model without a unit, which knows of no other ranks.
     Collective at its first use.
+
+    Returns:
+        None for one rank.
+
+    Raises:
+        ValueError: for a model without a unit, which knows of no other ranks.
     """
     ranks = ranks_of(model)
     if ranks is None and not world.alone():

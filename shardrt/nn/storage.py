@@ -243,7 +243,6 @@ class LocalStorage(Storage):
             out[...] = take(extents, self._array)
 
     def _initial(self, name: str) -> Array:
-        """What a parameter of this name starts as."""
         parameter = self._parameter
         here = device.current()
         owner = name.rpartition(".")[0]

@@ -50,8 +50,9 @@ def clip_grad_norm_(
     Call it on every rank. An infinite `max_norm` only measures. As in PyTorch, a norm that is nan or infinite
     makes gradients nan or 0, on every rank alike, unless error_if_nonfinite asks for a NonfiniteNorm.
 
-    Raises ValueError if `max_norm` or `norm_type` is not positive, or for sharded parameters together with
-    ignored ones, whose gradients are each rank's own.
+    Raises:
+        ValueError: if `max_norm` or `norm_type` is not positive, or for sharded parameters together with
+            ignored ones, whose gradients are each rank's own.
     """
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be positive, got {max_norm}")
@@ -79,11 +80,13 @@ def clip_grad_norm_on_device_(
 
     So it can be captured in a CUDA graph, also on several ranks where the mesh's communicators are NCCL's. On
     a GPU the norm and the gradients are bitwise as clip_grad_norm_'s. On the CPU the norm is a plain float64
-    sum, whose last bits depend on how the gradients are sharded. leave_nonfinite: where the norm is nan or
-    infinite, the gradients stay unchanged.
+    sum, whose last bits depend on how the gradients are sharded.
 
-    Raises ValueError as clip_grad_norm_ does, and for gradients that are on the host though the device is
-    not.
+    Args:
+        leave_nonfinite: where the norm is nan or infinite, the gradients stay unchanged.
+
+    Raises:
+        ValueError: as clip_grad_norm_ does, and for gradients that are on the host though the device is not.
     """
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm_on_device_: max_norm must be positive, got {max_norm}")
@@ -177,12 +180,16 @@ def _everyones_pairs(pairs: Array, ranks: DeviceMesh | None) -> Array:
 def grad_norm(parameters: Iterable[Parameter], norm_type: float = 2.0) -> float:
     """The norm of all gradients on all ranks, seen as one vector: (sum |g| ** norm_type) ** (1 / norm_type).
 
-    norm_type: a positive number, or infinity for the largest |g|. Each element is counted once, however the
-    parameters are sharded; one all-reduce of a few numbers per communicator. The sum is carried to about 100
-    bits and rounded once, so the norm is bitwise identical at every world size if the gradients are; with
-    fsdp.set_world_invariant it is exact. nan on every rank if there is one anywhere. Call it on every rank.
+    Each element is counted once, however the parameters are sharded; one all-reduce of a few numbers per
+    communicator. The sum is carried to about 100 bits and rounded once, so the norm is bitwise identical at
+    every world size if the gradients are; with fsdp.set_world_invariant it is exact. nan on every rank if
+    there is one anywhere. Call it on every rank.
 
-    Raises ValueError if `norm_type` is not positive, or with set_world_invariant not 1, 2 or infinity.
+    Args:
+        norm_type: a positive number, or infinity for the largest |g|.
+
+    Raises:
+        ValueError: if `norm_type` is not positive, or with set_world_invariant not 1, 2 or infinity.
     """
     _check_norm_type("grad_norm", norm_type)
     parameters = parameters_in(parameters, "grad_norm")
@@ -190,9 +197,12 @@ def grad_norm(parameters: Iterable[Parameter], norm_type: float = 2.0) -> float:
 
 
 def clip_grad_value_(parameters: Iterable[Parameter], clip_value: float) -> None:
-    """Limit each element of the gradients to [-clip_value, clip_value]; nan stays nan. Needs no other rank.
+    """Limit each element of the gradients to [-clip_value, clip_value]; nan stays nan.
 
-    Raises ValueError if `clip_value` is negative or nan.
+    Needs no other rank.
+
+    Raises:
+        ValueError: if `clip_value` is negative or nan.
     """
     if not clip_value >= 0:
         raise ValueError(f"clip_grad_value_: clip_value must not be negative, got {clip_value}")
@@ -266,7 +276,7 @@ def _copies(parameters: list[Parameter]) -> set[Storage]:
 def _exact_norm(by_communicator: Pieces, others: Communicator | None, norm_type: float) -> float:
     if norm_type not in (1, 2):
         raise ValueError(
-            f"norm_type: with set_world_invariant, which makes norms exact, it must be 1, 2 or infinity; got "
+            f"norm_type must be 1, 2 or infinity with set_world_invariant, which needs exact norms; got "
             f"{norm_type}"
         )
     table = np.zeros((256, 2), np.int64)

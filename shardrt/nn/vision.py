@@ -19,8 +19,12 @@ Pair = tuple[int, int]
 class Conv2d(Module):
     """(batch, in_channels, height, width) -> (batch, out_channels, ...): see functional.conv2d.
 
-    init: the initial weight, the bias then at 0. Left out, both start evenly from +-1 / sqrt(fan_in),
-    the numbers that an output sums, as in PyTorch. Raises ValueError for wrong sizes.
+    Args:
+        init: the initial weight, the bias then at 0. Left out, both start evenly from +-1 / sqrt(fan_in), the
+            numbers that an output sums, as in PyTorch.
+
+    Raises:
+        ValueError: for wrong sizes.
     """
 
     def __init__(
@@ -41,7 +45,8 @@ class Conv2d(Module):
         check_sizes("Conv2d", in_channels=in_channels, out_channels=out_channels, groups=groups)
         if in_channels % groups or out_channels % groups:
             raise ValueError(
-                f"Conv2d: groups must divide the channels, got {in_channels} and {out_channels} in {groups}"
+                f"Conv2d: groups must divide both numbers of channels {in_channels} and {out_channels}, got "
+                f"{groups}"
             )
         window = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
         check_sizes("Conv2d", kernel_size=min(window))
@@ -112,7 +117,8 @@ class Conv1d(Module):
         check_sizes("Conv1d", kernel_size=kernel_size)
         if in_channels % groups or out_channels % groups:
             raise ValueError(
-                f"Conv1d: groups must divide the channels, got {in_channels} and {out_channels} in {groups}"
+                f"Conv1d: groups must divide both numbers of channels {in_channels} and {out_channels}, got "
+                f"{groups}"
             )
         self.geometry = stride, padding, dilation, groups
         shape = out_channels, in_channels // groups, kernel_size
@@ -133,7 +139,7 @@ class GroupNorm(Module):
         super().__init__()
         check_sizes("GroupNorm", groups=groups, channels=channels)
         if channels % groups:
-            raise ValueError(f"GroupNorm: groups must divide the channels, got {channels} in {groups}")
+            raise ValueError(f"GroupNorm: groups must divide the {channels} channels, got {groups}")
         self.groups, self.eps = groups, eps
         self.weight = Parameter((channels,), initial.Ones(), dtype=dtype)
         self.bias = Parameter((channels,), initial.Zeros(), dtype=dtype)
@@ -179,7 +185,10 @@ class BatchNorm2d(Module):
     """Batch norm of each of `channels` channels. weight starts at 1 (or as `init`), bias at 0.
 
     running_mean and running_var are buffers: those of this rank's batches, unless synchronise_batch_norm has
-    been called on the model. momentum: how far they move towards each batch's.
+    been called on the model.
+
+    Args:
+        momentum: how far they move towards each batch's.
     """
 
     def __init__(

@@ -15,12 +15,17 @@ STATE = {"m": "exp_avg", "v": "exp_avg_sq"}  # moments, and their names in PyTor
 class AdamW(Optimizer):
     """Adam with decoupled weight decay, in one pass over each flat shard; the same update as PyTorch's.
 
-    lr: learning rate per step. betas: decay of the two moments, each in [0, 1). eps: added to the root of the
-    second moment. weight_decay: multiplied by lr and taken off the weights. The moments are float32 arrays
-    of the shard's length: 8 bytes per element that this rank holds. in_backward: see Optimizer.
+    The moments are float32 arrays of the shard's length: 8 bytes per element that this rank holds.
 
-    exp_avg_dtype: "bfloat16" keeps the first moment of float32 parameters in 2 bytes, rounded to nearest. The
-    second stays float32: a step changes it by a part 1 - betas[1], less than half a step of bfloat16.
+    Args:
+        lr: learning rate per step.
+        betas: decay of the two moments, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: multiplied by lr and taken off the weights.
+        in_backward: see Optimizer.
+        exp_avg_dtype: "bfloat16" keeps the first moment of float32 parameters in 2 bytes, rounded to nearest.
+            The second stays float32: a step changes it by a part 1 - betas[1], less than half a step of
+            bfloat16.
     """
 
     def __init__(

@@ -15,8 +15,11 @@ class Lion(Optimizer):
     m = beta2 * m + (1 - beta2) * dw: one float32 array of the shard's length, half of AdamW's state. Lion's
     authors take a third to a tenth of AdamW's learning rate, and as many times its weight decay.
 
-    lr: learning rate per step. betas: two numbers in [0, 1). weight_decay: multiplied by lr and taken off the
-    weights. in_backward: see Optimizer.
+    Args:
+        lr: learning rate per step.
+        betas: two numbers in [0, 1).
+        weight_decay: multiplied by lr and taken off the weights.
+        in_backward: see Optimizer.
     """
 
     def __init__(

@@ -66,7 +66,8 @@ class Updates:
 
     Staging memory, `staging_bytes`, is taken here once: SLOTS slots for the largest chunk of all `slices`.
 
-    Raises ValueError for a storage with step "host" of which something is on the device.
+    Raises:
+        ValueError: for a storage with step "host" of which something is on the device.
     """
 
     def __init__(self, here: Device, slices: list[Slice]) -> None:

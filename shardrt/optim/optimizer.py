@@ -43,7 +43,8 @@ NO_DECAY = ("*bias", "*norm*")
 def decay_groups(module: Module, weight_decay: float, no_decay: tuple[str, ...] = NO_DECAY) -> list[dict]:
     """Two parameter groups by name: decayed, and (biases, norms) not.
 
-    no_decay: shell patterns matched against each full parameter name, in lower case.
+    Args:
+        no_decay: shell patterns matched against each full parameter name, in lower case.
     """
     groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in module.named_parameters():
@@ -54,23 +55,30 @@ def decay_groups(module: Module, weight_decay: float, no_decay: tuple[str, ...] 
 class Optimizer:
     """Base class: groups, zero_grad, step.
 
-    params: Parameters, or dicts with "params" and settings of their own. Build it after fully_shard.
-    `param_groups` is the list of groups; schedules change its "lr".
-    settings: those that a group may have ("lr", "weight_decay", ...), each with its value where it has not.
-    state: names of the arrays, as long as each shard, that an update keeps, each with PyTorch's name of it.
-    low_state: state arrays kept in bfloat16, as bits, for float32 parameters.
-    constants: settings that all groups share, by PyTorch's names.
-    in_backward: update each sharded unit as soon as backward has reduced its gradient, with the settings that
-    its group has then; step() only waits. Not together with anything that needs all gradients before the
-    first update: clipping, GradScaler. Plain parameters are updated in step().
+    Build it after fully_shard.
 
     Parameters that are absent (nn/placement.py) are left to the ranks that have them.
     A parameter that is frozen has no state until it is trained. A subclass that `rounds` writes "rounded"
     of an Update too, where it is there.
 
-    Raises TypeError for other than Parameters, ValueError for none of them, a parameter in two groups, an
-    unknown or negative setting, parameters of a unit of which another optimizer has others, or an
-    update on the host of shards and state that are not all there.
+    Args:
+        params: Parameters, or dicts with "params" and settings of their own. `param_groups` is the list of
+            groups; schedules change its "lr".
+        settings: those that a group may have ("lr", "weight_decay", ...), each with its value where it has
+            not.
+        state: names of the arrays, as long as each shard, that an update keeps, each with PyTorch's name of
+            it.
+        low_state: state arrays kept in bfloat16, as bits, for float32 parameters.
+        constants: settings that all groups share, by PyTorch's names.
+        in_backward: update each sharded unit as soon as backward has reduced its gradient, with the settings
+            that its group has then; step() only waits. Not together with anything that needs all gradients
+            before the first update: clipping, GradScaler. Plain parameters are updated in step().
+
+    Raises:
+        TypeError: for other than Parameters.
+        ValueError: for none of them, a parameter in two groups, an unknown or negative setting, parameters of
+            a unit of which another optimizer has others, or an update on the host of shards and state that
+            are not all there.
     """
 
     rounds = False
@@ -87,7 +95,7 @@ class Optimizer:
     ) -> None:
         given = list(params) if isinstance(params, Iterable) else [params]
         if not given:
-            raise ValueError(f"{type(self).__name__}: params is empty")
+            raise ValueError(f"{type(self).__name__}: params is empty; pass model.parameters()")
         self.in_backward = in_backward
         self.state_names = state or {}
         self._low_state = frozenset(low_state)
@@ -114,7 +122,11 @@ class Optimizer:
         self._add([param_group])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients. Raises ValueError for set_to_none=False."""
+        """Forget the gradients.
+
+        Raises:
+            ValueError: for set_to_none=False.
+        """
         check_set_to_none(set_to_none)
         self.take_in()
         for piece in self.slices:
@@ -123,7 +135,8 @@ class Optimizer:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, if backward has not done it already.
 
-        closure: computes the loss again, with its gradients, before the update; its result is returned.
+        Args:
+            closure: computes the loss again, with its gradients, before the update; its result is returned.
         """
         loss = None
         if closure is not None:
@@ -274,7 +287,7 @@ class Optimizer:
         """Backward has issued the last work on the gradient of `piece`."""
         if piece.storage.applied:
             raise RuntimeError(
-                f"{type(self).__name__}(in_backward=True): a second backward has come to the gradient of "
+                f"{type(self).__name__}(in_backward=True): a second backward has reached the gradient of "
                 f"{piece.name!r} before step(), and the first has updated the parameters with it already; "
                 "accumulate with no_sync for all but the last micro-batch"
             )

@@ -72,7 +72,11 @@ class GradScaler:
         return self._scale if self._enabled else 1.0
 
     def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
-        """A tensor, or a list or tuple of tensors, times the scale. Raises TypeError for anything else."""
+        """A tensor, or a list or tuple of tensors, times the scale.
+
+        Raises:
+            TypeError: for anything else.
+        """
         if not self._enabled:
             return outputs
         self._has_scaled = True
@@ -88,7 +92,8 @@ class GradScaler:
         One all-reduce of one number per communicator, two in a pipeline: every rank knows the same. Call it
         on every rank.
 
-        Raises RuntimeError if `scale` was never called, or this was, or `step` was, since `update`.
+        Raises:
+            RuntimeError: if `scale` was never called, or this was, or `step` was, since `update`.
         """
         if not self._enabled:
             return
@@ -109,7 +114,8 @@ class GradScaler:
     def step(self, optimizer: Optimizer) -> None:
         """`unscale_`, if it was not called, then optimizer.step(), unless a gradient was infinite or nan.
 
-        Raises RuntimeError if `scale` was never called, `step` was since `update`, or there is no gradient.
+        Raises:
+            RuntimeError: if `scale` was never called, `step` was since `update`, or there is no gradient.
         """
         if not self._enabled:
             return optimizer.step()
@@ -127,7 +133,8 @@ class GradScaler:
     def update(self, new_scale: float | None = None) -> None:
         """Adapt the scale, or set it to `new_scale`; at the end of a step, after all optimizers.
 
-        Raises RuntimeError if no gradients were checked since the last update.
+        Raises:
+            RuntimeError: if no gradients were checked since the last update.
         """
         if not self._enabled:
             return
@@ -167,8 +174,9 @@ class GradScaler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict`.
 
-        Raises ValueError if that is empty, of a scaler not enabled, or has wrong entries; nothing is
-        changed then.
+        Raises:
+            ValueError: if that is empty, of a scaler not enabled, or has wrong entries; nothing is changed
+                then.
         """
         if not self._enabled:
             return
@@ -180,7 +188,9 @@ class GradScaler:
         found = [state_dict.get(name) for name in names] if isinstance(state_dict, dict) else []
         if not found or not all(isinstance(value, int | float) and abs(value) < 1e300 for value in found):
             message = str(state_dict)[:200]
-            raise ValueError(f"GradScaler: a state has the finite numbers {', '.join(names)}; got {message}")
+            raise ValueError(
+                f"GradScaler: a state must have finite numbers {', '.join(names)}; got {message}"
+            )
         scale, growth, backoff, interval, tracker = found
         _check("scale", scale, growth, backoff, interval)
         if not 0 <= tracker < interval or tracker != int(tracker):

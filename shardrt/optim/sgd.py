@@ -11,7 +11,11 @@ from shardrt.optim.slices import Update
 class SGD(Optimizer):
     """w -= lr * v with v = momentum * v + (1 - dampening) * (dw + weight_decay * w); as PyTorch's.
 
-    in_backward: see Optimizer. Raises ValueError for Nesterov momentum without momentum or with dampening.
+    Args:
+        in_backward: see Optimizer.
+
+    Raises:
+        ValueError: for Nesterov momentum without momentum or with dampening.
     """
 
     def __init__(

@@ -59,9 +59,12 @@ class Slice:
         self.set_steps([*self.steps.tolist(), *(0 for _ in members)])
 
     def claim(self, optimizer: Any) -> None:
-        """Note that `optimizer` updates this. Raises ValueError if another one updates parts of it.
+        """Note that `optimizer` updates this.
 
         A storage has one gradient, which the first of the two to call zero_grad would forget for both.
+
+        Raises:
+            ValueError: if another one updates parts of it.
         """
         own = {id(parameter) for parameter, _ in self.members}
         others = [(owner, known) for owner, known in self.storage.owners if owner() not in (None, optimizer)]
@@ -105,7 +108,8 @@ class Slice:
     def update(self, ranges: Array, rounds: bool) -> "Update":
         """Arrays that an update reads and writes: "shard", "gradient", the state by name; 1-D, equally long.
 
-        rounds: and "rounded", the storage's copy of the shard in 16 bits.
+        Args:
+            rounds: and "rounded", the storage's copy of the shard in 16 bits.
         """
         arrays = {"shard": self.storage.shard, "gradient": self.storage.gradient, **self.state}
         if not rounds:
@@ -130,7 +134,8 @@ class Slice:
 class Update:
     """One kernel call: the arrays of a Slice; float64 Slice.rows, on the host or where it runs.
 
-    kind: of the array "rounded", if there is one.
+    Attributes:
+        kind: of the array "rounded", if there is one.
     """
 
     arrays: dict[str, Array]
@@ -163,12 +168,16 @@ class Update:
 
 
 def members_of(groups: list[dict]) -> list[Member]:
-    """Every parameter with the number of its group. Raises ValueError for one that is given twice."""
+    """Every parameter with the number of its group.
+
+    Raises:
+        ValueError: for one that is given twice.
+    """
     seen: dict[int, Member] = {}
     for index, group in enumerate(groups):
         for parameter in group["params"]:
             if id(parameter) in seen:
-                raise ValueError(f"optimizer: parameter {parameter.name!r} is given twice")
+                raise ValueError(f"optimizer: parameter {parameter.name!r} is in params twice")
             seen[id(parameter)] = parameter, index
     return list(seen.values())
 

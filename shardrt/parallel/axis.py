@@ -110,7 +110,11 @@ class Axis:
         return ParameterPlacement(SHARD, self.mesh, whole, shape, parts, words=words)
 
     def enter(self, x: Tensor, again: bool = False) -> Tensor:
-        """An activation for each rank to use in its own way: I or V -> R. again: as in collective.gather."""
+        """An activation for each rank to use in its own way: I or V -> R.
+
+        Args:
+            again: as in collective.gather.
+        """
         if self.in_parts:
             return collective.gather(x, self.communicator, TIME, self._beside(), again=again)
         return collective.copy_to(x, self.communicator, self._beside())
@@ -134,11 +138,15 @@ class Axis:
         return collective.reduce_from(x, self.communicator)
 
     def part_of_time(self, positions: int) -> slice:
-        """This rank's slice of so many positions. Raises ValueError where they can't be split."""
+        """This rank's slice of so many positions.
+
+        Raises:
+            ValueError: where they can't be split.
+        """
         each, rest = divmod(positions, self.size)
         if rest:
             raise ValueError(
-                f"SequenceParallel: {positions} positions can't be cut into {self.size} equal parts"
+                f"SequenceParallel: {positions} positions must be divisible by the {self.size} ranks"
             )
         return slice(self.rank * each, (self.rank + 1) * each)
 

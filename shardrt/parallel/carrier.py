@@ -20,8 +20,11 @@ class Carrier:
     """Values that pass between stages of one rank's pipeline: kind "F", and back: "B".
 
     A message is known by kind, the stage that sends it, and the micro-batch. Its arrays have the shapes that
-    all messages of its `key` have. kept: TableStats.kept, if the table's own actions send. Without it, each
-    message is kept until `finish`.
+    all messages of its `key` have.
+
+    Args:
+        kept: TableStats.kept, if the table's own actions send. Without it, each message is kept until
+            `finish`.
     """
 
     def __init__(
@@ -34,7 +37,11 @@ class Carrier:
     def send(
         self, kind: str, stage: int, micro_batch: int, arrays: Arrays, key: Hashable, form: Any = None
     ) -> None:
-        """Send from `stage` to the next one, or of kind "B" to the one before. form: see `flat`."""
+        """Send from `stage` to the next one, or of kind "B" to the one before.
+
+        Args:
+            form: see `flat`.
+        """
         to = self._table.rank_of(stage + STEP[kind])
         if to == self._rank:
             self._here[kind, stage, micro_batch] = arrays, form
@@ -90,8 +97,10 @@ def _copy(array: Array | None) -> Array | None:
 def flat(output: Any, stage: str) -> tuple[list[Tensor], Any]:
     """(the tensors that a stage gives, how they lie in it: as JSON has it, for `nested`).
 
-    The tensors may lie in tuples, lists and dicts of strings, with None among them. Raises TypeError for
-    others.
+    The tensors may lie in tuples, lists and dicts of strings, with None among them.
+
+    Raises:
+        TypeError: for others.
     """
     if output is None:
         return [], None
@@ -125,7 +134,8 @@ def nested(tensors: Iterator[Tensor], form: Any) -> Any:
 def key_of(model: Module, batch: Any, kind: str = "step") -> Hashable:
     """Tells apart the messages of different micro-batches: by shapes, and whether it is for training.
 
-    kind: of what is run, where batches of the same shapes may be used otherwise.
+    Args:
+        kind: of what is run, where batches of the same shapes may be used otherwise.
     """
     return kind, is_grad_enabled(), model.training, shapes_of(batch)
 

@@ -29,7 +29,8 @@ Array = Any
 class SequencePart(NamedTuple):
     """A rank's slice of some sequences: (batch, time / ranks) each, positions (time / ranks,).
 
-    starts: where the document of each token begins in the whole sequence, on the device; or None.
+    Attributes:
+        starts: where the document of each token begins in the whole sequence, on the device; or None.
     """
 
     tokens: Array
@@ -43,16 +44,22 @@ def shard_sequence(
 ) -> SequencePart:
     """This rank's slice of sequences that all ranks of the one axis of `mesh`, as mesh["cp"], have alike.
 
-    tokens, targets: (batch, time), arrays of the host or the device. starts: F.document_starts of the whole
-    sequences. Of 2 n chunks of time, rank r of n has r and 2n - 1 - r: with causal attention, equal work.
+    Of 2 n chunks of time, rank r of n has r and 2n - 1 - r: with causal attention, equal work.
 
-    Raises ValueError for a time that is no multiple of 2 n, shapes that differ, a mesh of several axes.
+    Args:
+        tokens, targets: (batch, time), arrays of the host or the device.
+        starts: F.document_starts of the whole sequences.
+
+    Raises:
+        ValueError: for a time that is no multiple of 2 n, shapes that differ, a mesh of several axes.
     """
     if len(mesh.shape) > 1:
         raise ValueError(f'shard_sequence: mesh must have one axis, as mesh["cp"]; got {mesh!r}')
     for name, given in (("targets", targets), ("starts", starts)):
         if given is not None and given.shape != tokens.shape:
-            raise ValueError(f"shard_sequence: {name} {given.shape} are not of tokens {tokens.shape}")
+            raise ValueError(
+                f"shard_sequence: {name} must be {tokens.shape}, the shape of tokens, got {given.shape}"
+            )
     if tokens.ndim != 2:
         raise ValueError(f"shard_sequence: tokens must be (batch, time), got {tokens.shape}")
     positions = positions_of(tokens.shape[1], mesh.rank, mesh.size)
@@ -70,7 +77,7 @@ def context_plan(model: Module) -> dict[str, Style]:
     plan = {path: style for path, module in model.named_modules() if style.fits(module)}
     if not plan:
         raise TypeError(
-            f"context_plan: a {type(model).__name__} has no causal attention, whose sequences could be cut"
+            f"context_plan: a {type(model).__name__} has no causal attention, so its sequences can't be split"
         )
     return plan
 
@@ -84,8 +91,9 @@ class Context:
     def in_parts(self, positions: Array | None) -> bool:
         """Whether a call with these positions is for slices of sequences; without them it is for the whole.
 
-        Raises ValueError for positions of another part than this rank's, and where gradients of the whole are
-        wanted, which would count once for each rank.
+        Raises:
+            ValueError: for positions of another part than this rank's, and where gradients of the whole are
+                wanted, which would count once for each rank.
         """
         if positions is not None:
             self._check(positions)
@@ -117,7 +125,9 @@ class Context:
 class Summing:
     """Around the whole model: its gradients are of a slice of each sequence, until ranks add them up.
 
-    Raises ValueError where no unit adds them up, RuntimeError where the model is not the whole any more.
+    Raises:
+        ValueError: where no unit adds them up.
+        RuntimeError: where the model is not the whole any more.
     """
 
     layer, every_entry = WrapperOrder.MODEL, False
@@ -176,12 +186,18 @@ class ContextParallel(Style):
 
     def apply(self, module: Module, axis: Axis) -> None:
         if module.context is not None:
-            raise ValueError(f"ContextParallel: {module.name!r} is on {module.context.mesh!r} already")
+            raise ValueError(
+                f"ContextParallel: {module.name!r} already has sequences on {module.context.mesh!r}"
+            )
         module.context = Context(axis.mesh)
 
 
 def lay_out_sequences(model: Module, mesh: DeviceMesh, modules: Iterable[tuple[Module, Style]]) -> None:
-    """parallelize_module for a plan of this style. Raises ValueError for other styles next to it."""
+    """parallelize_module for a plan of this style.
+
+    Raises:
+        ValueError: for other styles next to it.
+    """
     check_alone(ContextParallel, modules, "on an axis of its own")
     for role in (ROLE, "control"):
         mesh.communicator(role)

@@ -18,7 +18,8 @@ def check_whole(module: Module) -> None:
     """Raise RuntimeError where the model that was split is not the whole any more."""
     if module.parent is not None:
         raise RuntimeError(
-            f"parallelize_module: it was called on what is {module.name!r} of another module now; put "
+            f"parallelize_module: it was called on {module.name!r} before that became part of another "
+            "module; put "
             "the whole together first, and call it on the outermost module"
         )
 
@@ -32,14 +33,15 @@ class Converting:
         self.axis = axis
 
     def __deepcopy__(self, memo: dict) -> "Converting":
-        raise TypeError(f"copy.deepcopy: the model is cut along {self.axis.mesh!r} and can't be copied")
+        raise TypeError(f"copy.deepcopy: the model is split along {self.axis.mesh!r} and can't be copied")
 
 
 class Column(Converting):
     """Each rank computes some of the outputs: x I or V -> R, y its own.
 
-    parts: for each part of y, how many elements this rank computes, and over what ranks it is gathered where
-    several compute a head together (None: its elements are needed here alone).
+    Args:
+        parts: for each part of y, how many elements this rank computes, and over what ranks it is gathered
+            where several compute a head together (None: its elements are needed here alone).
     """
 
     def __init__(self, axis: Axis, parts: list[tuple[int, Communicator | None]]) -> None:
@@ -93,7 +95,8 @@ class WholeTime(Converting):
 class Deciding(Converting):
     """Around the whole model: its modules agree whether activations are split along time.
 
-    Raises RuntimeError where it is not the whole any more: dropout outside would differ between the ranks.
+    Raises:
+        RuntimeError: where it is not the whole any more: dropout outside would differ between the ranks.
     """
 
     layer = WrapperOrder.MODEL

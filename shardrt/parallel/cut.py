@@ -8,8 +8,10 @@ from math import inf
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
     """Where each of `parts` parts begins, none of them empty.
 
-    The largest sum of a part is as small as can be; of all such splits the sum of squares is. costs: at least
-    as many as parts, none negative.
+    The largest sum of a part is as small as can be; of all such splits the sum of squares is.
+
+    Args:
+        costs: at least as many as parts, none negative.
     """
     limit = _best(costs, parts, inf, lambda before, cost: max(before, cost))[0]
     return _best(costs, parts, limit, lambda before, cost: before + cost * cost)[1]

@@ -40,8 +40,9 @@ class ExpertParallel(Style):
     that it does not name is left to fully_shard, along axes with the data of all ranks
     (docs/explanation/experts.md).
 
-    planned: how many rows a memory plan gives each rank where nothing limits them, as a multiple of those in
-    balance; at most all rows of all ranks. See most_rows. With a capacity the plan is exact.
+    Attributes:
+        planned: how many rows a memory plan gives each rank where nothing limits them, as a multiple of those
+            in balance; at most all rows of all ranks. See most_rows. With a capacity the plan is exact.
     """
 
     planned: float = 2.0
@@ -54,7 +55,7 @@ class ExpertParallel(Style):
     def apply(self, module: Module, axis: Axis) -> None:
         if module.n_experts % axis.size:
             raise ValueError(
-                f"ExpertParallel: {axis.size} ranks do not divide the {module.n_experts} experts of "
+                f"ExpertParallel: {axis.size} ranks must divide the {module.n_experts} experts of "
                 f"{module.name!r}"
             )
         for weight in module._parameters.values():
@@ -63,12 +64,16 @@ class ExpertParallel(Style):
 
 
 def spread_experts(model: Module, mesh: DeviceMesh, modules: Sequence[tuple[Module, Style]]) -> None:
-    """parallelize_module for a plan of this style. Raises ValueError for styles that can't be combined."""
+    """parallelize_module for a plan of this style.
+
+    Raises:
+        ValueError: for styles that can't be combined.
+    """
     check_alone(ExpertParallel, modules, "on an axis whose ranks have different tokens")
     planned = [parameter.placement for module, _ in modules for parameter in module._parameters.values()]
     for placement in planned:
         if placement is not None and placement.own_data:
-            raise ValueError(f"parallelize_module: the experts are cut along {placement.mesh!r} already")
+            raise ValueError(f"parallelize_module: the experts are split along {placement.mesh!r} already")
         if (
             placement is not None
             and placement.kind != PARTIAL
@@ -101,11 +106,17 @@ def _cut_experts(weight: Parameter, axis: Axis) -> None:
 
 
 def expert_plan(model: Module, planned: float = ExpertParallel.planned) -> dict[str, Style]:
-    """The plan for a model: every nn.Experts in it. planned: as of ExpertParallel. TypeError if none."""
+    """The plan for a model: every nn.Experts in it.
+
+    TypeError if none.
+
+    Args:
+        planned: as of ExpertParallel.
+    """
     style = ExpertParallel(planned)
     plan = {path: style for path, module in model.named_modules() if style.fits(module)}
     if not plan:
-        raise TypeError(f"expert_plan: a {type(model).__name__} has no nn.Experts, which could be cut")
+        raise TypeError(f"expert_plan: a {type(model).__name__} has no nn.Experts to split")
     return plan
 
 

@@ -28,20 +28,27 @@ def set_tensor_invariant(model: Module, parts: int = 4, *, plan: Mapping[str, St
     it costs. On
     a GPU the process computes by deterministic algorithms from now on (shardrt.use_deterministic_algorithms).
 
-    Raises ValueError for parts that are no power of two, are fewer than the ranks, or do not divide what is
-    cut; for a number of ranks that is none; without a plan, or with a second one; for adapters and NCCL's own
-    sums; where ranks differ; as parallelize_module for what is wrong with a plan. RuntimeError with
-    SequenceParallel after pipeline_stages or fully_shard.
+    RuntimeError with SequenceParallel after pipeline_stages or fully_shard.
+
+    Raises:
+        ValueError: for parts that are no power of two, are fewer than the ranks, or do not divide what is
+            cut; for a number of ranks that is none; without a plan, or with a second one; for adapters and
+            NCCL's own sums; where ranks differ; as parallelize_module for what is wrong with a plan.
     """
     axis, chosen = _styles(model, plan)
     for name, value in (("parts", parts), ("the number of ranks", axis.size)):
         if value < 1 or value & (value - 1):
             raise ValueError(f"set_tensor_invariant: {name} must be a power of two, got {value}")
     if parts < axis.size:
-        raise ValueError(f"set_tensor_invariant: parts {parts} are too few for {axis.size} ranks")
+        raise ValueError(
+            f"set_tensor_invariant: parts must be at least {axis.size}, the number of ranks, got {parts}"
+        )
     _check(model, axis, chosen)
     if axis.size > 1 and (differing := objects.differing_ranks(axis.mesh.communicator("control"), parts)):
-        raise ValueError(f"set_tensor_invariant: ranks {differing} have other parts than rank 0")
+        raise ValueError(
+            f"set_tensor_invariant: ranks {differing} passed other parts than rank 0; pass the same on "
+            "every rank"
+        )
     for module, style in chosen:
         style.put_in_parts(module, axis, parts)
     use_deterministic_algorithms(True)
@@ -55,13 +62,15 @@ def _styles(
     planned = known.axis is not None
     if plan is None and not planned:
         raise ValueError(
-            "set_tensor_invariant: parallelize_module has not been called on this model; give the plan "
-            "by which it would be cut, plan=plan_of(model)"
+            "set_tensor_invariant: parallelize_module has not been called on this model; pass the plan "
+            "that would split it, plan=plan_of(model)"
         )
     if plan is None:
         return known.axis, known.styles
     if planned:
-        raise ValueError("set_tensor_invariant: the model has a plan, that of parallelize_module")
+        raise ValueError(
+            "set_tensor_invariant: the model has the plan of parallelize_module already; leave plan out"
+        )
     return Alone(in_sequence(plan.values())), chosen_by(model, plan, "set_tensor_invariant")
 
 
@@ -74,13 +83,14 @@ def _check(model: Module, axis: Axis | Alone, chosen: Sequence[tuple[Module, Sty
         )
     if adapted := adapted_layers(model):
         raise ValueError(
-            f"set_tensor_invariant: {adapted[0].name!r} has an adapter, whose sums are not made in parts"
+            f"set_tensor_invariant: {adapted[0].name!r} has a LoRA adapter, which is not supported; "
+            "merge_lora first"
         )
     late = [
         p for p in model.parameters() if p.pipeline is not None or not isinstance(p.storage, LocalStorage)
     ]
     if axis.sequence and late:
         raise RuntimeError(
-            f"set_tensor_invariant: parameter {late[0].name!r} has a stage or is sharded already; with "
+            f"set_tensor_invariant: parameter {late[0].name!r} is on a stage or sharded already; with "
             "SequenceParallel call it before pipeline_stages and fully_shard"
         )

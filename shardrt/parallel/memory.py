@@ -38,12 +38,15 @@ def pipeline_plan(
 
     Its own messages are activations until the table proves that they have been used (TableStats.kept).
 
-    loss, batches, inputs: those of Pipeline.step. Collective, over the ranks of all stages too. Raises as
-    memory_plan does, and on all ranks of the pipeline the error of a stage's first forward.
+    Collective, over the ranks of all stages too. Raises as memory_plan does, and on all ranks of the pipeline
+    the error of a stage's first forward.
+
+    Args:
+        loss, batches, inputs: those of Pipeline.step.
     """
     if not isinstance(pipeline, StagedModel) or not callable(loss):
         got = f"{type(pipeline).__name__} and {type(loss).__name__}"
-        raise TypeError(f"pipeline_plan: it takes a Pipeline and a function, got {got}")
+        raise TypeError(f"pipeline_plan: expected a Pipeline and a function, got {got}")
     work = pipeline.work("pipeline_plan", loss, batches, inputs)
     pipeline.check_count("pipeline_plan", work)
     for stage in pipeline.stages:

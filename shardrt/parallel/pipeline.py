@@ -32,16 +32,23 @@ __all__ = ["Pipeline"]
 class Pipeline(StagedModel):
     """A model in stages, of which this rank has `stages`.
 
-    model: as every rank builds it, with the same seed. mesh: the axis of the stages, mesh["pp"]. schedule: a
-    name (schedules.py) or a Table. micro_batches: parts of a step's batch; one for each rank if None.
-    stages_per_rank: None for what the schedule wants. cuts: the first piece of every stage but the first, by
-    name or number; None: by `costs`. costs, batch: see pipeline_stages.
-
     Shard the stages afterwards, blocks first: fully_shard(stage, mesh=mesh["dp_shard"]). Their units are
     gathered once in a step and reduced once, unless the table has UNSHARD and RESHARD.
 
-    Collective. Raises ValueError for a model that can't be split so, and for a table that does not end, has
-    other numbers than the other arguments say, or differs between ranks.
+    Collective.
+
+    Args:
+        model: as every rank builds it, with the same seed.
+        mesh: the axis of the stages, mesh["pp"].
+        schedule: a name (schedules.py) or a Table.
+        micro_batches: parts of a step's batch; one for each rank if None.
+        stages_per_rank: None for what the schedule wants.
+        cuts: the first piece of every stage but the first, by name or number; None: by `costs`.
+        costs, batch: see pipeline_stages.
+
+    Raises:
+        ValueError: for a model that can't be split so, and for a table that does not end, has other numbers
+            than the other arguments say, or differs between ranks.
     """
 
     def __init__(
@@ -68,7 +75,10 @@ class Pipeline(StagedModel):
         facts = schedule.check()
         _check_table(schedule, mesh, micro_batches, stages_per_rank, cuts)
         if differing := objects.differing_ranks(mesh.communicator("control"), str(schedule)):
-            raise ValueError(f"Pipeline: ranks {differing} of {mesh!r} have another table than rank 0")
+            raise ValueError(
+                f"Pipeline: ranks {differing} of {mesh!r} passed another schedule than rank 0; pass the "
+                "same on every rank"
+            )
         stages = pipeline_stages(
             model,
             mesh,
@@ -84,7 +94,9 @@ class Pipeline(StagedModel):
         self._forward_wrappers = list(model._forward_wrappers)  # which the stages have
 
     def step(self, loss: Loss, batches: Sequence[Any], *, inputs: Inputs | None = None) -> None:
-        """Forward and backward of all micro-batches. Gradients are then where `loss.backward()` leaves them.
+        """Forward and backward of all micro-batches.
+
+        Gradients are then where `loss.backward()` leaves them.
 
         loss(output, batch): of one micro-batch, from what the model gives for it, on the last stage alone;
         gradients are of the sum of all. inputs(batch): the arguments of the model, a mapping from
@@ -93,9 +105,11 @@ class Pipeline(StagedModel):
 
         Several steps before an update add up; inside of no_sync(model) nothing is reduced until the last.
 
-        Collective over the ranks of all stages, which have as many batches, of the same shapes. Raises
-        ValueError for another number than the table's, and where some stages are sharded alone; RuntimeError
-        for a model with hooks of its own, and where an earlier step has raised.
+        Collective over the ranks of all stages, which have as many batches, of the same shapes.
+
+        Raises:
+            ValueError: for another number than the table's, and where some stages are sharded alone.
+            RuntimeError: for a model with hooks of its own, and where an earlier step has raised.
         """
         work = self.work("Pipeline.step", loss, batches, inputs)
         self.check_count("Pipeline.step", work)
@@ -117,7 +131,10 @@ class Pipeline(StagedModel):
     ) -> list[Any]:
         """The result of measure(output, batch) for each micro-batch, on the last stage's rank; [] elsewhere.
 
-        Forwards alone, without a backward, of any number of micro-batches. inputs: as for `step`. Collective.
+        Forwards alone, without a backward, of any number of micro-batches. Collective.
+
+        Args:
+            inputs: as for `step`.
         """
         found: list[Any] = []
         work = self.work("Pipeline.evaluate", lambda *of: found.append(measure(*of)), batches, inputs)
@@ -166,8 +183,8 @@ class Pipeline(StagedModel):
         """Raise RuntimeError if forwards can't run, or would leave something out."""
         if self._failed and self.mesh.size > 1:
             raise RuntimeError(
-                "Pipeline: an earlier step has raised on this rank, and others wait for what it has not "
-                "sent; let all ranks end, and resume from a checkpoint"
+                "Pipeline: an earlier step raised on this rank, and other ranks wait for messages it did not "
+                "send; end all ranks, and resume from a checkpoint"
             )
         if self.model._forward_hooks or self.model._forward_pre_hooks:
             raise RuntimeError(
@@ -176,8 +193,9 @@ class Pipeline(StagedModel):
             )
         if self.model._forward_wrappers != self._forward_wrappers:
             raise RuntimeError(
-                f"Pipeline: {type(self.model).__name__} is recomputed or offloaded as a whole, of which "
-                "stages know only what was said before they were made; say it of the stages"
+                f"Pipeline: {type(self.model).__name__} is recomputed or offloaded as a whole, after its "
+                "stages were "
+                "made; apply recomputation and offload to the stages, or before pipeline_stages"
             )
         if not self._alike:
             self._check_alike()
@@ -192,7 +210,7 @@ class Pipeline(StagedModel):
         alone = sorted(number for numbers, _ in found for number in numbers)
         if alone and any(sharded for _, sharded in found):
             raise ValueError(
-                f"Pipeline: stage {alone[0]} is not sharded, and others are; call fully_shard on each stage"
+                f"Pipeline: stage {alone[0]} is not sharded, but others are; call fully_shard on each stage"
             )
         self._alike = True
 
@@ -202,7 +220,7 @@ class Pipeline(StagedModel):
         if late and by_tree(self.model):
             raise ValueError(
                 "Pipeline: with set_world_invariant each micro-batch is reduced by itself, and this table "
-                "puts weight gradients off; take GPipe, 1F1B or Interleaved1F1B"
+                "defers weight gradients; use GPipe, 1F1B or Interleaved1F1B"
             )
 
     def _everywhere(self, output: Tensor | None) -> Tensor:

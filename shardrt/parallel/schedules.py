@@ -101,9 +101,7 @@ def dual_pipe_v(p: int, m: int, v: int = 2) -> Table:
     """
     _fits("DualPipeV", p, m, v, stages=2)
     if m < 2 * p:
-        raise ValueError(
-            f"DualPipeV: {m} micro-batches are too few for {2 * p} stages; it takes as many or more"
-        )
+        raise ValueError(f"DualPipeV: micro-batches must be at least {2 * p}, the number of stages, got {m}")
     rows = []
     for r in range(p):
         down, up = r, 2 * p - 1 - r
@@ -132,15 +130,21 @@ SCHEDULES: dict[str, Callable[..., Table]] = {
 def schedule(name: str, p: int, m: int, v: int | None = None) -> Table:
     """The table of a schedule by PyTorch's name, "1F1B" or "Schedule1F1B", in letters of either case.
 
-    p: ranks. m: micro-batches. v: stages per rank; None: 2 for a V, else 1. Raises ValueError for names that
-    there are not, and for numbers that the schedule can't be made of; TypeError for other things.
+    Args:
+        p: ranks.
+        m: micro-batches.
+        v: stages per rank; None: 2 for a V, else 1.
+
+    Raises:
+        ValueError: for names that there are not, and for numbers that the schedule can't be made of.
+        TypeError: for other things.
     """
     if not isinstance(name, str):
         raise TypeError(f"schedule: name must be a string, got {type(name).__name__}")
     names = {known.lower(): known for known in SCHEDULES}
     known = names.get(name.lower().removeprefix("schedule"))
     if known is None:
-        raise ValueError(f"there is no schedule {name!r}, only {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule: unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
     return SCHEDULES[known](p, m) if v is None else SCHEDULES[known](p, m, v)
 
 
@@ -149,14 +153,14 @@ def _fits(name: str, p: int, m: int, v: int, stages: int | None = None) -> None:
         if not isinstance(number, Integral):
             raise TypeError(f"{name}: the number of {word} must be an integer, got {number!r}")
         if number < 1:
-            raise ValueError(f"{name}: {number} {word}; it takes 1 or more")
+            raise ValueError(f"{name}: the number of {word} must be at least 1, got {number}")
     if int(p) * int(m) * int(v) > _LARGEST:
         raise ValueError(
             f"{name}: {p} ranks, {m} micro-batches and {v} stages per rank are too large a table; their "
-            f"product can be {_LARGEST}"
+            f"product must be at most {_LARGEST}"
         )
     if stages is not None and v != stages:
-        raise ValueError(f"{name}: {v} stages per rank; it takes {stages}")
+        raise ValueError(f"{name}: stages per rank must be {stages}, got {v}")
 
 
 def _round(name: str, p: int, m: int, v: int) -> int:
@@ -165,7 +169,8 @@ def _round(name: str, p: int, m: int, v: int) -> int:
     rounds = max(1, m // p)
     if m % rounds:
         raise ValueError(
-            f"{name}: {m} micro-batches do not divide into {rounds} rounds on {p} ranks; multiples of {p} do"
+            f"{name}: micro-batches must divide into {rounds} equal rounds on {p} ranks, as multiples of "
+            f"{p} do; got {m}"
         )
     return m // rounds
 

@@ -104,7 +104,9 @@ class Stage(Module):
         return x
 
     def __deepcopy__(self, memo: dict) -> "Stage":
-        raise TypeError(f"copy.deepcopy: {self.label} belongs to a model that lies on several ranks")
+        raise TypeError(
+            f"copy.deepcopy: {self.label} is part of a model on several ranks and can't be copied"
+        )
 
     def _take(self, item: Module | Parameter) -> None:
         """Hold a module at its path in the model, below modules that do nothing."""
@@ -197,7 +199,10 @@ def sum_tied(model: Module) -> None:
     Call it once in a step, after all backwards and before clipping and the update. The copies are then
     bitwise identical. Collective over the ranks of these stages that hold the same shard; nothing where no
     parameter is tied. The sum is the first stage's gradient plus the last's. Both stages must shard the
-    parameter alike. Raises RuntimeError if a trained parameter has no gradient.
+    parameter alike.
+
+    Raises:
+        RuntimeError: if a trained parameter has no gradient.
     """
     for twin in (
         twin for stage in stages_of(model) for twin in stage.tied_replicas if twin.own.requires_grad
@@ -223,7 +228,7 @@ def _pieces(model: Module, mesh: DeviceMesh) -> list[Piece]:
     if model.parent is not None:
         raise ValueError(f"pipeline_stages: call it on the outermost module, not on {model.name!r} alone")
     if any(parameter.pipeline is not None for parameter in model.parameters()):
-        raise RuntimeError("pipeline_stages: the model has stages already")
+        raise RuntimeError("pipeline_stages: the model has stages already; call it once")
     give = getattr(type(model), "pieces", None)
     if give is None:
         raise TypeError(
@@ -241,8 +246,9 @@ def _check_apart(model: Module, mesh: DeviceMesh) -> None:
         for other in meshes:
             if other.root is mesh.root and overlap(other.axes, mesh.axes):
                 raise ValueError(
-                    f"pipeline_stages: {module.name!r} is on {other!r}, along which are the stages too: take "
-                    "other axes for it, those behind the pipeline's"
+                    f"pipeline_stages: {module.name!r} is split along {other!r}, which overlaps the stages' "
+                    "axis: use "
+                    "axes for it that come after the pipeline's"
                 )
 
 
@@ -260,12 +266,14 @@ def _begins(
     if not isinstance(stages, Integral):
         return _by_hand(names, listed("pipeline_stages: stages must be a number, or pieces", stages))
     if not 1 <= stages <= len(pieces):
-        raise ValueError(f"pipeline_stages: {stages} stages can't be made of {len(pieces)} pieces")
+        raise ValueError(
+            f"pipeline_stages: {stages} stages need at least {stages} pieces, the model has {len(pieces)}"
+        )
     if costs == "parameters":
         costs = [sum(map(whole_size, piece.parameters())) for piece in pieces]
     elif costs == "time":
         if batch is None:
-            raise ValueError("pipeline_stages: costs='time' is measured with a micro-batch; give it as batch")
+            raise ValueError("pipeline_stages: costs='time' needs a micro-batch to measure; pass it as batch")
         _check_batch(model, batch)
         costs = objects.broadcast_object(mesh.root.communicator("control"), piece_times(model, batch))
     elif isinstance(costs, str):
@@ -276,15 +284,20 @@ def _begins(
     costs = [float(cost) for cost in costs]
     if len(costs) != len(pieces):
         raise ValueError(
-            f"pipeline_stages: there are {len(costs)} costs for {len(pieces)} pieces: {', '.join(names)}"
+            f"pipeline_stages: costs must have {len(pieces)} numbers, one for each of {', '.join(names)}; "
+            f"got {len(costs)}"
         )
     if not all(0 <= cost < float("inf") for cost in costs):
-        raise ValueError(f"pipeline_stages: costs must be numbers that are not negative, got {costs}")
+        raise ValueError(f"pipeline_stages: costs must be finite and at least 0, got {costs}")
     return balanced(costs, stages)
 
 
 def listed(must: str, value: Any) -> list:
-    """The items of a collection, as a list. Raises TypeError with this message for other types."""
+    """The items of a collection, as a list.
+
+    Raises:
+        TypeError: with this message for other types.
+    """
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError(f"{must}, got {value!r:.60}")
     return list(value)
@@ -305,9 +318,7 @@ def _by_hand(names: list[str], cuts: Sequence[int | str]) -> list[int]:
     begins = [0]
     for cut in cuts:
         if cut not in names and not (isinstance(cut, int) and 0 <= cut < len(names)):
-            raise ValueError(
-                f"pipeline_stages: {cut!r} is none of the {len(names)} pieces {', '.join(names)}"
-            )
+            raise ValueError(f"pipeline_stages: cuts must name pieces ({', '.join(names)}), got {cut!r}")
         begins.append(names.index(cut) if cut in names else cut)
         if begins[-1] <= begins[-2]:
             raise ValueError(
@@ -322,7 +333,7 @@ def _ranks(placement: Any, stages: int, size: int) -> list[int]:
     if isinstance(placement, str):
         if placement not in PLACEMENTS:
             known = ", ".join(map(repr, PLACEMENTS))
-            raise ValueError(f"pipeline_stages: placement {placement!r} is unknown; known are {known}")
+            raise ValueError(f"pipeline_stages: unknown placement {placement!r}; known: {known}")
         placement = PLACEMENTS[placement](stages, size)
     rank_of = getattr(placement, "rank_of", None) or getattr(placement, "__getitem__", None)
     try:
@@ -332,14 +343,16 @@ def _ranks(placement: Any, stages: int, size: int) -> list[int]:
             f"pipeline_stages: placement must give the rank of each of {stages} stages"
         ) from None
     if wrong := [rank for rank in ranks if not 0 <= rank < size]:
-        raise ValueError(f"pipeline_stages: placement names rank {wrong[0]}, and the axis has {size}")
+        raise ValueError(
+            f"pipeline_stages: placement names rank {wrong[0]}, but the axis has ranks 0 to {size - 1}"
+        )
     if idle := [rank for rank in range(size) if rank not in ranks]:
         raise ValueError(f"pipeline_stages: rank {idle[0]} of the axis has none of the {stages} stages")
     return ranks
 
 
 def _used(model: Module, pieces: list[Piece], begins: list[int]) -> dict[int, tuple[int, ...]]:
-    """id of a parameter -> the stages that use it, checked."""
+    """Map the id of a parameter to the stages that use it, checked."""
     used: dict[int, tuple[int, ...]] = {}
     for number, piece in enumerate(pieces):
         stage = sum(begin <= number for begin in begins) - 1
@@ -349,12 +362,14 @@ def _used(model: Module, pieces: list[Piece], begins: list[int]) -> dict[int, tu
             used[id(parameter)] = stages = before if stage in before else (*before, stage)
             if len(stages) > 1 and id(parameter) not in tied:
                 raise ValueError(
-                    f"{described} is used on stages {before[-1]} and {stage}, and piece {piece.name!r} does "
+                    f"{described} is used on stages {before[-1]} and {stage}, but piece {piece.name!r} does "
                     "not name it as tied"
                 )
             if len(stages) > 2:
                 on = ", ".join(map(str, stages))
-                raise ValueError(f"{described} is tied between stages {on}; it can be between two")
+                raise ValueError(
+                    f"{described} is tied between stages {on}; at most two stages can share a parameter"
+                )
     for name, parameter in model.named_parameters():
         if id(parameter) not in used:
             raise ValueError(f"pipeline_stages: parameter {name!r} is in no piece of {type(model).__name__}")
@@ -367,7 +382,10 @@ def _check_same_on_all_ranks(
     """Raise ValueError if the stages of all ranks are not stages of one model."""
     described = [(p.name, p.whole_shape, p.seed, p.requires_grad) for p in model.parameters()]
     if differing := objects.differing_ranks(control, (described, begins, ranks)):
-        raise ValueError(f"pipeline_stages: ranks {differing} have another model, seed or cut than rank 0")
+        raise ValueError(
+            f"pipeline_stages: ranks {differing} have another model, seed or cuts than rank 0; pass the "
+            "same on all"
+        )
 
 
 def _places(

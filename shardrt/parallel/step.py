@@ -41,7 +41,8 @@ class Work(NamedTuple):
 class StagedModel:
     """A model in stages, of which this rank has `stages`: the fields of a Pipeline that a step needs.
 
-    facts: the result of Table.check.
+    Args:
+        facts: the result of Table.check.
     """
 
     def __init__(
@@ -68,9 +69,13 @@ class StagedModel:
         return any(stage.last for stage in self.stages)
 
     def work(self, call: str, loss: Loss, batches: Sequence[Any], inputs: Inputs | None) -> Work:
-        """The work of a step. Raises TypeError, naming the call, for other than functions and a list.
+        """The work of a step.
 
-        inputs: None where the model is called with the micro-batch itself.
+        Args:
+            inputs: None where the model is called with the micro-batch itself.
+
+        Raises:
+            TypeError: naming the call, for other than functions and a list.
         """
         for name, function in (("loss", loss), *([] if inputs is None else [("inputs", inputs)])):
             if not callable(function):
@@ -121,8 +126,11 @@ def _names(items: Iterable[Module | Parameter]) -> list[str]:
 class Step:
     """One step on this rank: its row of the table, and the micro-batches in flight in each stage.
 
-    row, carrier: others, to run it dry (memory.py), or for forwards alone. kind: see key_of. used: calls of
-    the model that have used random numbers, as far as this rank knows.
+    used: calls of the model that have used random numbers, as far as this rank knows.
+
+    Args:
+        row, carrier: others, to run it dry (memory.py), or for forwards alone.
+        kind: see key_of.
     """
 
     def __init__(
@@ -283,7 +291,11 @@ class StageInput(Function):
         return ()
 
     def deliver(self, gradients: tuple[Array | None, ...] = ()) -> None:
-        """Send them, if none have been sent; zeros where nothing used an array. gradients: of the floats."""
+        """Send them, if none have been sent; zeros where nothing used an array.
+
+        Args:
+            gradients: of the floats.
+        """
         send, self._deliver = self._deliver, None
         if send is not None:
             given = iter(gradients)
@@ -298,4 +310,4 @@ def _check_loss(loss: Any) -> None:
     """Raise TypeError if the loss must have a backward and has none."""
     if autograd.is_grad_enabled() and not (isinstance(loss, Tensor) and loss.data.size == 1):
         got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise TypeError(f"Pipeline.step: the loss function must give a tensor of one number, got {got}")
+        raise TypeError(f"Pipeline.step: the loss function must return a scalar tensor, got {got}")

@@ -43,12 +43,18 @@ class Style:
         raise NotImplementedError
 
     def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
-        """Have its weight multiplied in so many parts, of all ranks together. After `apply`.
+        """Have its weight multiplied in so many parts, of all ranks together.
 
-        parts: a multiple of the number of ranks. Raises ValueError if they do not divide the split size.
+        After `apply`.
+
+        Args:
+            parts: a multiple of the number of ranks.
+
+        Raises:
+            ValueError: if they do not divide the split size.
         """
         raise ValueError(
-            f"set_tensor_invariant: {type(self).__name__}, which {module.name!r} has, knows no sums in parts"
+            f"set_tensor_invariant: the style {type(self).__name__} of {module.name!r} does not support it"
         )
 
 
@@ -66,9 +72,10 @@ def check_alone(kind: type[Style], chosen: Iterable[tuple[Module, Style]], where
 class ColwiseParallel(Style):
     """A Linear of which each rank computes some outputs: rows of its weight, and of its bias.
 
-    parts: how many layers side by side it is, each of them split: 3 for q, k, v. A tuple gives their widths
-    in heads, which stay whole: (heads, kv_heads, kv_heads). Where there are more ranks than heads of a part,
-    neighbours compute a head together, and each gets all of it.
+    Attributes:
+        parts: how many layers side by side it is, each of them split: 3 for q, k, v. A tuple gives their
+            widths in heads, which stay whole: (heads, kv_heads, kv_heads). Where there are more ranks than
+            heads of a part, neighbours compute a head together, and each gets all of it.
     """
 
     parts: int | tuple[int, ...] = 1
@@ -103,20 +110,20 @@ class ColwiseParallel(Style):
         heads = (1,) * self.parts if isinstance(self.parts, int) else self.parts
         if not heads or min(heads) < 1 or rows % sum(heads):
             raise ValueError(
-                f"ColwiseParallel: parts {self.parts} do not fit {module.name!r}, which has {rows} outputs"
+                f"ColwiseParallel: parts {self.parts} must add up to the {rows} outputs of {module.name!r}"
             )
         each = rows // sum(heads)
         if isinstance(self.parts, int):
             if each % n:
                 raise ValueError(
-                    f"ColwiseParallel: {n} ranks do not divide the {each} outputs of {module.name!r}"
+                    f"ColwiseParallel: {n} ranks must divide the {each} outputs of {module.name!r}"
                 )
             return [each] * len(heads)
         for place, count in enumerate(heads):
             together = place > 0 and n % count == 0 and each % (n // count) == 0
             if count % n and not together:
                 raise ValueError(
-                    f"ColwiseParallel: {n} ranks do not divide the {count} heads of {module.name!r}"
+                    f"ColwiseParallel: {n} ranks must divide the {count} heads of {module.name!r}"
                 )
         return [each * count for count in heads]
 
@@ -142,11 +149,14 @@ class RowwiseParallel(Style):
 
     def apply(self, module: Module, axis: Axis) -> None:
         if module.gelu:
-            raise ValueError(f"RowwiseParallel: the GELU of {module.name!r} would be of a part of the sum")
+            raise ValueError(
+                f"RowwiseParallel: {module.name!r} has a fused GELU, which needs the whole sum; use a "
+                "Linear without it"
+            )
         _cut_columns(module.weight, axis)
         if is_adapted(module):
             if module.adapter.dropout:
-                raise ValueError(f"RowwiseParallel: the adapter of {module.name!r} has dropout")
+                raise ValueError(f"RowwiseParallel: the LoRA adapter of {module.name!r} must have dropout=0")
             _cut_columns(module.lora_a, axis)
             partial(module.lora_b, axis)
         if module.bias is not None and axis.sequence:
@@ -167,9 +177,10 @@ class RowwiseParallel(Style):
 class SequenceParallel(Style):
     """A module that acts on each position separately, on this rank's slice of the time.
 
-    output: "part", or "whole": the output is gathered, for all ranks to go on with alike. Where
-    a plan has this style, inputs of ColwiseParallel and outputs of RowwiseParallel and VocabParallel
-    are such slices; each is gathered, again in backward, and summed into slices.
+    Attributes:
+        output: "part", or "whole": the output is gathered, for all ranks to go on with alike. Where a plan
+            has this style, inputs of ColwiseParallel and outputs of RowwiseParallel and VocabParallel are
+            such slices; each is gathered, again in backward, and summed into slices.
     """
 
     output: str = "part"
@@ -208,7 +219,7 @@ class HeadParallel(Style):
 def _check_divided(module: Module, parts: int, count: int, what: str) -> None:
     if count % parts:
         raise ValueError(
-            f"set_tensor_invariant: {parts} parts do not divide the {count} {what} of {module.name!r}"
+            f"set_tensor_invariant: {parts} parts must divide the {count} {what} of {module.name!r}"
         )
 
 
@@ -241,7 +252,7 @@ def _cut_columns(weight: Parameter, axis: Axis) -> None:
     each, rest = divmod(columns, axis.size)
     if rest:
         raise ValueError(
-            f"RowwiseParallel: {axis.size} ranks do not divide the {columns} inputs of {weight.name!r}"
+            f"RowwiseParallel: {axis.size} ranks must divide the {columns} inputs of {weight.name!r}"
         )
     parts = tuple((Extent(rank * each, each, columns, rows),) for rank in range(axis.size))
     set_placement(weight, axis.cut((rows, columns), (rows, each), parts))

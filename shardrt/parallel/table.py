@@ -120,9 +120,13 @@ class Table:
         return _order(self)
 
     def rank_of(self, stage: int) -> int:
-        """Which rank has a stage. Raises ValueError where none has."""
+        """Which rank has a stage.
+
+        Raises:
+            ValueError: where none has.
+        """
         if stage not in self._rank_of:
-            raise ValueError(f"stage {stage} is on no rank; the table has stages 0 to {self.stages - 1}")
+            raise ValueError(f"stage {stage} is on no rank; stages are 0 to {self.stages - 1}")
         return self._rank_of[stage]
 
     def stages_of(self, rank: int) -> list[int]:
@@ -137,8 +141,9 @@ class Table:
         stage with UNSHARD or RESHARD computes only between the two. On each link the order of sends is the
         order of uses. No rank waits for ever.
 
-        Raises ValueError with the rank, the action and its place in the row, from 0, for what fails first;
-        TypeError for a table that is not made of Actions and integers.
+        Raises:
+            ValueError: with the rank, the action and its place in the row, from 0, for what fails first.
+            TypeError: for a table that is not made of Actions and integers.
         """
         _check_types(self)
         _check_actions(self)
@@ -173,9 +178,15 @@ class Table:
     ) -> Replay:
         """Run the table with these times of F, B, I and W of a stage: a number, or one for each stage.
 
-        backward: None: inputs + weights. transfer: of one message; a link moves one after the other, while
-        its ranks compute. Gathering, releasing and reducing take no time here. Fractions stay exact. Raises
-        ValueError for costs that are not one per stage or are below 0, and for a table that does not end.
+        Gathering, releasing and reducing take no time here. Fractions stay exact.
+
+        Args:
+            backward: None: inputs + weights.
+            transfer: of one message; a link moves one after the other, while its ranks compute.
+
+        Raises:
+            ValueError: for costs that are not one per stage or are below 0, and for a table that does not
+                end.
         """
         costs = {"F": self._by_stage(forward), "I": self._by_stage(inputs), "W": self._by_stage(weights)}
         both = [i + w for i, w in zip(costs["I"], costs["W"], strict=True)]
@@ -206,7 +217,8 @@ class Table:
         numbers = all(isinstance(c, Number) for c in costs)
         if len(costs) != self.stages or not numbers or not all(c >= 0 for c in costs):
             raise ValueError(
-                f"replay: a cost is a number from 0, or {self.stages}, one per stage; got {cost}"
+                f"replay: a cost must be one number of at least 0, or {self.stages} of them, one per stage; "
+                f"got {cost}"
             )
         return costs
 
@@ -243,14 +255,17 @@ class Table:
         """Read a CSV file: written by `save`, by PyTorch's _dump_csv, or by the user.
 
         A line per rank; cells may be empty. SEND, RECV and REDUCE_GRAD are left out, as their places follow
-        from the other actions. The table is not checked. Raises ValueError with line and cell, from 1, for
-        a cell that is no action, and for a file that is no text.
+        from the other actions. The table is not checked.
+
+        Raises:
+            ValueError: with line and cell, from 1, for a cell that is no action, and for a file that is no
+                text.
         """
         rows = []
         try:
             lines = [*csv.reader(Path(path).read_text(encoding="utf-8").splitlines())]
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{os.fspath(path)} is no table: {error}") from None
+            raise ValueError(f"{os.fspath(path)} is not a schedule table: {error}") from None
         for line, cells in enumerate(lines, 1):
             if cells:
                 rows.append(_read(cells, f"{os.fspath(path)}, line {line}"))
@@ -283,7 +298,7 @@ def _read(cells: list[str], where: str) -> Iterator[Action]:
                 yield Action(found[2] or found[4], int(found[1]), int(found[3] or -1))
             elif not LEFT_OUT.fullmatch(text.strip()):
                 raise ValueError(
-                    f"{where}, cell {number}: {text.strip()!r} is no action, as 0F1 or 0UNSHARD are"
+                    f"{where}, cell {number}: {text.strip()!r} is not an action such as 0F1 or 0UNSHARD"
                 )
 
 
@@ -343,21 +358,22 @@ def _check_types(table: Table) -> None:
 
 def _check_actions(table: Table) -> None:
     if not table.ranks or not table.micro_batches:
-        raise ValueError(f"the table has {len(table.ranks)} ranks and {table.micro_batches} micro-batches")
+        raise ValueError(
+            f"the table must have at least 1 rank and 1 micro-batch, got {len(table.ranks)} and "
+            f"{table.micro_batches}"
+        )
     rank_of: dict[int, int] = {}
     for rank, place, action in _actions(table):
         kind, stage, micro_batch, _ = action
         at = _at(table, rank, place)
         if kind not in PARTS and kind not in MEMORY:
-            raise ValueError(f"{at}: there is no kind {kind!r}, only {', '.join([*PARTS, *MEMORY])}")
+            raise ValueError(f"{at}: unknown kind {kind!r}; known: {', '.join([*PARTS, *MEMORY])}")
         if not 0 <= stage < table.stages:
-            raise ValueError(f"{at}: there is no stage {stage}, only 0 to {table.stages - 1}")
+            raise ValueError(f"{at}: stage must be 0 to {table.stages - 1}, got {stage}")
         if kind in MEMORY and micro_batch != -1:
-            raise ValueError(f"{at}: {kind} is of a stage, not of a micro-batch")
+            raise ValueError(f"{at}: {kind} takes a stage and no micro-batch")
         if kind in PARTS and not 0 <= micro_batch < table.micro_batches:
-            raise ValueError(
-                f"{at}: there is no micro-batch {micro_batch}, only 0 to {table.micro_batches - 1}"
-            )
+            raise ValueError(f"{at}: micro-batch must be 0 to {table.micro_batches - 1}, got {micro_batch}")
         if rank_of.setdefault(stage, rank) != rank:
             raise ValueError(f"{at}: stage {stage} is on rank {rank_of[stage]} already")
     for rank, row in enumerate(table.ranks):

@@ -31,20 +31,26 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     the rest over other axes of the same mesh, before weights are loaded and the optimizer is made.
     Collective.
 
-    plan: path -> style; "*" in a path stands for any one name: "blocks.*.mlp.up". Modules without a style
-    are the same on all ranks. On an axis of one rank nothing is changed.
+    Modules without a style are the same on all ranks. On an axis of one rank nothing is changed.
 
-    Raises ValueError for a path that names no module, a module that is named twice, a model that has a plan
-    already, a parameter that is tied to a module that is not split, sizes or heads that the ranks do not
-    divide, a mesh of several axes, ranks that have another model, seed or plan; TypeError for a module that a
-    style does not fit; RuntimeError for a parameter that is sharded, has values or an optimizer, or a stage.
+    Args:
+        plan: path -> style; "*" in a path stands for any one name: "blocks.*.mlp.up".
+
+    Raises:
+        ValueError: for a path that names no module, a module that is named twice, a model that has a plan
+            already, a parameter that is tied to a module that is not split, sizes or heads that the ranks do
+            not divide, a mesh of several axes, ranks that have another model, seed or plan.
+        TypeError: for a module that a style does not fit.
+        RuntimeError: for a parameter that is sharded, has values or an optimizer, or a stage.
     """
     if not isinstance(model, Module):
         raise TypeError(f"parallelize_module: model must be a shardrt.nn.Module, got {type(model).__name__}")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"parallelize_module: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if any(parameter.pipeline is not None for parameter in model.parameters()):
-        raise RuntimeError("parallelize_module: the model has stages; call it before pipeline_stages")
+        raise RuntimeError(
+            "parallelize_module: the model has pipeline stages; call it before pipeline_stages"
+        )
     if model.parent is not None:
         raise ValueError(f"parallelize_module: call it on the outermost module, not on {model.name!r} alone")
     if len(mesh.shape) > 1:
@@ -77,7 +83,7 @@ def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Sty
     routed = (m for m in model.modules() if isinstance(m, MoE) and m not in here)
     if axis.sequence and (left := next(routed, None)) is not None:
         raise ValueError(
-            f"parallelize_module: {left.name!r} would route a part of the time, and its gradients "
+            f"parallelize_module: {left.name!r} would route only a part of each sequence, and its gradients "
             "would not be summed; with SequenceParallel give it TokenParallel()"
         )
     for role in ("tensor", "control"):
@@ -139,7 +145,9 @@ def chosen_by(model: Module, plan: Mapping[str, Style], call: str) -> list[tuple
     found: dict[Module, tuple[str, Style]] = {}
     for pattern, style in plan.items():
         if not isinstance(style, Style):
-            raise TypeError(f"{call}: {pattern!r} needs a style, got {style!r}")
+            raise TypeError(
+                f"{call}: {pattern!r} must map to a style, such as ColwiseParallel(), got {style!r}"
+            )
         named = list(_named(model, pattern))
         if not named:
             raise ValueError(f"{call}: {pattern!r} names no module of {type(model).__name__}")
@@ -150,7 +158,10 @@ def chosen_by(model: Module, plan: Mapping[str, Style], call: str) -> list[tuple
                     f"{style.wanted}"
                 )
             if module in found:
-                raise ValueError(f"{call}: {path!r} is named by {found[module][0]!r} and {pattern!r}")
+                raise ValueError(
+                    f"{call}: {found[module][0]!r} and {pattern!r} both match {path!r}; one pattern must "
+                    "match a module"
+                )
             found[module] = pattern, style
     return [(module, style) for module, (_, style) in found.items()]
 
@@ -162,7 +173,7 @@ def _check_tied(model: Module, mesh: DeviceMesh, chosen: set[Module]) -> None:
             placement = parameter.placement
             if placement is not None and placement.kind == SHARD and placement.mesh is mesh:
                 raise ValueError(
-                    f"parallelize_module: parameter {parameter.name!r} is cut, and tied to {path!r}, which "
+                    f"parallelize_module: parameter {parameter.name!r} is split and tied to {path!r}, which "
                     "the plan does not name"
                 )
 

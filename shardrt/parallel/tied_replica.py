@@ -49,9 +49,12 @@ class TiedReplica:
         self._writes = 0  # of the owner's shard that the replica has copied
 
     def refresh(self) -> None:
-        """Copy the owner's values to the replica. Collective over the ranks of the stages.
+        """Copy the owner's values to the replica.
 
-        Raises ValueError if the two are not sharded alike.
+        Collective over the ranks of the stages.
+
+        Raises:
+            ValueError: if the two are not sharded alike.
         """
         own, twin = self.own, self.parameter
         twin.requires_grad = own.requires_grad
@@ -60,14 +63,20 @@ class TiedReplica:
             return
         if any(plain) or own.extents != twin.extents:
             first, last = own.pipeline.stages
-            raise ValueError(f"parameter {own.name!r} must be sharded alike on stages {first} and {last}")
+            raise ValueError(
+                f"tied parameter {own.name!r} must be sharded the same way on stages {first} and {last}"
+            )
         if own.storage.writes != self._writes:
             self._writes = own.storage.writes
             with twin.writing() as shard:
                 device.of(shard).copy(shard, own.shard)
 
     def add_gradient(self) -> None:
-        """Add the replica's gradient to the owner's, and drop it. Raises RuntimeError if one is missing."""
+        """Add the replica's gradient to the owner's, and drop it.
+
+        Raises:
+            RuntimeError: if one is missing.
+        """
         gradient, more = gradient_of(self.own), gradient_of(self.parameter)
         gradient += more
         self.parameter.storage.zero_grad()
@@ -76,7 +85,8 @@ class TiedReplica:
 def with_tied_replicas(module: Module, tied_replicas: Collection[TiedReplica]) -> Module:
     """`module` with tied_replicas in place of their owners; a module without any stays the same.
 
-    Returns a new object without a parent, with the same name.
+    Returns:
+        A new object without a parent, with the same name.
     """
     by_owner = {id(twin.own): twin.parameter for twin in tied_replicas}
     parameters = {name: by_owner.get(id(p), p) for name, p in module._parameters.items()}
@@ -94,7 +104,11 @@ def with_tied_replicas(module: Module, tied_replicas: Collection[TiedReplica]) -
 
 
 def gradient_of(tied: Parameter) -> Array:
-    """The sum over all micro-batches of a step. Raises RuntimeError if there is none."""
+    """The sum over all micro-batches of a step.
+
+    Raises:
+        RuntimeError: if there is none.
+    """
     tied.storage.refuse_applied("sum_tied")
     gradient = tied.storage.complete_gradient()
     if gradient is None:

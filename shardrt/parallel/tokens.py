@@ -46,8 +46,10 @@ class TokenParallel(Style):
 class OwnTokens(Converting):
     """Around an nn.MoE: it gets this rank's tokens; its loss is over all ranks of the axis together.
 
-    Raises ValueError where gradients are recorded and the tokens can't be split. Without gradients they may
-    stay whole, on all ranks alike: then the ranks do the same.
+    Without gradients they may stay whole, on all ranks alike: then the ranks do the same.
+
+    Raises:
+        ValueError: where gradients are recorded and the tokens can't be split.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -72,7 +74,7 @@ class OwnTokens(Converting):
     def _run_whole(self, forward: Callable, x: Tensor) -> tuple[Tensor, Tensor]:
         if recorded():
             raise ValueError(
-                f"TokenParallel: {x.size // x.shape[-1]} tokens can't be cut into {self.axis.size} equal "
+                f"TokenParallel: {x.size // x.shape[-1]} tokens can't be split into {self.axis.size} equal "
                 "parts"
             )
         self._whole = True

@@ -66,9 +66,15 @@ class VocabParallel(Style):
 
     def apply(self, module: Module, axis: Axis) -> None:
         if isinstance(module, Linear) and module.bias is not None:
-            raise ValueError(f"VocabParallel: {module.name!r} has a bias, which the loss would leave out")
+            raise ValueError(
+                f"VocabParallel: {module.name!r} has a bias, which the loss would ignore; make it with "
+                "bias=False"
+            )
         if is_adapted(module):
-            raise ValueError(f"VocabParallel: {module.name!r} has an adapter, which the loss would leave out")
+            raise ValueError(
+                f"VocabParallel: {module.name!r} has a LoRA adapter, which the loss would ignore; "
+                "merge_lora first"
+            )
         weight = module.weight
         if isinstance(module, Linear):
             module.wrap_forward(Logits(axis))
@@ -76,7 +82,10 @@ class VocabParallel(Style):
             return  # it is tied, and split already
         vocab, width = weight.shape
         if vocab < axis.size:
-            raise ValueError(f"VocabParallel: {module.name!r} has {vocab} rows for {axis.size} ranks")
+            raise ValueError(
+                f"VocabParallel: {module.name!r} must have at least {axis.size} rows, one for each rank, "
+                f"got {vocab}"
+            )
         rows = [rows_of(vocab, rank, axis.size) for rank in range(axis.size)]
         parts = tuple(contiguous(first * width, count * width) for first, count in rows)
         count, words = rows[axis.rank][1], Words(axis, vocab)
@@ -86,7 +95,10 @@ class VocabParallel(Style):
         weight = module.weight
         vocab, here = weight.whole_shape[0], parts // axis.size
         if vocab < parts:
-            raise ValueError(f"set_tensor_invariant: {module.name!r} has {vocab} rows for {parts} parts")
+            raise ValueError(
+                f"set_tensor_invariant: {module.name!r} must have at least {parts} rows, one for each part, "
+                f"got {vocab}"
+            )
         begins = [rows_of(vocab, axis.rank * here + part, parts)[0] for part in range(here + 1)]
         own = tuple((slice(first - begins[0], stop - begins[0]),) for first, stop in pairwise(begins))
         weight.in_parts = InParts(0, own, goes_on=axis.size > 1)

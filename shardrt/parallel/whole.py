@@ -13,9 +13,12 @@ __all__ = ["pipeline_of"]
 
 
 class Piped:
-    """Around the forward of a model with stages, in place of it. Collective over the ranks of all stages.
+    """Around the forward of a model with stages, in place of it.
 
-    Raises RuntimeError where gradients are recorded.
+    Collective over the ranks of all stages.
+
+    Raises:
+        RuntimeError: where gradients are recorded.
     """
 
     layer, every_entry = WrapperOrder.PIPELINE, False

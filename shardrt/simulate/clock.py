@@ -51,9 +51,14 @@ _NOTHING = 1e-12  # seconds; what takes no longer takes no time
 def price(programs: Sequence[Program], machine: Machine, jitter: float = 0.0) -> Timing:
     """Run the programs of some ranks on a machine.
 
-    jitter: by how many seconds ranks come earlier or later to a collective, as a standard deviation; each
-    then waits for the last (`lateness`). What dies from now on adds nothing to the programs: they are copied.
-    Raises ValueError if programs wait for each other for ever, or for a mark that no program records.
+    What dies from now on adds nothing to the programs: they are copied.
+
+    Args:
+        jitter: by how many seconds ranks come earlier or later to a collective, as a standard deviation; each
+            then waits for the last (`lateness`).
+
+    Raises:
+        ValueError: if programs wait for each other for ever, or for a mark that no program records.
     """
     copied = [
         Program(each.rank, each.world_size, list(each.items), each.groups, each.alike) for each in programs
@@ -158,7 +163,7 @@ class _Clock:
                 f"rank {self.programs[lane.number].rank}, {lane.name}, item {self._next(lane)}"
                 for lane in stuck
             )
-            raise ValueError(f"the programs wait for ever: {'; '.join(places)}")
+            raise ValueError(f"the recorded programs deadlock: {'; '.join(places)}")
         return self.timing
 
     def _pass(self, time: float) -> None:
@@ -282,7 +287,7 @@ class _Clock:
                 self._start([(lane, index)], seconds, {})
                 return False
         elif kind is not Record:
-            raise ValueError(f"price: {kind.__name__} is no item of a stream")
+            raise ValueError(f"price: {kind.__name__} is not an item of a stream")
         self._done(lane, index)
         if kind is Record:
             self._come((lane.number, item.mark))

@@ -14,9 +14,12 @@ _PAT_BASE, _PAT_HOPS, _PAT_EFFICIENCY = 8e-6, 3.5, 0.75  # of NCCL's tuner
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective alone. inside, outside: bytes that a rank sends within its node and out of it.
+    """A collective alone.
 
-    node, network: seconds for which that keeps each link. latency: seconds besides.
+    Attributes:
+        inside, outside: bytes that a rank sends within its node and out of it.
+        node, network: seconds for which that keeps each link.
+        latency: seconds besides.
     """
 
     latency: float
@@ -27,10 +30,12 @@ class Transfer:
 
     @property
     def sent(self) -> float:
+        """Bytes that the rank sends, inside its node and to others."""
         return self.inside + self.outside
 
     @property
     def seconds(self) -> float:
+        """Seconds of the collective: the latency, and the slower of both links."""
         return self.latency + max(self.node, self.network)
 
 

@@ -31,10 +31,14 @@ Curve = Sequence[Sequence[float]]  # (size, efficiency) at ascending sizes; stra
 class Kernel:
     """Kernels whose names begin with `name`: which part of the peaks they reach.
 
-    flops: over their number. bandwidth: over bytes. The longest name that fits counts; "" fits all. dtype:
-    that they compute in; "" is any that no other one of this name has. tile: of products, whose sizes are
-    m, n, k: how m and n are cut; none: not at all. narrow: of products, over the smallest of m, n and k,
-    besides `flops`.
+    The longest name that fits counts; "" fits all.
+
+    Attributes:
+        flops: over their number.
+        bandwidth: over bytes.
+        dtype: that they compute in; "" is any that no other one of this name has.
+        tile: of products, whose sizes are m, n, k: how m and n are cut; none: not at all.
+        narrow: of products, over the smallest of m, n and k, besides `flops`.
     """
 
     name: str = ""
@@ -49,9 +53,12 @@ class Kernel:
 class Processor:
     """What runs kernels: a GPU, or the cores of a rank.
 
-    flops: the peak by dtype; "" is that of kernels that name none. constant: seconds of each launch, besides.
-    units: how many tiles of a matmul run at once. whole: a kernel keeps the processor to itself, though it
-    may wait for memory; else other streams use what it leaves.
+    Attributes:
+        flops: the peak by dtype; "" is that of kernels that name none.
+        constant: seconds of each launch, besides.
+        units: how many tiles of a matmul run at once.
+        whole: a kernel keeps the processor to itself, though it may wait for memory; else other streams use
+            what it leaves.
     """
 
     flops: Mapping[str, float]
@@ -87,7 +94,12 @@ class Processor:
 
 @dataclass(frozen=True)
 class Link:
-    """A way out of a rank. latency: of a step from one rank to the next. bandwidth: each way."""
+    """A way out of a rank.
+
+    Attributes:
+        latency: of a step from one rank to the next.
+        bandwidth: each way.
+    """
 
     latency: float
     bandwidth: float
@@ -97,8 +109,10 @@ class Link:
 class Switch:
     """What connects a node, where it adds and copies itself (NVLS).
 
-    efficiency: the part of the node's bandwidth. latency: of a collective. hop: of each level of a tree of
-    nodes, besides.
+    Attributes:
+        efficiency: the part of the node's bandwidth.
+        latency: of a collective.
+        hop: of each level of a tree of nodes, besides.
     """
 
     latency: float
@@ -108,9 +122,12 @@ class Switch:
 
 @dataclass(frozen=True)
 class Host:
-    """The thread that issues. item: seconds of each item. launch: of each launch, besides.
+    """The thread that issues.
 
-    touch: of each time that it reads values itself, besides their bytes at its memory's bandwidth.
+    Attributes:
+        item: seconds of each item.
+        launch: of each launch, besides.
+        touch: of each time that it reads values itself, besides their bytes at its memory's bandwidth.
     """
 
     item: float = 0.0
@@ -168,14 +185,18 @@ class Machine:
     def load(cls, name: str | Path) -> "Machine":
         """A machine of this package by its name, or of a TOML file by its path.
 
-        Raises FileNotFoundError, ValueError for what is no machine: it names the file and the key.
+        Raises:
+            FileNotFoundError: if the file does not exist.
+            ValueError: for what is no machine: it names the file and the key.
         """
         path = Path(name)
         if path.suffix != ".toml":
             path = FOLDER / f"{name}.toml"
             if not path.exists():
                 known = sorted(each.stem for each in FOLDER.glob("*.toml"))
-                raise FileNotFoundError(f"there is no machine {str(name)!r}, only {', '.join(known)}")
+                raise FileNotFoundError(
+                    f"unknown machine {str(name)!r}; known: {', '.join(known)}, or pass the path of a .toml"
+                )
         try:
             return _made(cls, tomllib.loads(path.read_text(encoding="utf-8")), "")
         except (TypeError, ValueError, KeyError) as error:
@@ -197,7 +218,7 @@ _PARTS = {
 def _made(kind: type, table: Mapping[str, Any], where: str) -> Any:
     known = {each.name for each in fields(kind)}
     if unknown := sorted(table.keys() - known):
-        raise ValueError(f"{where}{unknown[0]}: there is no such key, only {', '.join(sorted(known))}")
+        raise ValueError(f"{where}{unknown[0]}: unknown key; known: {', '.join(sorted(known))}")
     given = dict(table)
     for key, value in table.items():
         if key in _PARTS and kind is Machine:
@@ -209,7 +230,7 @@ def _made(kind: type, table: Mapping[str, Any], where: str) -> Any:
         elif key == "date":
             given[key] = str(value)
     if kind is Processor and "" not in given.get("flops", {}):
-        raise ValueError(f'{where}flops: it has no key "", for kernels that name no dtype')
+        raise ValueError(f'{where}flops: the key "" is missing, which kernels without a dtype use')
     if kind is Processor and not any(
         each.name == each.dtype == "" for each in given.get("kernels", [Kernel()])
     ):

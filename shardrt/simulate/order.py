@@ -50,7 +50,8 @@ REDUCTIONS = ("reduce_scatter", "all_reduce")
 class Order:
     """Points, by number: their thread, their place (program and item, from 0), and their joins.
 
-    accesses: whether the item's reads and writes happen at this point.
+    Attributes:
+        accesses: whether the item's reads and writes happen at this point.
     """
 
     programs: Sequence[Program]
@@ -85,10 +86,13 @@ def site_of(program: int, item: int, site: str) -> str:
 
 
 def order_of(programs: Sequence[Program]) -> Order:
-    """The points of all programs. Those of a rank keep the order of its items as far as that can be.
+    """The points of all programs.
 
-    Raises ValueError for two programs of one rank, a wait for a mark that was not recorded before it, a group
-    that the program does not name, and for programs in which ranks wait for each other for ever.
+    Those of a rank keep the order of its items as far as that can be.
+
+    Raises:
+        ValueError: for two programs of one rank, a wait for a mark that was not recorded before it, a group
+            that the program does not name, and for programs in which ranks wait for each other for ever.
     """
     return _Merge(programs).run()
 
@@ -100,7 +104,7 @@ class _Merge:
         self.order = Order(programs)
         self.ranks = {program.rank: number for number, program in enumerate(programs)}
         if len(self.ranks) < len(programs):
-            raise ValueError("order_of: two of the programs are of one rank")
+            raise ValueError("order_of: pass one program for each rank; two have the same rank")
         self.numbers: dict[Thread, int] = {}
         self.last: dict[Thread, int] = {}  # the point that a thread has come to
         self.seen: dict[Thread, int] = {}  # the last point of the host that a stream has joined
@@ -126,7 +130,7 @@ class _Merge:
                 stuck = [
                     _reported(self.order.programs[n], left[0][0]) for n, left in enumerate(self.left) if left
                 ]
-                raise ValueError(f"the programs wait for each other: {'; '.join(stuck)}")
+                raise ValueError(f"the recorded programs deadlock: {'; '.join(stuck)}")
         return self.order
 
     def _steps(self, number: int) -> list[tuple[int, str]]:

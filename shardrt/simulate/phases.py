@@ -49,8 +49,10 @@ def part_of(work: Work, phase: str) -> str:
 def traced(timing: Timing, spans: Sequence[Span]) -> Recording:
     """The last step of the first program, from 0 on, for train/trace.py.
 
-    What the compute stream runs is called after its part of the step and its kernel. spans: as `phases_of`;
-    those of units stand around the kernels.
+    What the compute stream runs is called after its part of the step and its kernel.
+
+    Args:
+        spans: as `phases_of`; those of units stand around the kernels.
     """
     (begin, end), kept, phases = timing.window(0), timing.recordings[0], phases_of(spans)
     items = timing.items_of(0)

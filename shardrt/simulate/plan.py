@@ -39,10 +39,13 @@ COMPUTING, COMMUNICATION, HOST, MEMORY = "computing", "communication", "host", "
 
 @dataclass(frozen=True)
 class Plan:
-    """A candidate that was simulated. rank: the recorded one that takes most on the device.
+    """A candidate that was simulated.
 
-    memory: of that rank, place -> category -> bytes when that place has most. least: ms of the step that are
-    neither the update nor waiting for what shards are gathered and reduced by: no other strategy has less.
+    Attributes:
+        rank: the recorded one that takes most on the device.
+        memory: of that rank, place -> category -> bytes when that place has most.
+        least: ms of the step that are neither the update nor waiting for what shards are gathered and reduced
+            by: no other strategy has less.
     """
 
     candidate: Candidate
@@ -99,11 +102,16 @@ class Refused:
 
 @dataclass
 class Found:
-    """What a search found. best: ascending in cost, all that were simulated and have enough memory.
+    """What a search found.
 
-    over: those that have not, likewise. same: those with time and bytes of one of the best. too_large:
-    dropped, for one of `over`. slower: dropped, as they can't be among the best. left: how many remain of a
-    search that was ended; late: by the time it took.
+    Attributes:
+        best: ascending in cost, all that were simulated and have enough memory.
+        over: those that have not, likewise.
+        same: those with time and bytes of one of the best.
+        too_large: dropped, for one of `over`.
+        slower: dropped, as they can't be among the best.
+        left: how many remain of a search that was ended.
+        late: by the time it took.
     """
 
     best: list[Plan] = field(default_factory=list)
@@ -135,12 +143,17 @@ def search(
 ) -> Found:
     """Simulate the candidates that may be among the `best`.
 
-    simulate: raises SystemExit, or another exception, for one that can't be: what it writes to stderr is
-    kept from there. limits: bytes of each place ("device", "host") that a rank has. worth: a candidate that
-    can't take less than the last of the best by this part of its time is left out. tries: how many are
-    simulated at most. seconds: after which nothing more is simulated. on_found: is called after each. An
-    interruption ends the search with what was found.
-    Raises NoScript.
+    An interruption ends the search with what was found. Raises NoScript.
+
+    Args:
+        simulate: raises SystemExit, or another exception, for one that can't be: what it writes to stderr is
+            kept from there.
+        limits: bytes of each place ("device", "host") that a rank has.
+        worth: a candidate that can't take less than the last of the best by this part of its time is left
+            out.
+        tries: how many are simulated at most.
+        seconds: after which nothing more is simulated.
+        on_found: is called after each.
     """
     one = _Search(candidates, simulate, limits, best, worth)
     end = monotonic() + seconds

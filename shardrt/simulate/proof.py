@@ -41,7 +41,8 @@ class Proof:
 def prove(programs: Sequence[Program]) -> Proof:
     """Look for races, with and without the values that the host asks for, and say what each wait is good for.
 
-    Raises ValueError as `order_of` does.
+    Raises:
+        ValueError: as `order_of` does.
     """
     known, hidden = races_both_ways(programs)
     alone = {site.site: site for site in waits([without_values(program) for program in programs])}

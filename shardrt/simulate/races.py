@@ -43,8 +43,9 @@ class Access:
 class Race:
     """Nothing makes `second` wait for `first`; both touch `address`, the lowest such.
 
-    buffers: what had been lent there when each was issued, None where no Take tells. count: how many pairs of
-    accesses of these two sites race; this is the first of them.
+    Attributes:
+        buffers: what had been lent there when each was issued, None where no Take tells.
+        count: how many pairs of accesses of these two sites race; this is the first of them.
     """
 
     first: Access
@@ -83,8 +84,10 @@ class Race:
 def races(programs: Sequence[Program]) -> list[Race]:
     """The races of the recorded ranks, one for each pair of sites, in the order of the programs.
 
-    Addresses are those of one address space: ranks that name the same one share that memory. Raises
-    ValueError as `order_of` does.
+    Addresses are those of one address space: ranks that name the same one share that memory.
+
+    Raises:
+        ValueError: as `order_of` does.
     """
     order = order_of(programs)
     return _races(order, neighbours(order))
@@ -139,7 +142,8 @@ def _asked(program: Program) -> set[int]:
 def neighbours(order: Order, apart: Container[int] = ()) -> dict[tuple[int, int], int]:
     """(first, second): points of different threads that must be in order; the lowest address of both.
 
-    apart: points that read, and stand for no earlier read of their thread: they may be left out.
+    Args:
+        apart: points that read, and stand for no earlier read of their thread: they may be left out.
     """
     shadow, found = Shadow(), {}
     given_back = [_given_back(program) for program in order.programs]

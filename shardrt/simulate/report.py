@@ -103,15 +103,20 @@ def report(
 ) -> Report:
     """Price the programs, unless `timing` says what they take, and say what their last step was.
 
-    spans: of the first program's compute stream in places of its items, not seconds (script.py); without
-    them the names of kernels tell forward from backward. One program that does not say for which ranks it
-    stands does so for all; several stand for one rank each. Raises NoStep if no step ended.
+    One program that does not say for which ranks it stands does so for all; several stand for one rank each.
+
+    Args:
+        spans: of the first program's compute stream in places of its items, not seconds (script.py); without
+            them the names of kernels tell forward from backward.
+
+    Raises:
+        NoStep: if no step ended.
     """
     timing = timing or price(programs, machine)
     program = timing.programs[0]
     numbers = [item.number for item in program.items if isinstance(item, Step)]
     if not numbers:
-        raise NoStep("no optimizer step was recorded")
+        raise NoStep("no optimizer step was recorded; the script must call optimizer.step()")
     items = timing.items_of(0)
     seconds = timing.steps[0][-1]
     works = [item for _, item in items if isinstance(item, Work)]

@@ -39,10 +39,10 @@ def roles_of(digits: MeshLayout, ranks: int) -> Roles:
 def recorded(
     record: Callable[[Roles, Callable[[MeshLayout], None]], list[Program]], ranks: int
 ) -> list[Program]:
-    """What `record` gives for the roles. It gets the roles, and calls back with axes along which ranks
-    differ.
+    """What `record` gives for the roles.
 
-    It begins with one role, and again when that is too few.
+    It gets the roles, and calls back with axes along which ranks differ. It begins with one role, and again
+    when that is too few.
     """
     digits: MeshLayout = ()
 

@@ -55,14 +55,18 @@ def record(
 ) -> list[Program]:
     """What the recorded ranks issue in `steps` optimizer steps, or until the script ends.
 
-    command: a script and its arguments; or a module and its own, with "-m" before it or without. ranks: how
-    many there are, `local_size` a node. stands_for: the recorded ones, each with the ranks that it stands
-    for; if not given, one of each role (roles.py), for which a pipeline begins twice. shared: see
-    comm.simulated.world_of. like, values: see SimulatedDevice. shape: of a mesh that the script
-    gives none.
+    Args:
+        command: a script and its arguments; or a module and its own, with "-m" before it or without.
+        ranks: how many there are, `local_size` a node.
+        stands_for: the recorded ones, each with the ranks that it stands for; if not given, one of each role
+            (roles.py), for which a pipeline begins twice.
+        shared: see comm.simulated.world_of.
+        like, values: see SimulatedDevice.
+        shape: of a mesh that the script gives none.
 
-    Raises NoScript where there is none, SystemExit where it ends with a code that is not 0, and
-    whatever it raises.
+    Raises:
+        NoScript: where there is none.
+        SystemExit: where it ends with a code that is not 0, and whatever it raises.
     """
     with _command(command) as start:
         return record_of(
@@ -90,7 +94,11 @@ def record_of(
     values: Values | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> list[Program]:
-    """As `record`, of what `function()` does. steps: 0 for all."""
+    """As `record`, of what `function()` does.
+
+    Args:
+        steps: 0 for all.
+    """
     world = {"local_size": local_size, "shared": shared, "shape": shape}
 
     def of(roles: Roles, on_divergence: Callable[[MeshLayout], None] | None) -> list[Program]:
@@ -153,7 +161,8 @@ def _module_now() -> str:
 def spans_kept() -> Iterator[Callable[[Program], list[Span]]]:
     """Inside, spans are kept whose times are places among a program's items; it gives those of a program.
 
-    Raises RuntimeError where a timeline is recorded already.
+    Raises:
+        RuntimeError: where a timeline is recorded already.
     """
     numbers: dict[int, tuple[int, Program]] = {}  # kept, so that no other one has the same id
 
@@ -200,7 +209,7 @@ def _target(command: list[str]) -> tuple[str, list[str], bool]:
     """(script or module, its arguments, whether it is a module)."""
     is_module = command[0] == "-m" if command else False
     if len(command) <= is_module:
-        raise NoScript("no script: say which after --")
+        raise NoScript("no script: name it after --")
     name, *arguments = command[is_module:]
     return name, arguments, is_module or not (name.endswith(".py") or Path(name).is_file())
 

@@ -37,12 +37,13 @@ _FALSE, _TRUE = "False", "True"
 class Candidate:
     """Settings of options, and what is known of them beside others before they run.
 
-    kind: of two that have this alike, one of which no number in `needs` is lower takes no less memory.
-    saves: of two that have `beside` alike, one of which no number here is higher is no faster. computes: of
-    two that have this alike, one of which no number in `keeps` is higher computes no less in forward and
-    backward, and reduces gradients as often; strategies and units may differ.
-    mesh: whose ranks have the same parts. states: whose parameters, gradients and optimizer state are in as
-    many parts and in the same places.
+    Attributes:
+        kind: of two that have this alike, one of which no number in `needs` is lower takes no less memory.
+        saves: of two that have `beside` alike, one of which no number here is higher is no faster.
+        computes: of two that have this alike, one of which no number in `keeps` is higher computes no less in
+            forward and backward, and reduces gradients as often; strategies and units may differ.
+        mesh: whose ranks have the same parts.
+        states: whose parameters, gradients and optimizer state are in as many parts and in the same places.
     """
 
     options: Options
@@ -85,9 +86,14 @@ def candidates(
 ) -> list[Candidate]:
     """Settings of a recipe on `ranks`, `node` of them on one: strategies, meshes, units, what saves memory.
 
-    given: options that stay as they are. vary: words for options, whatever is given. only: vary nothing else.
-    offload: whether a host has memory of its own. Raises ValueError for an option that there is not, and a
-    word that is no number where one is meant.
+    Args:
+        given: options that stay as they are.
+        vary: words for options, whatever is given.
+        only: vary nothing else.
+        offload: whether a host has memory of its own.
+
+    Raises:
+        ValueError: for an option that there is not, and a word that is no number where one is meant.
     """
     space = _Space(recipe, set(given), ranks, node, dict(vary or {}), only, offload)
     return list(space.all())
@@ -108,7 +114,7 @@ class _Space:
         self._offload = offload
         self._words = words_of(recipe)
         if unknown := sorted(vary.keys() - self._words.keys()):
-            raise ValueError(f"--vary: there is no option {unknown[0]}")
+            raise ValueError(f"--vary: unknown option {unknown[0]}")
         if "parallel.micro_batches" in given:
             given = given | {"micro_batches"}
         self._fixed = set(self._words) if only else given
@@ -327,7 +333,7 @@ def _number(name: str, word: str) -> int:
     try:
         return max(1, int(word)) if name in AXES else int(word)
     except ValueError:
-        raise ValueError(f"--vary {name}: must be int, got {word!r}") from None
+        raise ValueError(f"--vary {name}: must be an integer, got {word!r}") from None
 
 
 def _powers(most: int) -> list[str]:

@@ -25,7 +25,8 @@ __all__ = ["Simulated", "simulated"]
 class Simulated:
     """What ran when, in all steps, and what the last one was.
 
-    spans: of the first recorded rank, in places of its items.
+    Attributes:
+        spans: of the first recorded rank, in places of its items.
     """
 
     timing: Timing
@@ -47,8 +48,12 @@ def simulated(
 ) -> Simulated:
     """Record `steps` optimizer steps of a script, which is given with its arguments, and price the last.
 
-    stands_for, shape, values: see `record`. check: so many more ranks of each role are compared, and those
-    with most launches are priced. jitter: see `price`. Raises as `record` does.
+    Raises as `record` does.
+
+    Args:
+        stands_for, shape, values: see `record`.
+        check: so many more ranks of each role are compared, and those with most launches are priced.
+        jitter: see `price`.
     """
 
     def recorded(stands_for: Roles | None) -> list[Program]:

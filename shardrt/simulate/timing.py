@@ -26,7 +26,8 @@ from shardrt.device.timeline import Passed, Recording, Span
 class Timing:
     """What ran when, in seconds from the start; each list lies as the programs.
 
-    ended: by item, when it was done; where nothing runs (a Take, a Step), when the host passed it.
+    Attributes:
+        ended: by item, when it was done; where nothing runs (a Take, a Step), when the host passed it.
     """
 
     programs: Sequence[Program]

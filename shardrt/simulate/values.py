@@ -12,11 +12,16 @@ _LARGE = 1e12  # a piece's part of a norm: the norm is above whatever it is clip
 
 @dataclass(frozen=True)
 class Values:
-    """For SimulatedDevice(values=). What is read is called "norm", "finite" or "loss", or else nothing.
+    """For SimulatedDevice(values=).
 
-    loss: each number that a training loop reads, a loss it is. clips: whether the norm of gradients is large,
-    so that they are clipped. overflow: whether GradScaler finds one, and leaves the update out. Whatever else
-    is read is what the kernel says is usual, or 1, and no condition holds.
+    What is read is called "norm", "finite" or "loss", or else nothing.
+
+    Whatever else is read is what the kernel says is usual, or 1, and no condition holds.
+
+    Attributes:
+        loss: each number that a training loop reads, a loss it is.
+        clips: whether the norm of gradients is large, so that they are clipped.
+        overflow: whether GradScaler finds one, and leaves the update out.
     """
 
     loss: float = 1.0

@@ -37,10 +37,14 @@ Sites = int  # a set of sites: bit n stands for the nth
 
 @dataclass(frozen=True)
 class WaitSite:
-    """All waits of one site. what: waiting and awaited sides, counted. verdict: NEEDED, COVERED or NEVER.
+    """All waits of one site.
 
-    covered_by: the smallest set of other sites without which it is needed; empty if that is large, or was not
-    found among very many ways. prevents: the race that would be there without it and them, if it is known.
+    Attributes:
+        what: waiting and awaited sides, counted.
+        verdict: NEEDED, COVERED or NEVER.
+        covered_by: the smallest set of other sites without which it is needed; empty if that is large, or was
+            not found among very many ways.
+        prevents: the race that would be there without it and them, if it is known.
     """
 
     site: str
@@ -61,7 +65,8 @@ class WaitSite:
 def waits(programs: Sequence[Program]) -> list[WaitSite]:
     """Every wait site of the programs, in their order, with what it is good for.
 
-    Raises ValueError as `order_of` does.
+    Raises:
+        ValueError: as `order_of` does.
     """
     order, found = order_of(programs), _sites(programs)
     names, pairs = list(found), neighbours(order)

@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
 def doctor(options: argparse.Namespace) -> int:
     """Print the report; returns the exit code."""
     if options.hosts is not None and options.path is not None:
-        raise Refused("doctor: a run, or --hosts FILE, not both")
+        raise Refused("doctor: pass a run or --hosts FILE, not both")
     if options.hosts is not None:
         module, command = hosts, shlex.split(options.mpirun) or hosts.launcher()
         found = hosts.examine(hosts.hosts_of(options.hosts), command)

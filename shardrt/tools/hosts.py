@@ -43,7 +43,7 @@ def hosts_of(path: Path) -> list[str]:
     for host in map(host_of, host_lines(path)):
         found.setdefault(host.name, host.login)
     if not found:
-        raise Refused(f"{path} names no host; a line is `node1:8`, or `node1 slots=8`")
+        raise Refused(f"{path} names no host; write lines such as `node1:8` or `node1 slots=8`")
     return list(found.values())
 
 

@@ -41,7 +41,7 @@ def host_of(line: str) -> Host:
     """Parse a line. Raises Refused, also for a range of hosts or an IPv6 address."""
     found, slots = _HOST.fullmatch(line), _SLOTS.search(line)
     if found is None:
-        raise Refused(f"{line!r} is not read as a host; HOST or HOST:RANKS is")
+        raise Refused(f"{line!r} is not a host; write HOST or HOST:RANKS")
     return Host(found[1], found[2], int(found[3] or (slots[1] if slots else 1)))
 
 
@@ -61,16 +61,21 @@ class Command:
     """
 
     def __init__(self, words: Sequence[str]) -> None:
-        """Raises Refused for an empty command, or one whose hosts or ranks can't be read, OSError for its
-        host file.
+        """Read the words of a command.
+
+        Raises:
+            Refused: for an empty command, or one whose hosts or ranks can't be read.
+            OSError: for its host file.
         """
         if not words:
-            raise Refused("run: no command; it comes behind --")
+            raise Refused("run: no command; write it after --")
         self.words = list(words)
         self._options = self._launcher()
         folder = self._place(_FOLDERS)
         if folder is not None:
-            raise Refused(f"run: start it in {folder.value}, where runs/NAME is, and without that option")
+            raise Refused(
+                f"run: start it in the folder {folder.value}, which has runs/NAME, and without that option"
+            )
         self._ranks = self._place(_RANKS)
         self.ranks = None if self._ranks is None else _number(self._ranks.value, "ranks")
         self._list = self._file = None
@@ -103,9 +108,11 @@ class Command:
         unread = self._place(_UNREAD)
         given = [word for word in self.words[1 : self._options] if word.partition("=")[0] in _HOSTS + _FILES]
         if unread is not None or ":" in self.words or len(given) > 1:
-            raise Refused("run: one list or file of hosts, and one program, can be read; no map of ranks")
+            raise Refused(
+                "run: the command may have one list or file of hosts and one program, but no map of ranks"
+            )
         if self.ranks is None:
-            raise Refused("run: a command that names hosts needs -n, the ranks")
+            raise Refused("run: a command that names hosts needs -n, the number of ranks")
         if self._list is not None:
             lines = [part for part in map(str.strip, self._list.value.split(",")) if part]
         else:
@@ -120,7 +127,7 @@ class Command:
             slots = Counter(dict.fromkeys(slots, each))
         total = slots.total()
         if not total:
-            raise Refused("run: the command names no host that has a rank")
+            raise Refused("run: none of the hosts that the command names has a rank")
         # More ranks than slots wrap around the hosts, as with MPICH if no slots are given.
         rounds = max(self.ranks, total)
         self.hosts = {host: -(-rounds * count // total) for host, count in slots.items()}
@@ -164,5 +171,5 @@ class Command:
 
 def _number(text: str, what: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise Refused(f"run: {text!r} is no number of {what}")
+        raise Refused(f"run: expected a number of {what}, got {text!r}")
     return int(text)

@@ -136,7 +136,7 @@ def kernel_cache(sources: Path) -> dict[str, Any]:
 
 
 def _self_test() -> str:
-    """ "well", or the error when two ranks summed some numbers."""
+    """The word "well", or the error when two ranks summed some numbers."""
     mpirun = launcher()
     if not mpirun:
         return "no mpirun: pip install mpich"

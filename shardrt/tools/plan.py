@@ -133,7 +133,7 @@ def _space(
     if name not in TRAINING:
         if not vary:
             raise ValueError(
-                "--vary: say which options of the script to try; those of models.train are known"
+                "--vary: name the options of your script to try; defaults exist only for models.train"
             )
         return _Space(options, command, combinations(vary), {})
     recipe = _module(name).parse(arguments)
@@ -181,7 +181,7 @@ def _above_zero(text: str) -> float:
     """For argparse: a positive number."""
     number = float(text)
     if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
     return number
 
 

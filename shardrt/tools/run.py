@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         options.log.open("a", encoding="utf-8").close()
     least = options.min_ranks
     if command.ranks is not None and command.ranks < least:
-        raise Refused(f"run: the command starts {command.ranks} ranks, and --min-ranks is {least}")
+        raise Refused(f"run: the command starts {command.ranks} ranks, fewer than --min-ranks {least}")
     patience = _Patience(options.restarts, options.back_off)
     refused: set[int] = set()  # numbers of ranks that could not share the job
     start, code = 0, errors.DATA
@@ -190,7 +190,9 @@ def run_folder(words: Sequence[str]) -> Path:
     text = " ".join(words)
     name = re.search(r"(?:^| )--name[ =](\S+)", text)
     if name is None or not re.search(r"(?:^| )--resume[ =]auto(?: |$)", text):
-        raise Refused("run: the command needs --name NAME and --resume auto, to go on where it was")
+        raise Refused(
+            "run: the command needs --name NAME and --resume auto, so that a restart resumes the run"
+        )
     return Path("runs", name[1])
 
 

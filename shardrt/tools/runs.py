@@ -105,7 +105,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             raise BadRun(f"{path}: line {place} is damaged")
         records.append(record)
     if not records:
-        raise BadRun(f"{path}: nothing in it yet")
+        raise BadRun(f"{path}: the file is empty: the run has recorded no step yet")
     return records
 
 
@@ -114,7 +114,7 @@ def check_there(path: Path) -> None:
     if not path.parent.is_dir():
         raise FileNotFoundError(2, "no such folder", str(path.parent))
     if not path.exists():
-        raise BadRun(f"{path.parent}: no {path.name}, so no run of models.train")
+        raise BadRun(f"{path.parent}: not a run of models.train: {path.name} is missing")
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
@@ -175,7 +175,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
         if not isinstance(events, list) or not all(_is_event(event) for event in events):
             raise TypeError
     except (ValueError, KeyError, TypeError):
-        raise BadRun(f"{path}: not a whole trace") from None
+        raise BadRun(f"{path}: not a complete trace") from None
     for event in events:  # the fonts lack other characters
         event["name"] = printable(event["name"])
         if event["ph"] == "X":

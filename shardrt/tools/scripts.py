@@ -52,7 +52,7 @@ def positive(text: str) -> int:
     """For argparse: a number of 1 or more."""
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return number
 
 
@@ -60,7 +60,7 @@ def whole(text: str) -> int:
     """For argparse: a number of 0 or more."""
     number = int(text)
     if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
     return number
 
 
@@ -68,5 +68,5 @@ def seconds(text: str) -> float:
     """For argparse: a finite number of seconds, 0 or more."""
     number = float(text)
     if not 0 <= number < inf:
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
     return number

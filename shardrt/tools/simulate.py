@@ -65,7 +65,9 @@ def simulate(options: argparse.Namespace) -> int:
     try:
         machine = Machine.load(options.machine)
         if options.mesh and prod(options.mesh) != options.ranks:
-            raise ValueError(f"--mesh: {options.mesh} has {prod(options.mesh)} ranks, not {options.ranks}")
+            raise ValueError(
+                f"--mesh: {options.mesh} has {prod(options.mesh)} ranks, but --ranks is {options.ranks}"
+            )
         stands_for = _stands_for(options.record, options.ranks) if options.record else None
     except (OSError, ValueError) as error:
         say(f"error: {error}", file=sys.stderr)
@@ -101,14 +103,14 @@ def _shape(text: str) -> tuple[int, ...]:
     try:
         return tuple(positive(size) for size in text.split("x"))
     except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(f"sizes as in 512x8, not {text}") from None
+        raise argparse.ArgumentTypeError(f"must be sizes such as 512x8, got {text}") from None
 
 
 def _stands_for(record: str, ranks: int) -> dict[int, range]:
     """Each recorded rank stands for itself and the ranks up to the next recorded rank."""
     firsts = sorted({int(rank) if rank.isdecimal() else -1 for rank in record.split(",")})
     if firsts[0] != 0 or firsts[-1] >= ranks:
-        raise ValueError(f"--record: ranks from 0 up to {ranks - 1}, and 0 among them, not {record}")
+        raise ValueError(f"--record: must be ranks from 0 to {ranks - 1}, with 0 among them, got {record}")
     return {rank: range(rank, stop) for rank, stop in pairwise([*firsts, ranks])}
 
 

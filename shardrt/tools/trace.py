@@ -65,14 +65,14 @@ def draw(options: argparse.Namespace) -> int:
     folder = options.path if options.path.is_dir() else options.path.parent
     path = folder / TRACE if folder == options.path else options.path
     if not path.exists() and (folder / "metrics.jsonl").exists():
-        raise BadRun(f"{path} is not there: no step was traced; train with --report.trace FIRST:LAST")
+        raise BadRun(f"{path} does not exist: no step was traced; train with --report.trace FIRST:LAST")
     events, rank = read_trace(path), options.rank or 0
     steps = steps_of(events, rank)
     if not steps:
-        raise BadRun(f"{options.path}: no step of rank {rank} in the trace")
+        raise BadRun(f"{options.path}: the trace has no step of rank {rank}")
     number = max(steps) if options.step is None else options.step
     if number not in steps:
-        raise BadRun(f"{options.path}: step {number} is not in the trace, but {', '.join(map(str, steps))}")
+        raise BadRun(f"{options.path}: the trace has no step {number}; it has {', '.join(map(str, steps))}")
     output = options.output or folder / "schedule.svg"
     try:
         whole = options.rank is None and has_actions(events)

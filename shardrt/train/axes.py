@@ -34,7 +34,10 @@ def shards_of(mesh: DeviceMesh) -> DeviceMesh:
 def folded(mesh: DeviceMesh, ep: int) -> DeviceMesh:
     """All ranks that have other tokens than this one, as axes "efsdp" and "ep": neighbours along the latter.
 
-    Collective at the first time. Raises ValueError where `ep` splits an axis.
+    Collective at the first time.
+
+    Raises:
+        ValueError: where `ep` splits an axis.
     """
     names = mesh.mesh_dim_names
     return mesh.fold("ep", ep, over=names and tuple(name for name in names if name != "pp"))
@@ -44,7 +47,9 @@ def counts(mesh: DeviceMesh, *, but: str = "") -> bool:
     """Whether sums over all ranks count this rank's result for its part of the batch.
 
     Of the ranks that compute one part together, one does; but all that have other parts of its sequences do.
-    but: an axis along which only one rank has a result.
+
+    Args:
+        but: an axis along which only one rank has a result.
     """
     along = zip(mesh.mesh_dim_names or (), mesh.coordinate, strict=False)
     return not any(place for name, place in along if name not in (*DATA, "cp", but))

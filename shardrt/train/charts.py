@@ -60,7 +60,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Bar:
-    """From `start` to `stop` on a time axis. faint: behind the others, with no label."""
+    """From `start` to `stop` on a time axis.
+
+    Attributes:
+        faint: behind the others, with no label.
+    """
 
     start: float
     stop: float
@@ -81,9 +85,12 @@ def look() -> Iterator[None]:
 
 @look()
 def lines(title: str, series: Sequence[Series], *, y: str, from_zero: bool = False) -> "Axes":
-    """A line chart over the steps, with a legend. Says so where there is nothing to draw.
+    """A line chart over the steps, with a legend.
 
-    from_zero: the axis begins at 0, so that small changes do not look like a jump.
+    Says so where there is nothing to draw.
+
+    Args:
+        from_zero: the axis begins at 0, so that small changes do not look like a jump.
     """
     axes = _axes(title, 460, 240)
     for one, colour in zip(series, cycle(COLOURS), strict=False):
@@ -113,7 +120,8 @@ def bars(
 ) -> str:
     """Horizontal bars, a row each, of one part or of several side by side: (row, [(part, value), ...]).
 
-    colours: of some parts; the others take theirs in order.
+    Args:
+        colours: of some parts; the others take theirs in order.
     """
     parts = list(dict.fromkeys(part for _, own in rows for part, _ in own))
     colours = dict(zip(parts, cycle(COLOURS), strict=False)) | dict(colours or {})
@@ -166,7 +174,11 @@ def schedule(
 
 @look()
 def svg(axes: "Axes", tips: Sequence[str] = (), title: str = "") -> str:
-    """A chart as SVG text. tips: a browser's tooltips for the bars, in their order."""
+    """A chart as SVG text.
+
+    Args:
+        tips: a browser's tooltips for the bars, in their order.
+    """
     from matplotlib import rcParams
 
     title, made = title or axes.get_title(loc="left"), StringIO()

@@ -91,7 +91,7 @@ class OptimizerConfig:
             raise ValueError("optimizer.decay_steps needs optimizer.schedule = 'wsd'")
         _at_least("optimizer.weight_decay", self.weight_decay, 0)
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optimizer.betas must be in [0, 1), got {self.betas}")
+            raise ValueError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas}")
         if not self.clip_norm > 0:
             raise ValueError(f"optimizer.clip_norm must be positive, got {self.clip_norm}; inf never clips")
         if not self.clip_type > 0:
@@ -414,7 +414,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except ValueError as error:  # TOMLDecodeError, or bytes that are not UTF-8
         raise ValueError(f"{path}: {error}") from None
     except RecursionError:
-        raise ValueError(f"{path}: it is nested too deeply") from None
+        raise ValueError(f"{path}: the tables are nested too deeply") from None
 
 
 def dump(settings: Any, path: Path) -> None:

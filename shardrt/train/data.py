@@ -62,14 +62,18 @@ _gzipped: dict[str, int] = {}  # bytes of the held-out part, by the text's diges
 def load_corpus(files: Sequence[Path] = (), *, block_size: int, vocabulary: int = VOCABULARY) -> Corpus:
     """The text of `files`, one after the other; of the .py files of Python's own library if there are none.
 
-    Or one token file. Raises ValueError, naming the file, for one that is missing, empty or no file, for
-    tokens that are not below `vocabulary`, and where a part of the text is shorter than one window of
-    `block_size` tokens and a target; OSError for one that can't be read.
+    Or one token file.
+
+    Raises:
+        ValueError: naming the file, for one that is missing, empty or no file, for tokens that are not below
+            `vocabulary`, and where a part of the text is shorter than one window of `block_size` tokens and a
+            target.
+        OSError: for one that can't be read.
     """
     tokenised = [Path(file) for file in files if Path(file).suffix == SUFFIX]
     if tokenised:
         if len(files) > 1:
-            raise ValueError(f"data: {tokenised[0]} must be the only file")
+            raise ValueError(f"data: a token file must be the only file; pass {tokenised[0]} alone")
         return _tokens(tokenised[0], block_size, vocabulary)
     if vocabulary < VOCABULARY:
         raise ValueError(f"model.vocab_size must be at least {VOCABULARY} for bytes, got {vocabulary}")
@@ -135,9 +139,10 @@ def held_out_starts(
 ) -> Iterator[tuple[list[int], int]]:
     """(where each of batch_size windows begins, how many of them count), this rank's part, batch by batch.
 
-    windows: how many, spread evenly over the text; all if None, which makes every token but the first, and
-    the few behind the last whole window, a target once. Every rank gets equally many batches: the forward of
-    a sharded model is collective; windows beyond the last do not count.
+    Args:
+        windows: how many, spread evenly over the text; all if None, which makes every token but the first,
+            and the few behind the last whole window, a target once. Every rank gets equally many batches: the
+            forward of a sharded model is collective; windows beyond the last do not count.
     """
     for mine in shares((length - 1) // block_size, batch_size, limit=windows, rank=rank, size=size):
         padded = np.concatenate([mine, np.zeros(batch_size - mine.size, np.int64)])
@@ -181,7 +186,7 @@ def _standard_library() -> list[bytes]:
     kept = sorted(name for name in names if _is_library_code(name))
     if not kept:
         raise ValueError(
-            f"data: no sources of Python's library in {root}; give text files with --data FILE ..."
+            f"data: {root} has no sources of Python's library; pass text files with --data FILE ..."
         )
     return [(root / name).read_bytes() for name in kept]
 

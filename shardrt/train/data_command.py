@@ -42,7 +42,7 @@ def make(options: argparse.Namespace) -> int:
     documents = _documents(options.texts, options.field)
     if options.tokenizer is None:
         if options.end is not None:
-            raise BadTokens("--end needs --tokenizer: bytes have no token for it")
+            raise BadTokens("--end needs --tokenizer: byte tokens have no end token")
         facts = {"vocabulary": VOCABULARY, "tokenizer": "bytes"}
         file = write(options.file, documents, lambda text: np.frombuffer(text, np.uint8), **facts)
     else:
@@ -90,14 +90,14 @@ def _text_of(line: bytes, field: str, place: str) -> bytes:
     try:
         return strict_json(line)[field].encode()
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise BadTokens(f"{place}: no JSON object with a text {field!r}") from None
+        raise BadTokens(f"{place}: expected a JSON object with a string field {field!r}") from None
 
 
 def _end(tokenizer: Tokenizer, options: argparse.Namespace) -> list[int]:
     """The end token, put after each document."""
     last = [] if options.end is None else [tokenizer.token_to_id(options.end)]
     if last == [None]:
-        raise BadTokens(f"{options.tokenizer}: has no token {options.end!r}")
+        raise BadTokens(f"{options.tokenizer}: the tokenizer has no token {options.end!r}")
     return last
 
 

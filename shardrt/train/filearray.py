@@ -26,7 +26,7 @@ class FileArray:
 
     @property
     def shape(self) -> tuple[int]:
-        """(size,)"""
+        """The shape, (size,)."""
         return (self.size,)
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class FileArray:
             return np.asarray(self[range(self.size)[index] :][:1])[0]
         start, stop, step = index.indices(self.size)
         if step != 1:
-            raise ValueError(f"a slice of {self.path} must have no step, got {step}")
+            raise ValueError(f"a slice of {self.path} must have step 1, got {step}")
         offset = self._offset + start * self.dtype.itemsize
         return FileArray(self.path, self.dtype, offset, max(0, stop - start), self._file)
 
@@ -47,14 +47,18 @@ class FileArray:
         return np.asarray(self).tolist()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """All of it, read now. Raises OSError, naming the file, where it has become shorter."""
+        """All of it, read now.
+
+        Raises:
+            OSError: naming the file, where it has become shorter.
+        """
         read = np.empty(self.size, self.dtype)
         rest, offset = memoryview(read).cast("B") if self.size else b"", self._offset
         while len(rest):
             done = preadv(self._file.fileno(), [rest], offset)
             if not done:
                 raise OSError(
-                    5, f"cut short while it was in use: {len(rest)} bytes are missing", str(self.path)
+                    5, f"the file was truncated while in use: {len(rest)} bytes are missing", str(self.path)
                 )
             rest, offset = rest[done:], offset + done
         return read if dtype is None else read.astype(dtype, copy=False)

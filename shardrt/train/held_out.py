@@ -14,8 +14,9 @@ def shares(
 ) -> Iterator[np.ndarray]:
     """The numbers of this rank's samples, at most batch_size at a time, until all ranks have had all `count`.
 
-    limit: or that many, spread evenly. Every rank gets equally many batches: the forward of a sharded model
-    is collective: the last ones may be shorter, or empty.
+    Args:
+        limit: or that many, spread evenly. Every rank gets equally many batches: the forward of a sharded
+            model is collective: the last ones may be shorter, or empty.
     """
     taken = count if limit is None else min(limit, count)
     chosen = np.arange(taken) * count // taken

@@ -37,10 +37,15 @@ class Corrupt(ValueError):
 class View:
     """The model's view of an image: size x size pixels, (value / 255 - mean) / std.
 
-    crop: "pad", the image at `size` with `pad` pixels of border, moved at random; or "resize", a piece of
-    random area (a part in `scale`) and shape (Szegedy et al., Going Deeper with Convolutions, 2015).
-    flip: left and right exchanged, for half the samples. Evaluation is not random: the view is the whole
-    image, or, with "resize", its middle, 7/8 across. Raises ValueError for values that make no sense.
+    Evaluation is not random: the view is the whole image, or, with "resize", its middle, 7/8 across.
+
+    Attributes:
+        crop: "pad", the image at `size` with `pad` pixels of border, moved at random; or "resize", a piece of
+            random area (a part in `scale`) and shape (Szegedy et al., Going Deeper with Convolutions, 2015).
+        flip: left and right exchanged, for half the samples.
+
+    Raises:
+        ValueError: for values that make no sense.
     """
 
     size: int
@@ -61,7 +66,9 @@ class View:
         if self.crop not in ("pad", "resize"):
             raise ValueError(f"images: crop must be 'pad' or 'resize', got {self.crop!r}")
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise ValueError(f"images: scale must be two parts of 1, the smaller first, got {self.scale}")
+            raise ValueError(
+                f"images: scale must be two fractions in (0, 1], the smaller first, got {self.scale}"
+            )
         if {len(self.mean), len(self.std)} - {1, self.channels} or not min(self.std) > 0:
             raise ValueError(
                 f"images: mean and std need one number or {self.channels}, std above 0; "
@@ -89,7 +96,10 @@ class Images:
 def load_digits() -> tuple[Images, Images]:
     """(to train on, held out): the 1,797 digits of 8 x 8 pixels that come with scikit-learn.
 
-    Every fifth is held out. Raises ValueError if scikit-learn is not there.
+    Every fifth is held out.
+
+    Raises:
+        ValueError: if scikit-learn is not there.
     """
     try:
         from sklearn import datasets
@@ -112,11 +122,16 @@ def load_folder(path: str | Path, *, channels: int = 3, on_corrupt: str = "skip"
     """(to train on, held out): images in folders named after their classes, in ImageFolder's layout.
 
     PATH/train/CLASS/... and PATH/val/CLASS/..., or PATH/CLASS/..., of which every fifth image of a class, by
-    name, is held out. channels: 3 for colours, 1 for grey, whatever the files have. on_corrupt: "skip" passes
-    over an unreadable image in its turn and counts it in `skipped`, "error" raises Corrupt.
+    name, is held out.
 
-    Raises ValueError, naming the folder, if it is not there, has no images, or fewer than two classes, and if
-    a class is in one part only; also if Pillow is not there.
+    Args:
+        channels: 3 for colours, 1 for grey, whatever the files have.
+        on_corrupt: "skip" passes over an unreadable image in its turn and counts it in `skipped`, "error"
+            raises Corrupt.
+
+    Raises:
+        ValueError: naming the folder, if it is not there, has no images, or fewer than two classes, and if a
+            class is in one part only; also if Pillow is not there.
     """
     try:
         import PIL.Image  # noqa: F401
@@ -143,7 +158,7 @@ def load_folder(path: str | Path, *, channels: int = 3, on_corrupt: str = "skip"
         }
         if not any(held_out.values()):
             raise ValueError(
-                f"images: {root} has too few images to hold any out: {HELD_OUT} of a class are needed"
+                f"images: {root} has too few images to hold any out; a class needs at least {HELD_OUT}"
             )
     return tuple(_of_files(root, part, channels, on_corrupt == "error") for part in (train, held_out))
 
@@ -167,7 +182,7 @@ def _classes(root: Path) -> dict[str, list[Path]]:
     if empty:
         raise ValueError(f"images: {root} has classes without images: {', '.join(empty[:10])}")
     if len(found) < 2:
-        raise ValueError(f"images: {root} has one class, {folders[0].name!r}; two are needed")
+        raise ValueError(f"images: {root} must have at least two classes, got one, {folders[0].name!r}")
     return found
 
 
@@ -194,7 +209,7 @@ def _decoded(path: Path, channels: int) -> np.ndarray:
         with open_regular(path, LARGEST) as file, PIL.Image.open(file, formats=_FORMATS) as image:
             # Pillow warns of so many, and refuses twice as many; nothing is decoded yet.
             if image.width * image.height > (PIL.Image.MAX_IMAGE_PIXELS or inf):
-                raise Corrupt(f"{image.width} x {image.height} pixels are too many")
+                raise Corrupt(f"an image of {image.width} x {image.height} pixels is too large")
             array = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     except MemoryError:
         raise
@@ -207,7 +222,10 @@ def samples_batch(images: Images, view: View, samples: range, *, seed: int) -> t
     """Samples of a run by their numbers: float32 (samples, channels, height, width), and labels int64.
 
     Each epoch takes all images once, in another order. In the place of an image that can't be read comes the
-    next one in that order. Raises ValueError if no image can be read.
+    next one in that order.
+
+    Raises:
+        ValueError: if no image can be read.
     """
     drawn = np.empty(len(samples) * _DRAWN, np.float32)
     philox.uniform(drawn, seed, random.name_key("shardrt.train.images"), samples.start * _DRAWN)
@@ -229,8 +247,9 @@ def held_out_batches(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """This rank's (images, labels), batch_size of them, until all ranks together have seen every image once.
 
-    limit: or that many, spread evenly. Every rank gets equally many batches: the forward of a sharded model
-    is collective; what is beyond the last image, or can't be read, has the label IGNORED.
+    Args:
+        limit: or that many, spread evenly. Every rank gets equally many batches: the forward of a sharded
+            model is collective; what is beyond the last image, or can't be read, has the label IGNORED.
     """
     for mine in shares(len(images), batch_size, limit=limit, rank=rank, size=size):
         x = np.zeros((batch_size, view.channels, view.size, view.size), np.float32)

@@ -174,7 +174,7 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
             by = f"{data.size} group{'s' if data.size > 1 else ''} of {together} ranks"
         if recipe.micro_batches > 1:
             by += f" and {recipe.micro_batches} micro-batches"
-        raise ValueError(f"batch_size {recipe.batch_size} cannot be shared equally by {by}")
+        raise ValueError(f"batch_size must divide equally among {by}, got {recipe.batch_size}")
     random.manual_seed(recipe.seed)
     model = task.model(data)
     recipe.lora.prepare(model)
@@ -247,8 +247,9 @@ def _along_time(recipe: Recipe, task: Task, model: nn.Module) -> Mapping[str, St
     chunks = 2 * recipe.parallel.cp
     if task.per_sample % chunks:
         raise ValueError(
-            f"parallel.cp: {recipe.parallel.cp} ranks need samples of a multiple of {chunks} {task.unit}s, "
-            f"not {task.per_sample}"
+            f"parallel.cp: with {recipe.parallel.cp} ranks a sample must have a multiple of {chunks} "
+            f"{task.unit}s, "
+            f"got {task.per_sample}"
         )
     return plan
 
@@ -264,8 +265,10 @@ def shard(
 ) -> None:
     """Make `top`, a model or a stage, a unit, and `units`, the blocks in it: fsdp.blocks of them one each.
 
-    outermost: it gives the loss. experts: modules that are units of their own, over other ranks. ends: units
-    around the blocks, which stay gathered from forward to backward, as the root does.
+    Args:
+        outermost: it gives the loss.
+        experts: modules that are units of their own, over other ranks.
+        ends: units around the blocks, which stay gathered from forward to backward, as the root does.
     """
     chosen = {
         "strategy": recipe.fsdp.strategy,
@@ -322,7 +325,7 @@ def run_log(recipe: Recipe) -> RunLog:
         directory = resumed_run_directory(recipe.name)
         if (directory / "checkpoint").exists() and not (directory / "checkpoints").exists():
             raise ValueError(
-                f"{directory} is finished, and has no checkpoint to go on from: give another --name"
+                f"{directory} is finished and has no checkpoint to resume from: pass another --name"
             )
         return RunLog(directory, resumed=True, tensorboard=recipe.tensorboard)
     if recipe.resume:
@@ -354,7 +357,8 @@ def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: 
 def resume(job: Job) -> tuple[int, list[str]]:
     """(the step to go on from: 0, or that of the restored checkpoint; a message for the reader).
 
-    Raises CheckpointError, having removed the run's directory if it is a new one.
+    Raises:
+        CheckpointError: having removed the run's directory if it is a new one.
     """
     wanted = job.recipe.resume
     if not wanted:
@@ -378,7 +382,7 @@ def _restore_scale(scaler: optim.GradScaler, state: Any) -> None:
         try:
             scaler.load_state_dict(state)
         except ValueError as error:
-            raise CheckpointError(f"the loss scale of the checkpoint cannot be used: {error}") from None
+            raise CheckpointError(f"the loss scale of the checkpoint can't be used: {error}") from None
 
 
 def changes(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:

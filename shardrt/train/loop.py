@@ -36,8 +36,10 @@ from shardrt.untrusted import say
 def train(job: Job, first: int) -> None:
     """The loop, from step `first`.
 
-    Exits with code 75, having saved, where it is asked to stop; with 65 where data can't be read. Raises
-    FloatingPointError for a loss or gradients that are not finite.
+    Exits with code 75, having saved, where it is asked to stop; with 65 where data can't be read.
+
+    Raises:
+        FloatingPointError: for a loss or gradients that are not finite.
     """
     recipe, steps, task = job.recipe, job.recipe.steps, job.task
     stopwatch = Stopwatch(steps, recipe.batch_size * task.per_sample, task.unit, job.ideal)
@@ -230,7 +232,11 @@ def first_of(job: Job, found: list[str]) -> str:
 
 
 def report(job: Job, done: int, losses: list[Any], norm: float, lr: float, stopwatch: Stopwatch) -> None:
-    """A line for the reader, and a record. Raises FloatingPointError for a loss that is not finite."""
+    """A line for the reader, and a record.
+
+    Raises:
+        FloatingPointError: for a loss that is not finite.
+    """
     if updates_first(job.recipe):
         losses = read_beside(job, losses)
     mean_loss = exact_sum(job.mesh, losses if counts(job.mesh, but="pp") else [])
@@ -353,7 +359,8 @@ def nonfinite_weights(job: Job) -> str:
 def report_saved(run: RunLog, function: Callable, *args: Any) -> None:
     """Call something that may give the directory of a checkpoint, or fail to write one; say so.
 
-    Raises FloatingPointError for weights that are not finite: no later checkpoint will have better ones.
+    Raises:
+        FloatingPointError: for weights that are not finite: no later checkpoint will have better ones.
     """
     try:
         path = function(*args)

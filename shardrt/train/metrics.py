@@ -35,14 +35,16 @@ BITS = 1 / log(2)  # bits in a nat
 def new_run_directory(name: str) -> Path:
     """Make runs/`name`; with an empty name runs/<date and time>, and a number behind it if that exists.
 
-    Raises FileExistsError for a name that is taken, ValueError for one that leads out of runs/.
+    Raises:
+        FileExistsError: for a name that is taken.
+        ValueError: for one that leads out of runs/.
     """
     if name:
         if not _is_plain(name):
             raise ValueError(f"name {name!r} must be a plain folder name: the run goes to {RUNS}/NAME")
         directory = RUNS / name
         if directory.exists():
-            raise FileExistsError(f"{directory} exists already: give another --name, or remove it")
+            raise FileExistsError(f"{directory} exists already: pass another --name, or remove the folder")
         directory.mkdir(parents=True)
         return directory
     RUNS.mkdir(exist_ok=True)
@@ -55,7 +57,11 @@ def new_run_directory(name: str) -> Path:
 
 
 def resumed_run_directory(name: str) -> Path:
-    """runs/`name`, made if need be. Raises ValueError for a name that is empty or leads out of runs/."""
+    """runs/`name`, made if need be.
+
+    Raises:
+        ValueError: for a name that is empty or leads out of runs/.
+    """
     if not _is_plain(name):
         raise ValueError(f"resume = 'auto' needs the name of a run, a folder in {RUNS}/; got name {name!r}")
     (RUNS / name).mkdir(parents=True, exist_ok=True)
@@ -70,11 +76,14 @@ def _is_plain(name: str) -> bool:
 class RunLog:
     """Rank 0's prints and writes to the run's directory; where `directory` is None, it does neither.
 
-    metrics.jsonl holds the records, loss.png their curves. tensorboard: write events too. While it is
-    open, no other job can have the run (lock.py): raises Locked, naming the directory, if one has it.
+    metrics.jsonl holds the records, loss.png their curves. While it is open, no other job can have the run
+    (lock.py): raises Locked, naming the directory, if one has it.
 
     A full disk, or a directory that goes away, ends no run: one message says so, records wait in memory
     until they can be written, and a directory that was moved or removed is made again, with all records.
+
+    Args:
+        tensorboard: write events too.
     """
 
     def __init__(self, directory: Path | None, *, resumed: bool = False, tensorboard: bool = False) -> None:
@@ -99,8 +108,12 @@ class RunLog:
     def rewind(self, step: int, *, finished: bool = False) -> None:
         """Drop the records after `step`: the run goes on from there.
 
-        finished: no step follows, and the last evaluation is made again: drop that, too. Raises ValueError
-        for a damaged file, OSError.
+        Args:
+            finished: no step follows, and the last evaluation is made again: drop that, too.
+
+        Raises:
+            ValueError: for a damaged file.
+            OSError: if the file system fails.
         """
         if self._metrics < 0:
             return
@@ -140,7 +153,8 @@ class RunLog:
     def flush(self) -> None:
         """Write the records that wait, if that is possible now; see that the directory is there.
 
-        Raises Locked if it is not, and another job has the one that has its name.
+        Raises:
+            Locked: if it is not, and another job has the one that has its name.
         """
         if self._metrics < 0:
             return

@@ -31,8 +31,11 @@ _parsing = threading.Lock()  # CPython 3.11 may raise SystemError where two thre
 def parse(kind: type[Settings], arguments: Sequence[str], *, file: Path | None, program: str) -> Settings:
     """Settings of dataclass `kind` from a TOML file, or None, and the other arguments over it.
 
-    Prints help on rank 0 and exits where asked to. Raises ValueError that names the option, or the file and
-    the key; OSError if the file cannot be read.
+    Prints help on rank 0 and exits where asked to.
+
+    Raises:
+        ValueError: that names the option, or the file and the key.
+        OSError: if the file cannot be read.
     """
     return command_line(
         kind, arguments, program=program, start=load(kind, file, size=last_of(arguments, "--size")), file=file
@@ -49,9 +52,15 @@ def command_line(
 ) -> Settings:
     """Settings of dataclass `kind` from the arguments; a field without a default is positional.
 
-    start: the settings without arguments, which also makes --config an option, whose value is not used;
-    by default those of `kind()`. file: where they are from. Prints help on rank 0 and exits where asked to.
-    Raises ValueError that names the option.
+    Prints help on rank 0 and exits where asked to.
+
+    Args:
+        start: the settings without arguments, which also makes --config an option, whose value is not used;
+            by default those of `kind()`.
+        file: where they are from.
+
+    Raises:
+        ValueError: that names the option.
     """
     for argument in arguments:
         if not argument.isascii() and argument.encode(errors="replace").decode() != argument:

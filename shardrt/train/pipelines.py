@@ -28,7 +28,9 @@ _TWO_STAGES = ("interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dua
 def resolved(recipe: Recipe, ranks: int) -> Recipe:
     """With the number of micro-batches that parallel.micro_batches, the table or the pipeline's size say.
 
-    Raises ValueError for ranks that can't be shared, and a table for other numbers; OSError.
+    Raises:
+        ValueError: for ranks that can't be shared, and a table for other numbers.
+        OSError: if the file system fails.
     """
     chosen = recipe.parallel
     recipe.axes(ranks)
@@ -44,7 +46,9 @@ def resolved(recipe: Recipe, ranks: int) -> Recipe:
 def written(recipe: Recipe) -> Table | None:
     """The table in the file that parallel.schedule names; None for the name of a schedule, and no pipeline.
 
-    Raises ValueError in one line, OSError.
+    Raises:
+        ValueError: in one line.
+        OSError: if the file system fails.
     """
     path = recipe.parallel.schedule_file
     if path is None or recipe.parallel.pp == 1:
@@ -54,21 +58,26 @@ def written(recipe: Recipe) -> Table | None:
 
 
 def cut(recipe: Recipe, mesh: DeviceMesh, model: Module, data_ranks: int) -> Pipeline:
-    """The pipeline of `model`, which goes through it from now on. Collective.
+    """The pipeline of `model`, which goes through it from now on.
 
-    Raises ValueError, in the command line's terms, for impossible settings.
+    Collective.
+
+    Raises:
+        ValueError: in the command line's terms, for impossible settings.
     """
     chosen = recipe.parallel
     table = written(recipe) or _made(recipe, model, data_ranks)
     each = recipe.parts(data_ranks) // data_ranks
     message = f"parallel.schedule {chosen.schedule}"
     if len(table.ranks) != chosen.pp:
-        raise ValueError(f"{message} is a table of {len(table.ranks)} ranks, parallel.pp is {chosen.pp}")
+        raise ValueError(f"{message} is a table for {len(table.ranks)} ranks, but parallel.pp is {chosen.pp}")
     if table.micro_batches != each:
-        raise ValueError(f"{message} is a table of {table.micro_batches} micro-batches, a rank has {each}")
+        raise ValueError(
+            f"{message} is a table for {table.micro_batches} micro-batches, but a rank has {each}"
+        )
     if chosen.stages_per_rank and table.stages != chosen.stages_per_rank * chosen.pp:
         raise ValueError(
-            f"{message} is a table of {table.stages} stages, not of {chosen.stages_per_rank} for each of "
+            f"{message} is a table for {table.stages} stages, not {chosen.stages_per_rank} for each of "
             f"{chosen.pp} ranks"
         )
     _check_pieces(model, table.stages)
@@ -78,8 +87,9 @@ def cut(recipe: Recipe, mesh: DeviceMesh, model: Module, data_ranks: int) -> Pip
         raise ValueError(f"{message}: {error}") from None
     if recipe.invariant and any(action.kind == "W" for row in table.ranks for action in row):
         raise ValueError(
-            f"deterministic = 'world-invariant' reduces each micro-batch at once, and {message} puts weight "
-            "gradients off; take GPipe, 1F1B or Interleaved1F1B"
+            f"deterministic = 'world-invariant' reduces each micro-batch at once, but {message} defers "
+            "weight "
+            "gradients; use GPipe, 1F1B or Interleaved1F1B"
         )
     pipeline = Pipeline(model, mesh["pp"], schedule=table)
     tied = next(
@@ -108,7 +118,7 @@ def _made(recipe: Recipe, model: Module, data_ranks: int) -> Table:
 def _check_pieces(model: Module, stages: int) -> None:
     kind = type(model).__name__
     if not hasattr(model, "pieces"):
-        raise ValueError(f"parallel.pp: a {kind} has no pieces() that stages could be made of")
+        raise ValueError(f"parallel.pp: a {kind} has no method pieces(), which stages need")
     names = [piece.name for piece in model.pieces()]
     if stages > len(names):
         raise ValueError(
@@ -119,7 +129,11 @@ def _check_pieces(model: Module, stages: int) -> None:
 
 @dataclass(frozen=True)
 class Described:
-    """The report of a pipeline, on every rank. plan: of the rank that takes most memory."""
+    """The report of a pipeline, on every rank.
+
+    Attributes:
+        plan: of the rank that takes most memory.
+    """
 
     facts: dict[str, Any]  # for the log
     lines: list[str]
@@ -128,7 +142,11 @@ class Described:
 
 
 def described(recipe: Recipe, mesh: DeviceMesh, pipeline: Pipeline, plan: MemoryPlan) -> Described:
-    """Collective. plan: of this rank."""
+    """Collective.
+
+    Args:
+        plan: of this rank.
+    """
     own = {s.number: f"{s.pieces[0].name} to {s.pieces[-1].name}" for s in pipeline.stages}
     everyone = all_gather_object(mesh.communicator("control"), [own, plan.device, plan.host])
     together = len(everyone) // len(pipeline.table.ranks)  # the first axis is the pipeline's

@@ -26,8 +26,10 @@ _SHORT = {"token": "tok", "image": "img"}
 class Stopwatch:
     """Wall-clock time per step over the steps since the last reading.
 
-    per_step: tokens, images or `unit`, over all ranks. ideal: seconds of a step in which only matmuls
-    take time, and run as fast as this machine can; 0 where that is not known.
+    Args:
+        per_step: tokens, images or `unit`, over all ranks.
+        ideal: seconds of a step in which only matmuls take time, and run as fast as this machine can; 0 where
+            that is not known.
     """
 
     def __init__(self, total_steps: int, per_step: int, unit: str = "token", ideal: float = 0.0) -> None:
@@ -62,8 +64,10 @@ class Stopwatch:
 class Ranks:
     """Which rank takes most memory, and for which one the others wait.
 
-    in_collectives: gives this rank's seconds in collectives so far. Those of the slowest rank are the fewest,
-    since the others are there before it.
+    Those of the slowest rank are the fewest, since the others are there before it.
+
+    Args:
+        in_collectives: gives this rank's seconds in collectives so far.
     """
 
     def __init__(self, mesh: DeviceMesh, in_collectives: Callable[[], float]) -> None:

@@ -58,7 +58,9 @@ class Recipe:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.architecture not in ("", self.ARCHITECTURE):
-            raise ValueError(f"architecture must be {self.ARCHITECTURE!r} here, got {self.architecture!r}")
+            raise ValueError(
+                f"architecture must be {self.ARCHITECTURE!r} for this recipe, got {self.architecture!r}"
+            )
         if self.size and self.size not in self.SIZES:
             raise ValueError(f"size must be one of {', '.join(self.SIZES)}, got {self.size!r}")
         if self.threads < 0:
@@ -66,7 +68,7 @@ class Recipe:
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be at least 0 and below 2^64, got {self.seed}")
         if self.report.trace and self.report.traced[-1] > self.steps:
-            raise ValueError(f"report.trace is {self.report.trace}, but the run has {self.steps} steps")
+            raise ValueError(f"report.trace must end by the last step, {self.steps}, got {self.report.trace}")
         self._check_reductions()
         self._check_pipeline()
         settings.check_numbers(self, **self.MOST)
@@ -141,17 +143,17 @@ class Recipe:
         sizes = {"parallel.pp": chosen.pp, "parallel.cp": chosen.cp, "parallel.tp": chosen.tp}
         if ranks % together:
             named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-            raise ValueError(f"{named} cannot share {ranks} rank{'s' if ranks > 1 else ''} equally")
+            raise ValueError(f"{named}: the number of ranks must be a multiple of {together}, got {ranks}")
         data = ranks // together
         if data % copies:
             groups = f"{data} groups of {together}" if together > 1 else f"{ranks}"
-            raise ValueError(f"fsdp.copies {copies} cannot share {groups} ranks equally")
+            raise ValueError(f"fsdp.copies must divide the {groups} ranks, got {copies}")
         if ranks // chosen.pp % chosen.ep:
             each = ranks // chosen.pp
             shared = f"{each} rank{'s' if each > 1 else ''}"
             if chosen.pp > 1:
                 shared += " of each stage"
-            raise ValueError(f"parallel.ep {chosen.ep} cannot share the {shared} equally")
+            raise ValueError(f"parallel.ep must divide the {shared}, got {chosen.ep}")
         found = {"pp": chosen.pp, "dp_replicate": copies, "dp_shard": data // copies}
         found |= {"cp": chosen.cp, "tp": chosen.tp}
         return {name: size for name, size in found.items() if size > 1 or name == "dp_shard"}

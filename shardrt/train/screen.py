@@ -28,7 +28,8 @@ _TELL = 10.0  # seconds between two lines about something long, where no line ca
 class Screen:
     """Prints lines, and on a terminal a line that moves below them.
 
-    shown: False for ranks that print nothing.
+    Args:
+        shown: False for ranks that print nothing.
     """
 
     def __init__(self, *, shown: bool = True) -> None:
@@ -88,7 +89,8 @@ class Screen:
     def show(self, what: str, done: int, total: int, *, lines: bool = False) -> None:
         """How far something is: `done` of `total`.
 
-        lines: for code that prints no lines. Where no line can move, one is printed every ten seconds.
+        Args:
+            lines: for code that prints no lines. Where no line can move, one is printed every ten seconds.
         """
         now, pause = time.perf_counter(), _EVERY if self._live else _TELL
         if done == 0:

@@ -14,9 +14,14 @@ _SEEN = 5.0  # seconds until another host must see a new file: some cache for a 
 
 
 def check_shared(mesh: DeviceMesh, directory: Path | None) -> None:
-    """Raise ValueError on all ranks, naming hosts and ranks, unless all see this folder. Collective.
+    """Raise ValueError on all ranks, naming hosts and ranks, unless all see this folder.
 
-    directory: as rank 0 has it. Of ranks on one host, and where rank 0 can't write, nothing is asked.
+    Collective.
+
+    Of ranks on one host, and where rank 0 can't write, nothing is asked.
+
+    Args:
+        directory: as rank 0 has it.
     """
     if mesh.world.local_size == mesh.world.size:
         return

@@ -27,7 +27,9 @@ _SIGNALS = {signal.SIGTERM: 3, signal.SIGUSR1: 4}
 class StopRequests:
     """Collects requests from now on; use it in a with block, which puts the signals back.
 
-    directory: of the run, on rank 0, where a file called "stop" is one. minutes: a limit; 0 for none.
+    Args:
+        directory: of the run, on rank 0, where a file called "stop" is one.
+        minutes: a limit; 0 for none.
     """
 
     def __init__(self, mesh: DeviceMesh, directory: Path | None, minutes: float = 0) -> None:

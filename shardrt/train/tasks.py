@@ -27,7 +27,13 @@ class Task(Protocol):
         """Lines for the reader: the model and the data."""
 
     def model(self, mesh: DeviceMesh) -> Module:
-        """A new model. Nothing of it is in memory yet. mesh: the ranks that have other parts of a batch."""
+        """A new model.
+
+        Nothing of it is in memory yet.
+
+        Args:
+            mesh: the ranks that have other parts of a batch.
+        """
 
     def plan(self, model: Module, *, sequence: bool) -> Mapping[str, Style]:
         """How parallelize_module splits the model; sequence: activations too. ValueError if it can't be."""

@@ -28,21 +28,25 @@ LARGEST = 256 << 20  # bytes of a tokenizer.json; Gemma's has an eighth of that
 
 
 class Tokenizer:
-    """A tokenizer.json. `name`: the file's, with its hash; `vocabulary`: all ids are below it.
+    """A tokenizer.json.
 
-    Raises BadTokens, naming the file, for a file that the library refuses or does not survive, in every
-    method; Refused for other than a readable file, OSError.
+    `name`: the file's, with its hash; `vocabulary`: all ids are below it.
+
+    Raises:
+        BadTokens: naming the file, for a file that the library refuses or does not survive, in every method.
+        Refused: for other than a readable file.
+        OSError: if the file system fails.
     """
 
     def __init__(self, path: Path) -> None:
         if find_spec("tokenizers") is None:
-            raise BadTokens("a tokenizer needs a package: pip install tokenizers")
+            raise BadTokens("reading a tokenizer.json needs the package tokenizers: pip install tokenizers")
         self.path, content = path, read_regular(path, LARGEST)
         self.name = f"{path.name} sha256 {hashlib.sha256(content).hexdigest()[:16]}"
         try:
             self._content = content.decode()
         except ValueError as error:
-            raise BadTokens(f"{path}: no tokenizer ({error})") from None
+            raise BadTokens(f"{path}: not a tokenizer.json ({error})") from None
         self._process: _Process | None = None
         self._begin()
 
@@ -83,7 +87,7 @@ class Tokenizer:
         if answer is None:
             message = self._process.last_words(tokenizer_process.seconds(size))
             self._process = None
-            raise BadTokens(f"{self.path}: the library tokenizers does not survive it ({message})")
+            raise BadTokens(f"{self.path}: the library tokenizers crashed on this file ({message})")
         if "error" in answer[0]:
             what = "no tokenizer" if do == "load" else "the library tokenizers refuses"
             raise BadTokens(f"{self.path}: {what} ({answer[0]['error']})")

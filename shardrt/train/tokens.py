@@ -59,7 +59,8 @@ class TokenFile:
                     f"model's vocabulary of {size}; the file's own is {self.vocabulary}"
                 )
         raise BadTokens(
-            f"{self.path}: its largest token is {self.largest}, it says, but none is; make it again"
+            f"{self.path}: the header says that the largest token is {self.largest}, but no token is; make "
+            "the file again"
         )
 
 
@@ -74,10 +75,15 @@ def write(
 ) -> TokenFile:
     """Make a token file of documents, one after the other; it appears at `path` when it is whole.
 
-    encode: a document's tokens, integers from 0 on and below `vocabulary`, which decides the bits of each.
-    end: the token that `encode` puts after each document.
-    Raises FileExistsError for a `path` that exists, BadTokens for a token that is not in the vocabulary or if
-    there is none, OSError.
+    Args:
+        encode: a document's tokens, integers from 0 on and below `vocabulary`, which decides the bits of
+            each.
+        end: the token that `encode` puts after each document.
+
+    Raises:
+        FileExistsError: for a `path` that exists.
+        BadTokens: for a token that is not in the vocabulary or if there is none.
+        OSError: if the file system fails.
     """
     from xxhash import xxh3_128
 
@@ -104,7 +110,7 @@ def write(
                 hasher.update(tokens)
                 file.write(tokens)
             if not count:
-                raise BadTokens(f"{path}: the documents hold no token")
+                raise BadTokens(f"{path}: the documents have no tokens")
             padding = -(count * kind.itemsize) % 8
             file.write(bytes(padding))
             places = np.array(starts, np.int64)
@@ -142,7 +148,12 @@ def _entry(kind: np.dtype, count: int, start: int) -> dict:
 
 
 def open_tokens(path: Path) -> TokenFile:
-    """Open a token file. Raises BadTokens that names its fault, OSError if it can't be read."""
+    """Open a token file.
+
+    Raises:
+        BadTokens: that names its fault.
+        OSError: if it can't be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     open_regular(path).close()  # a missing file is the system's error; the library waits for a pipe
@@ -151,11 +162,11 @@ def open_tokens(path: Path) -> TokenFile:
             facts, names = opened.metadata() or {}, set(opened.keys())
     except (SafetensorError, ValueError) as error:
         raise BadTokens(
-            f"{path}: no token file ({error}); make one with `python -m shardrt data make`"
+            f"{path}: not a token file ({error}); make one with `python -m shardrt data make`"
         ) from None
     if facts.get("format") != _FORMAT or not {"tokens", "documents"} <= names:
         raise BadTokens(
-            f"{path}: no token file of format {_FORMAT!r}; make one with `python -m shardrt data make`"
+            f"{path}: not a token file of format {_FORMAT!r}; make one with `python -m shardrt data make`"
         )
     try:
         numbers = {name: _natural(facts, name) for name in ("vocabulary", "bytes", "largest")}
@@ -164,14 +175,16 @@ def open_tokens(path: Path) -> TokenFile:
         origin = {"tokenizer": facts["tokenizer"], "digest": facts["xxh3_128"]}
         file = TokenFile(path, tokens, documents, **origin, **numbers)
     except (KeyError, ValueError) as error:
-        raise BadTokens(f"{path}: its header lacks or garbles {error}") from None
+        raise BadTokens(f"{path}: missing or invalid header entry {error}") from None
     if not file.bytes:
-        raise BadTokens(f"{path}: its header says that its {tokens.size} tokens are no bytes of text")
+        raise BadTokens(f"{path}: the header says that its {tokens.size} tokens have 0 bytes of text")
     starts = file.documents
     if not tokens.size or not starts.size or starts[0] or not 0 <= starts[-1] < tokens.size:
-        raise BadTokens(f"{path}: its documents begin outside of its {tokens.size} tokens")
+        raise BadTokens(
+            f"{path}: documents begin outside the file's {tokens.size} tokens; make the file again"
+        )
     if (starts[1:] <= starts[:-1]).any():
-        raise BadTokens(f"{path}: its documents do not follow one another; make it again")
+        raise BadTokens(f"{path}: the documents are not in ascending order; make the file again")
     return file
 
 
@@ -195,7 +208,11 @@ def _found(path: Path, name: str) -> FileArray:
 
 
 def verify(file: TokenFile) -> None:
-    """Read all of a file. Raises BadTokens that names the difference from the written data."""
+    """Read all of a file.
+
+    Raises:
+        BadTokens: that names the difference from the written data.
+    """
     from xxhash import xxh3_128
 
     hasher, largest = xxh3_128(), 0
@@ -205,6 +222,6 @@ def verify(file: TokenFile) -> None:
         largest = max(largest, int(piece.max()))
     hasher.update(np.ascontiguousarray(file.documents))
     if hasher.hexdigest() != file.digest:
-        raise BadTokens(f"{file.path}: its content is not what was written; make it again")
+        raise BadTokens(f"{file.path}: wrong checksum: the content has changed; make the file again")
     if largest != file.largest or largest >= file.vocabulary:
-        raise BadTokens(f"{file.path}: its largest token is {largest}, its header says {file.largest}")
+        raise BadTokens(f"{file.path}: the largest token is {largest}, but the header says {file.largest}")

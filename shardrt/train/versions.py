@@ -61,7 +61,7 @@ def _processor() -> str:
 
 
 def own_version() -> str:
-    """shardrt's."""
+    """The version of shardrt."""
     return sys.modules["shardrt"].__version__  # the package is above this module, which must not import it
 
 

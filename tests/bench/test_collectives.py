@@ -183,9 +183,9 @@ def test_the_time_over_ranks_is_the_one_that_was_asked_for(capsys):
 
 
 NONSENSE = {
-    "op": (["allgatherv"], "op: 'allgatherv' is unknown; known are all_gather"),
-    "reduction": (["-o", "mulsum"], "-o: 'mulsum' is unknown; known are sum, prod, min, max, avg"),
-    "dtype": (["-d", "f8e4m3"], "-d: 'f8e4m3' is unknown"),
+    "op": (["allgatherv"], "op: unknown 'allgatherv'; known: all_gather"),
+    "reduction": (["-o", "mulsum"], "-o: unknown 'mulsum'; known: sum, prod, min, max, avg"),
+    "dtype": (["-d", "f8e4m3"], "-d: unknown 'f8e4m3'"),
     "root": (["-t", "2", "-r", "2", "broadcast"], "-r: must be a rank of 2 (0 to 1) or all, got '2'"),
     "GPUs": (["-g", "8"], "-g, --ngpus: only 1 is taken here: a rank has one GPU"),
     "groups": (["-m", "4"], "-m, --agg_iters: only 1 is taken here"),
@@ -201,8 +201,8 @@ NONSENSE = {
     "no peer": (["-k", "mpi"], "'mpi' has no peer to talk to: this run is of one rank"),
     "not threads": (["-t", "2", "-k", "shm"], "-k: 'shm' does not fit ranks that are threads"),
     "no thread": (["-t", "0"], "-t: must be at least 1, got 0"),
-    "half an element": (["-e", "2", "broadcast"], "2 bytes are not one element"),
-    "no size": (["-b", "1Q"], "'1Q' is no size"),
+    "half an element": (["-e", "2", "broadcast"], "2 bytes are less than one element"),
+    "no size": (["-b", "1Q"], "must be a size such as 4096, 4K, 16M or 1G, got '1Q'"),
     "backwards": (["-b", "1M", "-e", "1K"], "-e: 1024 bytes is less than -b"),
     "factor": (["-f", "1"], "-f: must be at least 2, got 1"),
     "nothing timed": (["-n", "0"], "-n: must be at least 1, got 0"),

@@ -920,6 +920,6 @@ def test_a_job_that_falls_or_hangs_is_a_row_and_the_next_one_runs(tmp_path, monk
     run = state.Run("ranks", tmp_path / "rows")
     ranks.measure(run, {"small": SMALL})
     assert [row.error for row in run.rows] == [
-        "RuntimeError: -m bench.gpu.rank: no end after 1 s",
+        "RuntimeError: -m bench.gpu.rank: still running after 1 s",
         "RuntimeError: x.NcclError: no NCCL",
     ]

@@ -101,15 +101,15 @@ def test_the_json_has_what_the_table_has(capsys, tmp_path):
 
 
 NONSENSE = {
-    "op": (["--op", "gelu,fft"], "--op: 'fft' is unknown; known are matmul"),
-    "dtype": (["--dtype", "int8"], "--dtype: 'int8' is unknown"),
+    "op": (["--op", "gelu,fft"], "--op: unknown 'fft'; known: matmul"),
+    "dtype": (["--dtype", "int8"], "--dtype: unknown 'int8'"),
     "16 bits": (["--dtype", "bfloat16"], "--dtype: the CPU computes bfloat16 in float32"),
-    "device": (["--device", "tpu"], "--device: 'tpu' is unknown"),
+    "device": (["--device", "tpu"], "--device: unknown 'tpu'"),
     "heads": (["--width", "100"], "--width: 100 is no multiple of 2 * 12 heads"),
     "time": (["--tokens", "1000"], "--tokens: 1000 is no multiple of --time, 1024"),
     "nothing": (["--rounds", "0"], "--rounds: must be at least 1, got 0"),
     "no PyTorch": ([], "PyTorch is not installed"),
-    "no size": (["--elements", "1Q"], "'1Q' is no size"),
+    "no size": (["--elements", "1Q"], "must be a size such as 4096, 4K, 16M or 1G, got '1Q'"),
 }
 
 

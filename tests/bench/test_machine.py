@@ -182,4 +182,4 @@ def test_the_command_writes_a_file_that_is_a_machine(tmp_path):
 def test_a_file_of_another_kind_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         machine.main(["--out", str(tmp_path / "mine.json")])
-    assert end.value.code == 2 and "is not called .toml" in capsys.readouterr().err
+    assert end.value.code == 2 and "the name must end in .toml" in capsys.readouterr().err

@@ -62,12 +62,12 @@ def test_a_spill_that_loses_a_page_has_no_figure(monkeypatch, tmp_path):
 
 
 NONSENSE = {
-    "section": (["tapes"], "section: 'tapes' is unknown; known are copies, optimizer, disk"),
+    "section": (["tapes"], "section: unknown 'tapes'; known: copies, optimizer, disk"),
     "no division": (["--blocks", "3M"], "--blocks: 256M is no multiple of 3M"),
-    "no size": (["--blocks", "many"], "--blocks: 'many' is no size"),
+    "no size": (["--blocks", "many"], "--blocks: must be a size such as 4096, 4K, 16M or 1G, got 'many'"),
     "nothing": (["--megabytes", "0"], "--megabytes: must be at least 1, got 0"),
     "no directory": (["--directory", "/nowhere"], "--directory: /nowhere is no directory"),
-    "device": (["--device", "tpu"], "--device: 'tpu' is unknown"),
+    "device": (["--device", "tpu"], "--device: unknown 'tpu'"),
 }
 
 

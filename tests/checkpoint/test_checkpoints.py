@@ -306,7 +306,7 @@ def two_saved(root):
 def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path, file):
     thread.run(2, two_saved, tmp_path / "c")
     damage(tmp_path / "c" / "step-00000002" / file)
-    with pytest.warns(UserWarning, match=f"passed over a checkpoint: .*step-00000002/{file}"):
+    with pytest.warns(UserWarning, match=f"skipped a checkpoint: .*step-00000002/{file}"):
         results = thread.run(2, resume, tmp_path / "c", until=1)
     assert [step for _, step, _ in results] == [1, 1]
 

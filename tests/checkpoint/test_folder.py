@@ -72,7 +72,7 @@ def test_something_else_with_the_name_of_a_checkpoint_is_not_replaced(root):
     def save():
         *_, checkpoints = made(root)
         with pytest.raises(
-            RuntimeError, match=r"Something that is no checkpoint has its name.*step-00000003"
+            RuntimeError, match=r"A file or folder that is no checkpoint has this name.*step-00000003"
         ):
             checkpoints.save(3)
         checkpoints.save(4)
@@ -85,7 +85,8 @@ def test_a_manifest_of_a_later_format_is_passed_over_by_its_number(root):
     content = body(root / "step-00000002") | {"format": 3, "pieces": "in another file"}
     write(root / "step-00000002" / "manifest.json", content)
     with pytest.warns(
-        UserWarning, match="step-00000002/manifest.json: it is of format '3', and this version reads 1"
+        UserWarning,
+        match="step-00000002/manifest.json: format '3' is unknown; this version of shardrt reads 1",
     ):
         assert steps_found(root) == [1, 1]
     assert _checksum(content)  # right, as that version sees it
@@ -101,7 +102,7 @@ def saved_after_a_damaged_one(root):
 def test_what_could_not_be_restored_does_not_push_out_what_comes_after_the_one_that_was(root):
     (root / "step-00000002").rename(root / "step-00000005")
     damage(root / "step-00000005" / "rank-00000.safetensors")
-    with pytest.warns(UserWarning, match="passed over a checkpoint"):
+    with pytest.warns(UserWarning, match="skipped a checkpoint"):
         assert thread.run(2, saved_after_a_damaged_one, root) == [1, 1]
     assert names(root) == ["step-00000002", "step-00000005"]
     verify(root / "step-00000002")

@@ -105,7 +105,7 @@ def test_what_went_with_a_host_is_named(parts):
 def test_a_checkpoint_that_one_host_has_not_published_is_passed_over(parts):
     root, _ = parts
     shutil.rmtree(root / "host1" / "checkpoints" / "step-00000004")
-    with pytest.warns(UserWarning, match="passed over a checkpoint"):
+    with pytest.warns(UserWarning, match="skipped a checkpoint"):
         after = thread.run(4, restored, root)
     assert {step for step, *_ in after} == {2}
 
@@ -213,7 +213,7 @@ def test_a_file_that_comes_late_is_waited_for(tmp_path):
 
 
 def test_a_kind_that_is_unknown_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="kind 'tape' is none of shared, hosts, objects"):
+    with pytest.raises(ValueError, match="kind must be one of shared, hosts, objects, got 'tape'"):
         made(tmp_path, kind="tape")
 
 

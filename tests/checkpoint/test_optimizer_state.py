@@ -103,10 +103,12 @@ WRONG = {
     r"'norm.bias' has \['exp_avg'\], not \['exp_avg', 'exp_avg_sq'\]": (
         lambda s: s["state"]["norm.bias"].pop("exp_avg_sq")
     ),
-    r"exp_avg of 'norm.bias' has shape \(3,\), not \(7,\)": (
+    r"exp_avg of 'norm.bias' must have shape \(7,\), got \(3,\)": (
         lambda s: s["state"]["norm.bias"].update(exp_avg=np.zeros(3))
     ),
-    "'norm.bias' was updated 1.5 times": lambda s: s["state"]["norm.bias"].update(step=1.5),
+    "the step of 'norm.bias' must be an integer of at least 0, got 1.5": lambda s: s["state"][
+        "norm.bias"
+    ].update(step=1.5),
     "betas must be two numbers": lambda s: s["param_groups"][0].update(betas=(2.0, 2.0)),
     "this is no optimizer's state": lambda s: s.pop("state"),
 }
@@ -130,7 +132,7 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
 def test_a_state_of_another_momentum_is_refused():
     parameters = [nn.Linear(3, 2), nn.Linear(3, 2)]
     one, other = (optim.SGD(m.parameters(), momentum=v) for m, v in zip(parameters, (0.9, 0.5), strict=True))
-    with pytest.raises(ValueError, match="the state is of momentum 0.9, this optimizer of 0.5"):
+    with pytest.raises(ValueError, match="the state has momentum 0.9, but this optimizer has 0.5"):
         set_optimizer_state_dict(parameters[1], other, get_optimizer_state_dict(parameters[0], one))
 
 

@@ -546,7 +546,7 @@ def test_without_the_library_there_is_only_the_reference_and_a_warning(backend, 
         raise RuntimeError("Unable to find symbol cudnnCreate")
 
     monkeypatch.setattr(sys.modules["cudnn"], "create_handle", create_handle)
-    with pytest.warns(UserWarning, match="no cuDNN, so slower kernels do .*cudnnCreate"):
+    with pytest.warns(UserWarning, match="cuDNN is not available, so slower kernels .*cudnnCreate"):
         assert backend.attention() is None
     assert backend.attention() is None and backend.convolution() is None
 

@@ -66,7 +66,7 @@ test_calls_that_are_refused = lab.refusals(
     (lambda: fully_shard([Net(), 3]), TypeError, "got int"),
     (lambda: fully_shard(block for block in Net().blocks), TypeError, f"{NO_MODULE} generator"),
     (lambda: fully_shard([]), ValueError, "the list of modules is empty"),
-    (lambda: fully_shard([Net()] * 2), ValueError, "the list of modules has a module twice"),
+    (lambda: fully_shard([Net()] * 2), ValueError, "the list names one module twice"),
     (lambda: fully_shard(Net(), reshard_after_forward=2), TypeError, f"{NO_CHOICE} 2"),
     (lambda: fully_shard(Net(), reshard_after_forward="no"), TypeError, f"{NO_CHOICE} 'no'"),
     (lambda: fully_shard(Net(), mesh=3), TypeError, "mesh must be a DeviceMesh, got int"),
@@ -85,7 +85,7 @@ test_calls_that_are_refused = lab.refusals(
     (
         on_one_rank(lambda model: setattr(model.embed.weight, "grad", None)),
         RuntimeError,
-        r"forgotten together: use optimizer\.zero_grad",
+        r"cleared together: use optimizer\.zero_grad",
     ),
 )
 
@@ -173,7 +173,7 @@ test_what_ranks_are_refused_and_that_ranks_that_differ_are_named = lab.refusals(
     (lambda: optimized(lab.build(prefetch=1 + rank())[0]), ValueError, OTHER),
     (lambda: optimized(lab.build(reshard_after_forward=rank() == 0)[0]), ValueError, OTHER),
     (other_values, ValueError, r"'blocks\.1\.up\.bias' has other values on rank 1 than on rank 0"),
-    (other_divide_factors, ValueError, r"ranks \[1\] give another factor than rank 0 \(rank .: ."),
+    (other_divide_factors, ValueError, r"ranks \[1\] passed another factor than rank 0 \(rank .: ."),
     (partly_sharded, ValueError, f"parameter 'embed.weight' {IN_NO_UNIT}"),
     (lambda: partly_sharded(replaced=True), ValueError, f"parameter 'norm.weight' {IN_NO_UNIT}"),
     ranks=2,

@@ -134,6 +134,6 @@ test_types_that_are_refused = lab.refusals(
     (
         lambda: nn.Parameter((2,), nn.init.Zeros(), dtype=np.int64),
         TypeError,
-        "requires_grad=True needs floats, dtype is int64",
+        "requires_grad=True needs a float dtype, got int64",
     ),
 )

@@ -112,7 +112,7 @@ REFUSED = {
     ("in backward", "pipeline"): (RuntimeError, f"sum_tied: {APPLIED}"),
     # Of tokens that lie along "tp" nobody makes sums in parts, or by the tree.
     **{
-        (cut, "tensor-invariant", name): (ValueError, "TokenParallel, which .* has, knows no sums in parts")
+        (cut, "tensor-invariant", name): (ValueError, "the style TokenParallel of .* does not support it")
         for cut in ("tensor parallel", "sequence parallel")
         for name in ("experts", "expert parallel")
     },

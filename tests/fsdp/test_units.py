@@ -362,7 +362,7 @@ test_calls_that_are_refused = lab.refusals(
     (
         lambda: Net().load_state_dict({"blocks.9.up.bias": np.zeros(13, np.float32)}, strict=False),
         ValueError,
-        r"missing \[\], not expected \['blocks.9.up.bias'\]",
+        r"missing keys \[\], unexpected keys \['blocks.9.up.bias'\]",
     ),
     (
         lambda: units(lab.build()[0])[0].move(State.KEPT),

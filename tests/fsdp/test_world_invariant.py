@@ -295,7 +295,7 @@ test_what_cannot_be_is_refused = lab.refusals(
     (
         refuses(lambda m: nn.utils.grad_norm(m.parameters(), 3.0)),
         ValueError,
-        "it must be 1, 2 or infinity; got 3",
+        "norm_type must be 1, 2 or infinity with set_world_invariant, which needs exact norms; got 3",
     ),
     (refuses(lambda m: units(m) and set_world_invariant(m, M)), RuntimeError, "before the optimizer is made"),
     (
@@ -304,5 +304,5 @@ test_what_cannot_be_is_refused = lab.refusals(
         "has micro_batches 16, .root. 8",
     ),
     (lambda: on(3), ValueError, "the number of ranks must be a power of two, got 3"),
-    (lambda: on(16), ValueError, "micro_batches 8 are too few for 16 ranks"),
+    (lambda: on(16), ValueError, "micro_batches must be at least 16, the number of ranks, got 8"),
 )

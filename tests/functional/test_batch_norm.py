@@ -90,7 +90,7 @@ def test_bad_arguments_are_an_error():
         F.batch_norm(normal(4, 2), *running(3), weight, bias, True)
     with pytest.raises(ValueError, match=r"running_var must be \(3,\)"):
         F.batch_norm(normal(4, 3), running(3)[0], running(2)[1], weight, bias, True)
-    with pytest.raises(ValueError, match="more than one number per channel"):
+    with pytest.raises(ValueError, match="more than one value per channel"):
         F.batch_norm(normal(1, 3, 1, 1), *running(3), weight, bias, True)
     with pytest.raises(ValueError, match="x must be"):
         F.batch_norm(normal(3), *running(3), weight, bias, True)

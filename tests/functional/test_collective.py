@@ -257,10 +257,13 @@ def test_integers_are_gathered_too():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: C.scatter_to(normal(3, 2), c), r"scatter_to: axis 0 of x \(3, 2\) can't be cut into 2"),
+        (
+            lambda c: C.scatter_to(normal(3, 2), c),
+            r"scatter_to: axis 0 of x \(3, 2\) must be divisible by the 2 ranks",
+        ),
         (
             lambda c: C.all_to_all(normal(2, 3), c, -1),
-            r"all_to_all: axis 1 of x \(2, 3\) can't be cut into 2",
+            r"all_to_all: axis 1 of x \(2, 3\) must be divisible by the 2 ranks",
         ),
         (
             lambda c: C.all_to_all_rows(normal(4, 3), c, [1, 2], [1, 2]),
@@ -270,12 +273,15 @@ def test_integers_are_gathered_too():
         (lambda c: C.all_to_all_rows(normal(3), c, [1, 2], [2, -1]), r"received is \(2, -1\)"),
         (lambda c: C.all_to_all_rows(normal(3), c, [1, 2], [2, 2], 3), r"received is \(2, 2\)"),
         (lambda c: C.all_to_all_rows(normal(3), c, [2, 2], [2, 2], 9), r"sent is \(2, 2\)"),
-        (lambda c: C.gather(normal(2, 3), c, 2), r"gather: axis 2 is not one of x \(2, 3\)"),
+        (lambda c: C.gather(normal(2, 3), c, 2), r"gather: axis 2 does not exist in x \(2, 3\)"),
         (
             lambda c: C.exchange(normal(2), c, to=2, source=None),
-            "to is 2, but the ranks are 0 to 1",
+            "to must be a rank, 0 to 1, got 2",
         ),
-        (lambda c: C.exchange(normal(2), c, to=c.rank, source=None), "both or neither can be this rank"),
+        (
+            lambda c: C.exchange(normal(2), c, to=c.rank, source=None),
+            "must both be this rank or both be others",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(call, message):

@@ -67,8 +67,8 @@ test_what_does_not_fit_is_an_error = lab.refusals(
     (lambda: F.add(np.ones(3, np.float32), np.ones(3)), TypeError, "add: float32 with float64"),
     (lambda: F.mul(X, normal(4)), r"\(2, 3\).*\(4,\)"),
     (lambda: F.pow(X, None), TypeError, "must be numbers, got NoneType"),
-    (lambda: F.where([0, 1], X, X), TypeError, "condition must be booleans, as x > 0 gives them, got int64"),
-    (lambda: F.clamp(X), "low or high is needed"),
+    (lambda: F.where([0, 1], X, X), TypeError, "condition must be boolean, such as x > 0, got int64"),
+    (lambda: F.clamp(X), "pass low, high or both"),
 )
 
 

@@ -287,5 +287,5 @@ def test_a_library_whose_sums_depend_on_place_is_found_and_named(monkeypatch):
             out[-1, -1] = np.nextafter(out[-1, -1], np.float32(np.inf))
 
     monkeypatch.setattr(matmul, "_by_blas", by_alignment)
-    with pytest.warns(UserWarning, match="sums differently where a matrix lies elsewhere"):
+    with pytest.warns(UserWarning, match="sums in another order at other memory alignments"):
         assert not matmul.ignores_place.__wrapped__()

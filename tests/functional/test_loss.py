@@ -68,7 +68,7 @@ def test_targets_of_any_integer_type(dtype):
 
 
 def test_the_first_target_out_of_range_is_named():
-    with pytest.raises(ValueError, match=r"targets\[1, 0\] is 5, not in \[0, 5\)"):
+    with pytest.raises(ValueError, match=r"targets\[1, 0\] must be in \[0, 5\), got 5"):
         F.cross_entropy(normal(2, 2, 5), [[0, -100], [5, 7]])
     with pytest.raises(ValueError, match=r"targets\[0\] is -1"):
         F.cross_entropy(normal(1, 5), [-1])
@@ -146,9 +146,9 @@ def test_no_rows_have_loss_and_gradient_zero(chunk):
 
 def test_what_does_not_fit_in_chunks_is_an_error():
     x, weight = normal(2, 4), normal(5, 4)
-    with pytest.raises(ValueError, match=r"x \(..., inputs\) needs weight"):
+    with pytest.raises(ValueError, match=r"x must be \(..., inputs\) and weight"):
         F.linear_cross_entropy(x, normal(5, 3), [0, 1])
-    with pytest.raises(ValueError, match=r"linear_cross_entropy: targets\[1\] is 5, not in \[0, 5\)"):
+    with pytest.raises(ValueError, match=r"linear_cross_entropy: targets\[1\] must be in \[0, 5\), got 5"):
         F.linear_cross_entropy(x, weight, [0, 5])
     with pytest.raises(ValueError, match="chunk must be at least 0, got -1"):
         F.linear_cross_entropy(x, weight, [0, 1], chunk=-1)

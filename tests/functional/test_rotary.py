@@ -32,6 +32,6 @@ def test_scores_depend_on_the_distance_alone():
 
 
 test_what_does_not_fit_is_an_error = lab.refusals(
-    (lambda: F.rotary(normal(2, 3, 8), *tables(3, 2), 3), "3 heads of 4 do not fit into x"),
+    (lambda: F.rotary(normal(2, 3, 8), *tables(3, 2), 3), "too narrow for 3 heads of width 4"),
     (lambda: F.rotary(normal(2, 3, 8), *tables(4, 2), 1), "needs cos and sin"),
 )

@@ -45,7 +45,7 @@ def test_every_function_with_an_axis_takes_dim_too():
     "call, message",
     [
         (lambda x: x.max(dim=1), "x.argmax"),
-        (lambda x: x.sum(axis=1, dim=1), "axis was given twice"),
+        (lambda x: x.sum(axis=1, dim=1), "axis was passed twice"),
         (lambda x: F.softmax(x, dim=1, dtype="float32"), "F.cast"),
         (lambda x: x.sum(dims=1), "unexpected keyword"),
     ],

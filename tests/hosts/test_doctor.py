@@ -47,7 +47,7 @@ def test_host_files_of_both_launchers(tmp_path):
 @pytest.mark.parametrize("line", ["fe80::1", "[::1]:2", "node[1-4]", "node1:two", "n\xf6de:2\n\xff"])
 def test_a_line_that_is_no_host_is_refused(tmp_path, line):
     (tmp_path / "hosts").write_bytes(line.encode("latin-1"))
-    with pytest.raises(Refused, match="is not read as a host"):
+    with pytest.raises(Refused, match="is not a host"):
         hosts_of(tmp_path / "hosts")
 
 
@@ -71,7 +71,7 @@ def test_what_a_launcher_says_that_fails_is_reported(tmp_path, monkeypatch, caps
     assert main([*command[:-1], "true"]) == 1
     assert "true ended with exit code 0" in capsys.readouterr().out
     assert main([*command, "runs/a"]) == 65
-    assert "a run, or --hosts FILE, not both" in capsys.readouterr().err
+    assert "pass a run or --hosts FILE, not both" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_a_clock_that_is_ahead_is_told_and_spoils_no_record(folder):
         made.run(1, ["mount", "--bind", str(folder), str(ahead)])
         job = Job(folder, "early", "--steps", "3", PYTHONPATH=f"{ROOT}:{ahead}")
         assert job.ended(60) == 0, job.err
-    assert "clocks differ from that of node0: node1 +100 s" in job.err
+    assert "clocks differ from the clock of node0: node1 +100 s" in job.err
     flights, message = read_all(folder / "runs" / "early" / "flight")
     assert not message and len(flights) == 4
     lives = [flight.life for flight in flights]
@@ -182,7 +182,7 @@ def test_a_clock_that_is_ahead_is_told_and_spoils_no_record(folder):
     ("end", "message"),
     [
         ("raise ValueError(f'boo on {mesh.rank}')", "ValueError: boo on "),
-        ("mesh.rank == 3 or wait()", "PeerFailed: rank 3 has left; rank "),
+        ("mesh.rank == 3 or wait()", "PeerFailed: rank 3 has ended, but rank "),
         ("wait(mesh.rank == 3)", "CollectiveMismatch: ranks differ in collective "),
         ("halves(mesh.rank == 3)", "CollectiveMismatch: ranks differ in collective "),
     ],

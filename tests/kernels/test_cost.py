@@ -289,7 +289,7 @@ def test_a_kernel_that_declares_nothing_is_not_called_and_a_question_is():
 def test_heads_that_a_gpu_can_not_have_are_refused_there_alone():
     q, lse, how = empty(1, 2, 8, 512), empty(1, 2, 8), {"causal": True, "scale": 1.0}
     assert ON_CPU.attention.forward(q, q, q, q, lse, **how).launches == 1
-    with pytest.raises(ValueError, match="head_dim is at most 256 on CUDA, got 512"):
+    with pytest.raises(ValueError, match="head_dim must be at most 256 on CUDA, got 512"):
         ON_GPU.attention.forward(q, q, q, q, lse, **how)
 
 

@@ -124,5 +124,5 @@ def test_evaluation_does_not_count_for_the_load():
 
 
 def test_a_norm_of_all_queries_at_once_has_no_plan():
-    with pytest.raises(ValueError, match="there is no plan for a norm of all queries or keys at once"):
+    with pytest.raises(ValueError, match="a model with qk_norm='all' can't be split"):
         plan_of(made(replace(SMALL, qk_norm="all")))

@@ -115,11 +115,11 @@ def test_what_a_cache_cannot_do_is_an_error():
     with pytest.raises(ValueError, match="with no_grad"):
         model(PROMPT, cache=KVCache(2, 8))
     with no_grad():
-        with pytest.raises(ValueError, match="7 tokens do not fit into room = 6"):
+        with pytest.raises(ValueError, match="room = 6 is too small for 7 tokens"):
             model(PROMPT, cache=KVCache(2, 6))
         cache = KVCache(2, 20)
         model(PROMPT, cache=cache)
-        with pytest.raises(ValueError, match="one token at a time after the first call, got 2"):
+        with pytest.raises(ValueError, match="pass one token at a time after the first call, got 2"):
             model(PROMPT[:, :2], cache=cache)
 
 
@@ -129,5 +129,5 @@ def test_logits_that_are_no_numbers_are_told_and_those_of_masked_tokens_are_none
     assert draw(logits, temperature, 0, 0.999) == 0
     for wrong in (np.nan, np.inf):
         logits[1] = wrong
-        with pytest.raises(ValueError, match="the model's logits are not finite numbers"):
+        with pytest.raises(ValueError, match="the model's logits are NaN or infinite"):
             draw(logits, temperature, 0, 0.5)

@@ -43,7 +43,9 @@ def test_targets_and_indices_in_lists():
     logits = np.zeros((2, 3), np.float32)
     assert F.cross_entropy(logits, [0, 2]).shape == ()
     assert F.embedding([], logits).shape == (0, 3)
-    with pytest.raises(ValueError, match="cross_entropy: targets must be lists of equal lengths"):
+    with pytest.raises(
+        ValueError, match="cross_entropy: targets must be an array, or nested lists of equal lengths"
+    ):
         F.cross_entropy(logits, [[0], [1, 2]])
     with pytest.raises(ValueError, match=r"starts must be \(1, 2\)"):
         F.self_attention(np.zeros((1, 2, 6), np.float32), 1, starts=[0])

@@ -95,11 +95,11 @@ class TestMPI(OverMPI if SIZE in (1, 2) else Bits):
         made = self.make()
 
         def wait(request, doing):
-            raise PeerFailed("rank 9 has left")
+            raise PeerFailed("rank 9 has ended")
 
         monkeypatch.setattr(made._patience, "wait", wait)
         for _ in range(2):
-            with pytest.raises(PeerFailed, match="rank 9 has left"):
+            with pytest.raises(PeerFailed, match="rank 9 has ended"):
                 made.barrier(stream=INLINE)
         made.close()
 

@@ -274,6 +274,6 @@ def test_a_forged_state_is_a_value_error_and_changes_nothing(change):
     before = scaler.state_dict()
     with pytest.raises(ValueError, match="GradScaler: "):
         scaler.load_state_dict({**before, "scale": 4.0, **change})
-    with pytest.raises(ValueError, match="a state has the finite numbers"):
+    with pytest.raises(ValueError, match="a state must have finite numbers"):
         scaler.load_state_dict(list(before))
     assert scaler.state_dict() == before

@@ -186,7 +186,7 @@ def train_one_step():
 def test_a_group_that_cannot_be_added_changes_nothing():
     parameter = nn.Parameter((5,), nn.init.Ones())
     optimizer = optim.AdamW([parameter])
-    with pytest.raises(ValueError, match="is given twice"):
+    with pytest.raises(ValueError, match="is in params twice"):
         optimizer.add_param_group({"params": [parameter]})
     with pytest.raises(ValueError, match="betas must be two numbers"):
         optimizer.add_param_group({"params": [nn.Parameter((5,), nn.init.Ones())], "betas": (1.0, 1.0)})

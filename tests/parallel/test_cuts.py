@@ -135,25 +135,25 @@ def refusals(*rows):
 
 
 test_it_is_refused_by_one_line_on_every_rank = refusals(
-    (llama, {"stages": 7}, "7 stages can't be made of 6 pieces"),
-    (llama, {"stages": 0}, "0 stages can't be made of 6 pieces"),
+    (llama, {"stages": 7}, "7 stages need at least 7 pieces, the model has 6"),
+    (llama, {"stages": 0}, "0 stages need at least 0 pieces, the model has 6"),
     (llama, {"stages": ["blocks.1", "blocks.1"]}, "stage 1 would have no piece"),
     (llama, {"stages": [0]}, "stage 0 would have no piece"),
-    (llama, {"stages": ["blocks.9"]}, "'blocks.9' is none of the 6 pieces embedding, blocks.0"),
-    (llama, {"costs": [1.0] * 5}, "there are 5 costs for 6 pieces"),
-    (llama, {"costs": [1.0] * 5 + [-1.0]}, "must be numbers that are not negative"),
-    (llama, {"costs": [1.0] * 5 + [np.nan]}, "must be numbers that are not negative"),
+    (llama, {"stages": ["blocks.9"]}, "cuts must name pieces .*, got 'blocks.9'"),
+    (llama, {"costs": [1.0] * 5}, "costs must have 6 numbers, one for each of .*; got 5"),
+    (llama, {"costs": [1.0] * 5 + [-1.0]}, "must be finite and at least 0"),
+    (llama, {"costs": [1.0] * 5 + [np.nan]}, "must be finite and at least 0"),
     (llama, {"costs": "bytes"}, "'parameters', 'time' or numbers, got 'bytes'"),
-    (llama, {"costs": "time"}, "measured with a micro-batch"),
-    (llama, {"placement": "W"}, "placement 'W' is unknown; known are 'loop', 'V'"),
+    (llama, {"costs": "time"}, "needs a micro-batch to measure"),
+    (llama, {"placement": "W"}, "unknown placement 'W'; known: 'loop', 'V'"),
     (llama, {"placement": [0]}, "must give the rank of each of 2 stages"),
-    (llama, {"placement": [0, 2]}, "names rank 2, and the axis has 2"),
+    (llama, {"placement": [0, 2]}, "names rank 2, but the axis has ranks 0 to 1"),
     (llama, {"placement": [0, 0]}, "rank 1 of the axis has none of the 2 stages"),
     (lambda: nn.Linear(2, 2), {}, "Linear has no method pieces()"),
     (
         lambda: Own(tied),
         {},
-        "'a.weight' is used on stages 0 and 1, and piece 'b' does not name it",
+        "'a.weight' is used on stages 0 and 1, but piece 'b' does not name it",
     ),
     (lambda: Own(thrice), {"stages": 3}, "'a.weight' is tied between stages 0, 1, 2"),
     (lambda: Own(lambda m: [("a", (m.a,)), ("c", ())]), {}, "'b.weight' is in no piece of Own"),
@@ -190,7 +190,7 @@ test_stages_are_made_first = lab.refusals(
 def test_what_does_not_know_of_stages_says_so():
     model, mesh, stages = two_stages()
     for attempt, expected in (
-        (lambda: fully_shard(model, mesh=mesh["dp_shard"]), "the model has stages; call it on each"),
+        (lambda: fully_shard(model, mesh=mesh["dp_shard"]), "the model has pipeline stages; call it on each"),
         (lambda: fully_shard(model.blocks, mesh=mesh["dp_shard"]), "the modules of this rank's stages"),
         (lambda: parallelize_module(model, mesh["dp_shard"], {}), "call it before pipeline_stages"),
         (lambda: nn.add_lora(model, 2), "call add_lora before pipeline_stages"),
@@ -206,7 +206,9 @@ def test_what_does_not_know_of_stages_says_so():
 def test_an_optimizer_of_the_stages_alone_has_no_whole_state():
     model, _, stages = two_stages()
     optimizer = optim.SGD(stages[0].parameters(), lr=1.0)
-    with pytest.raises(ValueError, match="of this rank's stages alone; make it with model.parameters"):
+    with pytest.raises(
+        ValueError, match="only the parameters of this rank's stages; make it with model.parameters"
+    ):
         get_optimizer_state_dict(model, optimizer)
 
 
@@ -215,7 +217,7 @@ def test_an_optimizer_of_the_stages_alone_has_no_whole_state():
 def test_ranks_with_other_seeds_or_cuts_are_reported(other):
     mesh = mesh_of(2)
     model = lab.seeded(llama, mesh.rank if other == "seed" else 0)
-    with pytest.raises(ValueError, match="ranks .1. have another model, seed or cut than rank 0"):
+    with pytest.raises(ValueError, match="ranks .1. have another model, seed or cuts than rank 0"):
         pipeline_stages(model, mesh["pp"], stages=[1 + (other == "cut" and mesh.rank)])
 
 

@@ -164,19 +164,19 @@ test_what_can_not_be_is_said_in_one_line = on_two_ranks(
         lambda mesh: parallelize_module(
             nn.ModuleList([nn.Experts(3, WIDTH, 5)]), mesh["ep"], {"0": ExpertParallel()}
         ),
-        "2 ranks do not divide the 3",
+        "2 ranks must divide the 3",
     ),
-    (lambda mesh: cut(mesh, PLAN), "experts are cut along .* already"),
+    (lambda mesh: cut(mesh, PLAN), "experts are split along .* already"),
     (
         lambda mesh: fully_shard(cut(mesh), mesh=mesh.flat()),
         "'blocks.0.moe.experts.up' is on .* already",
     ),
     (
         lambda mesh: parallelize_module(tied(), mesh["ep"], {"blocks.0.moe.experts": ExpertParallel()}),
-        "is cut, and tied to 'blocks.1.moe.experts'",
+        "is split and tied to 'blocks.1.moe.experts'",
     ),
     (lambda _: ExpertParallel(planned=0.5), "planned must be 1 or more, got 0.5"),
-    (lambda mesh: nn.balance_over(nn.Linear(2, 2), mesh), "must have routers"),
+    (lambda mesh: nn.balance_over(nn.Linear(2, 2), mesh), "no TopKRouter or Top2Gate found in"),
 )
 
 
@@ -204,7 +204,7 @@ def in_a_tree(model):
 LOW = {"mp_policy": MixedPrecisionPolicy("bfloat16")}
 test_what_four_ranks_are_refused = lab.refusals(
     (other_ranks_of_the_rest, "gradients would be summed over other ranks"),
-    (lambda: in_a_tree(no_neighbours()), "are no neighbours among those of the data"),
+    (lambda: in_a_tree(no_neighbours()), "must be adjacent among those of the data"),
     (lambda: in_a_tree(spread(2, 2, over=False, **LOW)[0]), "are added before they are rounded to 16 bits"),
     (lambda: in_a_tree(spread(2, 2)[0]), "nn.balance_over makes a balance loss of"),
     ranks=4,

@@ -91,7 +91,7 @@ def test_all_ranks_learn_that_the_first_could_not_write(tmp_path):
     (tmp_path / "file").write_text("in the way")
     message = run_ranks(4, refused_on_all, MESHES["dp 2, tp 2"], tmp_path)
     assert all(each == message[0] for each in message)
-    assert "is there already" in message[0][0] and "rank 0" in message[0][1]
+    assert "exists already" in message[0][0] and "rank 0" in message[0][1]
 
 
 def adapters(on, folder):
@@ -120,5 +120,5 @@ def test_adapters_go_in_and_out_and_are_merged_where_they_are_cut(tmp_path):
 
 @lab.on_ranks(2)
 def test_an_adapter_of_a_head_that_is_cut_is_refused():
-    with pytest.raises(ValueError, match="VocabParallel: 'head' has an adapter, which the loss would"):
+    with pytest.raises(ValueError, match="VocabParallel: 'head' has a LoRA adapter, which the loss would"):
         spread(add_lora(NETS["llama"](), 2), MESHES["tp 2"])

@@ -139,7 +139,7 @@ def test_evaluation_takes_any_number_of_tokens_and_training_says_what_it_can_not
         with no_grad():
             logits = model(TOKENS).numpy()
         if tp > 1:
-            with enable_grad(), pytest.raises(ValueError, match="5 tokens can't be cut into 2 equal parts"):
+            with enable_grad(), pytest.raises(ValueError, match="5 tokens can't be split into 2 equal parts"):
                 model(TOKENS)
         return logits
 
@@ -242,13 +242,13 @@ test_what_can_not_be_is_said_in_one_line = lab.refusals(
         "TokenParallel is for MoE",
     ),
     (lambda: planned(TOKEN_PLAN, TOKEN_PLAN), "is on .* already; give one plan"),
-    (lambda: planned(TOKEN_PLAN, EXPERTS, EXPERTS), "experts are cut along .* already"),
+    (lambda: planned(TOKEN_PLAN, EXPERTS, EXPERTS), "experts are split along .* already"),
     (lambda: expert_plan(nn.Linear(2, 2)), TypeError, "a Linear has no nn.Experts"),
     (
         lambda: planned({"0": TokenParallel(), "0.shared": ColwiseParallel()}, model=with_a_shared_layer),
         "'0.shared' can't have ColwiseParallel: it is in '0', of whose",
     ),
-    (forgotten_experts, "'blocks.0.mlp' would route a part of the time"),
+    (forgotten_experts, "'blocks.0.mlp' would route only a part of each sequence"),
     (in_a_tree, "leave adapters and TokenParallel out"),
     ranks=2,
 )

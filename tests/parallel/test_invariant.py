@@ -277,28 +277,34 @@ test_what_one_rank_refuses = refusals(
     (lambda m, _: invariant(m, 0, plan=plan_of(m)), "parts must be a power of two, got 0"),
     (
         lambda m, _: invariant(m, 32, plan=DOWN),
-        "32 parts do not divide the 176 inputs of 'blocks.0.mlp.down'",
+        "32 parts must divide the 176 inputs of 'blocks.0.mlp.down'",
     ),
-    (lambda m, _: invariant(m, 64, plan={"wte": plan_of(m)["wte"]}), "'wte' has 37 rows for 64 parts"),
-    (lambda m, _: invariant(m, plan={"norm": Own()}), "Own, which 'norm' has, knows no sums in parts"),
-    (lambda m, _: invariant(m), "give the plan by which it would be cut, plan=plan_of(model)"),
+    (
+        lambda m, _: invariant(m, 64, plan={"wte": plan_of(m)["wte"]}),
+        "'wte' must have at least 64 rows, one for each part, got 37",
+    ),
+    (lambda m, _: invariant(m, plan={"norm": Own()}), "the style Own of 'norm' does not support it"),
+    (lambda m, _: invariant(m), "pass the plan that would split it, plan=plan_of(model)"),
     (
         lambda m, _: invariant(nn.add_lora(m, 2, targets=("*.up",)), plan=plan_of(m)),
-        "'blocks.0.mlp.up' has an adapter, whose sums are not made in parts",
+        "'blocks.0.mlp.up' has a LoRA adapter, which is not supported",
     ),
     (after_it_was_sharded, RuntimeError, "with SequenceParallel call it before pipeline_stages"),
-    (odd_times, "6 positions can't be cut into 4 equal parts"),
+    (odd_times, "6 positions can't be split into 4 equal parts"),
 )
 test_what_two_ranks_refuse = refusals(
     2,
     (
         lambda m, mesh: invariant(cut(m, mesh), 8),
-        "8 parts do not divide the 4 heads of 'blocks.0.attention.qkv'",
+        "8 parts must divide the 4 heads of 'blocks.0.attention.qkv'",
     ),
-    (lambda m, mesh: invariant(cut(m, mesh), plan=plan_of(m)), "the model has a plan"),
-    (lambda m, mesh: invariant(cut(m, mesh), 2 + 2 * mesh.rank), "ranks [1] have other parts than rank 0"),
+    (
+        lambda m, mesh: invariant(cut(m, mesh), plan=plan_of(m)),
+        "the model has the plan of parallelize_module already",
+    ),
+    (lambda m, mesh: invariant(cut(m, mesh), 2 + 2 * mesh.rank), "ranks [1] passed other parts than rank 0"),
 )
 test_what_three_ranks_refuse = refusals(3, (two_layers, "the number of ranks must be a power of two, got 3"))
 test_what_four_ranks_refuse = refusals(
-    4, (lambda m, mesh: invariant(cut(m, mesh), 2), "parts 2 are too few for 4 ranks")
+    4, (lambda m, mesh: invariant(cut(m, mesh), 2), "parts must be at least 4, the number of ranks, got 2")
 )

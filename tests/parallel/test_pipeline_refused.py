@@ -43,15 +43,15 @@ def read(text):
 ONE, TWO = "0F0,0B0\n", "0F0,0B0\n1F0,1B0\n"  # ranks with a stage each, and one micro-batch
 test_settings_and_tables_that_do_not_fit = lab.refusals(
     (lambda: piped(cuts=[1, 2]), "the table has 2 stages, cuts make 3"),
-    (lambda: piped(stages_per_rank=2), "1F1B: 2 stages per rank; it takes 1"),
-    (lambda: piped(schedule="2F2B"), "there is no schedule '2F2B', only GPipe, 1F1B"),
+    (lambda: piped(stages_per_rank=2), "1F1B: stages per rank must be 1, got 2"),
+    (lambda: piped(schedule="2F2B"), "unknown schedule '2F2B'; known: GPipe, 1F1B"),
     (lambda: piped(schedule=read(ONE)), r"the table has 1 ranks, DeviceMesh\('cpu', \(2,\)"),
     (lambda: piped(schedule=read(TWO), micro_batches=2), "has 1 micro-batches, micro_batches says 2"),
     (lambda: piped(schedule=read(TWO), stages_per_rank=2), "has 2 stages, stages_per_rank makes 4"),
     (lambda: piped(schedule=read("0F0\n1F0,1B0\n")), "its row ends without I of stage 0 for micro-batch 0"),
     (
         lambda: piped(schedule=("GPipe", "1F1B")[init_device_mesh("cpu").rank]),
-        r"ranks \[1\] of .* have another table than rank 0",
+        r"ranks \[1\] of .* passed another schedule than rank 0",
     ),
     (lambda: Pipeline(llama(), "pp"), TypeError, "mesh must be"),
     (lambda: piped(schedule=3), TypeError, "schedule must be"),
@@ -79,9 +79,9 @@ test_loss_functions = losses(
         lambda logits, batch: logits,
         lambda batch: {"tokens": batch["tokens"]},
         TypeError,
-        "must give a tensor of one number, got [4, 4, 11]",
+        "must return a scalar tensor, got [4, 4, 11]",
     ),
-    (lambda loss, batch: loss.item(), None, TypeError, "must give a tensor of one number, got float"),
+    (lambda loss, batch: loss.item(), None, TypeError, "must return a scalar tensor, got float"),
     (
         lambda loss, batch: loss.detach(),
         None,
@@ -168,7 +168,7 @@ test_calls = lab.refusals(
     (another_number_of_batches, "the table has 2 micro-batches, got 3"),
     (hooks_of_the_whole, RuntimeError, "Llama has forward hooks, which no stage would call"),
     (shard_over_the_stages, "along 'pp' of .* ranks have other parts of the model"),
-    (shard_one_stage, "stage 0 is not sharded, and others are; call fully_shard on each stage"),
+    (shard_one_stage, "stage 0 is not sharded, but others are; call fully_shard on each stage"),
     (recompute_the_whole, RuntimeError, "Llama is recomputed or offloaded as a whole"),
     (
         a_set_for_the_next_stage,
@@ -177,7 +177,7 @@ test_calls = lab.refusals(
     ),
     (optimizer_before_sharding, RuntimeError, "already belongs to an optimizer; make the optimizer after"),
     (update_what_is_tied_in_backward, RuntimeError, "sum_tied: the optimizer has in_backward=True"),
-    (late_in_a_tree, "this table puts weight gradients off; take GPipe, 1F1B or Interleaved1F1B"),
+    (late_in_a_tree, "this table defers weight gradients; use GPipe, 1F1B or Interleaved1F1B"),
     ranks=2,
 )
 
@@ -194,8 +194,11 @@ NONSENSE = [  # what is called with it, and the words of the one line
         lambda p: Table(((Action("F", "a", 0),),), 1, 1).check(),
         "rank 0, action 0: stage and micro-batch must",
     ),
-    (lambda p: p.table.replay("x"), "a cost is a number from 0, or 2, one per stage; got x"),
-    (lambda p: p.table.replay(float("nan")), "a cost is a number from 0"),
+    (
+        lambda p: p.table.replay("x"),
+        "a cost must be one number of at least 0, or 2 of them, one per stage; got x",
+    ),
+    (lambda p: p.table.replay(float("nan")), "a cost must be one number of at least 0"),
     (lambda p: piped(cuts=2), "Pipeline: cuts must be pieces, got 2"),
     (lambda p: piped(cuts="blocks.1"), "Pipeline: cuts must be pieces, got 'blocks.1'"),
     (lambda p: piped(costs=None), "costs must be 'parameters', 'time' or numbers, got None"),
@@ -208,7 +211,7 @@ NONSENSE = [  # what is called with it, and the words of the one line
     (lambda p: p.step(loss_of, None), "Pipeline.step: batches must be a list of micro-batches, got None"),
     (
         lambda p: pipeline_plan(p.model, loss_of, []),
-        "it takes a Pipeline and a function, got Llama and funct",
+        "expected a Pipeline and a function, got Llama and funct",
     ),
 ]
 
@@ -242,7 +245,7 @@ def test_a_step_after_one_that_has_raised():
         return clip_grad_norm_(pipeline.model.parameters(), 1.0)
 
     assert run_ranks(1, norm, 1) == run_ranks(1, without)
-    with pytest.raises(RuntimeError, match="an earlier step has raised on this rank"):
+    with pytest.raises(RuntimeError, match="an earlier step raised on this rank"):
         run_ranks(2, norm, 2)
 
 
@@ -262,9 +265,11 @@ def test_nothing_is_cut_or_balanced_along_the_axis_of_the_stages():
     pp = mesh_of_two()["pp"]
     for model, done in along_stages(pp):
         done(model)
-        with pytest.raises(ValueError, match="along which are the stages too: take other axes"):
+        with pytest.raises(ValueError, match="which overlaps the stages' axis: use axes"):
             Pipeline(model, pp)
     model = mixtures()
     Pipeline(model, pp)
-    with pytest.raises(ValueError, match="have other stages than that of 'blocks.0.mlp.router'"):
+    with pytest.raises(
+        ValueError, match="'blocks.0.mlp.router' is on one pipeline stage, but .* has ranks of other stages"
+    ):
         nn.balance_over(model, pp)

@@ -283,7 +283,7 @@ def test_a_forward_that_raises_on_one_rank_ends_on_the_others(monkeypatch):
             pipeline.stages[-1].pieces[-1] = nn.Piece("head", lambda x, batch: 1 / 0)
         with pytest.raises((ZeroDivisionError, PeerFailed)) as raised:
             pipeline(tokens)
-        with pytest.raises(RuntimeError, match="an earlier step has raised on this rank"):
+        with pytest.raises(RuntimeError, match="an earlier step raised on this rank"):
             pipeline.step(loss_of, batches_of(0, data))
         return raised.type
 

@@ -37,19 +37,19 @@ def plans(*rows, tp=2):
 
 TWICE = {"blocks.*.mlp.up": ColwiseParallel(), "blocks.0.mlp.*": ColwiseParallel()}
 test_plans_that_do_not_fit_three_ranks = plans(
-    ({"blocks.*.attention.qkv": ColwiseParallel((4, 4, 4))}, "do not divide the 4 heads"),
-    ({"blocks.*.mlp.down": RowwiseParallel()}, "do not divide the 128 inputs"),
+    ({"blocks.*.attention.qkv": ColwiseParallel((4, 4, 4))}, "must divide the 4 heads"),
+    ({"blocks.*.mlp.down": RowwiseParallel()}, "must divide the 128 inputs"),
     tp=3,
 )
 test_plans_that_do_not_fit_the_model = plans(
-    ({"blocks.*.mlp.up": ColwiseParallel(3)}, "parts 3 do not fit"),
+    ({"blocks.*.mlp.up": ColwiseParallel(3)}, "parts 3 must add up"),
     ({"blocks.*.attention.qkv": ColwiseParallel(32)}, "the 3 outputs of"),
     ({"blocks.*.mlp.upp": ColwiseParallel()}, "names no module of GPT"),
     (TWICE, "'blocks.0.mlp.up' is named by 'blocks.*.mlp.up' and"),
     ({"norm": ColwiseParallel()}, TypeError, "'norm' is a LayerNorm"),
     ({"blocks.0": SequenceParallel()}, TypeError, "'blocks.0' is a Block"),
     ({"norm": VocabParallel()}, TypeError, "VocabParallel is for Embedding, Linear"),
-    ({"norm": "sequence"}, TypeError, "'norm' needs a style"),
+    ({"norm": "sequence"}, TypeError, "'norm' must map to a style"),
     ({"blocks.*.mlp.up": RowwiseParallel()}, "GELU of 'blocks.0.mlp.up'"),
     ({"blocks.0.mlp.down": VocabParallel()}, "has a bias"),
 )
@@ -157,7 +157,7 @@ CALLS = [  # of a GPT and a mesh with two ranks of "tp"
     (put_together_afterwards, RuntimeError, "'0' of another module"),
     (
         lambda _, mesh: parallelize_module(Tied(), mesh["tp"], {"words": VocabParallel()}),
-        "'words.weight' is cut, and tied to 'head'",
+        "'words.weight' is split and tied to 'head'",
     ),
     (sharded_already, RuntimeError, "call parallelize_module before fully_shard"),
     (has_values, RuntimeError, "has values already"),
@@ -183,12 +183,12 @@ CALLS = [  # of a GPT and a mesh with two ranks of "tp"
     ),
     (
         lambda model, mesh: cut(model, mesh, sequence_parallel=True)(np.zeros((1, 5), int)),
-        "5 positions can't be cut into 2 equal parts",
+        "5 positions must be divisible by the 2 ranks",
     ),
     (lambda model, mesh: cut(model, mesh).state_dict(), RuntimeError, "full_state_dict"),
     (lambda model, mesh: copy.deepcopy(cut(model, mesh)), TypeError, "can't be copied"),
     (lambda model, mesh: nn.add_lora(cut(model, mesh), 2), "call add_lora before parallelize_module"),
-    (adapters_with_dropout_of_a_part, "the adapter of 'blocks.0.attention.output' has dropout"),
+    (adapters_with_dropout_of_a_part, "the LoRA adapter of 'blocks.0.attention.output' must have dropout=0"),
     (world_invariant_with_the_time_cut, "with SequenceParallel call set_tensor_invariant"),
     (other_weights, "'norm.weight' has other values on rank 1"),
     (in_no_unit, "is in no unit"),
@@ -202,8 +202,11 @@ test_calls_that_are_refused = lab.refusals(
     everywhere=True,
 )
 test_plans_for_what_there_is_none = lab.refusals(
-    (lambda: plan_of(nn.Linear(2, 2)), TypeError, "GPT, Llama and ViT"),
+    (lambda: plan_of(nn.Linear(2, 2)), TypeError, "GPT, Llama or ViT"),
     (lambda: plan_of(RegNet.__new__(RegNet)), TypeError, "got RegNet"),
-    (lambda: plan_of(ViT(SIZES["vit-digits"]), sequence_parallel=True), "no sequence_parallel for a ViT"),
+    (
+        lambda: plan_of(ViT(SIZES["vit-digits"]), sequence_parallel=True),
+        "sequence_parallel is not supported for a ViT",
+    ),
     (lambda: SequenceParallel("all"), "output must be 'part' or 'whole'"),
 )

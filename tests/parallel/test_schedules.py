@@ -102,20 +102,23 @@ def refusals(*rows):
 
 
 test_what_can_not_be_made_is_refused_in_a_line = refusals(
-    (("2F2B", 2, 4), "there is no schedule '2F2B', only GPipe, 1F1B, "),
-    (("GPipe", 0, 4), "GPipe: 0 ranks; it takes 1 or more"),
-    (("1F1B", 2, 0), "1F1B: 0 micro-batches; it takes 1 or more"),
-    (("Interleaved1F1B", 2, 4, 0), "Interleaved1F1B: 0 stages per rank; it takes 1 or more"),
-    (("1F1B", 2, 4, 2), "1F1B: 2 stages per rank; it takes 1"),
-    (("ZB-H1", 2, 4, 2), "ZB-H1: 2 stages per rank; it takes 1"),
-    (("ZBVZeroBubble", 2, 4, 1), "ZBVZeroBubble: 1 stages per rank; it takes 2"),
+    (("2F2B", 2, 4), "unknown schedule '2F2B'; known: GPipe, 1F1B, "),
+    (("GPipe", 0, 4), "GPipe: the number of ranks must be at least 1, got 0"),
+    (("1F1B", 2, 0), "1F1B: the number of micro-batches must be at least 1, got 0"),
+    (
+        ("Interleaved1F1B", 2, 4, 0),
+        "Interleaved1F1B: the number of stages per rank must be at least 1, got 0",
+    ),
+    (("1F1B", 2, 4, 2), "1F1B: stages per rank must be 1, got 2"),
+    (("ZB-H1", 2, 4, 2), "ZB-H1: stages per rank must be 1, got 2"),
+    (("ZBVZeroBubble", 2, 4, 1), "ZBVZeroBubble: stages per rank must be 2, got 1"),
     (
         ("DualPipeV", 4, 7),
-        "DualPipeV: 7 micro-batches are too few for 8 stages; it takes as many or more",
+        "DualPipeV: micro-batches must be at least 8, the number of stages, got 7",
     ),
     (
         ("Interleaved1F1B", 3, 7, 2),
-        "7 micro-batches do not divide into 2 rounds on 3 ranks; multiples of 3 do",
+        "micro-batches must divide into 2 equal rounds on 3 ranks, as multiples of 3 do; got 7",
     ),
 )
 

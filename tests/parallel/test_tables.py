@@ -189,13 +189,13 @@ def test_what_is_held_is_what_ranks_hold_at_worst(name):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("0F0 0B0 / 1F0 1X0", "rank 1, action 1, 1X0: there is no kind 'X', only F, B, I, W, UNSHARD, "),
-        ("0UNSHARD 0RESHARD", "the table has 1 ranks and 0 micro-batches"),
+        ("0F0 0B0 / 1F0 1X0", "rank 1, action 1, 1X0: unknown kind 'X'; known: F, B, I, W, UNSHARD, "),
+        ("0UNSHARD 0RESHARD", "at least 1 rank and 1 micro-batch, got 1 and 0"),
         ("0F0 0B0 / 2F0 2B0", "stage 1 is on no rank"),
         ("0F0 0B0 1F0 / 1B0", "rank 1, action 0, 1B0: stage 1 is on rank 0 already"),
         ("0F0 0B0 /", "rank 1 has no actions"),
-        ("0F0 0UNSHARD1 0B0", "rank 0, action 1, 0UNSHARD1: UNSHARD is of a stage, not of a mic"),
-        ("0F 0B0", "rank 0, action 0, 0F: there is no micro-batch -1, only 0 to 0"),
+        ("0F0 0UNSHARD1 0B0", "rank 0, action 1, 0UNSHARD1: UNSHARD takes a stage and no mic"),
+        ("0F 0B0", "rank 0, action 0, 0F: micro-batch must be 0 to 0, got -1"),
         ("0F0 0B0 0F2 0F1", "rank 0, action 2, 0F2: F of stage 0 is next for micro-batch 1; each r"),
         ("0F0 0F1 0B0 0I1", "rank 0: its row ends without W of stage 0 for micro-batch 1 (B is I and W)"),
         ("0F0 0B0 0W0", "rank 0, action 2, 0W0: W of stage 0 is next for micro-batch 1; each runs once"),
@@ -239,7 +239,7 @@ def test_no_ranks_are_no_table_nor_is_what_is_no_text(tmp_path):
     with pytest.raises(ValueError, match=r"binary\.csv is no table: .*can't decode"):
         Table.load(tmp_path / "binary.csv")
     (tmp_path / "steps.csv").touch()
-    with pytest.raises(ValueError, match="the table has 0 ranks and 0 micro-batches"):
+    with pytest.raises(ValueError, match="at least 1 rank and 1 micro-batch, got 0 and 0"):
         Table.load(tmp_path / "steps.csv").check()
 
 
@@ -248,7 +248,7 @@ def test_a_table_says_where_stages_are():
     assert [loop.stages_of(rank) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
     assert [fold.stages_of(rank) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
     assert [fold.rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
-    with pytest.raises(ValueError, match="stage 6 is on no rank; the table has stages 0 to 5"):
+    with pytest.raises(ValueError, match="stage 6 is on no rank; stages are 0 to 5"):
         fold.rank_of(6)
 
 
@@ -279,7 +279,9 @@ def test_what_is_late_waits_for_nothing_but_its_own():
 
 @pytest.mark.parametrize("costs", [{"forward": [1, 1, 1]}, {"weights": -1}, {"inputs": [1, -1]}])
 def test_costs_are_one_per_stage(costs):
-    with pytest.raises(ValueError, match="replay: a cost is a number from 0, or 2, one per stage; got "):
+    with pytest.raises(
+        ValueError, match="replay: a cost must be one number of at least 0, or 2 of them, one per stage; got "
+    ):
         schedule("1F1B", 2, 2).replay(**costs)
 
 
@@ -311,7 +313,7 @@ def test_files_in_the_notation_of_pytorch(tmp_path):
 def test_files_with_what_is_no_action_are_refused(cell, tmp_path):
     path = tmp_path / "steps.csv"
     path.write_text(f"0F0,0B0\n1F0,,{cell}\n")
-    with pytest.raises(ValueError, match="line 2, cell 3: '.*' is no action, as 0F1 or 0UNSHARD are"):
+    with pytest.raises(ValueError, match="line 2, cell 3: '.*' is not an action such as 0F1 or 0UNSHARD"):
         Table.load(path)
 
 

@@ -130,11 +130,11 @@ def test_a_script_of_ones_own_is_tried_in_all_settings_that_are_named(capsys, tm
 @pytest.mark.parametrize(
     "arguments, code, message",
     [
-        (["--machine", "abacus", "--", *SMALL], 2, "there is no machine 'abacus'"),
-        (["--", "nowhere.py"], 2, "--vary: say which options"),
+        (["--machine", "abacus", "--", *SMALL], 2, "unknown machine 'abacus'"),
+        (["--", "nowhere.py"], 2, "--vary: name the options"),
         (["--vary", "a=1", "--", "nowhere.py"], 2, "nowhere.py"),
         (["--vary", "a", "--", *SMALL], 2, "--vary a: must be OPTION=A,B"),
-        (["--vary", "fsdp.prefech=1", "--", *SMALL], 2, "there is no option fsdp.prefech"),
+        (["--vary", "fsdp.prefech=1", "--", *SMALL], 2, "unknown option fsdp.prefech"),
         (["--", *SMALL, "--fsdp.prefetch", "x"], 2, "--fsdp.prefetch: must be int"),
     ],
 )
@@ -146,4 +146,4 @@ def test_what_is_wrong_is_named(arguments, code, message, capsys):
 def test_a_command_that_fails_in_all_settings_is_no_plan(capsys):
     wrong = "--", *SMALL, "--batch-size", "8"
     report = planned(capsys, "--memory", "1", "--only", "--vary", "seed=1,2,3,4", *wrong, code=65)
-    assert "refused 3, not tried 1: batch_size 8 cannot be shared equally by 16 ranks" in report
+    assert "refused 3, not tried 1: batch_size must divide equally among 16 ranks, got 8" in report

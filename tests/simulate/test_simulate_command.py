@@ -99,11 +99,15 @@ def test_the_trace_is_read_as_that_of_a_run(script, capsys, tmp_path):
 @pytest.mark.parametrize(
     "arguments, code, message",
     [
-        (["--machine", "abacus", "--", "train.py", "1"], 2, "there is no machine 'abacus'"),
+        (["--machine", "abacus", "--", "train.py", "1"], 2, "unknown machine 'abacus'"),
         (["--", "nowhere.py"], 2, "nowhere.py"),
-        (["--ranks", "8", "--mesh", "2x8", "--", "train.py", "1"], 2, "(2, 8) has 16 ranks, not 8"),
-        (["--record", "1", "--", "train.py", "1"], 2, "--record: ranks from 0"),
-        (["--record", "0,x", "--", "train.py", "1"], 2, "--record: ranks from 0"),
+        (
+            ["--ranks", "8", "--mesh", "2x8", "--", "train.py", "1"],
+            2,
+            "(2, 8) has 16 ranks, but --ranks is 8",
+        ),
+        (["--record", "1", "--", "train.py", "1"], 2, "--record: must be ranks from 0"),
+        (["--record", "0,x", "--", "train.py", "1"], 2, "--record: must be ranks from 0"),
         (["--", "train.py"], 65, "IndexError"),
         (["--", "none.py"], 65, "error: no optimizer step was recorded"),
     ],
@@ -116,9 +120,9 @@ def test_what_is_wrong_is_named(script, arguments, code, message, capsys):
 @pytest.mark.parametrize(
     "option, word, message",
     [
-        ("--jitter", "-1", "-1 is not 0 or more"),
-        ("--jitter", "nan", "nan is not 0 or more"),
-        ("--mesh", "4xq", "sizes as in 512x8, not 4xq"),
+        ("--jitter", "-1", "must be at least 0, got -1"),
+        ("--jitter", "nan", "must be at least 0, got nan"),
+        ("--mesh", "4xq", "must be sizes such as 512x8, got 4xq"),
     ],
 )
 def test_a_word_that_is_none_is_refused(script, option, word, message, capsys):

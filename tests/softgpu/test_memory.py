@@ -62,7 +62,7 @@ def test_a_buffer_takes_what_the_pool_keeps_and_what_garbage_holds(full):
 
 def test_a_buffer_for_which_there_is_no_room_is_a_memory_error(full):
     with pytest.raises(
-        MemoryError, match=r"no room for 99\d* bytes on GPU 0, of which \d+ bytes are free"
+        MemoryError, match=r"GPU 0 has no room for 99\d* bytes; \d+ bytes are free"
     ) as message:
         full.buffer(99 * 10**6, np.uint8)
     assert failure.code_of(message.value) == failure.OUT_OF_MEMORY

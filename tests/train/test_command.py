@@ -27,9 +27,15 @@ BAD_INPUT = {
     "data: none.txt does not exist": (DATA, "--data", "none.txt"),
     "data: empty.txt is empty": (DATA, "--data", "empty.txt"),
     "runs/taken exists already": (USAGE, "--name", "taken"),
-    "batch_size 3 cannot be shared equally by 2 ranks": (USAGE, "--batch-size", "3"),
-    "fsdp.copies 3 cannot share 2 ranks": (USAGE, "--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "3"),
-    "parallel.cp: 2 ranks need samples of a multiple of 4 tokens, not 10": (
+    "batch_size must divide equally among 2 ranks, got 3": (USAGE, "--batch-size", "3"),
+    "fsdp.copies must divide the 2 ranks, got 3": (
+        USAGE,
+        "--fsdp.strategy",
+        "HYBRID_SHARD",
+        "--fsdp.copies",
+        "3",
+    ),
+    "parallel.cp: with 2 ranks a sample must have a multiple of 4 tokens, got 10": (
         *(USAGE, "--parallel.cp", "2", "--text.window", "10"),
     ),
     "--stepps": (USAGE, "--stepps", "3"),
@@ -181,7 +187,7 @@ def test_bad_input_gets_one_line_from_two_ranks(reported_by_two, message):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("message", ["--stepps", "batch_size 3 cannot be shared equally by 2 ranks"])
+@pytest.mark.parametrize("message", ["--stepps", "batch_size must divide equally among 2 ranks, got 3"])
 def test_bad_input_ends_a_job_with_one_line_and_the_code(tmp_path, message):
     """Before MPI has started, and after."""
     code, *args = BAD_INPUT[message]
@@ -216,7 +222,7 @@ def test_a_world_size_without_mpirun_is_reported(tmp_path, module, args):
     ("width", "message"),
     [
         (16, "runs/untrained/checkpoint/model.safetensors"),
-        (24, "parameter 'wte.weight' has shape (256, 24), the values (256, 16)"),
+        (24, "parameter 'wte.weight': values must have shape (256, 24), got (256, 16)"),
         (25, "untrained/config.toml: n_embd must be a multiple of n_head, got 25 and 2"),
     ],
 )

@@ -123,7 +123,7 @@ def test_what_is_wrong_in_a_file_is_told_with_the_file_and_the_key(file, text, m
         (["--fsdp.strategy", "HALF"], "'HALF' for argument '--fsdp.strategy'"),
         (["--fsdp.prefetch", "-1"], "fsdp.prefetch must be at least 0, got -1"),
         (["--model.n-embd", "10", "--model.n-head", "3"], "model: n_embd must be an even multiple of n_head"),
-        (["--optimizer.betas", "0.9", "1"], "optimizer.betas must be in [0, 1)"),
+        (["--optimizer.betas", "0.9", "1"], "optimizer.betas must be two numbers in [0, 1)"),
         (["--optimizer.clip-norm", "0"], "optimizer.clip_norm must be positive, got 0"),
         (["--report.log-interval", "0"], "report.log_interval must be at least 1, got 0"),
         (["--sample.prompt", ""], "sample.prompt must hold at least one byte"),

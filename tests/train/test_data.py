@@ -137,7 +137,7 @@ def test_what_is_installed_beside_the_standard_library_does_not_change_the_text(
 
 def test_a_python_without_sources_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(ValueError, match="give text files with --data FILE"):
+    with pytest.raises(ValueError, match="pass text files with --data FILE"):
         load_corpus(block_size=4)
 
 

@@ -118,14 +118,14 @@ LOW = ("--precision.param", "bfloat16", "--precision.reduce", "bfloat16")
 TREE = ("--deterministic", "world-invariant")
 EP, TP = ("--parallel.ep", "2"), ("--parallel.tp", "2")
 test_what_can_not_be_is_told_in_the_words_of_the_command = jobs.set_up_refusals(
-    ("parallel.ep 3 cannot share the 4 ranks equally", 4, "--parallel.ep", "3"),
-    ("parallel.ep 2 cannot share the 1 rank of each stage equally", 2, *EP, "--parallel.pp", "2"),
+    ("parallel.ep must divide the 4 ranks, got 3", 4, "--parallel.ep", "3"),
+    ("parallel.ep must divide the 1 rank of each stage, got 2", 2, *EP, "--parallel.pp", "2"),
     (
-        "parallel.ep: fold: 3 ranks along 'ep' cut across",
+        "parallel.ep: fold: 3 ranks along 'ep' split an axis of",
         *(6, "--parallel.ep", "3", *TP, "--batch-size", "6"),
     ),
     (
-        "parallel.ep: ExpertParallel: 3 ranks do not divide the 4 experts of 'blocks.0.mlp.experts'",
+        "parallel.ep: ExpertParallel: 3 ranks must divide the 4 experts of 'blocks.0.mlp.experts'",
         *(3, "--parallel.ep", "3", "--batch-size", "6"),
     ),
     ("parallel.ep: expert_plan: a Llama has no nn.Experts", 2, *EP, "--model.experts", "0"),
@@ -133,7 +133,7 @@ test_what_can_not_be_is_told_in_the_words_of_the_command = jobs.set_up_refusals(
     ("are added before they are rounded to 16 bits", 2, *EP, *TREE, *LOW),
     ("leave adapters and TokenParallel out", 2, *TP, *TREE),
     (
-        "TokenParallel, which 'blocks.0.mlp' has, knows no sums in parts",
+        "the style TokenParallel of 'blocks.0.mlp' does not support it",
         *(2, *TP, "--parallel.tensor-invariant", "2", "--model.n-kv-head", "2"),
     ),
     ("parallel.ep must be at least 1, got 0", 2, "--parallel.ep", "0"),

@@ -142,7 +142,10 @@ def test_a_vit_begins_with_the_weights_of_files_and_a_new_head_for_other_classes
     assert (merged["blocks.0.mlp.up.weight"] != before["blocks.0.mlp.up.weight"]).any()
 
     for options, message in (
-        ((*adapted, "--lora.targets", "*.qkv"), "lora.targets: the head starts afresh and would never learn"),
+        (
+            (*adapted, "--lora.targets", "*.qkv"),
+            "lora.targets: the head starts from random values and would not be trained",
+        ),
         (
             (*VIT, "--init-from", str(base), "--images.size", "16"),
             "needs images.size 8 and images.channels 1",
@@ -153,8 +156,8 @@ def test_a_vit_begins_with_the_weights_of_files_and_a_new_head_for_other_classes
     ):
         assert message in refused(options, capfd)
     for directory, message in (
-        ("runs/base/pretrained", "holds a ViT, which writes no text"),
-        ("runs/base", "a run of vit writes no text"),
+        ("runs/base/pretrained", "has a ViT, which can't generate text"),
+        ("runs/base", "a run of vit can't generate text"),
     ):
         with pytest.raises(SystemExit):
             generate.main([directory])

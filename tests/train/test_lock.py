@@ -39,7 +39,7 @@ def holder(tmp_path):
 
 
 def test_a_second_job_is_refused_and_told_of_the_first(tmp_path, holder, monkeypatch):
-    with pytest.raises(Locked, match=rf"another job \(process {holder.pid} on .*\) is running it"):
+    with pytest.raises(Locked, match=rf"another job \(process {holder.pid} on .*\) is writing this run"):
         lock(tmp_path, patience=0)
     monkeypatch.setattr(locks, "_PATIENCE", 0.1)
     with pytest.raises(Locked):

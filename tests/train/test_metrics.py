@@ -185,7 +185,7 @@ def test_runs_without_a_name_that_begin_in_one_second_have_a_folder_each(monkeyp
 
 def test_a_name_that_is_taken_is_refused(tmp_path):
     new_run_directory("mine")
-    with pytest.raises(FileExistsError, match="runs/mine exists already: give another --name"):
+    with pytest.raises(FileExistsError, match="runs/mine exists already: pass another --name"):
         new_run_directory("mine")
 
 

@@ -184,13 +184,13 @@ def test_processes_do_the_same_and_traces_and_flight_files_name_what_they_exchan
 
 
 test_what_cannot_be_cut_is_told_in_the_words_of_the_command = jobs.set_up_refusals(
-    ("parallel.tp 2 cannot share 3 ranks equally", 3, *TP),
-    ("parallel.tp 2 cannot share 1 rank equally", 1, *TP),
-    ("fsdp.copies 4 cannot share 2 groups of 2 ranks equally", 4, *TP, *jobs.HYBRID[:3], "4"),
-    ("3 cannot be shared equally by 2 groups of 2 ranks", 4, *TP, "--batch-size", "3"),
-    ("4 ranks do not divide the 2 heads of 'blocks.0.attention.qkv'", 4, "--parallel.tp", "4"),
-    ("4 parts do not divide the 2 heads of", 2, *TP, "--parallel.tensor-invariant", "4"),
-    ("parts 1 are too few for 2 ranks", 2, *TP, "--parallel.tensor-invariant", "1"),
+    ("parallel.tp 2: the number of ranks must be a multiple of 2, got 3", 3, *TP),
+    ("parallel.tp 2: the number of ranks must be a multiple of 2, got 1", 1, *TP),
+    ("fsdp.copies must divide the 2 groups of 2 ranks, got 4", 4, *TP, *jobs.HYBRID[:3], "4"),
+    ("must divide equally among 2 groups of 2 ranks, got 3", 4, *TP, "--batch-size", "3"),
+    ("4 ranks must divide the 2 heads of 'blocks.0.attention.qkv'", 4, "--parallel.tp", "4"),
+    ("4 parts must divide the 2 heads of", 2, *TP, "--parallel.tensor-invariant", "4"),
+    ("parts must be at least 2, the number of ranks, got 1", 2, *TP, "--parallel.tensor-invariant", "1"),
     ("parts must be a power of two, got 3", 1, "--parallel.tensor-invariant", "3"),
     ("15 positions can't be cut into 2 equal parts", 2, *SEQUENCE, "--text.window", "15"),
     ("leave parallel.sequence off", 2, *SEQUENCE, *jobs.INVARIANT[:3], "2"),
@@ -203,8 +203,8 @@ test_what_cannot_be_cut_is_told_in_the_words_of_the_command = jobs.set_up_refusa
 @pytest.mark.parametrize(
     ("architecture", "options", "message"),
     [
-        ("regnet", TP, "parallel.tp: there is no plan that cuts a RegNet"),
-        ("vit", SEQUENCE, "there is no sequence_parallel for a ViT"),
+        ("regnet", TP, "parallel.tp: no plan to split a RegNet exists"),
+        ("vit", SEQUENCE, "sequence_parallel is not supported for a ViT"),
     ],
 )
 def test_models_without_a_plan_are_reported(architecture, options, message):

@@ -245,16 +245,22 @@ COUNTS = ("--parallel.pp", "2", "--micro-batches")
 SCHEDULE = (*PP, "--parallel.schedule")
 OF_FILE = ("--parallel.pp", "2", "--parallel.schedule")
 test_what_can_be_no_pipeline_is_told_in_the_words_of_the_command = jobs.set_up_refusals(
-    ("parallel.pp 2 cannot share 3 ranks equally", 3, *PP),
-    ("parallel.pp 2 x parallel.tp 2 cannot share 6 ranks equally", 6, *PP, "--parallel.tp", "2"),
-    ("fsdp.copies 4 cannot share 2 groups of 2 ranks equally", 4, *PP, *jobs.HYBRID[:3], "4"),
+    ("parallel.pp 2: the number of ranks must be a multiple of 2, got 3", 3, *PP),
+    (
+        "parallel.pp 2 x parallel.tp 2: the number of ranks must be a multiple of 4, got 6",
+        6,
+        *PP,
+        "--parallel.tp",
+        "2",
+    ),
+    ("fsdp.copies must divide the 2 groups of 2 ranks, got 4", 4, *PP, *jobs.HYBRID[:3], "4"),
     (
         "6 stages can't be made of the 4 pieces of a GPT",
         *(2, *SCHEDULE, "Interleaved1F1B", "--parallel.stages-per-rank", "3"),
     ),
-    ("batch_size 4 cannot be shared equally by 1 group of 2 ranks and 3 micro-batches", 2, *COUNTS, "3"),
+    ("batch_size must divide equally among 1 group of 2 ranks and 3 micro-batches, got 4", 2, *COUNTS, "3"),
     (
-        "parallel.schedule: DualPipeV: 2 micro-batches are too few for 4 stages",
+        "parallel.schedule: DualPipeV: micro-batches must be at least 4",
         *(2, *LLAMA, *COUNTS, "2", "--parallel.schedule", "DualPipeV"),
     ),
     ("parallel.schedule: 1F1B: 2 stages per rank", 2, *PP, "--parallel.stages-per-rank", "2"),
@@ -270,15 +276,15 @@ test_what_can_be_no_pipeline_is_told_in_the_words_of_the_command = jobs.set_up_r
         *(2, *OF_FILE, "circle.csv"),
     ),
     (
-        "parallel.schedule own.csv is a table of 2 ranks, parallel.pp is 4",
+        "parallel.schedule own.csv is a table for 2 ranks, but parallel.pp is 4",
         *(4, "--parallel.pp", "4", "--parallel.schedule", "own.csv"),
     ),
     (
-        "parallel.schedule own.csv is a table of 4 micro-batches, a rank has 2",
+        "parallel.schedule own.csv is a table for 4 micro-batches, but a rank has 2",
         *(2, *COUNTS, "2", "--parallel.schedule", "own.csv"),
     ),
     (
-        "own.csv is a table of 2 stages, not of 2 for each of 2 ranks",
+        "own.csv is a table for 2 stages, not 2 for each of 2 ranks",
         *(2, *SCHEDULE, "own.csv", "--parallel.stages-per-rank", "2"),
     ),
     (
@@ -291,7 +297,7 @@ test_what_can_be_no_pipeline_is_told_in_the_words_of_the_command = jobs.set_up_r
     ),
     ("'wte.weight' is on two stages", 2, *PP, "--deterministic", "world-invariant"),
     (
-        "take GPipe, 1F1B or Interleaved1F1B",
+        "use GPipe, 1F1B or Interleaved1F1B",
         *(2, *LLAMA, *SCHEDULE, "ZB-H1", "--deterministic", "world-invariant"),
     ),
     ("reduce_each: a pipeline reduces once per step", 2, *PP, "--reduce-each"),
@@ -302,7 +308,7 @@ test_what_can_be_no_pipeline_is_told_in_the_words_of_the_command = jobs.set_up_r
 def test_a_model_without_pieces_is_reported(folder, monkeypatch):
     recipe = train.parse(arguments(*PP))
     monkeypatch.delattr("models.gpt.GPT.pieces")
-    with pytest.raises(ValueError, match="parallel.pp: a GPT has no pieces"):
+    with pytest.raises(ValueError, match="parallel.pp: a GPT has no method pieces"):
         thread.run(2, jobs.set_up, recipe)
 
 

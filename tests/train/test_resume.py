@@ -155,7 +155,7 @@ def test_a_loss_scale_that_no_run_has_is_told_in_one_line(folder, capfd):
         content["extra"]["scaler"]["scale"] = 0.0
         write(path, content)
     words = arguments("--resume", "auto", "--name", "whole", "--precision.param", "float16")
-    message = "error: the loss scale of the checkpoint cannot be used: GradScaler: scale must be"
+    message = "error: the loss scale of the checkpoint can't be used: GradScaler: scale must be"
     assert jobs.refused(capfd, DATA, train.main, words).startswith(message)
 
 

@@ -185,9 +185,7 @@ def test_weights_that_are_no_numbers_stop_a_run_that_skips_and_are_not_saved(
     (line,) = capfd.readouterr().err.splitlines()
     what = "weights are nan or infinite: 'blocks.1.mlp.up.weight' first, in the part of rank 0"
     if step == STEPS and every:
-        what = (
-            "was not saved: rank 0: NotFinite: 'blocks.1.mlp.up.weight' has values that are nan or infinite"
-        )
+        what = "was not saved: rank 0: NotFinite: 'blocks.1.mlp.up.weight' has NaN or infinite values"
         assert line == f"error: step {STEPS} {what}"
     else:
         assert line == f"error: step {min(step + 1, STEPS)}: {what}"  # whose forward meets it

@@ -137,7 +137,7 @@ def test_a_llama_learns_from_a_token_file_with_documents_apart(folder, capsys, m
     (folder / "runs" / "play" / "pretrained" / "tokenizer.json").unlink()
     with pytest.raises(SystemExit):
         generate.main(wanted)
-    assert "tokenizer.json is not there, and the model's 7 tokens are not bytes" in capsys.readouterr().err
+    assert "tokenizer.json does not exist, and the model's 7 tokens are not bytes" in capsys.readouterr().err
 
 
 def test_fine_tuning_begins_with_the_weights_of_files_and_exports_them_merged(folder, capsys):
@@ -161,12 +161,12 @@ def test_fine_tuning_begins_with_the_weights_of_files_and_exports_them_merged(fo
 
 test_what_makes_no_sense_is_one_line = jobs.one_line_tests(
     ("architecture must be one of gpt, llama, vit, regnet, got 'bert'", "--architecture", "bert"),
-    ("text.window 17 is more than the model's 16", "--text.window", "17"),
+    ("text.window must be at most the model's block_size, 16, got 17", "--text.window", "17"),
     ("text.separate_documents needs a token file", "--text.separate-documents", "True"),
     ("nowhere/config.json", "--init-from", "nowhere"),
     ("hf download some-org/model --local-dir FOLDER", "--init-from", "some-org/model"),
-    ("size is 'gpt2', but init_from brings the shape", "--init-from", "here", "--size", "gpt2"),
-    ("rank 99 is more than", "--lora.rank", "99"),
+    ("size is 'gpt2', but init_from sets the shape", "--init-from", "here", "--size", "gpt2"),
+    ("rank must be at most", "--lora.rank", "99"),
     code=(2, 65),
 )
 
@@ -217,10 +217,10 @@ def test_a_resume_says_what_is_not_as_it_was(folder, capfd):
 def test_a_finished_run_without_checkpoints_is_not_begun_again(folder, capfd):
     train.main(arguments("--name", "a"))
     message = refused(capfd, 2, train.main, arguments("--name", "a", "--resume", "auto"))
-    assert "runs/a is finished, and has no checkpoint to go on from" in message
+    assert "runs/a is finished and has no checkpoint to resume from" in message
 
 
 @pytest.mark.parametrize("path", ["none.json", "tiny.toml"])
 def test_a_tokenizer_that_bytes_do_not_need_is_told_before_training(folder, capfd, path):
     message = refused(capfd, (2, 65), train.main, arguments("--text.tokenizer", path))
-    assert "the data are bytes" in message
+    assert "the data are byte tokens" in message

@@ -79,7 +79,7 @@ def test_a_library_without_end_or_that_ends_the_process_is_one_line(path, tmp_pa
     for does, message in (
         ("print('why', file=sys.stderr); os.abort()", "SIGABRT: why"),
         ("while True: pass", "it took more than 60 s"),
-        ("x = bytearray(1 << 34)", "no tokenizer .MemoryError"),
+        ("x = bytearray(1 << 34)", "not a tokenizer.json .MemoryError"),
         ("[print('x' * 99999, file=sys.stderr) for _ in range(99)]; sys.exit(3)", r"SIGXFSZ|File too large"),
         ("os._exit(3)", "exit code 3"),
     ):

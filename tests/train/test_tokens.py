@@ -97,16 +97,19 @@ def test_every_flipped_byte_of_the_content_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda whole: b"", "no token file"),
-        (lambda whole: b"some text that is no header at all", "no token file"),
-        (lambda whole: whole[:-1], "no token file"),
-        (lambda whole: whole + b"x", "no token file"),
-        (lambda whole: whole.replace(b"shardrt tokens 1", b"shardrt tokens 2"), "no token file of format"),
-        (lambda whole: whole.replace(b'"vocabulary"', b'"vocabularx"'), "lacks or garbles 'vocabulary'"),
-        (lambda whole: whole.replace(b'"bytes":"3"', b'"bytes":"x"'), "lacks or garbles"),
+        (lambda whole: b"", "not a token file"),
+        (lambda whole: b"some text that is no header at all", "not a token file"),
+        (lambda whole: whole[:-1], "not a token file"),
+        (lambda whole: whole + b"x", "not a token file"),
+        (lambda whole: whole.replace(b"shardrt tokens 1", b"shardrt tokens 2"), "not a token file of format"),
+        (
+            lambda whole: whole.replace(b'"vocabulary"', b'"vocabularx"'),
+            "missing or invalid header entry 'vocabulary'",
+        ),
+        (lambda whole: whole.replace(b'"bytes":"3"', b'"bytes":"x"'), "missing or invalid header entry"),
         (lambda whole: whole[:-8] + bytes([255] * 7) + b"\x7f", "documents begin outside"),
         (lambda whole: whole[:-24] + whole[-8:] + whole[-16:-8] + whole[-24:-16], "documents begin outside"),
-        (lambda whole: whole[:-16] + whole[-8:] + whole[-16:-8], "documents do not follow one another"),
+        (lambda whole: whole[:-16] + whole[-8:] + whole[-16:-8], "documents are not in ascending order"),
     ],
 )
 def test_what_is_no_token_file_is_one_line(tmp_path, damage, text, capsys):
@@ -136,8 +139,8 @@ def test_commands_make_and_check_bytes(tmp_path, capsys):
         (["out.tokens", "missing.txt"], "missing.txt: No such file"),
         (["out.txt", "a.txt"], "must end in .tokens"),
         (["out.tokens", "a.txt", "--end", "x"], "--end needs --tokenizer"),
-        (["out.tokens", "bad.jsonl"], "bad.jsonl, line 2: no JSON object with a text 'text'"),
-        (["out.tokens", "a.txt", "--tokenizer", "bad.jsonl"], "bad.jsonl: no tokenizer"),
+        (["out.tokens", "bad.jsonl"], "bad.jsonl, line 2: expected a JSON object with a string field 'text'"),
+        (["out.tokens", "a.txt", "--tokenizer", "bad.jsonl"], "bad.jsonl: not a tokenizer.json"),
         (["there.tokens", "a.txt"], "there.tokens: exists already"),
     ],
 )
@@ -200,7 +203,7 @@ def test_a_file_that_is_cut_short_while_it_is_in_use_is_an_error_and_no_signal(t
     assert (part.size, int(part[-1]), part.dtype) == (3850, 3999, np.uint16)
     os.truncate(file.path, 4096 + 2 * 1000)
     np.testing.assert_array_equal(part[:800], np.arange(150, 950))
-    with pytest.raises(OSError, match="cut short while it was in use: 200 bytes are missing") as caught:
+    with pytest.raises(OSError, match="the file was truncated while in use: 200 bytes are missing") as caught:
         cut_windows(file.tokens, [0, 3900], 99)
     assert caught.value.filename == str(file.path)
 
@@ -222,14 +225,14 @@ def test_numbers_of_a_header_that_are_none_or_too_large_are_one_line(tmp_path, c
     path = tmp_path / "a.tokens"
     made(path, [[1, 2, 3], [4, 5]], 300)
     header_of(path, **{name: number})
-    assert f"its header lacks or garbles '{name}'" in tool_refuses(capsys, "data", "check", path)
+    assert f"missing or invalid header entry '{name}'" in tool_refuses(capsys, "data", "check", path)
 
 
 def test_tokens_that_are_no_bytes_of_text_and_types_that_are_no_tokens_are_one_line(tmp_path, capsys):
     path = tmp_path / "a.tokens"
     made(path, [[1, 2, 3, 9], [4, 5, 6, 7]], 300)
     header_of(path, bytes="0")
-    assert "are no bytes of text" in tool_refuses(capsys, "data", "check", path)
+    assert "tokens have 0 bytes of text" in tool_refuses(capsys, "data", "check", path)
     header_of(path, bytes="8")
     path.write_bytes(path.read_bytes().replace(b'"U16"', b'"F16"'))
     assert tool_refuses(capsys, "data", "check", path)
@@ -264,7 +267,7 @@ def test_lines_that_are_deep_and_texts_that_are_pipes_are_one_line(tmp_path, cap
     os.symlink("/dev/zero", tmp_path / "zero.jsonl")
     os.symlink("/dev/zero", tmp_path / "zero.tokens")
     for name, message in (
-        ("a.jsonl", "a.jsonl, line 2: no JSON object with a text 'text'"),
+        ("a.jsonl", "a.jsonl, line 2: expected a JSON object with a string field 'text'"),
         ("pipe.txt", "is not a regular file"),
         ("zero.jsonl", "is not a regular file"),
     ):

@@ -162,7 +162,7 @@ def test_a_step_is_drawn(run, tmp_path, capsys):
     for message in ("gather stream", "compute stream", "reduce stream", "forward blocks.0: ", "rank 1 of 2"):
         assert message in drawn
     message = tool_refuses(capsys, "trace", run, "--step", 1)
-    assert message == f"error: {run}: step 1 is not in the trace, but 2, 3"
+    assert message == f"error: {run}: the trace has no step 1; it has 2, 3"
     message = tool_refuses(capsys, "trace", tmp_path)
     assert message == f"error: {tmp_path}/trace.json: No such file or directory"
     (tmp_path / "metrics.jsonl").touch()
@@ -233,5 +233,5 @@ def test_steps_that_are_none_are_refused(given):
 
 
 def test_steps_behind_the_last_one_are_refused():
-    with pytest.raises(ValueError, match="report.trace is 2:9, but the run has 3 steps"):
+    with pytest.raises(ValueError, match="report.trace must end by the last step, 3, got 2:9"):
         replace(TINY, report=replace(TINY.report, trace="2:9"))

@@ -90,7 +90,7 @@ def test_another_number_of_micro_batches_is_reported(folder, capfd):
 
 test_what_does_not_go_together_is_told_before_anything_is_written = jobs.one_line_tests(
     ("micro_batches must be a power of two, got 12", "--micro-batches", "12", "--batch-size", "12"),
-    ("batch_size 12 cannot be shared equally", "--batch-size", "12"),
+    ("batch_size must divide equally among", "--batch-size", "12"),
     ("has its gradients on the host", "--memory.offload-gradients", "True"),
     ("reduces each part: leave reduce_each off", "--reduce-each", "True"),
     ("optimizer.clip_type must be 1, 2 or inf", "--optimizer.clip-type", "3"),

@@ -31,7 +31,7 @@ def set_gradient_divide_factor(module: Module, factor: float) -> None:
     for schedule in dict.fromkeys(unit.schedule for unit in found if unit.schedule is not None):
         if differing := objects.differing_ranks(schedule.control, float(factor)):
             raise ValueError(
-                f"set_gradient_divide_factor: ranks {differing} give another factor than rank 0 (rank "
+                f"set_gradient_divide_factor: ranks {differing} passed another factor than rank 0 (rank "
                 f"{schedule.mesh.rank}: {factor}); pass the same on every rank"
             )
     for unit in found:

@@ -66,7 +66,7 @@ def _compare_types(schedule: Schedule, units: list[Unit]) -> None:
     found = [f"{kind} as {here.gathered_dtype(kind).name}" for kind in kinds]
     if found and (differing := objects.differing_ranks(schedule.control, found)):
         raise ValueError(
-            f"fully_shard: ranks {differing} gather parameters in other types than rank 0 "
+            f"fully_shard: ranks {differing} gather parameters in other dtypes than rank 0 "
             f"(rank {schedule.mesh.rank}: {', '.join(found)}); have the extra bf16 installed for all ranks "
             "or none, on processors of one type"
         )

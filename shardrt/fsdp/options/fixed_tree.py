@@ -76,7 +76,8 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
                 raise ValueError(f"set_world_invariant: {name} must be a power of two, got {value}")
         if micro_batches < size:
             raise ValueError(
-                f"set_world_invariant: micro_batches {micro_batches} are too few for {size} ranks"
+                f"set_world_invariant: micro_batches must be at least {size}, the number of ranks, got "
+                f"{micro_batches}"
             )
         if unit.schedule is not None:
             raise RuntimeError(
@@ -94,7 +95,8 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
 class ReductionSlot:
     """The target of a reduction: array `index`, which is then added to the array before, `merges` times.
 
-    accumulate: the reduction is added to the array's values.
+    Attributes:
+        accumulate: the reduction is added to the array's values.
     """
 
     index: int
@@ -242,7 +244,8 @@ def _check_experts(unit: Unit, first: Unit) -> None:
         places = np.searchsorted(first.settings.mesh.ranks.ravel(), apart[0].ravel()) if apart else ()
         if (np.diff(places) != 1).any():
             raise ValueError(
-                f"set_world_invariant: ranks with experts of unit {unit.label} are no neighbours among those "
+                f"set_world_invariant: the ranks with experts of unit {unit.label} must be adjacent among "
+                "those "
                 "of the data; use an axis of mesh.fold"
             )
         if apart and group.key.reduce in dtypes.LOW:

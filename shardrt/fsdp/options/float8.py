@@ -14,7 +14,8 @@ from shardrt.nn.module import Module
 def choose_float8(modules: list[Module], settings: Settings, parameters: Keyed) -> None:
     """Mark the weights of linear layers whose matmuls run in float8, if their sizes allow it.
 
-    Raises ValueError if the device has no matmul in float8.
+    Raises:
+        ValueError: if the device has no matmul in float8.
     """
     if not (isinstance(settings.precision, MixedPrecisionPolicy) and settings.precision.float8):
         return

@@ -143,11 +143,15 @@ def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:
 
 
 def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
-    """Collect on rank 0 a parameter's values from `array`, which is laid out like its shard. Collective.
+    """Collect on rank 0 a parameter's values from `array`, which is laid out like its shard.
 
-    array: 1-D, for instance optimizer state.
+    Collective.
 
-    Gives a host array in the shape of the whole parameter on rank 0, and None on ranks that send their part.
+    Args:
+        array: 1-D, for instance optimizer state.
+
+    Returns:
+        A host array in the shape of the whole parameter on rank 0, and None on ranks that send their part.
     """
     storage = parameter.storage
     start, stop = storage.range_of(parameter)

@@ -40,13 +40,17 @@ class Move:
 
 @dataclass(frozen=True)
 class Rows:
-    """The layout of packed gradients. Elements of a row that belong to no move are never read.
+    """The layout of packed gradients.
 
-    offsets: position of a trained parameter -> where its full gradient begins in the slot.
-    gaps: (start, stop) of ranges of the slot between gradients that are sent with them.
-    full: elements of the slot. size: elements of a row.
-    moves: for each shard, the ranges that its row has.
-    uses: number of flags at the beginning of a row.
+    Elements of a row that belong to no move are never read.
+
+    Attributes:
+        offsets: position of a trained parameter -> where its full gradient begins in the slot.
+        gaps: (start, stop) of ranges of the slot between gradients that are sent with them.
+        full: elements of the slot.
+        size: elements of a row.
+        moves: for each shard, the ranges that its row has.
+        uses: number of flags at the beginning of a row.
     """
 
     offsets: dict[int, int]
@@ -60,7 +64,8 @@ class Rows:
     def plan(cls, layout: Layout, trained: Collection[int], report_uses: bool) -> "Rows | None":
         """Rows for the parameters at the positions `trained`; None if rows would be as long as shards.
 
-        report_uses: rows begin with flags.
+        Args:
+            report_uses: rows begin with flags.
         """
         runs = _runs(sorted(trained))
         uses = len(layout.entries) if report_uses else 0
@@ -169,7 +174,7 @@ class PackedGradient(WholeGradient):
                 put(begin + move.place, full[move.source : move.source + move.count])
 
     def _unpack(self, row: Array, out: Array, scale: float, accumulate: bool, again: bool) -> None:
-        """out = (out if `accumulate`) + scale * row, where the row has the element, else + 0.
+        """Compute out = (out if `accumulate`) + scale * row, where the row has the element, else + 0.
 
         again: add the counts of uses to those of an earlier reduction.
         """
@@ -214,7 +219,7 @@ def set_find_unused_parameters(module: Module, find: bool = True) -> None:
     """
     found = units_for("set_find_unused_parameters", module)
     if any(group.has_partial_gradient for unit in found for group in unit.groups):
-        raise RuntimeError("set_find_unused_parameters: there are gradients; call zero_grad before")
+        raise RuntimeError("set_find_unused_parameters: the model has gradients; call zero_grad before it")
     for unit in found:
         unit.choices.find_unused = find
 

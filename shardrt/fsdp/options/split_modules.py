@@ -28,11 +28,14 @@ class SplitModules(Composition):
                 )
         for each in modules:
             if stages_of(each):
-                raise ValueError("fully_shard: the model has stages; call it on each of them instead")
+                raise ValueError(
+                    "fully_shard: the model has pipeline stages; call it on each of stages_of(model) instead"
+                )
             absent = next((parameter for parameter in each.parameters() if parameter.absent), None)
             if absent is not None:
                 raise ValueError(
-                    f"fully_shard: parameter {absent.name!r} is {absent.pipeline.description}; call it on "
+                    f"fully_shard: parameter {absent.name!r} has no values here: it is "
+                    f"{absent.pipeline.description}; call it on "
                     "the modules of this rank's stages"
                 )
 
@@ -105,7 +108,9 @@ class SplitModules(Composition):
 def data_of(placement: ParameterPlacement, mesh: DeviceMesh) -> MeshLayout:
     """The mesh axes along which ranks have different losses that all contribute to a parameter's gradient.
 
-    placement: how the parameter's module was split. mesh: the mesh that the parameter is sharded over.
+    Args:
+        placement: how the parameter's module was split.
+        mesh: the mesh that the parameter is sharded over.
     """
     return without(union(mesh.axes, placement.axes) if placement.own_data else mesh.axes, placement.one_loss)
 
