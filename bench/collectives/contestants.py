@@ -225,7 +225,7 @@ class RawMPI(Contestant):
 
 class RawNCCL(Contestant):
     """cupy.cuda.nccl's calls, on the NCCL communicator of ours. Never run on a GPU yet
-    (docs/reference/status.md).
+    (docs/reference/limits.md).
 
     gather, scatter and sendrecv are sends and receives in one group, as in nccl-tests.
     """
