@@ -3,7 +3,7 @@
 A graph is described once per shape, strides and type, and cuDNN plans it for some tenths of a second; from
 then on it takes addresses. What the operations are is in _cudnn_attention.py and _cudnn_conv2d.py.
 
-Never run on a GPU yet (docs/reference/status.md); tests/cuda runs it against a stand-in for the module
+Never run on a GPU yet (docs/reference/limits.md); tests/cuda runs it against a stand-in for the module
 `cudnn`.
 """
 

@@ -1,6 +1,6 @@
 """Launches kernels on a GPU through CuPy: the one file of this folder that needs one.
 
-Never run on a GPU yet (docs/reference/status.md); tests run it on the real CuPy over a GPU emulator.
+Never run on a GPU yet (docs/reference/limits.md); tests run it on the real CuPy over a GPU emulator.
 """
 
 import ctypes

@@ -8,7 +8,7 @@ share a GPU. Other arrays, small arrays and messages go through pinned host memo
 The host orders the ranks: it waits for a stream, then the ranks meet through the host communicator. So a call
 blocks the host until it is done, and nothing overlaps.
 
-Never run on a GPU yet (docs/reference/status.md); tests run it on the real CuPy over a GPU emulator.
+Never run on a GPU yet (docs/reference/limits.md); tests run it on the real CuPy over a GPU emulator.
 """
 
 import os

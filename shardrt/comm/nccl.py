@@ -6,7 +6,7 @@ slices (grouped sends and receives, the bytes of a ring's reduce-scatter), and o
 fixed tree over ranks. So it is bitwise identical to every other backend, and sums 16-bit types in float32.
 Its calls and memory grow with the number of ranks (docs/explanation/gpu.md).
 
-Never run on a GPU yet (docs/reference/status.md); tests/softgpu runs it on the real CuPy over a GPU emulator.
+Never run on a GPU yet (docs/reference/limits.md); tests/softgpu runs it on the real CuPy over a GPU emulator.
 """
 
 import ctypes

@@ -5,7 +5,7 @@ at the beginning and join it at the end, so that work in each of them is in the 
 stream can wait only for points of the graph. Earlier points are reached, because the host waits for all
 streams first. A replay begins after all work that is then in the thread's streams.
 
-Never run on a GPU yet (docs/reference/status.md); tests run it on the real CuPy over a GPU emulator.
+Never run on a GPU yet (docs/reference/limits.md); tests run it on the real CuPy over a GPU emulator.
 """
 
 import atexit

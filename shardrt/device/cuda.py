@@ -4,7 +4,7 @@ When the last reference to a block dies, CuPy's pool lends it again to the strea
 does not know whether another stream still uses the block. So only the compute stream allocates from the pool.
 Shards, arenas and other arrays that several streams use are raw allocations, which live while referenced.
 
-Never run on a GPU yet (docs/reference/status.md); tests run it on the real CuPy over a GPU emulator.
+Never run on a GPU yet (docs/reference/limits.md); tests run it on the real CuPy over a GPU emulator.
 """
 
 import ctypes
