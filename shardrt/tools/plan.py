@@ -307,8 +307,8 @@ def _failures(found: Found, space: _Space) -> list[str]:
     if found.over:
         each = found.over[0]
         lines.append(
-            f"the fastest that does not fit: {each.report.ms:,.1f} ms with {each.bytes() / 1e9:.1f} GB on the "
-            f"device of rank {each.rank}, {each.bytes('host') / 1e9:.1f} GB on its host"
+            f"the fastest that does not fit: {each.report.ms:,.1f} ms with {each.bytes() / 1e9:.1f} GB on "
+            f"the device of rank {each.rank}, {each.bytes('host') / 1e9:.1f} GB on its host"
         )
         for place, parts in each.memory.items():
             shown = (f"{category or 'other'} {nbytes / 1e9:.1f}" for category, nbytes in parts.items())
