@@ -146,7 +146,8 @@ def test_a_stopped_rank_is_alive_however_long_ago_it_gave_a_sign(tmp_path, capsy
         time.sleep(0.1)
         now = time.time()
         monkeypatch.setattr(time, "time", lambda: now + 60)
-        assert message(capsys, str(tmp_path))[1].count(": alive") == 1
+        out = message(capsys, str(tmp_path))[1]
+        assert f", process {process.pid}: alive, its process is stopped" in out and out.count(": alive") == 1
         os.kill(process.pid, signal.SIGCONT)
         time.sleep(0.1)
         assert message(capsys, str(tmp_path))[1].count(": alive") == 0

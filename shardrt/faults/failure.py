@@ -2,8 +2,8 @@
 
 Without this, a rank whose program raises waits in MPI's shutdown for ranks that wait for it in a collective.
 The hooks are installed when the ranks first meet (mpi_world.of_mpi); a world of one needs none. They replace
-sys.exit, sys.excepthook and threading.excepthook for the whole process. docs/howto/failures.md lists exit
-codes.
+sys.exit, sys.excepthook and threading.excepthook for the whole process. docs/reference/exit_codes.md lists
+exit codes.
 """
 
 import atexit

@@ -71,7 +71,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     for rank in found["ranks"]:
         how = f", {rank['how']}" if rank["how"] and rank["how"] != rank["state"] else ""
         rows += [
-            f"rank {rank['rank']} on {rank['host']}: {rank['state']}{how}",
+            f"rank {rank['rank']} on {rank['host']}, process {rank['pid']}: {rank['state']}{how}",
             f"    step {rank['step']}, {rank['phase']}; {rank['resident'] / 1e6:.0f} MB; "
             f"last sign of life {rank['last_sign']}",
             f"    last done: {rank['done'] or 'nothing'}",
@@ -130,7 +130,7 @@ def _rank(flight: Flight, flights: list[Flight], living: Set[int]) -> dict[str, 
         "host": flight.host,
         "pid": flight.pid,
         "state": _state(flight, living),
-        "how": flight.ended,
+        "how": flight.ended or ("its process is stopped" if _is_here(flight) and _is_stopped(flight) else ""),
         "step": flight.last.step,
         "phase": flight.last.phase,
         "entered": str(entered) if entered else "",
@@ -162,11 +162,16 @@ def _all_done(flights: list[Flight]) -> bool:
 def _alive(flight: Flight) -> bool:
     if flight.ended:
         return False
-    status, began = _process(flight.pid)
+    status, _ = _process(flight.pid)
     if _is_here(flight) and status in ("", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return False  # or its parent has not yet read its exit status
-    stopped = status == psutil.STATUS_STOPPED and abs(began - flight.began) < _SAME
-    return stopped or time.time() - flight.life < _ALIVE
+    return _is_stopped(flight) or time.time() - flight.life < _ALIVE
+
+
+def _is_stopped(flight: Flight) -> bool:
+    """Whether this rank's process is here and stopped, by SIGSTOP or a debugger."""
+    status, began = _process(flight.pid)
+    return status == psutil.STATUS_STOPPED and abs(began - flight.began) < _SAME
 
 
 def _is_here(flight: Flight) -> bool:

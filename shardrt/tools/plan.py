@@ -279,9 +279,9 @@ def _counts(found: Found, space: _Space) -> str:
     too_large, slower, same = len(found.too_large), len(found.slower), len(found.same)
     text = (
         f"{len(space.candidates):,} candidates: {found.tried:,} tried, of which {len(found.best) + same:,} "
-        f"fit ({same:,} like another to the bit), {len(found.over):,} take more memory and {refused:,} were "
-        f"refused; dropped {too_large:,} that need no less than one that takes more, {slower:,} that can't "
-        "be among the best"
+        f"fit ({same:,} bitwise identical to another), {len(found.over):,} did not fit and {refused:,} were "
+        f"refused; pruned {too_large:,} that need at least as much memory as one that did not fit, "
+        f"{slower:,} that can't be among the best"
     )
     if skipped:
         text += f", {skipped:,} like refused ones"
@@ -307,8 +307,8 @@ def _failures(found: Found, space: _Space) -> list[str]:
     if found.over:
         each = found.over[0]
         lines.append(
-            f"the fastest that takes more: {each.report.ms:,.1f} ms with {each.bytes() / 1e9:.1f} GB on the "
-            f"device of rank {each.rank}, {each.bytes('host') / 1e9:.1f} GB on its host"
+            f"the fastest that does not fit: {each.report.ms:,.1f} ms with {each.bytes() / 1e9:.1f} GB on "
+            f"the device of rank {each.rank}, {each.bytes('host') / 1e9:.1f} GB on its host"
         )
         for place, parts in each.memory.items():
             shown = (f"{category or 'other'} {nbytes / 1e9:.1f}" for category, nbytes in parts.items())

@@ -23,7 +23,7 @@ from tests.failures.matrix import LIMIT, Case, cases, check, prepare
 from tests.hosts.hosts import Hosts
 from tests.ranks import add_launcher, mpirun_path
 
-PROMISED = 2.0  # seconds, or as many after the limit of the watchdog: docs/howto/failures.md
+PROMISED = 2.0  # seconds, or as many after the limit of the watchdog: docs/explanation/failures.md
 
 
 def main(arguments: list[str]) -> int:

@@ -148,8 +148,8 @@ def check(
 ) -> float:
     """Run one; gives the seconds from the failure to the end. Raises AssertionError with what it printed.
 
-    grace: by the seconds until the failure, those to see it, which the promise of docs/howto/failures.md has
-    2 of, and to end. limit: seconds of the watchdog, where it is to end the job.
+    grace: by the seconds until the failure, those to see it (docs/explanation/failures.md promises 2) and to
+    end. limit: seconds of the watchdog, where it is to end the job.
     """
     command = [launcher or mpirun_path(), "-n", str(case.size), python, "-m", "tests.failures.victim"]
     command += [case.failure, case.phase, str(case.victim)]

@@ -1,7 +1,7 @@
 """A rank whose launcher is gone stops: a training run has saved then and goes on to the same bits.
 
-A sample; `python -m tests.failures.launcher` runs every kill of every recipe. docs/howto/failures.md says
-what is promised.
+A sample; `python -m tests.failures.launcher` runs every kill of every recipe. docs/explanation/failures.md
+says what is promised.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """A rank that fails, in whichever way and phase: the job ends in time, with its code and one message.
 
-A selection; `python -m tests.failures` runs every case. docs/howto/failures.md is the promise.
+A selection; `python -m tests.failures` runs every case. docs/explanation/failures.md is the promise.
 """
 
 import pytest

@@ -105,9 +105,9 @@ def test_why_plans_failed_is_reported(capsys):
     limit = str((small["device_bytes"] + large["device_bytes"]) / 2 / 1e9)
     report = planned(capsys, "--memory", limit, *arguments)
     assert "8 candidates: " in report and "measured = false" in report
-    assert "5 tried, of which 2 fit (" in report and "1 take more memory and 2 were refused" in report
-    assert "; dropped 3 that need no less than one that takes more, 0 that can't" in report
-    assert "the fastest that takes more: " in report and "   device, GB: " in report
+    assert "5 tried, of which 2 fit (" in report and "1 did not fit and 2 were refused" in report
+    assert "; pruned 3 that need at least as much memory as one that did not fit, 0 that" in report
+    assert "the fastest that does not fit: " in report and "   device, GB: " in report
     assert "refused 2, not tried 0: fsdp.copies must be 1 without a hybrid strategy, got 3" in report
     assert planned(capsys, "--memory", "1e-9", *arguments, code=1).startswith("16 ranks on h100-8: no plan")
 
