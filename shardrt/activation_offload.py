@@ -3,8 +3,8 @@
 One stream copies them to the host while the next module computes. In backward, another stream copies them
 back while the module before them in backward computes. (Rhu et al., vDNN, 2016.) This file works on saved
 arrays and knows no op.
-With shardrt.recompute on the same module only the kept inputs travel. docs/howto/activation_offload.md has
-the costs.
+With shardrt.recompute on the same module only the kept inputs travel. docs/howto/fit_in_memory.md has the
+costs.
 """
 
 import sys

@@ -4,7 +4,7 @@
 forward runs without a tape and leaves one node, Recompute. Its backward runs the forward again under a fresh
 tape and differentiates that. Random numbers are a function of their purpose, so the second run is bitwise
 identical to the first, dropout included. Of sharding this file knows only which units a run entered.
-docs/howto/recomputation.md has the costs.
+docs/howto/fit_in_memory.md has the costs.
 """
 
 from bisect import bisect_left

@@ -22,7 +22,7 @@ from shardrt.fsdp import CPUOffloadPolicy, fully_shard
 SECTION = "optimizer"
 LAYERS = 4
 UPDATE = 28  # bytes of memory per parameter: AdamW reads four arrays of float32 and writes three
-UP, DOWN = 16, 12  # bytes per parameter on the link when all is on the host (docs/howto/offload.md)
+UP, DOWN = 16, 12  # bytes per parameter on the link when all is on the host (docs/howto/fit_in_memory.md)
 
 
 class Stack(nn.Module):

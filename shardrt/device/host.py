@@ -1,7 +1,7 @@
 """Host buffers for arrays that a device offloads: pinned memory, or a mapped file for more than fits.
 
 write_out writes a piece of a mapped buffer to its file and drops the piece's pages from memory. For other
-arrays write_out and drop do nothing. docs/howto/offload.md gives the reasons.
+arrays write_out and drop do nothing. docs/howto/fit_in_memory.md gives the reasons.
 """
 
 import mmap

@@ -5,8 +5,8 @@
     download  staging slot -> host        of chunk i - 1; then to its file, where the host array is one
 
 Only arrays on the host are staged, the others are used where they are. With offloaded.step "host" nothing is
-staged and the host's kernels run. Results are bitwise identical in all cases. docs/howto/offload.md has the
-costs.
+staged and the host's kernels run. Results are bitwise identical in all cases. docs/howto/fit_in_memory.md has
+the costs.
 """
 
 from collections.abc import Callable
