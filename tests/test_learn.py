@@ -22,7 +22,10 @@ FIGURES = ROOT / "docs" / "figures"
 def without_docstrings(source: str) -> str:
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
+            and ast.get_docstring(node) is not None
+        ):
             first = node.body[0]
             lines[first.lineno - 1 : first.end_lineno] = [None] * (first.end_lineno - first.lineno + 1)
     return "\n".join(line for line in lines if line is not None) + "\n"
@@ -65,7 +68,10 @@ def test_the_walk_has_an_excerpt_in_every_stage():
 
 # Not schedule.py, whose picture is of measured times, nor scale.py, which tests/simulate covers.
 AXES = ("tensor", "sequence", "pipeline", "context", "experts")
-PICTURES = [(name, [f"{name}.py"]) for name in ("loop", "collectives", "flat", "zero", "memory", "slots", "states")]
+PICTURES = [
+    (name, [f"{name}.py"])
+    for name in ("loop", "collectives", "flat", "zero", "memory", "slots", "states", "options")
+]
 PICTURES += [(axis, ["axes.py", axis]) for axis in AXES]
 
 
@@ -105,7 +111,9 @@ def test_the_forty_lines_train_as_microfsdp_does(ranks):
     exec("\n".join(block for block in blocks if "shardrt" not in block), page)
     layers = [Matmul(shape, relu) for shape, relu in zip(page["SHAPES"], (True, False), strict=True)]
     initial = [[array] for array in page["initial"]()]
-    models = [MICRO.FSDP(layers, initial, "FULL_SHARD", each) for each in MICRO.process_groups("FULL_SHARD", ranks)]
+    models = [
+        MICRO.FSDP(layers, initial, "FULL_SHARD", each) for each in MICRO.process_groups("FULL_SHARD", ranks)
+    ]
 
     def train(rank, group):
         x, target = page["batch"](rank, ranks)

@@ -58,14 +58,25 @@ def sequence() -> Drawing:
             drawing.box(x, y, width / 2, height, ONE)
             drawing.box(x + width / 2, y, width / 2, height, OTHER)
             drawing.text(x + width / 2, y - 8, name, DARK, "middle")
-            drawing.text(x + width / 2, y + height + 18, "half of the heads" if number == 1 else "half of the units", GREY, "middle")
+            drawing.text(
+                x + width / 2,
+                y + height + 18,
+                "half of the heads" if number == 1 else "half of the units",
+                GREY,
+                "middle",
+            )
         x += width
         if number < len(steps) - 1:
             drawing.arrow(x + 6, y + height / 2, x + 68, y + height / 2)
             drawing.text(x + 37, y + height / 2 - 22, "all-" if cut else "reduce-", DARK, "middle")
             drawing.text(x + 37, y + height / 2 - 8, "gather" if cut else "scatter", DARK, "middle")
             x += 74
-    drawing.text(20, 226, "All-gather and reduce-scatter move as many bytes as the all-reduce of tensor parallelism alone.", DARK)
+    drawing.text(
+        20,
+        226,
+        "All-gather and reduce-scatter move as many bytes as the all-reduce of tensor parallelism alone.",
+        DARK,
+    )
     drawing.key(20, 250, KEY[:2])
     return drawing
 
@@ -79,7 +90,9 @@ ONE_F_ONE_B = (
 
 def pipeline() -> Drawing:
     """Two stages, and the timetable of a step."""
-    drawing = Drawing(760, 300, "Pipeline parallelism: each rank has some layers, micro-batches follow each other")
+    drawing = Drawing(
+        760, 300, "Pipeline parallelism: each rank has some layers, micro-batches follow each other"
+    )
     drawing.text(12, 26, "Four blocks in two stages, four micro-batches: 1F1B", bold=True)
     for block in range(4):
         drawing.box(112 + block * 88, 44, 76, 34, ONE if block < 2 else OTHER, f"block {block}")
@@ -114,7 +127,9 @@ def pipeline() -> Drawing:
 
 def context() -> Drawing:
     """Eight chunks of a sequence on four ranks, and which keys each query sees."""
-    drawing = Drawing(760, 320, "Context parallelism: each rank has an early and a late chunk of every sequence")
+    drawing = Drawing(
+        760, 320, "Context parallelism: each rank has an early and a late chunk of every sequence"
+    )
     drawing.text(12, 26, "One sequence on four ranks: each has an early and a late chunk", bold=True)
     owner = [min(chunk, 7 - chunk) for chunk in range(8)]
     for chunk in range(8):
@@ -129,7 +144,9 @@ def context() -> Drawing:
     for query in range(8):
         for key in range(8):
             seen = key <= query
-            drawing.box(left + key * size, top + query * size, size, size, RANKS[owner[query]] if seen else EMPTY)
+            drawing.box(
+                left + key * size, top + query * size, size, size, RANKS[owner[query]] if seen else EMPTY
+            )
         drawing.text(left - 8, top + query * size + 17, f"{query}", GREY, "end")
         drawing.text(left + query * size + size / 2, top + 8 * size + 16, f"{query}", GREY, "middle")
     drawing.text(left + 4 * size, top + 8 * size + 34, "chunk of the keys", GREY, "middle")

@@ -41,7 +41,9 @@ def picture() -> Drawing:
     y = 58 + N * (BOX + GAP) + 20
     drawing.text(12, y, "A colour is the rank that made the values.", DARK)
     drawing.text(388, y, "\u03a32 = a2 + b2 + c2 + d2: one term from each rank", DARK)
-    drawing.text(12, y + 24, "Each of the two moves (N - 1) / N of the whole array to and from every rank.", DARK)
+    drawing.text(
+        12, y + 24, "Each of the two moves (N - 1) / N of the whole array to and from every rank.", DARK
+    )
     drawing.text(12, y + 44, "An all-reduce is a reduce-scatter, then an all-gather of the sums.", DARK)
     return drawing
 

@@ -19,7 +19,12 @@ def picture() -> Drawing:
     layout = Layout.plan(SHAPES, shards=len(RANKS))
     drawing = Drawing(760, 290, "The flat buffer of one unit is cut into four equal shards")
     scale = WIDTH / layout.total
-    drawing.text(LEFT, 28, f"the parameters of a unit, one after the other in one flat buffer of {layout.total} elements", bold=True)
+    drawing.text(
+        LEFT,
+        28,
+        f"the parameters of a unit, one after the other in one flat buffer of {layout.total} elements",
+        bold=True,
+    )
     for entry, fill in zip(layout.entries, SHADES, strict=True):
         x = LEFT + entry.offset * scale
         drawing.box(x, 76, entry.size * scale, BOX, fill)
@@ -41,9 +46,7 @@ def picture() -> Drawing:
         for line, entry in enumerate(parts):
             low, high = max(entry.offset, start) - entry.offset, min(entry.stop, stop) - entry.offset
             drawing.text(x + 4, y + BOX + 18 + 16 * line, f"{entry.name}[{low}:{high}]", GREY)
-    drawing.text(
-        LEFT, 278, "Dashed: padding, since parameters and shards begin at multiples of 16 elements."
-    )
+    drawing.text(LEFT, 278, "Dashed: padding, since parameters and shards begin at multiples of 16 elements.")
     return drawing
 
 

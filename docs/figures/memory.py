@@ -43,7 +43,9 @@ def picture() -> Drawing:
     most = max(sum(plan.values()) for plan in plans.values())
     left, height, scale = 196, 26, 480 / most
     drawing = Drawing(760, 300, "Memory of a rank for each strategy, Llama 3.2 1B on 8 ranks")
-    drawing.text(12, 26, f"Llama 3.2 1B in float32 on {N} ranks: GB of each rank, without activations", bold=True)
+    drawing.text(
+        12, 26, f"Llama 3.2 1B in float32 on {N} ranks: GB of each rank, without activations", bold=True
+    )
     for number, (strategy, plan) in enumerate(plans.items()):
         y, x = 46 + number * (height + 8), float(left)
         drawing.text(12, y + 17, strategy)

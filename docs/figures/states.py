@@ -55,7 +55,15 @@ def picture() -> Drawing:
         drawing.text(x, y - 3, state.name, ink, "middle", bold=True)
         drawing.text(x, y + 14, meaning, ink, "middle")
     drawing.key(
-        24, 330, [(EMPTY, "no whole parameters"), ("#9ecae9", "on their way"), (PARAMETERS, "in use"), ("#72b7b2", "there"), ("#eeca3b", "there, old values")]
+        24,
+        330,
+        [
+            (EMPTY, "no whole parameters"),
+            ("#9ecae9", "on their way"),
+            (PARAMETERS, "in use"),
+            ("#72b7b2", "there"),
+            ("#eeca3b", "there, old values"),
+        ],
     )
     return drawing
 
