@@ -1,4 +1,4 @@
-"""The pages of docs/learn: their excerpts are the source, their pictures are current, their programs agree."""
+"""docs/learn: excerpts are the source, pictures are current, the programs of the ladder agree."""
 
 import ast
 import re

@@ -81,7 +81,7 @@ def sequence() -> Drawing:
     return drawing
 
 
-# (stage, kind, micro-batch) by start; F takes 1 and B 2 units of time: 1F1B on two ranks with four micro-batches.
+# A cell is one unit of time: F takes 1, B takes 2. 1F1B on two ranks with four micro-batches.
 ONE_F_ONE_B = (
     "F0 F1 .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3",
     ".  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 . ",

@@ -78,7 +78,7 @@ class Drawing:
         )
 
     def key(self, x: float, y: float, entries: list[tuple[str, str]], step: float = 0) -> None:
-        """Squares of colour with what they mean, in one line. step: pixels for each; 0: as long as its text."""
+        """Squares of colour with what they mean, in one line. step: pixels for each; 0: by its text."""
         for fill, text in entries:
             self.box(x, y - 10, 12, 12, fill)
             self.text(x + 18, y, text, DARK)

@@ -5,7 +5,7 @@ python docs/figures/memory.py docs/figures/memory.svg
 The bytes are those that memory_plan gives rank 0 of 8 ranks that share no memory, float32, AdamW.
 """
 
-from drawing import DARK, GREY, GRADIENTS, OPTIMIZER, PARAMETERS, Drawing, write
+from drawing import DARK, GRADIENTS, GREY, OPTIMIZER, PARAMETERS, Drawing, write
 
 from shardrt import device
 from shardrt.comm import init_device_mesh

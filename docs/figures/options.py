@@ -2,7 +2,7 @@
 
 python docs/figures/options.py docs/figures/options.svg
 
-The bytes are those that memory_plan gives rank 0 of 4 ranks that share no memory, 4 sequences of 1,024 tokens each.
+The bytes are those that memory_plan gives rank 0 of 4 ranks that share no memory.
 """
 
 from collections.abc import Callable

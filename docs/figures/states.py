@@ -19,7 +19,7 @@ PLACES = {
     State.KEPT: (670, 150, "kept for backward", "#72b7b2"),
     State.STALE: (470, 240, "shards were written", "#eeca3b"),
 }
-# The way of an arrow between two states that are not neighbours: points of an SVG path, the last one with a head.
+# The way of each arrow: points of an SVG path, the last one with a head.
 WAYS = {
     (State.SHARDED, State.GATHERING): [(90, 128), (90, 54), (204, 54)],
     (State.GATHERING, State.SHARDED): [(204, 68), (110, 68), (110, 128)],

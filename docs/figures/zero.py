@@ -3,7 +3,7 @@
 python docs/figures/zero.py docs/figures/zero.svg
 """
 
-from drawing import DARK, EMPTY, GREY, GRADIENTS, OPTIMIZER, PARAMETERS, Drawing, write
+from drawing import DARK, EMPTY, GRADIENTS, GREY, OPTIMIZER, PARAMETERS, Drawing, write
 
 N, BOX = 4, 30
 ROWS = (("parameters", PARAMETERS, 1), ("gradients", GRADIENTS, 1), ("optimizer state", OPTIMIZER, 2))
