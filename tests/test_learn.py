@@ -64,6 +64,12 @@ def test_the_walk_has_an_excerpt_in_every_stage():
     assert len(stages) >= 12 and all("```py\n" in stage for stage in stages)
 
 
+def test_the_walk_shows_what_its_program_prints(capsys):
+    page = (LEARN / "one_step.md").read_text()
+    exec("\n".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)), {})
+    assert capsys.readouterr().out == re.search(r"^```text\n(.*?)^```", page, re.M | re.S)[1]
+
+
 # --- pictures -----------------------------------------------------------------------------------------------
 
 # Not schedule.py, whose picture is of measured times, nor scale.py, which tests/simulate covers.
