@@ -42,7 +42,7 @@ class Group:
 
 
 def tree_sum(parts: list[np.ndarray]) -> np.ndarray:
-    """(0 + 1) + (2 + 3): sums within groups of 2, then over the groups, have the same bits."""
+    """(0 + 1) + (2 + 3): bitwise identical to sums within groups of 2, then over the groups."""
     while len(parts) > 1:
         pairs = [left + right for left, right in zip(parts[::2], parts[1::2])]
         parts = pairs + parts[len(pairs) * 2 :]

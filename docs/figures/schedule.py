@@ -3,7 +3,7 @@
     mpirun -n 2 python docs/figures/schedule.py docs/figures/schedule.svg
 
 A model of six equal blocks. Ranks talk through plain MPI here, which really copies; where they share memory
-a gather is too short to see. `python -m shardrt trace` draws any step of models.train alike (watching.md).
+a gather is too short to see. `shardrt trace` draws any step of a run in the same way (docs/howto/watch.md).
 """
 
 import sys
@@ -26,7 +26,7 @@ BLOCKS, WIDTH, ROWS, STEPS = 6, 1024, 512, 4
 
 
 class Block(nn.Module):
-    """Two matrix products of WIDTH x 4 WIDTH."""
+    """Two matmuls of WIDTH x 4 WIDTH."""
 
     def __init__(self) -> None:
         super().__init__()

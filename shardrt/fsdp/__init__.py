@@ -3,7 +3,7 @@
 Reading order: strategy, policy, api (fully_shard), unit, layout, process_groups, group (what a unit is),
 roles, buffers, setup (how a model is built). Then one step: boundary, schedule, plan, forward, gathers,
 transfer, nodes, gradients, gradient_path, whole_gradient, collectives, sharded_gradient.
-docs/explanation/schedule.md follows the same order.
+docs/learn/one_step.md shows one step next to the code.
 """
 
 from shardrt.fsdp.api import fully_shard

@@ -8,7 +8,7 @@ There are three streams: compute, gather and reduce (and two more with offload).
 communicator each: on a shared one, every gather would queue behind a reduction. All decisions follow from the
 order of the program, never from the progress of a stream. So all ranks issue the same collectives in the same
 order.
-docs/explanation/schedule.md walks through one step. This file drives backward; forward.py, gathers.py and
+docs/learn/one_step.md walks through one step. This file drives backward; forward.py, gathers.py and
 gradients.py have the rest.
 
 A backward with `deferred` has two halves, and other forwards and backwards may run in between. Parameters are
