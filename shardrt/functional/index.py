@@ -15,7 +15,7 @@ from shardrt.functional.words import also, torch_words
 
 @torch_words
 def gather(x: "Tensor", axis: int, index: Any) -> "Tensor":
-    """y[i][j][k] = x[i][index[i][j][k]][k] for axis 1, and so on: one element of x for each of `index`.
+    """`y[i][j][k] = x[i][index[i][j][k]][k]` for axis 1, and so on: one element of x for each of `index`.
 
     Errors name what doesn't fit.
 

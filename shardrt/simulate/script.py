@@ -27,8 +27,9 @@ from shardrt.device.simulated import SimulatedDevice
 from shardrt.device.timeline import Span
 from shardrt.simulate.roles import Roles, recorded
 from shardrt.simulate.values import Values
+from shardrt.train.command import module_name
 
-__all__ = ["NoScript", "record"]
+__all__ = ["NoScript", "expanded", "record"]
 
 _MOST = 1 << 40  # items of a program
 
@@ -56,7 +57,8 @@ def record(
     """What the recorded ranks issue in `steps` optimizer steps, or until the script ends.
 
     Args:
-        command: a script and its arguments; or a module and its own, with "-m" before it or without.
+        command: a script and its arguments; or a module and its own, with "-m" before it or without;
+            or "train" and the arguments of the training command.
         ranks: how many there are, `local_size` a node.
         stands_for: the recorded ones, each with the ranks that it stands for; if not given, one of each role
             (roles.py), for which a pipeline begins twice.
@@ -205,8 +207,14 @@ def _command(command: Sequence[str]) -> Iterator[Any]:
         sys.argv, sys.path[:] = before
 
 
+def expanded(command: Sequence[str]) -> list[str]:
+    """The command with "train", if it begins so, replaced by the module that `shardrt train` runs."""
+    return ["-m", module_name(), *command[1:]] if command[:1] == ["train"] else list(command)
+
+
 def _target(command: list[str]) -> tuple[str, list[str], bool]:
     """(script or module, its arguments, whether it is a module)."""
+    command = expanded(command)
     is_module = command[0] == "-m" if command else False
     if len(command) <= is_module:
         raise NoScript("no script: name it after --")

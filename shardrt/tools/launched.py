@@ -87,8 +87,11 @@ class Command:
 
     def _launcher(self) -> int:
         """The number of words before the program."""
-        named = (i for i, word in enumerate(self.words) if i and Path(word).name.startswith("python"))
-        return next(named, len(self.words))
+        names = (Path(word).name for word in self.words)
+        programs = (
+            i for i, name in enumerate(names) if i and (name == "shardrt" or name.startswith("python"))
+        )
+        return next(programs, len(self.words))
 
     def _place(self, names: tuple[str, ...]) -> _Place | None:
         """The place of the first of these launcher options."""

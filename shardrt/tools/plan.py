@@ -1,4 +1,4 @@
-"""`python -m shardrt plan --ranks N --machine M --memory GB -- models.train ...`: the fastest ways to train.
+"""`python -m shardrt plan --ranks N --machine M --memory GB -- train ...`: the fastest ways to train.
 
 Exit code 0; 1 where no plan fits in memory, 2 where there is no such script, machine or option, 65 where the
 script fails in all settings.
@@ -19,6 +19,7 @@ from typing import Any
 
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.plan import COMMUNICATION, COMPUTING, HOST, MEMORY, Found, Plan, search
+from shardrt.simulate.script import expanded
 from shardrt.simulate.space import Candidate, candidates, combinations, words_for, words_of
 from shardrt.simulate.step import Simulated, simulated
 from shardrt.tools.scripts import FAILED, USAGE, add_machine, add_script, of_script, positive
@@ -129,11 +130,12 @@ def _space(
     options: argparse.Namespace, command: Sequence[str], machine: Machine, vary: Mapping[str, Sequence[str]]
 ) -> _Space:
     """The search space. Raises ValueError or OSError for invalid settings."""
-    name, *arguments = command[command[:1] == ["-m"] :] or [""]
+    words = expanded(command)
+    name, *arguments = words[words[:1] == ["-m"] :] or [""]
     if name not in TRAINING:
         if not vary:
             raise ValueError(
-                "--vary: name the options of your script to try; defaults exist only for models.train"
+                "--vary: name the options of your script to try; those of `train` are known"
             )
         return _Space(options, command, combinations(vary), {})
     recipe = _module(name).parse(arguments)

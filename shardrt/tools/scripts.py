@@ -29,7 +29,7 @@ def add_script(parser: argparse.ArgumentParser) -> None:
         "command",
         nargs=argparse.REMAINDER,
         metavar="-- SCRIPT ...",
-        help="a script or module, and its arguments",
+        help="a script or module, or `train`, and its arguments",
     )
 
 

@@ -21,7 +21,7 @@ from shardrt.train.config import built, is_enum, load, plain, sole_type
 from shardrt.train.errors import launched_rank
 from shardrt.untrusted import printable
 
-__all__ = ["command_line", "last_of", "parse"]
+__all__ = ["Option", "command_line", "last_of", "parse", "sections"]
 
 Settings = TypeVar("Settings")
 _TRUTH = {"true": True, "false": False}
@@ -67,15 +67,16 @@ def command_line(
             raise ValueError(
                 f"{printable(argument)}: its bytes are not UTF-8, so no file of settings can hold it"
             )
-    words = [option.kind.__name__.upper() for option in next(_sections(kind, start))[1] if option.positional]
+    words = [option.kind.__name__.upper() for option in next(sections(kind, start))[1] if option.positional]
     usage = " ".join(["%(prog)s", *words, "[OPTIONS]"])
     parser = _Parser(prog=program, description=kind.__doc__, allow_abbrev=False, usage=usage)
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, max_help_position=8)
     if start is not None:
-        report = "TOML file with settings, over which the other options go" + _default(file)
+        report = "TOML file with settings, over which the other options go"
+        report += f" (default: {file})" if file else ""
         parser.add_argument("--config", metavar="PATH", help=_escaped(report))
     known = {}
-    for section, options in _sections(kind, start):
+    for section, options in sections(kind, start):
         group = parser.add_argument_group(f"{section[:-1]} options") if section else parser
         for option in options:
             _add(group, option)
@@ -128,7 +129,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 @dataclass(frozen=True)
-class _Option:
+class Option:
     """A field as an option."""
 
     name: str  # with its section: optimizer.lr
@@ -141,44 +142,63 @@ class _Option:
         """Whether it has no default."""
         return self.default is MISSING
 
+    @property
+    def flag(self) -> str:
+        """As it is written: --optimizer.min-lr."""
+        return "--" + self.name.replace("_", "-")
 
-def _sections(kind: Any, start: Any, prefix: str = "") -> Iterator[tuple[str, list[_Option]]]:
+    @property
+    def metavar(self) -> str:
+        """Its value in the help: a type, or all choices in braces."""
+        kind = get_args(self.kind)[0] if get_origin(self.kind) is tuple else self.kind
+        choices = ("True", "False") if kind is bool else kind.__members__ if is_enum(kind) else None
+        return "{" + ",".join(choices) + "}" if choices else {str: "STR"}.get(kind, kind.__name__.upper())
+
+    @property
+    def default_words(self) -> str:
+        """Its default as words of a command line; "" where there is none."""
+        if self.default in (None, MISSING, "", ()):
+            return ""
+        value = self.default.name if isinstance(self.default, Enum) else self.default
+        return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def sections(kind: Any, start: Any = None, prefix: str = "") -> Iterator[tuple[str, list[Option]]]:
     """(prefix of the names, options) of a dataclass and those in it."""
     hints, comments, own, inner = get_type_hints(kind), _comments(kind), [], []
     for field in fields(kind):
         hint, name = sole_type(hints[field.name]), prefix + field.name
         default = field.default if start is None else getattr(start, field.name)
         if is_dataclass(hint):
-            inner.append(_sections(hint, default, f"{name}."))
+            inner.append(sections(hint, default, f"{name}."))
         else:
-            own.append(_Option(name, hint, default, comments.get(field.name, "")))
+            own.append(Option(name, hint, default, comments.get(field.name, "")))
     yield prefix, own
-    for sections in inner:
-        yield from sections
+    for each in inner:
+        yield from each
 
 
-def _add(group: Any, option: _Option) -> None:
+def _add(group: Any, option: Option) -> None:
     """Add it to argparse. Values stay strings: _value checks them."""
-    kind, many = option.kind, {}
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)
+    many: dict[str, Any] = {}
+    if get_origin(option.kind) is tuple:
+        inner = get_args(option.kind)
         many = {"nargs": "*" if inner[-1] is ... else len(inner)}
-        kind = inner[0]
-    elif kind is bool:
+    elif option.kind is bool:
         many = {"nargs": "?", "const": "True"}  # a switch alone is on
-    choices = ("True", "False") if kind is bool else kind.__members__ if is_enum(kind) else None
-    metavar = "{" + ",".join(choices) + "}" if choices else {str: "STR"}.get(kind, kind.__name__.upper())
-    report = _escaped(option.help + _default(option.default))
+    default = f" (default: {option.default_words})" if option.default_words else ""
+    report = _escaped(option.help + default)
     if option.positional:
-        group.add_argument(option.name, metavar=metavar, help=report)
+        group.add_argument(option.name, metavar=option.metavar, help=report)
     else:
-        flag = "--" + option.name.replace("_", "-")
-        group.add_argument(flag, dest=option.name, metavar=metavar, help=report, default=None, **many)
+        group.add_argument(
+            option.flag, dest=option.name, metavar=option.metavar, help=report, default=None, **many
+        )
 
 
-def _value(option: _Option, words: list[str]) -> Any:
+def _value(option: Option, words: list[str]) -> Any:
     """The value of a string, in the types of TOML. Raises ValueError that names the option."""
-    kind, flag = option.kind, "--" + option.name.replace("_", "-")
+    kind, flag = option.kind, option.flag
     if get_origin(kind) is tuple:
         return [_one(get_args(kind)[0], word, flag) for word in words]
     return _one(kind, words[0], flag)
@@ -216,14 +236,6 @@ def _comments(kind: Any) -> dict[str, str]:
                 found[match[1]] = match[2] or " ".join(above)
             above = [*above, line.strip("# ")] if line.startswith("    #") else []
     return found
-
-
-def _default(value: Any) -> str:
-    """The default for the help; nothing where there is none."""
-    if value in (None, MISSING, "", ()):
-        return ""
-    value = value.name if isinstance(value, Enum) else value
-    return f" (default: {' '.join(map(str, value)) if isinstance(value, tuple) else value})"
 
 
 def _dashed(argument: str) -> str:
