@@ -75,9 +75,11 @@ def _on_rank(accumulate, whole: bool) -> _Found:
         return (model(part) ** 2).mean()
 
     accumulate(model, [data.reshape(-1, 6)] if whole else list(data), loss_of)
-    gradients = [parameter.grad for parameter in model.parameters()]
-    found = None if any(each is None for each in gradients) else [each.copy() for each in gradients]
-    return _Found(found, sum(counter.bytes["reduce_scatter"] for counter in counters), used)
+    try:
+        gradients = [parameter.grad.copy() for parameter in model.parameters()]
+    except (AttributeError, RuntimeError):  # there is none, or it was not reduced
+        gradients = None
+    return _Found(gradients, sum(counter.bytes["reduce_scatter"] for counter in counters), used)
 
 
 @cache
@@ -114,4 +116,6 @@ def _check_gradients(found: list[np.ndarray], expected: list[np.ndarray]) -> Non
             f"The gradient is {factor:.3g} times that of the mean loss. Each of {_PARTS} parts contributes "
             f"1/{_PARTS} of the mean: scale its loss before backward."
         )
-    raise Hint("The parts do not count equally. Each part, the last too, contributes the same share of the mean.")
+    raise Hint(
+        "The parts do not count equally. Each part, the last too, contributes the same share of the mean."
+    )

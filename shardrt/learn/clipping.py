@@ -6,7 +6,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm import CollectiveCounter, init_device_mesh, thread
-from shardrt.learn.checking import Hint, equal, function, number
+from shardrt.learn.checking import Hint, compile_sums, equal, function, number
 
 TITLE = "Clip a sharded gradient"
 LEVEL = "easy"
@@ -41,6 +41,9 @@ def clip(shards, all_reduce, max_norm):
 '''
 
 _SIZES = (6, 9, 0, 3)
+
+
+prepare = compile_sums
 
 
 def check(answer: ModuleType) -> str:
@@ -79,7 +82,9 @@ def _check(clip, ranks: int, scale: float) -> None:
         if abs(found - norm) > 1e-5 * norm:
             of_norms = sum(np.sqrt(sum((a.astype(np.float64) ** 2).sum() for a in each)) for each in shards)
             if abs(found - of_norms) <= 1e-5 * of_norms:
-                raise Hint("clip adds up the norms of ranks. Add up the squares, and take the root afterwards.")
+                raise Hint(
+                    "clip adds up the norms of ranks. Add up the squares, and take the root afterwards."
+                )
             if abs(found - norm**2) <= 1e-5 * norm**2:
                 raise Hint("clip returns the sum of squares. The norm is its root.")
             raise Hint(f"On rank {rank} of {ranks} clip returns the norm {found:.6g}, and it is {norm:.6g}.")
@@ -92,5 +97,9 @@ def _check(clip, ranks: int, scale: float) -> None:
                 )
             if not equal(array, before * np.float32(factor), "clip"):
                 if np.array_equal(array, before):
-                    raise Hint("clip returns the right norm and leaves the shards as they are. Scale in place.")
-                raise Hint("Every unit on every rank is scaled by the same factor: max_norm / norm of the model.")
+                    raise Hint(
+                        "clip returns the right norm and leaves the shards as they are. Scale in place."
+                    )
+                raise Hint(
+                    "Every unit on every rank is scaled by the same factor: max_norm / norm of the model."
+                )

@@ -125,14 +125,20 @@ def _check(name: str, collective: Callable, size: int, order: list[int]) -> None
         results = ranks.run(body)
     except (TypeError, AttributeError, ValueError):
         if not any(ranks.waits) and size > 1:
-            raise Hint(f"{name}: a rank reads before the others have offered their arrays. Wait first.") from None
+            raise Hint(
+                f"{name}: a rank reads before the others have offered their arrays. Wait first."
+            ) from None
         raise
     if size > 1 and not any(ranks.waits):
         raise Hint(f"{name}: the ranks never wait for each other. A rank must not read before others offer.")
     if any(changed for _, changed in results):
         raise Hint(f"{name} changes its input in place, while other ranks read it. Add into a new array.")
     for rank, (found, _) in enumerate(results):
-        if name == "reduce_scatter" and isinstance(found, np.ndarray) and found.size == whole.size > parts[0].size:
+        if (
+            name == "reduce_scatter"
+            and isinstance(found, np.ndarray)
+            and found.size == whole.size > parts[0].size
+        ):
             raise Hint("reduce_scatter returns the whole sum. Each rank needs its own part of it alone.")
         if equal(found, parts[rank], name):
             continue

@@ -100,5 +100,3 @@ def _keep_lines(descriptor: int, lines: list[str]) -> None:
 def _keep_output(process: subprocess.Popen, kept: bytearray) -> None:
     while block := process.stdout.read1(65536):
         kept += block[: max(0, KEPT - len(kept))]
-
-

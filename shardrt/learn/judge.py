@@ -44,8 +44,8 @@ def judge(name: str, path: Path, begin: Callable[[], None] = lambda: None) -> tu
 
 def _raised(error: BaseException, path: str) -> str:
     """The hint for an error that an answer raised."""
-    if isinstance(error, SyntaxError) and error.filename == path:
-        return f"Python cannot read line {error.lineno}: {error.msg}."
+    if isinstance(error, SyntaxError):
+        return f"Python cannot read line {error.lineno or 1}: {error.msg}."
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     if isinstance(error, NotImplementedError) and frames:
         return f"Function {frames[-1].name} is still empty. Fill it in: its text says what it returns."

@@ -117,29 +117,39 @@ def check(answer: ModuleType) -> str:
     thread.run(1, _check_update, lion)
     expected, found = prepare(), thread.run(2, _on_rank, lion)[0]
     if "exp_avg" not in found.names:
-        raise Hint(f'The state is saved as {sorted(found.names)}. Name it as PyTorch does: {{"m": "exp_avg"}}.')
+        raise Hint(
+            f'The state is saved as {sorted(found.names)}. Name it as PyTorch does: {{"m": "exp_avg"}}.'
+        )
     for name, values in expected.straight.items():
         if np.abs(found.straight[name] - values).max() > 1e-6:
-            raise Hint(f"After {_STEPS} steps on 2 ranks, {name} differs from shardrt's Lion, as if m were not kept.")
+            raise Hint(
+                f"After {_STEPS} steps on 2 ranks, {name} differs from shardrt's Lion, as if m were not kept."
+            )
         if np.abs(found.resumed[name] - values).max() > 1e-6:
-            raise Hint("A resumed run goes another way: some state is not in the checkpoint. Keep all of it in m.")
+            raise Hint(
+                "A resumed run goes another way: some state is not in the checkpoint. Keep all of it in m."
+            )
     return f"one update in two ranges, {_STEPS} steps on 2 ranks within 1e-6, and a run that is resumed after {_BEFORE}."
 
 
 def _check_update(lion: type) -> None:
     optimizer = lion(_model(init_device_mesh("cpu")).parameters(), **_SETTINGS)
     if not optimizer.state_names:
-        raise Hint('`state` names no array, so the base class saves none. Name yours: state={"m": "exp_avg"}.')
+        raise Hint(
+            '`state` names no array, so the base class saves none. Name yours: state={"m": "exp_avg"}.'
+        )
     numbers = tuple(optimizer.numbers({**_SETTINGS}, 1))
     random = np.random.default_rng(4)
-    w, g, m = random.normal(size=(3, 32)).astype(np.float32)
+    w, g, m = random.normal(size=(3, 1024)).astype(np.float32)
     arrays = {"shard": w.copy(), "gradient": g.copy(), **{name: m.copy() for name in optimizer.state_names}}
-    ranges = np.array([(2, 12, *numbers), (16, 30, *numbers)])
+    ranges = np.array([(2, 500, *numbers), (510, 1000, *numbers)])
     optimizer.update(None, SimpleNamespace(arrays=arrays, ranges=ranges))
-    inside = np.r_[2:12, 16:30]
-    outside = np.setdiff1d(np.arange(32), inside)
+    inside = np.r_[2:500, 510:1000]
+    outside = np.setdiff1d(np.arange(1024), inside)
     if not np.array_equal(arrays["shard"][outside], w[outside]):
-        raise Hint("update changes elements outside its ranges. They belong to other groups: write to a part alone.")
+        raise Hint(
+            "update changes elements outside its ranges. They belong to other groups: write to a part alone."
+        )
     if np.array_equal(arrays["shard"], w):
         raise Hint("update does not change `shard`. Write in place, as in shard[part] -= ...")
     new_m = next(arrays[name] for name in optimizer.state_names)
@@ -154,22 +164,32 @@ def _diagnose(found_w: np.ndarray, found_m: np.ndarray, w: np.ndarray, g: np.nda
     step, decay = np.sign(mixed), _DECAY * w
     if not _close(found_w, w - _LR * (step + decay)):
         for wrong, hint in (
-            (w - _LR * (late + decay), "m changes before the direction is taken. The direction uses the old m."),
+            (
+                w - _LR * (late + decay),
+                "m changes before the direction is taken. The direction uses the old m.",
+            ),
             (w - _LR * (swapped + decay), "The direction mixes with beta2. It uses beta1, and m uses beta2."),
             (w - _LR * (coupled + decay), "The decay is in the gradient, too. It acts on the weights alone."),
             (w - _LR * coupled, "The decay is in the gradient. Lion takes it off the weights: lr * d * w."),
             (w - _LR * step, "The weight decay is missing: w loses lr * d * w in each update."),
             (w - _LR * step - decay, "The weight decay lacks the learning rate: w loses lr * d * w."),
-            (w - _LR * (mixed + decay), "The sign is missing: each weight moves by lr, however large its gradient."),
+            (
+                w - _LR * (mixed + decay),
+                "The sign is missing: each weight moves by lr, however large its gradient.",
+            ),
             (w + _LR * (step - decay), "The weights climb. A step goes against the direction."),
         ):
             if _close(found_w, wrong):
                 raise Hint(hint)
-        raise Hint("`shard` is wrong after one update. Check the direction first, then lr and the weight decay.")
+        raise Hint(
+            "`shard` is wrong after one update. Check the direction first, then lr and the weight decay."
+        )
     if not _close(found_m, kept):
         if np.array_equal(found_m, m):
             raise Hint("update does not change m. Write in place, as in m[part] = ...")
-        raise Hint("`m` is wrong after one update: m = beta2 * m + (1 - beta2) * g, after the direction was taken.")
+        raise Hint(
+            "`m` is wrong after one update: m = beta2 * m + (1 - beta2) * g, after the direction was taken."
+        )
 
 
 def _close(found: np.ndarray, expected: np.ndarray) -> bool:

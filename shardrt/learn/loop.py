@@ -7,7 +7,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm import init_device_mesh, thread
-from shardrt.learn.checking import Hint, equal, function
+from shardrt.learn.checking import Hint, compile_sums, equal, function
 
 TITLE = "Shard a training loop"
 LEVEL = "medium"
@@ -85,6 +85,9 @@ class _Ranks:
         return part
 
 
+prepare = compile_sums
+
+
 def check(answer: ModuleType) -> str:
     """Three steps on 1 to 3 ranks, compared with one rank."""
     step = function(answer, "step")
@@ -128,7 +131,9 @@ def _check(results: list, initial: list, expected: list, size: int) -> None:
             "the name of the old one go."
         )
     if gathers != 2 * layers:
-        raise Hint(f"FULL_SHARD gathers each layer twice a step, {2 * layers} gathers in all. Yours: {gathers:g}.")
+        raise Hint(
+            f"FULL_SHARD gathers each layer twice a step, {2 * layers} gathers in all. Yours: {gathers:g}."
+        )
     for i, layer in enumerate(expected):
         if not equal(found[i], layer.reshape(-1), "step", 1e-4):
             divided = "Divide by nothing: `rows` counts those of all ranks already. " if size > 1 else ""

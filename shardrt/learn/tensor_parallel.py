@@ -6,7 +6,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm import CollectiveCounter, init_device_mesh, thread
-from shardrt.learn.checking import Hint, equal, function
+from shardrt.learn.checking import Hint, compile_sums, equal, function
 
 TITLE = "Cut a linear layer"
 LEVEL = "hard"
@@ -58,6 +58,9 @@ _WIDTH, _HIDDEN, _ROWS = 4, 12, 5
 _NAMES = "dx", "dA", "da", "dB", "db"
 
 
+prepare = compile_sums
+
+
 def check(answer: ModuleType) -> str:
     """Compare with the whole layers on 1, 2 and 3 ranks, and count the all-reduces."""
     cut, forward, backward = (function(answer, name) for name in ("cut", "forward", "backward"))
@@ -87,7 +90,9 @@ def check(answer: ModuleType) -> str:
     return "y, dx and the gradients of all parts on 1, 2 and 3 ranks, with one all-reduce in each direction."
 
 
-def _whole(parameters: list[np.ndarray], x: np.ndarray, dy: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+def _whole(
+    parameters: list[np.ndarray], x: np.ndarray, dy: np.ndarray
+) -> tuple[np.ndarray, list[np.ndarray]]:
     A, a, B, b = parameters
     h = np.maximum(x @ A + a, 0)
     dh = dy @ B.T * (h > 0)
@@ -112,21 +117,33 @@ def _check_cut(parts, ranks: int) -> None:
 def _check_ranks(results: list, wanted_y: np.ndarray, wanted: list, b: np.ndarray, ranks: int) -> None:
     for y, found, first, second in results:
         if first > 1 or second > 1:
-            raise Hint(f"forward makes {first} all-reduces and backward {second}. One in each direction is enough.")
+            raise Hint(
+                f"forward makes {first} all-reduces and backward {second}. One in each direction is enough."
+            )
         if not equal(y, wanted_y, "forward", 1e-4):
             if first == 0 and ranks > 1:
-                raise Hint("forward: h @ B is a sum over hidden units, and each rank has a part. Sum over ranks.")
+                raise Hint(
+                    "forward: h @ B is a sum over hidden units, and each rank has a part. Sum over ranks."
+                )
             if equal(y, wanted_y + (ranks - 1) * b, "forward", 1e-4):
-                raise Hint(f"forward adds b on each rank before the sum, so {ranks} times in all. Add it once.")
-            raise Hint(f"forward gives another y than the whole layers on {ranks} ranks. Check the bias and the ReLU.")
+                raise Hint(
+                    f"forward adds b on each rank before the sum, so {ranks} times in all. Add it once."
+                )
+            raise Hint(
+                f"forward gives another y than the whole layers on {ranks} ranks. Check the bias and the ReLU."
+            )
         if not isinstance(found, tuple | list) or len(found) != 5:
             raise Hint("backward must return five arrays: dx, dA, da, dB, db.")
         if second == 0 and ranks > 1:
-            raise Hint("backward: each rank has the part of dx that goes through its hidden units. Sum dx over ranks.")
+            raise Hint(
+                "backward: each rank has the part of dx that goes through its hidden units. Sum dx over ranks."
+            )
         for name, index in (("dx", 0), ("db", 4)):
             if not equal(found[index], wanted[index], name, 1e-4):
                 if equal(found[index], ranks * wanted[index], name, 1e-4):
-                    raise Hint(f"{name} is {ranks} times too large: every rank has the whole of it. Do not sum it.")
+                    raise Hint(
+                        f"{name} is {ranks} times too large: every rank has the whole of it. Do not sum it."
+                    )
                 raise Hint(f"{name} differs from that of the whole layers on {ranks} ranks.")
     for index, axis in ((1, 1), (2, 0), (3, 0)):
         parts = [found[index] for _, found, _, _ in results]

@@ -114,11 +114,13 @@ def check(answer: ModuleType) -> str:
                 f"With {ranks} ranks the counters saw {reduced} bytes in reduce-scatters, and step predicts "
                 f"{second:.0f}. {times}Each unit, the root too, reduces its gradient once."
             )
-    return "your formulas equal the counters of a training step of four units on 1, 2 and 4 ranks, to the byte."
+    return (
+        "your formulas equal the counters of a training step of four units on 1, 2 and 4 ranks, to the byte."
+    )
 
 
 def _check_collective(name: str, formula) -> None:
-    for nbytes, ranks in ((1024, 2), (4096, 4), (4096, 1), (7680, 5)):
+    for nbytes, ranks in ((4096, 4), (7680, 5), (1024, 2), (4096, 1)):
         found, expected = number(formula(nbytes, ranks), name), nbytes // ranks * (ranks - 1)
         if found == expected:
             continue
@@ -127,8 +129,12 @@ def _check_collective(name: str, formula) -> None:
         if found == nbytes * (ranks - 1):
             raise Hint(f"{name}: nbytes is the whole buffer, not one part. A part has nbytes / ranks bytes.")
         if found == nbytes / ranks:
-            raise Hint(f"{name}: one part comes from EACH of the other ranks, and there are ranks - 1 of them.")
-        raise Hint(f"{name}({nbytes}, {ranks}) is {expected} by the counters, and your formula gives {found:.0f}.")
+            raise Hint(
+                f"{name}: one part comes from EACH of the other ranks, and there are ranks - 1 of them."
+            )
+        raise Hint(
+            f"{name}({nbytes}, {ranks}) is {expected} by the counters, and your formula gives {found:.0f}."
+        )
 
 
 def _gathers(found: float, expected: int, blocks: int, root: int, ranks: int) -> str:

@@ -106,12 +106,18 @@ def check(answer: ModuleType) -> str:
     for wait, races in prepare().items():
         said = found[wait]
         if said == "?":
-            raise Hint(f'FOUND["{wait}"] is still open. Set REMOVE = "{wait}" and run shardrt races on the file.')
+            raise Hint(
+                f'FOUND["{wait}"] is still open. Set REMOVE = "{wait}" and run shardrt races on the file.'
+            )
         if said is None:
             if races:
                 raise Hint(f'Without wait {wait} there is a race. Set REMOVE = "{wait}" and read the report.')
             continue
-        if not isinstance(said, tuple | list) or len(said) != 2 or not all(each in _ACCESSES for each in said):
+        if (
+            not isinstance(said, tuple | list)
+            or len(said) != 2
+            or not all(each in _ACCESSES for each in said)
+        ):
             raise Hint(f'FOUND["{wait}"] must be None, or two of these accesses: {", ".join(_ACCESSES)}.')
         _check(wait, tuple(said), races)
     return "your four answers equal the proofs of the race checker, each with one wait removed."
@@ -121,9 +127,13 @@ def _check(wait: str, said: tuple[str, str], races: set[tuple[str, str]]) -> Non
     if said in races:
         return
     if not races:
-        raise Hint(f"Without wait {wait} there is no race: wait B already orders the same work. Its answer is None.")
+        raise Hint(
+            f"Without wait {wait} there is no race: wait B already orders the same work. Its answer is None."
+        )
     if said[::-1] in races:
-        raise Hint(f"Wait {wait}: these are the two accesses, in the other order. Which does the program issue first?")
+        raise Hint(
+            f"Wait {wait}: these are the two accesses, in the other order. Which does the program issue first?"
+        )
     if all(each.endswith("reads") for each in said):
         raise Hint(f"Wait {wait}: two reads never race. One of the two accesses writes.")
     if said[0].split()[0] == said[1].split()[0]:
