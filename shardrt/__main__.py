@@ -44,6 +44,7 @@ COMMANDS = {
         Command("plan", "shardrt.tools.plan", "find the fastest way to train within a memory limit"),
         Command("races", "shardrt.tools.races", "prove that the waits of a script order all uses of memory"),
     ),
+    "Learn": (Command("learn", "shardrt.learn.command", "list twelve exercises, or grade an answer"),),
     "Checkpoints and data": (
         Command("ckpt", "shardrt.checkpoint.command", "list, verify, compare, prune or export checkpoints"),
         Command("data", "shardrt.train.data_command", "make a token file from text, or check one"),

@@ -38,6 +38,7 @@ ROOMS = (
     "shardrt.train",
     "shardrt.simulate",
     "shardrt.tools",
+    "shardrt.learn",
     "shardrt._backends",
     "shardrt",  # the package itself: the public names
     "models",
@@ -225,7 +226,7 @@ def test_the_runtime_band_imports_no_backend_and_no_option():
 
 
 PRODUCT = (
-    *(f"shardrt.{room}" for room in ("checkpoint", "faults", "simulate", "tools", "train")),
+    *(f"shardrt.{room}" for room in ("checkpoint", "faults", "learn", "simulate", "tools", "train")),
     "models",
     "bench",
 )

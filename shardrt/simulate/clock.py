@@ -45,6 +45,8 @@ from shardrt.simulate.links import Transfer, copies, transfer
 from shardrt.simulate.machine import Machine, Processor
 from shardrt.simulate.timing import Timing
 
+__all__ = ["price"]
+
 _NOTHING = 1e-12  # seconds; what takes no longer takes no time
 
 

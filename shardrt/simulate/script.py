@@ -29,7 +29,7 @@ from shardrt.simulate.roles import Roles, recorded
 from shardrt.simulate.values import Values
 from shardrt.train.command import module_name
 
-__all__ = ["NoScript", "expanded", "record"]
+__all__ = ["NoScript", "expanded", "record", "record_of"]
 
 _MOST = 1 << 40  # items of a program
 
