@@ -8,7 +8,7 @@ from typing import NoReturn
 from shardrt import __version__
 from shardrt.checkpoint import command
 from shardrt.checkpoint.manifest import Damaged
-from shardrt.tools import doctor, plan, races, report, run, simulate, trace, watch
+from shardrt.tools import config, doctor, plan, races, report, run, simulate, trace, watch
 from shardrt.tools.runs import BadRun
 from shardrt.train import data_command
 from shardrt.train.errors import describe_error
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(title="commands", required=True)
     command.add_to(commands)
     data_command.add_to(commands)
-    for tool in (run, doctor, report, watch, trace, races, simulate, plan):
+    for tool in (run, doctor, report, watch, trace, races, simulate, plan, config):
         tool.add_to(commands)
     options = parser.parse_args(arguments or ["--help"])
     try:
