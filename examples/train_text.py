@@ -1,7 +1,8 @@
 """Trains a small GPT on the bytes of a file, fully sharded, and goes on from its last checkpoint.
 
-    mpirun -n 2 python train_text.py FILE          # `python train_text.py FILE` runs on one rank
-    mpirun -n 4 python train_text.py FILE          # goes on at another number of ranks
+    python train_text.py                            # one rank, on a module of Python's library
+    mpirun -n 2 python train_text.py FILE           # two ranks, on a file of yours
+    mpirun -n 4 python train_text.py FILE --steps 300    # goes on at another number of ranks
 
 A copy of this file is a place to begin: it needs shardrt, an MPI and nothing of the repository.
 """
@@ -24,7 +25,8 @@ BATCH = 8  # sequences per step, over all ranks
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("file", type=Path, help="text, or any other bytes")
+    own = Path(argparse.__file__)  # some text that is there
+    parser.add_argument("file", type=Path, nargs="?", default=own, help="text, or any other bytes")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--context", type=int, default=64, help="bytes that a prediction looks back")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
