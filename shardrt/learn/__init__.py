@@ -1,8 +1,9 @@
 """Twelve exercises, graded by the project's own tools: `shardrt learn`.
 
-A module here is an exercise. START is the file to start from; its docstring is the text of the exercise.
-`check(answer)` takes the module that a reader has written. It returns a sentence about what was checked, or
-raises Hint. `prepare()`, where there is one, computes what the answer is compared with, before its time begins.
+A module here is an exercise. The file of its name in start/ is the one to start from; its docstring is the
+text of the exercise. `check(answer)` takes the module that a reader has written. It returns a sentence about
+what was checked, or raises Hint. `prepare()`, where there is one, runs before the answer, whose time is
+limited.
 """
 
 __all__ = ["EXERCISES"]

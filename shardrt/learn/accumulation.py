@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shardrt import nn
-from shardrt.comm import CollectiveCounter, init_device_mesh, thread
-from shardrt.fsdp import fully_shard
-from shardrt.learn.checking import Hint, function
+from shardrt.comm import thread
+from shardrt.learn.checking import counted_mesh, function, need, shard
 
 TITLE = "Accumulate without communication"
 LEVEL = "medium"
@@ -18,31 +17,6 @@ TAKEAWAY = (
     "no_sync trades memory for traffic: gradients stay whole (4 P bytes) and move once a step. "
     "Micro-batches are shares of one mean, so each loss is divided before its backward."
 )
-
-START = '''"""Exercise 6: accumulate without communication.
-
-A batch does not fit in memory, so it goes through the model in parts. Fill in accumulate, which leaves the
-gradient of the MEAN loss over all parts, and reduces gradients once:
-
-    model            a model sharded by FULL_SHARD on several ranks
-    parts            this rank's micro-batches, all of one size
-    loss_of(part)    runs forward; the mean loss of one part, a Tensor with .backward()
-
-The starting code is wrong twice. Each backward reduces the gradients of all units, which costs len(parts)
-times the traffic. And the losses are added, where the mean is wanted.
-
-shardrt.fsdp.no_sync(model) is a context in which backward adds gradients on each rank and reduces nothing. The
-first backward outside of it reduces the sum. The grader counts the bytes of all reduce-scatters.
-Read more: docs/howto/accumulation.md.
-"""
-
-from shardrt.fsdp import no_sync
-
-
-def accumulate(model, parts, loss_of):
-    for part in parts:
-        loss_of(part).backward()
-'''
 
 _PARTS, _RANKS = 4, 2
 
@@ -54,16 +28,9 @@ class _Found(NamedTuple):
 
 
 def _on_rank(accumulate, whole: bool) -> _Found:
-    counters: list[CollectiveCounter] = []
-
-    def wrap(communicator):
-        counters.append(CollectiveCounter(communicator))
-        return counters[-1]
-
-    mesh = init_device_mesh("cpu", wrap=wrap)
+    mesh, nbytes = counted_mesh()
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 2, bias=False))
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh)
+    shard(model, model, mesh)
     random = np.random.default_rng(1)
     weights = {name: random.normal(size=p.shape).astype(np.float32) for name, p in model.named_parameters()}
     model.load_state_dict(weights)
@@ -79,7 +46,7 @@ def _on_rank(accumulate, whole: bool) -> _Found:
         gradients = [parameter.grad.copy() for parameter in model.parameters()]
     except (AttributeError, RuntimeError):  # there is none, or it was not reduced
         gradients = None
-    return _Found(gradients, sum(counter.bytes["reduce_scatter"] for counter in counters), used)
+    return _Found(gradients, nbytes("reduce_scatter"), used)
 
 
 @cache
@@ -90,32 +57,29 @@ def prepare() -> list[_Found]:
 
 def check(answer: ModuleType) -> str:
     """Compare bytes and gradients with those of the whole batch."""
-    for expected, found in zip(
-        prepare(), thread.run(_RANKS, _on_rank, function(answer, "accumulate"), False), strict=True
-    ):
-        if sorted(found.used) != list(range(_PARTS)):
-            raise Hint(f"Each part must go through the model once. loss_of saw the parts {found.used}.")
-        if found.nbytes == 0 or found.gradients is None:
-            raise Hint("No gradient was reduced. The backward of the last part must run outside of no_sync.")
-        if found.nbytes > expected.nbytes:
-            raise Hint(
-                f"Reduce-scatters brought {found.nbytes} bytes, and one reduction brings {expected.nbytes}. Put the "
-                "backward of every part but the last inside no_sync(model)."
-            )
-        _check_gradients(found.gradients, expected.gradients)
-    return f"the gradients equal those of the whole batch, with {expected.nbytes} bytes of reduce-scatters."
-
-
-def _check_gradients(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    ours, wanted = (np.concatenate([each.reshape(-1) for each in arrays]) for arrays in (found, expected))
-    if np.allclose(ours, wanted, rtol=1e-4, atol=1e-5):
-        return
-    factor = float(ours @ wanted / (wanted @ wanted))
-    if np.allclose(ours, factor * wanted, rtol=1e-4, atol=1e-5):
-        raise Hint(
-            f"The gradient is {factor:.3g} times that of the mean loss. Each of {_PARTS} parts contributes "
-            f"1/{_PARTS} of the mean: scale its loss before backward."
+    found = thread.run(_RANKS, _on_rank, function(answer, "accumulate"), False)
+    for ours, whole in zip(found, prepare(), strict=True):
+        once = sorted(ours.used) == list(range(_PARTS))
+        need(once, f"Each part must go through the model once. loss_of saw the parts {ours.used}.")
+        reduced = ours.nbytes and ours.gradients is not None
+        need(reduced, "No gradient was reduced. The backward of the last part must run outside of no_sync.")
+        need(
+            ours.nbytes <= whole.nbytes,
+            f"Reduce-scatters brought {ours.nbytes} bytes, and one reduction brings {whole.nbytes}. "
+            "Put the backward of every part but the last inside no_sync(model).",
         )
-    raise Hint(
-        "The parts do not count equally. Each part, the last too, contributes the same share of the mean."
+        _check_gradients(*(np.concatenate([g.ravel() for g in each.gradients]) for each in (ours, whole)))
+    return (
+        f"the gradients equal those of the whole batch, with {prepare()[0].nbytes} bytes of reduce-scatters."
+    )
+
+
+def _check_gradients(ours: np.ndarray, whole: np.ndarray) -> None:
+    factor = float(ours @ whole / (whole @ whole))
+    scaled = np.allclose(ours, factor * whole, rtol=1e-4, atol=1e-5)
+    need(scaled, "The parts do not count equally. Each part, the last too, is the same share of the mean.")
+    need(
+        np.isclose(factor, 1, rtol=1e-4),
+        f"The gradient is {factor:.3g} times that of the mean loss. Each of {_PARTS} parts is 1/{_PARTS} of "
+        "the mean: scale its loss before backward.",
     )

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from shardrt.learn import EXERCISES
+from shardrt.learn.checking import start
 from shardrt.learn.grading import grade
 from shardrt.learn.judge import LARGEST
 from shardrt.untrusted import read_regular, say
@@ -29,7 +30,7 @@ def add_to(commands: Any) -> None:
 
 
 def learn(options: argparse.Namespace) -> int:
-    """List, show or grade; returns the exit code. Raises OSError or Refused for a file that is not readable."""
+    """List, show or grade; returns the exit code. Raises OSError, Refused."""
     if options.number is None:
         say(listed(), lines=True)
         return 0
@@ -38,7 +39,7 @@ def learn(options: argparse.Namespace) -> int:
         return USAGE
     exercise = exercise_of(options.number)
     if options.file is None:
-        return _show(options.number, exercise)
+        return _show(options.number)
     read_regular(options.file, LARGEST)  # raises, so that the error names the file
     verdict = grade(EXERCISES[options.number - 1], options.file)
     if verdict.output:
@@ -82,12 +83,13 @@ def listed() -> str:
     return "\n".join([*(line.rstrip() for line in lines), "", *usage])
 
 
-def _show(number: int, exercise: ModuleType) -> int:
-    say(ast.get_docstring(ast.parse(exercise.START)), "", lines=True)
+def _show(number: int) -> int:
+    text = start(EXERCISES[number - 1])
+    say(ast.get_docstring(ast.parse(text)), "", lines=True)
     path = start_of(number)
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(exercise.START)
+            file.write(text)
         say(f"{path} is written. Edit it, then grade it: shardrt learn {number} {path}")
     except FileExistsError:
         say(f"{path} is there already, and stays as it is. Grade it: shardrt learn {number} {path}")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 
-
 __all__ = ["Verdict", "grade"]
 
 COMPUTING = 4.0  # seconds of processor time that an answer may take
@@ -22,8 +21,8 @@ KEPT = 2000  # characters of the answer's output
 
 LOOPS = f"The answer computes for more than {COMPUTING:.0f} s. Look for a loop without an end."
 HANGS = (
-    "The answer waits for ever. A rank that leaves out a collective or a barrier, or calls one more, makes the "
-    "other ranks wait."
+    "The answer waits for ever. A rank that leaves out a collective or a barrier, or calls one more, makes "
+    "the other ranks wait."
 )
 DIED = "The process of the answer ended before the check was done, with exit code {}."
 

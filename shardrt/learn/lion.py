@@ -9,8 +9,7 @@ import numpy as np
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
 from shardrt.comm import DeviceMesh, init_device_mesh, thread
-from shardrt.fsdp import fully_shard
-from shardrt.learn.checking import Hint, function
+from shardrt.learn.checking import Hint, function, need, shard
 
 TITLE = "Write an optimizer"
 LEVEL = "hard"
@@ -19,45 +18,6 @@ TAKEAWAY = (
     "An elementwise optimizer needs no communication: a shard, its gradient and its state are equally long. "
     "State that the base class makes is sharded, saved and resharded like the weights."
 )
-
-START = '''"""Exercise 12: write an optimizer.
-
-Lion (Chen et al., 2023) keeps one array m per parameter, which begins at 0. One update of the weights w by the
-gradient g, with the learning rate lr, the weight decay d and two numbers beta1 and beta2:
-
-    direction = sign(beta1 * m + (1 - beta1) * g)
-    w = w - lr * (direction + d * w)
-    m = beta2 * m + (1 - beta2) * g
-
-An optimizer of shardrt sees flat shards, not parameters. update() gets arrays that are equally long: `shard`
-(the weights), `gradient` and the state. It changes `shard` and `m` in place, in some ranges [start, stop).
-The base class makes the state: name each array in `state`, as {your name: name in checkpoints}. State that you
-keep elsewhere is lost when a run is resumed. PyTorch's name for a mean of gradients is "exp_avg".
-
-numbers() says what a range gets for its group, as a tuple of floats. update() finds them behind start and stop.
-Read more: docs/howto/optimizers.md.
-"""
-
-import numpy as np
-
-from shardrt.optim import Optimizer
-
-
-class Lion(Optimizer):
-    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
-        settings = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, settings, state={})  # name m here
-
-    def numbers(self, group, steps):
-        """What a range needs of its group. steps: which update this is, from 1."""
-        return (group["lr"],)  # more is needed
-
-    def update(self, kernels, update):
-        shard, gradient = update.arrays["shard"], update.arrays["gradient"]
-        for start, stop, lr in update.ranges.tolist():
-            part = slice(int(start), int(stop))
-            raise NotImplementedError
-'''
 
 _LR, _BETA1, _BETA2, _DECAY = 0.01, 0.8, 0.95, 0.3
 _SETTINGS = {"lr": _LR, "betas": (_BETA1, _BETA2), "weight_decay": _DECAY}
@@ -74,8 +34,7 @@ class _Run(NamedTuple):
 
 def _model(mesh: DeviceMesh) -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh)
+    shard(model, model, mesh)
     random = np.random.default_rng(2)
     model.load_state_dict(
         {name: random.normal(size=p.shape).astype(np.float32) for name, p in model.named_parameters()}
@@ -116,43 +75,35 @@ def check(answer: ModuleType) -> str:
     lion = function(answer, "Lion")
     thread.run(1, _check_update, lion)
     expected, found = prepare(), thread.run(2, _on_rank, lion)[0]
-    if "exp_avg" not in found.names:
-        raise Hint(
-            f'The state is saved as {sorted(found.names)}. Name it as PyTorch does: {{"m": "exp_avg"}}.'
-        )
+    named = "exp_avg" in found.names
+    need(named, f'The state is saved as {sorted(found.names)}. Name it as PyTorch does: {{"m": "exp_avg"}}.')
     for name, values in expected.straight.items():
-        if np.abs(found.straight[name] - values).max() > 1e-6:
-            raise Hint(
-                f"After {_STEPS} steps on 2 ranks, {name} differs from shardrt's Lion, as if m were not kept."
-            )
-        if np.abs(found.resumed[name] - values).max() > 1e-6:
-            raise Hint(
-                "A resumed run goes another way: some state is not in the checkpoint. Keep all of it in m."
-            )
-    return f"one update in two ranges, {_STEPS} steps on 2 ranks within 1e-6, and a run that is resumed after {_BEFORE}."
+        same = _close(found.straight[name], values)
+        need(same, f"After {_STEPS} steps on 2 ranks, {name} differs from shardrt's Lion: m is not kept.")
+        same = _close(found.resumed[name], values)
+        need(same, "A resumed run differs: some state is not in the checkpoint. Keep all of it in m.")
+    return (
+        f"one update of two ranges, {_STEPS} steps on 2 ranks within 1e-6, and a run resumed after {_BEFORE}"
+    )
 
 
 def _check_update(lion: type) -> None:
     optimizer = lion(_model(init_device_mesh("cpu")).parameters(), **_SETTINGS)
-    if not optimizer.state_names:
-        raise Hint(
-            '`state` names no array, so the base class saves none. Name yours: state={"m": "exp_avg"}.'
-        )
+    names = optimizer.state_names
+    need(names, '`state` names no array, so the base class saves none. Name it: state={"m": "exp_avg"}.')
     numbers = tuple(optimizer.numbers({**_SETTINGS}, 1))
     random = np.random.default_rng(4)
     w, g, m = random.normal(size=(3, 1024)).astype(np.float32)
-    arrays = {"shard": w.copy(), "gradient": g.copy(), **{name: m.copy() for name in optimizer.state_names}}
+    arrays = {"shard": w.copy(), "gradient": g.copy(), **{name: m.copy() for name in names}}
     ranges = np.array([(2, 500, *numbers), (510, 1000, *numbers)])
     optimizer.update(None, SimpleNamespace(arrays=arrays, ranges=ranges))
     inside = np.r_[2:500, 510:1000]
     outside = np.setdiff1d(np.arange(1024), inside)
-    if not np.array_equal(arrays["shard"][outside], w[outside]):
-        raise Hint(
-            "update changes elements outside its ranges. They belong to other groups: write to a part alone."
-        )
-    if np.array_equal(arrays["shard"], w):
-        raise Hint("update does not change `shard`. Write in place, as in shard[part] -= ...")
-    new_m = next(arrays[name] for name in optimizer.state_names)
+    kept = np.array_equal(arrays["shard"][outside], w[outside])
+    need(kept, "update changes elements outside its ranges, which belong to other groups.")
+    changed = not np.array_equal(arrays["shard"], w)
+    need(changed, "update does not change `shard`. Write in place, as in shard[part] -= ...")
+    new_m = next(arrays[name] for name in names)
     _diagnose(arrays["shard"][inside], new_m[inside], w[inside], g[inside], m[inside])
 
 
@@ -184,12 +135,8 @@ def _diagnose(found_w: np.ndarray, found_m: np.ndarray, w: np.ndarray, g: np.nda
         raise Hint(
             "`shard` is wrong after one update. Check the direction first, then lr and the weight decay."
         )
-    if not _close(found_m, kept):
-        if np.array_equal(found_m, m):
-            raise Hint("update does not change m. Write in place, as in m[part] = ...")
-        raise Hint(
-            "`m` is wrong after one update: m = beta2 * m + (1 - beta2) * g, after the direction was taken."
-        )
+    need(not np.array_equal(found_m, m), "update does not change m. Write in place, as in m[part] = ...")
+    need(_close(found_m, kept), "`m` is wrong after one update: m = beta2 * m + (1 - beta2) * g.")
 
 
 def _close(found: np.ndarray, expected: np.ndarray) -> bool:

@@ -7,48 +7,16 @@ import numpy as np
 
 from shardrt import nn
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import fully_shard, units
-from shardrt.learn.checking import Hint, function
+from shardrt.fsdp import units
+from shardrt.learn.checking import function, need, shard
 
 TITLE = "Predict the schedule"
 LEVEL = "medium"
 TEACHES = "what prefetch does, read from a trace"
 TAKEAWAY = (
-    "With prefetch 0 each gather begins when its unit is due, so computing waits for it. Prefetch 1 issues the "
-    "next gather before the unit computes, which hides its time for one more buffer of memory."
+    "With prefetch 0 each gather begins when its unit is due, so computing waits for it. Prefetch 1 issues "
+    "the next gather before the unit computes, which hides its time for one more buffer of memory."
 )
-
-START = '''"""Exercise 7: predict the schedule.
-
-SHARDRT_DEBUG=1 makes each rank print what it issues. This is a step of a model with two units, a and b, under
-FULL_SHARD with prefetch 1. The outermost unit (root) has no parameters of its own:
-
-    gather root         forward begins
-    gather a            a is due
-    gather b            the prefetch: b comes next
-    release a           a has computed
-    release b
-    gather b            backward begins with the last unit
-    gather a            the prefetch, in the order of backward
-    release b
-    reduce b            its gradient is complete
-    release a
-    reduce a
-    release root
-
-prefetch is the number of units that are gathered ahead of the unit that is due. With prefetch 0 a unit is
-gathered when it is due. With prefetch 2 the next two are gathered ahead, but no unit is gathered twice in one
-direction.
-
-Write the function that predicts these lines for any units and any prefetch. The grader runs the real schedule.
-To watch it yourself, run a model of yours with SHARDRT_DEBUG=1 and fully_shard(..., prefetch=0).
-"""
-
-
-def events(names, prefetch):
-    """The lines of a step, as a list: ["gather root", "gather a", ...]. names: units in order of forward."""
-    raise NotImplementedError
-'''
 
 _CASES = ((2, 1), (4, 0), (4, 1), (4, 2), (3, 5))  # units, prefetch
 _SHOWN = "gather", "release", "reduce"
@@ -71,8 +39,7 @@ class _Trace:
 
 def _traced(count: int, prefetch: int) -> list[str]:
     mesh, model = init_device_mesh("cpu"), nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(count)))
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh, prefetch=prefetch)
+    shard(model, model, mesh, prefetch=prefetch)
     trace = _Trace()
     units(model)[0].schedule.observers.append(trace)
     for _ in range(2):  # the first forward records the order of units
@@ -89,35 +56,35 @@ def prepare() -> list[list[str]]:
 
 def check(answer: ModuleType) -> str:
     """Compare the predicted lines with the traces."""
-    events = function(answer, "events")
     for (count, prefetch), expected in zip(_CASES, prepare(), strict=True):
-        found = events(list("abcdef"[:count]), prefetch)
-        if not isinstance(found, list) or not all(isinstance(line, str) for line in found):
-            raise Hint('events must return a list of lines, such as "gather a".')
-        if found != expected:
-            raise Hint(_wrong(found, expected, count, prefetch))
+        found = function(answer, "events")(list("abcdef"[:count]), prefetch)
+        lines = isinstance(found, list) and all(isinstance(line, str) for line in found)
+        need(lines, 'events must return a list of lines, such as "gather a".')
+        wrong = _wrong(found, expected, count, prefetch) if found != expected else ""
+        need(not wrong, f"With {count} units and prefetch {prefetch}: {wrong}")
     return "your lines equal the traces of five schedules: 2 to 4 units, prefetch 0, 1, 2 and 5."
 
 
 def _wrong(found: list[str], expected: list[str], count: int, prefetch: int) -> str:
-    case = f"With {count} units and prefetch {prefetch}"
     gathers = [line for line in found if line.startswith("gather")]
     if not any(line.startswith("reduce") for line in found):
-        return f"{case}: backward reduces the gradient of each unit, right after the unit is released."
+        return "backward reduces the gradient of each unit, right after the unit is released."
     if len(gathers) == count + 1 == len(set(gathers)):
-        return f"{case}: FULL_SHARD releases each unit after forward, so backward gathers it again."
+        return "FULL_SHARD releases each unit after forward, so backward gathers it again."
     if len(gathers) > 2 * count + 1:
-        return f"{case}: you have {len(gathers)} gathers. No unit is gathered twice in one direction."
-    if gathers[count + 1 : count + 2] == ["gather a"] != expected[-3:-2]:
-        return f"{case}: backward goes through the units in the reverse order, and prefetches in that order."
+        return f"you have {len(gathers)} gathers. No unit is gathered twice in one direction."
+    if gathers[count + 1 : count + 2] == ["gather a"]:
+        return "backward goes through the units in the reverse order, and prefetches in that order."
     place = next((i for i, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), None)
     if place is None:
-        return f"{case}: the trace has {len(expected)} lines, and you have {len(found)}."
+        return f"the trace has {len(expected)} lines, and you have {len(found)}."
     ours, real = found[place], expected[place]
     if real.startswith("gather"):
-        why = f"Before a unit computes, the next {prefetch} are gathered. A unit is released after it has computed."
+        why = (
+            f"Before a unit computes, the next {prefetch} are gathered. It is released after it has computed."
+        )
     elif ours.startswith("gather"):
         why = f"At most {prefetch} units are gathered ahead of the unit that is due."
     else:
         why = "A unit is released first, and its gradient is reduced after that. The root comes last."
-    return f'{case}: line {place + 1} is "{real}" in the trace, and "{ours}" in yours. {why}'
+    return f'line {place + 1} is "{real}" in the trace, and "{ours}" in yours. {why}'

@@ -6,7 +6,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm import CollectiveCounter, init_device_mesh, thread
-from shardrt.learn.checking import Hint, compile_sums, equal, function
+from shardrt.learn.checking import Hint, compile_sums, equal, function, need
 
 TITLE = "Cut a linear layer"
 LEVEL = "hard"
@@ -15,44 +15,6 @@ TAKEAWAY = (
     "Columns first, rows second: the hidden activations never travel. One all-reduce in forward and one in "
     "backward carry activations, so tensor parallelism stays inside a node."
 )
-
-START = '''"""Exercise 10: cut a linear layer.
-
-Tensor parallelism cuts the matmuls. An MLP has two linear layers:
-
-    h = relu(x @ A + a)      A: (width, hidden), a: (hidden,)
-    y = h @ B + b            B: (hidden, width), b: (width,)
-
-Cut it over N ranks so that each rank computes 1/N of the hidden units. Every rank has the whole x, and needs the
-whole y. In backward every rank has the whole gradient dy, and needs the whole dx. Write
-
-    cut        the parts of A, a, B, b that a rank holds. Who holds b?
-    forward    (y, anything that backward needs)
-    backward   dx, and the gradients of the rank's own parts
-
-    all_reduce(array)    in place, for a float32 array: array becomes its sum over ranks. Keep to ONE call in
-                         forward and ONE in backward.
-
-Every rank holds the whole b, and updates it alike. Read more: docs/explanation/tensor_parallel.md.
-"""
-
-import numpy as np
-
-
-def cut(A, a, B, b, rank, ranks):
-    """This rank's (A, a, B, b)."""
-    raise NotImplementedError
-
-
-def forward(parts, x, all_reduce):
-    """(y, saved), with y whole on every rank. parts: what cut returned."""
-    raise NotImplementedError
-
-
-def backward(parts, saved, dy, all_reduce):
-    """(dx, dA, da, dB, db), with dx and db whole on every rank, and the others as the parts."""
-    raise NotImplementedError
-'''
 
 _WIDTH, _HIDDEN, _ROWS = 4, 12, 5
 _NAMES = "dx", "dA", "da", "dB", "db"
@@ -75,8 +37,7 @@ def check(answer: ModuleType) -> str:
             counter = CollectiveCounter(communicator := mesh.communicator("control"))
 
             def all_reduce(array):
-                if not array.flags.c_contiguous:
-                    raise Hint("all_reduce changes C-contiguous arrays alone. Copy the array first.")
+                need(array.flags.c_contiguous, "all_reduce changes C-contiguous arrays. Copy this one first.")
                 communicator.all_reduce(array.reshape(-1), stream=device.current().current_stream)
 
             parts = cut(*(array.copy() for array in whole), mesh.rank, ranks)
@@ -102,54 +63,61 @@ def _whole(
 def _check_cut(parts, ranks: int) -> None:
     part = _HIDDEN // ranks
     shapes = [getattr(each, "shape", None) for each in parts] if isinstance(parts, tuple | list) else []
-    if len(shapes) != 4:
-        raise Hint("cut must return four arrays: the rank's A, a, B and b.")
     wanted = [(_WIDTH, part), (part,), (part, _WIDTH), (_WIDTH,)]
-    if shapes == wanted:
-        return
-    if shapes[0] == (_WIDTH // ranks, _HIDDEN):
-        raise Hint("cut takes rows of A. A hidden unit is a COLUMN of A: its weights for all inputs.")
-    if shapes[2] == (_HIDDEN, _WIDTH // ranks):
-        raise Hint("cut takes columns of B. A rank has 1/N of the hidden units, which are the ROWS of B.")
-    raise Hint(f"On {ranks} ranks cut returns the shapes {shapes}. Hidden units are cut, b is not: {wanted}.")
+    if shapes != wanted:
+        need(len(shapes) == 4, "cut must return four arrays: the rank's A, a, B and b.")
+        columns = shapes[0] == wanted[0]
+        need(
+            columns,
+            f"cut: a hidden unit is a COLUMN of A. A part of A has shape {wanted[0]}, not {shapes[0]}.",
+        )
+        rows = shapes[2] == wanted[2]
+        need(
+            rows,
+            f"cut: a hidden unit is one of the ROWS of B. A part has shape {wanted[2]}, not {shapes[2]}.",
+        )
+        raise Hint(
+            f"On {ranks} ranks cut returns the shapes {shapes}. The hidden units are cut, b is not: {wanted}."
+        )
 
 
 def _check_ranks(results: list, wanted_y: np.ndarray, wanted: list, b: np.ndarray, ranks: int) -> None:
     for y, found, first, second in results:
-        if first > 1 or second > 1:
-            raise Hint(
-                f"forward makes {first} all-reduces and backward {second}. One in each direction is enough."
-            )
+        once = first <= 1 and second <= 1
+        need(
+            once, f"forward makes {first} all-reduces and backward {second}. One in each direction is enough."
+        )
         if not equal(y, wanted_y, "forward", 1e-4):
-            if first == 0 and ranks > 1:
-                raise Hint(
-                    "forward: h @ B is a sum over hidden units, and each rank has a part. Sum over ranks."
-                )
-            if equal(y, wanted_y + (ranks - 1) * b, "forward", 1e-4):
-                raise Hint(
-                    f"forward adds b on each rank before the sum, so {ranks} times in all. Add it once."
-                )
-            raise Hint(
-                f"forward gives another y than the whole layers on {ranks} ranks. Check the bias and the ReLU."
+            need(
+                first or ranks == 1,
+                "forward: each rank has a part of the sum over hidden units. Sum over ranks.",
             )
-        if not isinstance(found, tuple | list) or len(found) != 5:
-            raise Hint("backward must return five arrays: dx, dA, da, dB, db.")
-        if second == 0 and ranks > 1:
-            raise Hint(
-                "backward: each rank has the part of dx that goes through its hidden units. Sum dx over ranks."
+            often = equal(y, wanted_y + (ranks - 1) * b, "forward", 1e-4)
+            need(
+                not often,
+                f"forward adds b on each rank before the sum, so {ranks} times in all. Add it once.",
             )
+            raise Hint(
+                f"forward gives another y than the whole layers on {ranks} ranks. Check bias and ReLU."
+            )
+        five = isinstance(found, tuple | list) and len(found) == 5
+        need(five, "backward must return five arrays: dx, dA, da, dB, db.")
+        need(
+            second or ranks == 1,
+            "backward: dx is a sum over hidden units, and each has a part. Sum dx over ranks.",
+        )
         for name, index in (("dx", 0), ("db", 4)):
             if not equal(found[index], wanted[index], name, 1e-4):
-                if equal(found[index], ranks * wanted[index], name, 1e-4):
-                    raise Hint(
-                        f"{name} is {ranks} times too large: every rank has the whole of it. Do not sum it."
-                    )
+                often = equal(found[index], ranks * wanted[index], name, 1e-4)
+                need(
+                    not often,
+                    f"{name} is {ranks} times too large: every rank has the whole of it. Do not sum it.",
+                )
                 raise Hint(f"{name} differs from that of the whole layers on {ranks} ranks.")
     for index, axis in ((1, 1), (2, 0), (3, 0)):
-        parts = [found[index] for _, found, _, _ in results]
+        name, parts = _NAMES[index], [found[index] for _, found, _, _ in results]
         for part, expected in zip(parts, np.split(wanted[index], ranks, axis=axis), strict=True):
-            if not equal(part, expected, _NAMES[index], 1e-4):
-                raise Hint(
-                    f"{_NAMES[index]} of a rank's part differs from that part of the whole gradient. A parameter that "
-                    "one rank holds alone needs no sum, and the mask of the ReLU is the rank's own."
-                )
+            same = equal(part, expected, name, 1e-4)
+            need(
+                same, f"{name} differs from the part of the whole gradient. What one rank holds needs no sum."
+            )

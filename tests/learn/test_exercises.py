@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardrt.__main__ import main
-from shardrt.learn import EXERCISES, command, grading, hybrid
+from shardrt.learn import EXERCISES, checking, grading, hybrid
 from shardrt.learn.judge import judge
 from tests.learn.wrong import WRONG
 
@@ -39,7 +39,7 @@ def test_the_reference_passes(name):
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_the_starting_file_is_refused_with_a_hint_and_its_text_links_pages_that_exist(number, answer):
-    start = command.exercise_of(number).START
+    start = checking.start(EXERCISES[number - 1])
     passed, hint = judge(EXERCISES[number - 1], answer(start))
     assert not passed and hint
     text = ast.get_docstring(ast.parse(start))

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Wrong(NamedTuple):
-    """An answer with `old` replaced by `new` in the reference, once. hint: words of what it is refused with."""
+    """The reference with `old` replaced by `new`, once. hint: words of the hint that it gets."""
 
     name: str
     old: str
@@ -35,7 +35,7 @@ WRONG = [
     Wrong("traffic", FORMULA, "return nbytes // ranks", "EACH of the other ranks"),
     Wrong("traffic", "2 * all_gather(block", "all_gather(block", "backward gathers the block again"),
     Wrong("traffic", "+ all_gather(root", "+ 2 * all_gather(root", "root stays gathered"),
-    Wrong("traffic", "sum(reduce_scatter(unit", "sum(2 * reduce_scatter(unit", "all-reduce would cost twice"),
+    Wrong("traffic", "sum(reduce_scatter(unit", "sum(2 * reduce_scatter(unit", "That is an all-reduce"),
     Wrong("memory", "arrays = 4", "arrays = 1", "Add the gradients"),
     Wrong("memory", "arrays = 4", "arrays = 2", "optimizer state is missing"),
     Wrong("memory", "arrays = 4", "arrays = 3", "AdamW keeps two arrays"),
@@ -43,7 +43,7 @@ WRONG = [
     Wrong("memory", "buffers = prefetch + 1", "buffers = prefetch", "The unit that computes needs a buffer"),
     Wrong("memory", '== "SHARD_GRAD_OP"', '== "NO_SHARD"', "keeps all units until backward"),
     Wrong("collectives", FIRST, "    whole", "before the others have offered"),
-    Wrong("collectives", LAST, "    return whole", "overwrote the array"),
+    Wrong("collectives", LAST, "    return whole", "overwrote its array"),
     Wrong("collectives", "np.split(total, world.size)[world.rank]", "total", "the whole sum"),
     Wrong("collectives", ".copy()", " / world.size", "returns the mean"),
     Wrong("collectives", "np.zeros_like(full)", "full", "changes its input in place"),
@@ -118,7 +118,7 @@ WRONG = [
     ),
     Wrong("waits", '"gather reads"', '"gather writes"', "names another pair"),
     Wrong("repair", FREE, "", "still a race: reduce reads and then compute writes"),
-    Wrong("repair", FREE, "            reduce.wait(free[n])\n", "must record an event behind its read"),
+    Wrong("repair", FREE, "            reduce.wait(free[n])\n", "Record an event behind the first"),
     Wrong("repair", READ, READ + "            compute.wait(free[n])\n", "overlap is lost"),
     Wrong("repair", FREE, "            reduce.synchronize()\n", "The host waits"),
     Wrong("repair", "range(2)]\n    x", "range(LAYERS)]\n    x", "more memory"),

@@ -29,5 +29,5 @@ def train():
             reduce.record(free[n])
         reduce.record(reduced)
         compute.wait(reduced)
-        for shard, gradient in zip(shards, gradients):
+        for shard, gradient in zip(shards, gradients, strict=True):
             shard -= gradient  # stands for the optimizer
