@@ -217,7 +217,7 @@ def without_launcher(command: str) -> list[str]:
     while "=" in words[0]:
         words.pop(0)
     if words[0] in ("mpirun", "srun"):
-        words = words[words.index("python") :]
+        words = words[next(i for i, word in enumerate(words) if word in ("python", "shardrt")) :]
     if words[0] == "shardrt":
         return words
     assert words[0] in ("python", "python3"), command
@@ -301,6 +301,8 @@ def trained(arguments: list[str]) -> int:
 def run(words: list[str]) -> int:
     """A command in this process, on one rank; gives its exit code."""
     module, *arguments = words
+    if words[:2] == ["shardrt", "train"]:
+        return trained(arguments[1:])
     if module.removeprefix("shardrt.") == "models.train":
         return trained(arguments)
     if module == "models.generate":

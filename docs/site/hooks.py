@@ -39,52 +39,29 @@ LANGUAGES = {
     ".cuh": "cuda",
 }
 
-# The pages of the API: a package each. shardrt.simulate is for programs what the commands are for people.
-PACKAGES = (
-    "shardrt",
-    "shardrt.fsdp",
-    "shardrt.comm",
-    "shardrt.nn",
-    "shardrt.nn.init",
-    "shardrt.nn.utils",
-    "shardrt.optim",
-    "shardrt.functional",
-    "shardrt.functional.collective",
-    "shardrt.functional.vocabulary",
-    "shardrt.parallel",
-    "shardrt.recompute",
-    "shardrt.activation_offload",
-    "shardrt.checkpoint",
-    "shardrt.simulate",
-    *(f"shardrt.models.{name}" for name in ("gpt", "llama", "vit", "regnet", "plans", "hub", "sampling")),
-)
-MODULES = {
-    "shardrt.simulate": ("shardrt.simulate.script", "shardrt.simulate.step", "shardrt.simulate.machine")
-}
+API = "reference/api/README.md"  # lists the packages that have a page
+LISTED = re.compile(r"^\| \[(shardrt[\w.]*)\]\(([^)]+)\)", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the generated pages below Reference."""
+    """Put a page for each package behind the page of the API."""
     reference = next(section["Reference"] for section in config.nav if "Reference" in section)
-    reference += [{"Options of training": OPTIONS}, {"Commands": COMMANDS}]
-    reference += [{"API": [{package: api_page(package)} for package in PACKAGES]}]
+    pages = next(section["API"] for section in reference if "API" in section)
+    pages += [{package: api_page(package)} for package in packages()]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages, and those of all files that some page links to."""
-    pages = {OPTIONS: options(), COMMANDS: commands()} | {api_page(name): api(name) for name in PACKAGES}
-    texts = {DOCS / name: text for name, text in pages.items()}
-    texts |= {page: page.read_text() for page in DOCS.rglob("*.md")}
-    wanted = {target for page, text in texts.items() for target in outside(text, page)}
+    """Add the pages of the API, and those of all files that some page links to."""
+    for package in packages():
+        files.append(File.generated(config, api_page(package), content=api(package)))
+    wanted = {target for page in DOCS.rglob("*.md") for target in outside(page)}
     shown: set[Path] = set()
     while wanted:
         target = wanted.pop()
         shown.add(target)
         if target.suffix == ".md":
-            wanted |= set(outside(target.read_text(), target)) - shown
-    for name, content in pages.items():
-        files.append(File.generated(config, name, content=content))
+            wanted |= set(outside(target)) - shown
     for target in sorted(shown):
         add = {"content": QUIET + text_of(target), "inclusion": InclusionLevel.NOT_IN_NAV}
         files.append(File.generated(config, source_page(target), **add))
@@ -92,19 +69,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Send links to files outside docs/ to their pages of the site."""
+    """Fill a page with what is generated; send its links to files outside docs/ to pages of the site."""
     here = page.file.src_path
     if here.startswith(f"{SOURCE}/"):
         return markdown  # text_of has done it
+    if here == API:
+        markdown = LISTED.sub(r"| [\1](\1.md)", markdown)
+    for mark, made in GENERATED.items():
+        if f"<!-- {mark} -->" in markdown:
+            markdown = markdown.replace(f"<!-- {mark} -->", made())
     return linked(markdown, DOCS / here, here)
 
 
 # -- sources that pages link to
 
 
-def outside(markdown: str, page: Path) -> Iterator[Path]:
-    """The files and folders outside docs/ that the text of a page links to."""
-    for target, _ in LINK.findall(markdown):
+def outside(page: Path) -> Iterator[Path]:
+    """The files and folders outside docs/ that a page links to."""
+    for target, _ in LINK.findall(page.read_text()):
         path = Path(os.path.normpath(page.parent / target))
         if ROOT in path.parents and DOCS not in path.parents and path.exists():
             yield path
@@ -154,6 +136,11 @@ def text_of(target: Path) -> str:
 # -- the API
 
 
+def packages() -> list[str]:
+    """The packages with a page."""
+    return [name for name, _ in LISTED.findall((DOCS / API).read_text())]
+
+
 def api_page(package: str) -> str:
     """The page of a package."""
     return f"reference/api/{package}.md"
@@ -161,18 +148,15 @@ def api_page(package: str) -> str:
 
 def api(package: str) -> str:
     """A page that mkdocstrings fills: the package's own docstring, and each public name."""
-    lines = [f"# {package}", ""]
-    for module in MODULES.get(package, (package,)):
-        loaded = importlib.import_module(module)
-        lines += [f"{(loaded.__doc__ or '').strip()}", ""]
-        lines += [f"::: {place_of(module, name)}\n" for name in public(loaded)]
-    return "\n".join(lines)
+    module = importlib.import_module(package)
+    lines = [f"# {package}", "", (module.__doc__ or "").strip(), ""]
+    return "\n".join([*lines, *(f"::: {place_of(module, name)}\n" for name in public(module))])
 
 
-def place_of(module: str, name: str) -> str:
-    """A public name where mkdocstrings finds it: shardrt/kernels and shardrt/models are links, not followed."""
-    own = getattr(getattr(importlib.import_module(module), name), "__module__", module)
-    place = own if own.startswith(("shardrt.kernels", "shardrt.models")) else module
+def place_of(module: ModuleType, name: str) -> str:
+    """A public name where mkdocstrings finds it: shardrt/kernels and shardrt/models are links."""
+    own = getattr(getattr(module, name), "__module__", module.__name__)
+    place = own if own.startswith(("shardrt.kernels", "shardrt.models")) else module.__name__
     return f"{re.sub('^shardrt.(?=kernels|models)', '', place)}.{name}"
 
 
@@ -190,16 +174,6 @@ def public(module: ModuleType) -> list[str]:
 
 # -- the options of the training command, and the command line
 
-OPTIONS, COMMANDS = "reference/options.md", "reference/commands.md"
-RUN = """`shardrt train` takes these options. Each can also stand in a TOML file (`--config FILE`), where
-`--optimizer.lr` is `lr` in `[optimizer]`. The column "default" holds what the command uses without a file. A command
-without `--config`, `--architecture`, `--size` and `--init-from` reads
-[the default recipe](../../models/configs/default.toml). `shardrt train --help` prints the options of one architecture.
-"""
-COMMAND = """`shardrt COMMAND --help` prints these texts. The options of `shardrt train` are on
-[their own page](options.md).
-"""
-
 
 def options() -> str:
     """Each section of settings once, with the architectures that have it if not all do."""
@@ -208,7 +182,7 @@ def options() -> str:
     for name, recipe in recipes.items():
         for section, found in train_options.sections(recipe):
             tables.setdefault(section.rstrip("."), {}).setdefault(table_of(found), []).append(name)
-    lines = ["# Options of training", "", RUN]
+    lines: list[str] = []
     for section, alike in tables.items():
         for table, names in alike.items():
             which = "" if len(names) == len(recipes) else f" of {' and '.join(names)}"
@@ -233,8 +207,8 @@ def table_of(found: list[train_options.Option]) -> str:
 
 
 def commands() -> str:
-    """The help of `shardrt`, of each command, and of the commands of these."""
-    lines = ["# Commands", "", COMMAND, block(command_line.page())]
+    """The help of each command, and of the commands of these."""
+    lines: list[str] = []
     for group, members in command_line.COMMANDS.items():
         lines += ["", f"## {group}"]
         for command in members:
@@ -258,3 +232,6 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
 def block(text: str) -> str:
     """Text as a terminal shows it."""
     return f"```text\n{text.strip()}\n```\n"
+
+
+GENERATED = {"options": options, "commands": commands, "page": lambda: block(command_line.page())}

@@ -133,7 +133,7 @@ def sentences_of(block: Block) -> list[str]:
     if not block.prose:
         return []
     text = SHORT.sub(lambda found: found[0].replace(".", "\u2024"), block.text)
-    parts = END.split(text)
+    parts = [part.replace("\u2024", ".") for part in END.split(text)]
     return [part for part in parts if re.search(r"[.?!:][\"')\]*_`]*$", part) and words_of(part)]
 
 
@@ -213,9 +213,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="these alone (all of docs/)")
     parser.add_argument("--long", type=int, default=0, metavar="N", help="print the N longest sentences, too")
     options = parser.parse_args(arguments)
-    root = Path.cwd() if options.pages else DOCS
     paths = [path.resolve() for path in options.pages] or sorted(DOCS.rglob("*.md"))
-    pages = [read(path, root if path.is_relative_to(root) else Path("/")) for path in paths]
+    pages = [read(path, DOCS if path.is_relative_to(DOCS) else path.parent) for path in paths]
     long = sum(len(words_of(text)) > LONG for page in pages for text in page.sentences)
     print(table(pages))
     print(f"{long:,} of {sum(len(page.sentences) for page in pages):,} sentences have more than {LONG} words")
