@@ -88,6 +88,12 @@ def cross_entropy(
         ValueError: for shapes that don't fit, a target out of range (it names the first; a target that is on
             a GPU is not looked at, and the loss is nan), another reduction, or inplace on a leaf.
         TypeError: for other dtypes.
+
+    Example:
+        >>> from shardrt import Tensor, functional as F
+        >>> logits = Tensor([[0.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]])
+        >>> round(float(F.cross_entropy(logits, [1, 0], reduction="sum").numpy()), 3)
+        1.387
     """
     logits = tensor(logits)
     check_floats("cross_entropy", logits=logits)

@@ -56,6 +56,13 @@ def add_lora(
 
     Raises:
         ValueError: if no layer is picked, for numbers that cannot be, or after fully_shard.
+
+    Example:
+        >>> from shardrt import nn
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> _ = nn.add_lora(model, rank=2, targets=("0",))
+        >>> [parameter.name for parameter in nn.lora_parameters(model)]
+        ['0.lora_a', '0.lora_b']
     """
     alpha = 2.0 * rank if alpha is None else alpha
     if rank < 1 or not alpha > 0 or not 0 <= dropout < 1:

@@ -54,7 +54,9 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
         RuntimeError: if the model is built already.
 
     Example:
-        >>> fully_shard(model)
+        >>> from shardrt import nn
+        >>> from shardrt.fsdp import fully_shard, set_world_invariant
+        >>> model = fully_shard(nn.Linear(8, 2))
         >>> set_world_invariant(model, micro_batches=8)
     """
     normed = next((path for path, part in module.named_modules() if isinstance(part, BatchNorm2d)), None)
