@@ -249,8 +249,8 @@ def linear_cross_entropy(
         weight: (vocab, inputs).
         targets: integers (...).
         chunk: costs chunk * vocab elements in forward and in backward, where plain logits cost rows * vocab
-            from the one to the other, and a product more: the logits are made a second time. 0: all rows at
-            once, and no product more.
+            from the one to the other, and a matmul more: the logits are made a second time. 0: all rows at
+            once, and no matmul more.
 
     Raises:
         ValueError: for sizes that don't fit, a target out of range, another reduction or a chunk below 0.

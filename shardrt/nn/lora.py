@@ -50,7 +50,7 @@ def add_lora(
 
     Args:
         rank: of the two matrices, at most the smaller side of each layer.
-        alpha: their product is scaled by alpha / rank; 2 * rank if None.
+        alpha: the adapter is scaled by alpha / rank; 2 * rank if None.
         targets: shell patterns for the layers' paths ("*.qkv"), or a function of (path, layer).
         dropout: of the adapters' input.
 
