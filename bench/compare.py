@@ -377,8 +377,8 @@ def table(result: dict, workload: str) -> str:
         )
     lines += [f"{each['contestant']:<22} {reason(each)}" for each in result["left_out"]]
     message = {each["contestant"].split()[0]: each["versions"] for each in entries if "versions" in each}
-    lines += [f"matrix products of {name}: {products_of(versions)}" for name, versions in message.items()]
-    lines.append(f"GFLOP/s: a product of {w.SIDE} x {w.SIDE} in the contestant's type, all ranks at once")
+    lines += [f"matmuls of {name}: {products_of(versions)}" for name, versions in message.items()]
+    lines.append(f"GFLOP/s: a matmul of {w.SIDE} x {w.SIDE} in the contestant's type, all ranks at once")
     lines.append("beside: ms of a step without the time that its operations would take at that rate")
     for limit in sorted({each["loss_tolerance"] for each in entries}):
         off = max(each["loss_difference"] for each in entries if each["loss_tolerance"] == limit)

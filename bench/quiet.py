@@ -14,7 +14,7 @@ DISTURBED = 0.1  # cores that other processes used; beyond it a run's times are 
 def announce(runs: int, patience: float) -> None:
     """Say on stderr what may take long before anything is printed."""
     wait = f"up to {patience:.0f} s for each to have an idle machine (--patience)"
-    _report(f"runs: {runs}, {wait if patience > 0 else 'whoever else uses the machine'}")
+    _report(f"runs: {runs}, {wait if patience > 0 else 'while other programs use the machine'}")
 
 
 def watched(run: Callable[[], dict], patience: float) -> dict:

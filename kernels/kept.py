@@ -70,7 +70,7 @@ class Kept:
         """Warn of a file that is not used, once in a process."""
         if not self._complained:
             self._complained = True
-            message = f"is damaged or of another {self._of}, so this product is measured anew"
+            message = f"is damaged or of another {self._of}, so this matmul is measured again"
             warnings.warn(f"{self._file(product)} {message}", stacklevel=2)
 
     def _read(self, product: str) -> str | None:

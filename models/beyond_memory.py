@@ -124,7 +124,7 @@ def run(model: GPT, mesh: DeviceMesh, steps: int, baseline: int, budget: int) ->
 def describe(model: GPT) -> str:
     """How many parameters, and what their states take."""
     count = sum(parameter.size for parameter in model.parameters())
-    return f"{count / 1e6:.1f} M parameters, states {mb(16 * count)}"
+    return f"{count / 1e6:.1f} M parameters; with gradients and optimizer state {mb(16 * count)}"
 
 
 def digest(model: GPT, mesh: DeviceMesh) -> str:

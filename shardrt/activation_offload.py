@@ -55,6 +55,11 @@ def offload_activations(module: Module) -> Module:
     Raises:
         TypeError: if `module` is no Module; later, if a forward returns no tensor.
         ValueError: if the module is offloaded already.
+
+    Example:
+        >>> from shardrt import nn
+        >>> from shardrt.activation_offload import offload_activations
+        >>> block = offload_activations(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
     """
     if not isinstance(module, Module):
         raise TypeError(

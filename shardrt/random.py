@@ -98,6 +98,14 @@ def manual_seed(seed: int, step: int = 0) -> None:
 
     Raises:
         ValueError: for a negative seed or step.
+
+    Example:
+        >>> from shardrt import manual_seed, nn
+        >>> manual_seed(0)
+        >>> first = nn.Linear(8, 8).weight.numpy()
+        >>> manual_seed(0)
+        >>> bool((nn.Linear(8, 8).weight.numpy() == first).all())
+        True
     """
     if seed < 0 or step < 0:
         raise ValueError(f"manual_seed: seed and step must not be negative, got {seed} and {step}")

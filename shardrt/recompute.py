@@ -39,6 +39,11 @@ def checkpoint(module: Module, policy: str = "full") -> Module:
     Raises:
         TypeError: if `module` is no Module; later, if a forward returns no tensor.
         ValueError: for another policy, or if the module is recomputed already.
+
+    Example:
+        >>> from shardrt import nn
+        >>> from shardrt.recompute import checkpoint
+        >>> block = checkpoint(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
     """
     if not isinstance(module, Module):
         raise TypeError(f"checkpoint: module must be a shardrt.nn.Module, got {type(module).__name__}")
@@ -57,6 +62,12 @@ def checkpoint_blocks(modules: Iterable[Module], every: int = 1, policy: str = "
 
     Raises:
         ValueError: if `every` is less than 1, and as `checkpoint`.
+
+    Example:
+        >>> from shardrt import nn
+        >>> from shardrt.recompute import checkpoint_blocks
+        >>> blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        >>> checkpoint_blocks(blocks, every=2)
     """
     if every < 1:
         raise ValueError(f"checkpoint_blocks: every must be at least 1, got {every}")

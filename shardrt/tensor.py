@@ -33,6 +33,13 @@ class Tensor(Variable):
 
     Raises:
         TypeError: for requires_grad with integers, and for data that are no numbers.
+
+    Example:
+        >>> from shardrt import Tensor
+        >>> x = Tensor([1.0, 2.0], requires_grad=True)
+        >>> (x * x).sum().backward()
+        >>> x.grad
+        array([2., 4.], dtype=float32)
     """
 
     __slots__ = ()

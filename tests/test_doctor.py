@@ -71,7 +71,7 @@ def test_of_a_run_that_was_asked_to_stop_it_says_how_to_go_on(folder, capsys):
     assert stop.value.code == 75
     code, out = message(capsys, "runs/asked")
     assert code == 0
-    assert "runs/asked: asked to stop, and saved: go on with --resume auto" in out
+    assert "runs/asked: asked to stop, and saved: resume with --resume auto" in out
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("ops", nargs="*", metavar="OP", help=f"{', '.join(OPS)} (all)")
     _add_theirs(parser)
-    add("--rounds", type=int, default=3, metavar="N", help="of -n calls, ours and raw by turns (3)")
+    add("--rounds", type=int, default=3, metavar="N", help="of -n calls, ours and raw alternating (3)")
     add("--place", dest="places", type=words, default=["all"], metavar="A,B", help="out, in, all (all)")
     known = f"{', '.join(backends.kinds())}, or all that fit this run (auto)"
     add("-k", "--communicators", type=words, default=["auto"], metavar="A,B", help=known)

@@ -18,7 +18,7 @@ STEP = (*BENCHMARKS, "numba")
 SECTIONS = {"tests": TESTS} | dict.fromkeys(("step", "products", "kernels", "convolution", "experts"), STEP)
 # What other sections need is BENCHMARKS.
 WITHOUT = {
-    "torch": "no figures of PyTorch beside ours, and no test against its bfloat16",
+    "torch": "no figures of PyTorch next to ours, and no test against its bfloat16",
     "cudnn": "attention and convolution run in kernels of our own, which are several times slower",
     "matplotlib": "no picture",
     "safetensors": "the test that saves weights is skipped",
@@ -47,7 +47,7 @@ _LIBRARIES = {
     ),
     "cublasLt": (
         "from shardrt.kernels.cuda import _cupy; _cupy._library()",
-        "no product can be computed",
+        "no matmul can be computed",
         "nvidia-cublas-cu12",
     ),
     "NCCL": (

@@ -38,7 +38,7 @@ _SIZES = {
     "heads": "of rotary (12)",
     "time": "tokens of a sequence, and width of softmax (1024)",
     "vocab": "of embedding and losses (50304)",
-    "multiplied": "rows of matrix products (2048)",
+    "multiplied": "rows of matmuls (2048)",
     "classified": "rows of the losses (512)",
     "elements": "of a flat shard (16M)",
     "side": "height and width of images of batch norm and pooling (56)",

@@ -29,6 +29,17 @@ def save(directory: str | Path, model: Module, *, step: int = 0) -> None:
 
     Raises:
         CheckpointError: on every rank, if writing fails; then an earlier file is unchanged.
+
+    Example:
+        >>> import tempfile
+        >>> from shardrt import nn
+        >>> from shardrt.checkpoint import load, save
+        >>> from shardrt.fsdp import fully_shard
+        >>> model = fully_shard(nn.Linear(8, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(folder, model, step=7)
+        ...     load(folder, model)
+        7
     """
     state, error = full_state_dict(model), None
     if state:
@@ -73,6 +84,16 @@ def load(directory: str | Path, model: Module, *, broadcast_from_rank0: bool = F
         FileNotFoundError: if there is no such file.
         ValueError: for a damaged file, or names or shapes that differ from the model's.
         CheckpointError: on every rank, if rank 0 can't open the file with broadcast_from_rank0.
+
+    Example:
+        >>> import tempfile
+        >>> from shardrt import nn
+        >>> from shardrt.checkpoint import load, save
+        >>> model = nn.Linear(8, 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(folder, model, step=7)
+        ...     load(folder, model)
+        7
     """
     from safetensors import SafetensorError
 

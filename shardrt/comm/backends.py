@@ -68,10 +68,12 @@ def _choose(host: Communicator, device: Device, kind: str, role: str) -> str:
 def create(kind: str = "auto") -> Communicator:
     """A communicator of host arrays over all ranks of the current world. Collective.
 
-    "auto": the fastest that fits. One rank: "single". Threads: "thread". Under mpirun: "shm" on one node,
-    shared memory combined with MPI on several (see hierarchical.py). The kinds for GPUs ("staged", "nccl",
-    "ipc") give the same as "auto": `for_device` builds on it. A simulated world always gives its own kind.
-    Raises ValueError if the kind is unknown or does not fit this run.
+    Args:
+        kind: one of `kinds()`. "auto" takes the fastest that fits, as above. The kinds for GPUs ("staged",
+            "nccl", "ipc") give the same: `for_device` builds on it. A simulated world gives its own kind.
+
+    Raises:
+        ValueError: if the kind is unknown or does not fit this run.
     """
     if kind in CARRIERS:
         kind = "auto"

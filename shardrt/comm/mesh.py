@@ -52,6 +52,12 @@ def init_device_mesh(
         ValueError: if the shape does not hold exactly the ranks that run, the communicator does not fit the
             device, or the reduction is unknown.
         RuntimeError: if the GPU asked for can't be used.
+
+    Example:
+        >>> from shardrt.comm import init_device_mesh
+        >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        >>> mesh["dp"].size, mesh.rank
+        (1, 0)
     """
     if reduction not in reductions():
         raise ValueError(f"reduction: {reduction!r} is unknown; known are {', '.join(reductions())}")

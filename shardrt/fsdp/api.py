@@ -77,11 +77,11 @@ def fully_shard(
         RuntimeError: for a parameter that an optimizer has already: it would go on updating the old array.
 
     Example:
-        >>> from shardrt import nn, optim
+        >>> from shardrt import fsdp, nn, optim
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
         >>> for layer in model:
-        ...     _ = fully_shard(layer)
-        >>> optimizer = optim.AdamW(fully_shard(model).parameters(), lr=1e-3)
+        ...     _ = fsdp.fully_shard(layer)
+        >>> optimizer = optim.AdamW(fsdp.fully_shard(model).parameters(), lr=1e-3)
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:

@@ -86,7 +86,11 @@ def memory_plan(
         Exception: any error that the first forward would raise.
 
     Example:
-        >>> print(memory_plan(model, step=lambda: loss_of(model, batch).backward()))
+        >>> import numpy as np
+        >>> from shardrt import nn
+        >>> from shardrt.fsdp import fully_shard, memory_plan
+        >>> model, x = fully_shard(nn.Linear(8, 2)), np.ones((4, 8), np.float32)
+        >>> plan = memory_plan(model, step=lambda: model(x).sum().backward())
     """
     wholes = [whole_of("memory_plan", part) for part in stages_of(model) or [model]]
     units = [unit for whole in wholes for unit in whole]

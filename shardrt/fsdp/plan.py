@@ -163,7 +163,6 @@ class Plan(Route):
 
 
 def _compare(order: list[int], units: list[Unit], control: Communicator) -> None:
-    """Raise CollectiveMismatch on every rank unless all ranks have the same order."""
     differing = objects.differing_ranks(control, order)
     if not differing:
         return

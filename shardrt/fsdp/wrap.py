@@ -38,7 +38,11 @@ def wrap(
         ValueError: if the policy picks no module. Other errors are those of fully_shard.
 
     Example:
-        >>> wrap(model, by_class(Block), mp_policy=MixedPrecisionPolicy("bfloat16"))
+        >>> from shardrt import nn
+        >>> from shardrt.fsdp import by_class, units, wrap
+        >>> model = wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), by_class(nn.Linear))
+        >>> [unit.label for unit in units(model)]
+        ['(root)', '0', '1']
     """
     ignored = list(ignored)
     skipped = {id(parameter) for item in ignored for parameter in _parameters(item)}

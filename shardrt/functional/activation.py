@@ -74,6 +74,11 @@ def gelu(x: "Tensor", approximate: str = "none") -> "Tensor":
 
     Raises:
         ValueError: for another word.
+
+    Example:
+        >>> from shardrt import Tensor, functional as F
+        >>> F.gelu(Tensor([-1.0, 0.0, 1.0])).numpy().round(3)
+        array([-0.159,  0.   ,  0.841], dtype=float32)
     """
     ops = {"none": GELUErf, "tanh": GELUTanh}
     if approximate not in ops:
@@ -119,6 +124,11 @@ def swiglu(x: "Tensor") -> "Tensor":
 
     Raises:
         ValueError: for an odd last dimension.
+
+    Example:
+        >>> from shardrt import Tensor, functional as F
+        >>> F.swiglu(Tensor([[0.0, 2.0, 3.0, 3.0]])).numpy().round(3)
+        array([[0.   , 5.285]], dtype=float32)
     """
     x = tensor(x)
     check_floats("swiglu", x=x)

@@ -93,6 +93,13 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: for sizes that don't fit.
         TypeError: for other dtypes.
+
+    Example:
+        >>> import numpy as np
+        >>> from shardrt import Tensor, functional as F
+        >>> q = k = v = Tensor(np.zeros((2, 4, 5, 8), np.float32))
+        >>> F.scaled_dot_product_attention(q, k, v, is_causal=True).shape
+        (2, 4, 5, 8)
     """
     op = "scaled_dot_product_attention"
     only(op, f"for masks there is {_MASKS}", attn_mask=(attn_mask, None))
@@ -189,6 +196,13 @@ def self_attention(
     Raises:
         ValueError: if the last dimension or `starts` does not fit or kv_heads does not divide heads.
         TypeError: for other dtypes.
+
+    Example:
+        >>> import numpy as np
+        >>> from shardrt import Tensor, functional as F
+        >>> qkv = Tensor(np.zeros((2, 5, 3 * 8), np.float32))  # 2 sequences of 5 tokens, width 8
+        >>> F.self_attention(qkv, heads=2).shape
+        (2, 5, 8)
     """
     qkv = tensor(qkv)
     kv_heads = heads if kv_heads is None else kv_heads
@@ -229,6 +243,12 @@ def document_starts(documents: Array) -> Array:
 
     Raises:
         ValueError: for another number of dimensions.
+
+    Example:
+        >>> import numpy as np
+        >>> from shardrt import functional as F
+        >>> F.document_starts(np.array([[7, 7, 7, 9, 9]]))
+        array([[0, 0, 0, 3, 3]])
     """
     return device.current().asarray(starts_on_host(documents), np.int64)
 

@@ -115,7 +115,7 @@ def gather(
     *,
     again: bool = False,
 ) -> "Tensor":
-    """The ranks' `x` one behind the other along `axis`, for each rank to use in its own way.
+    """The ranks' `x` one after the other along `axis`, for each rank to use in its own way.
 
     The gradient is this rank's slice of the sum of the ranks' gradients.
 
@@ -141,7 +141,7 @@ class GatherSame(Function):
 
 
 def gather_same(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
-    """The ranks' `x` one behind the other along `axis`, for all to go on with alike.
+    """The ranks' `x` one after the other along `axis`, for all to go on with alike.
 
     The gradient, which all ranks have, is split: each rank takes its slice.
     """
@@ -223,7 +223,7 @@ def all_to_all_rows(
     compares nothing.
 
     Args:
-        rows: those of the result, so that its size need not depend on the counts: what lies behind the last
+        rows: those of the result, so that its size need not depend on the counts: what lies after the last
             that comes is 0. `x` may then have more rows than are sent, whose gradient is 0. None: as many as
             come.
 
@@ -292,7 +292,7 @@ def summed(x: Array, communicator: Communicator, tag: str = "", beside: Stream |
 
 
 def gathered(x: Array, communicator: Communicator, axis: int = 0, tag: str = "") -> Array:
-    """The ranks' arrays one behind the other along `axis`."""
+    """The ranks' arrays one after the other along `axis`."""
     parts = empty((communicator.size, *x.shape), x.dtype)
     parts[communicator.rank] = x
     communicator.all_gather(bits(parts), stream=device.current().current_stream, tag=tag)

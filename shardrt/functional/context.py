@@ -1,6 +1,6 @@
 """Causal self-attention of sequences that lie on several ranks, each with two chunks of every one.
 
-Of 2 n chunks, rank r of n has r and 2n - 1 - r, one behind the other: so all ranks have as many pairs of a
+Of 2 n chunks, rank r of n has r and 2n - 1 - r, one after the other: so all ranks have as many pairs of a
 query and a key. A rank has queries of its own; keys and values it gathers, of one of their heads after the
 other, the next under way in a stream of its own while this one computes. Backward gathers them again, and
 their gradients go back likewise, as sums (as llama3_flash_attn_varlen of ring-flash-attention does). There is

@@ -47,6 +47,11 @@ def dropout(x: "Tensor", p: float = 0.5, training: bool = True, inplace: bool = 
     Raises:
         ValueError: for p outside [0, 1).
         TypeError: for other dtypes.
+
+    Example:
+        >>> from shardrt import Tensor, functional as F
+        >>> F.dropout(Tensor([1.0, 2.0]), 0.5, training=False).numpy()
+        array([1., 2.], dtype=float32)
     """
     x = tensor(x)
     check_floats("dropout", x=x)

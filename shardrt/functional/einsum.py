@@ -21,6 +21,12 @@ def einsum(formula: str, *operands: Any) -> "Tensor":
     Raises:
         ValueError: for a formula that does not fit the operands.
         TypeError: as `matmul`.
+
+    Example:
+        >>> from shardrt import Tensor, functional as F
+        >>> a, b = Tensor([[1.0, 2.0]]), Tensor([[3.0], [4.0]])
+        >>> F.einsum("ij,jk->ik", a, b).numpy()
+        array([[11.]], dtype=float32)
     """
     tensors = [tensor(x) for x in operands]
     inputs, output = _parsed(formula, tensors)

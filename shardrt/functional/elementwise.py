@@ -208,6 +208,12 @@ def where(condition: Any, x: Operand, y: Operand) -> "Tensor":
 
     Raises:
         TypeError: for another condition; else as `add`.
+
+    Example:
+        >>> from shardrt import Tensor, functional as F
+        >>> x = Tensor([-1.0, 2.0])
+        >>> F.where(x > 0, x, 0.0).numpy()
+        array([0., 2.], dtype=float32)
     """
     condition = tensor(condition)
     if condition.dtype != np.bool_:

@@ -64,6 +64,13 @@ def embedding(
     Raises:
         ValueError: that names the first index outside [0, rows).
         TypeError: if they are no integers.
+
+    Example:
+        >>> from shardrt import Tensor, functional as F
+        >>> weight = Tensor([[0.0, 0.0], [1.0, 2.0], [3.0, 4.0]])
+        >>> F.embedding([2, 1], weight).numpy()
+        array([[3., 4.],
+               [1., 2.]], dtype=float32)
     """
     weight = tensor(weight)
     if weight.ndim != 2:

@@ -154,6 +154,12 @@ def topk(
 
     Raises:
         ValueError: if there are not as many.
+
+    Example:
+        >>> from shardrt import Tensor, functional as F
+        >>> values, indices = F.topk(Tensor([3.0, 1.0, 2.0]), 2)
+        >>> values.numpy(), indices
+        (array([3., 2.], dtype=float32), array([0, 2]))
     """
     x = tensor(x)
     (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)

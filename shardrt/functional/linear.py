@@ -180,6 +180,12 @@ def linear(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> "Tens
     Raises:
         ValueError: for sizes that don't fit.
         TypeError: for other dtypes.
+
+    Example:
+        >>> from shardrt import Tensor, functional as F
+        >>> x, weight = Tensor([[1.0, 2.0]]), Tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+        >>> F.linear(x, weight).numpy()
+        array([[1., 2., 3.]], dtype=float32)
     """
     x, weight, bias = _checked("linear", x, weight, bias)
     other = _otherwise(x, weight, bias)

@@ -88,6 +88,12 @@ def cross_entropy(
         ValueError: for shapes that don't fit, a target out of range (it names the first; a target that is on
             a GPU is not looked at, and the loss is nan), another reduction, or inplace on a leaf.
         TypeError: for other dtypes.
+
+    Example:
+        >>> from shardrt import Tensor, functional as F
+        >>> logits = Tensor([[0.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]])
+        >>> round(float(F.cross_entropy(logits, [1, 0], reduction="sum").numpy()), 3)
+        1.387
     """
     logits = tensor(logits)
     check_floats("cross_entropy", logits=logits)
@@ -243,8 +249,8 @@ def linear_cross_entropy(
         weight: (vocab, inputs).
         targets: integers (...).
         chunk: costs chunk * vocab elements in forward and in backward, where plain logits cost rows * vocab
-            from the one to the other, and a product more: the logits are made a second time. 0: all rows at
-            once, and no product more.
+            from the one to the other, and a matmul more: the logits are made a second time. 0: all rows at
+            once, and no matmul more.
 
     Raises:
         ValueError: for sizes that don't fit, a target out of range, another reduction or a chunk below 0.

@@ -114,6 +114,11 @@ def layer_norm(
     Raises:
         ValueError: for wrong sizes.
         TypeError: for other dtypes.
+
+    Example:
+        >>> from shardrt import Tensor, functional as F
+        >>> F.layer_norm(Tensor([[1.0, 3.0]]), (2,)).numpy().round(3)
+        array([[-1.,  1.]], dtype=float32)
     """
     x, weight, bias, shape = _by_rows("layer_norm", x, normalized_shape, weight, bias)
     if _more_exact(x, weight):
@@ -259,6 +264,11 @@ def rms_norm(
     Raises:
         ValueError: for sizes that don't fit.
         TypeError: for other dtypes.
+
+    Example:
+        >>> from shardrt import Tensor, functional as F
+        >>> F.rms_norm(Tensor([[3.0, 4.0]]), (2,)).numpy().round(3)
+        array([[0.849, 1.131]], dtype=float32)
     """
     x, weight, _, shape = _by_rows("rms_norm", x, normalized_shape, weight, None)
     if eps is None:

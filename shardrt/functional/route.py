@@ -45,7 +45,7 @@ class ExpertOrder:
 
     Attributes:
         places: int64 (tokens, k), the row of each copy, -1 where it was dropped.
-        copies: int64 (rows,), the copy, token * k + choice, in each row, -1 behind the last. Both on the
+        copies: int64 (rows,), the copy, token * k + choice, in each row, -1 after the last. Both on the
             device.
         counts: int64 (experts,) on the host, how many rows each expert has.
         chosen: how many copies chose it, those that were dropped included.
@@ -60,7 +60,7 @@ class ExpertOrder:
 
     @property
     def rows(self) -> int:
-        """Rows that the experts get, with those behind the last that is used, where there is a capacity."""
+        """Rows that the experts get, with those after the last that is used, where there is a capacity."""
         return self.copies.shape[0]
 
 
@@ -275,7 +275,7 @@ def expert_order(
 def dispatch(x: "Tensor", order: ExpertOrder) -> "Tensor":
     """The rows of the experts: x (tokens, width) -> (order.rows, width), each token once for each choice.
 
-    Rows behind the last that is used are 0. Backward adds a token's rows in ascending order of experts.
+    Rows after the last that is used are 0. Backward adds a token's rows in ascending order of experts.
 
     Raises:
         ValueError: for other sizes.

@@ -237,6 +237,11 @@ def concatenate(tensors: Sequence["Tensor"], axis: int = 0) -> "Tensor":
     Raises:
         ValueError: for none, or for shapes that don't fit.
         TypeError: for dtypes that differ.
+
+    Example:
+        >>> from shardrt import Tensor, functional as F
+        >>> F.concatenate([Tensor([1.0]), Tensor([2.0, 3.0])]).numpy()
+        array([1., 2., 3.], dtype=float32)
     """
     tensors = [tensor(x) for x in tensors]
     if not tensors:

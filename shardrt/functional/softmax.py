@@ -25,7 +25,13 @@ class Softmax(Function):
 
 @also({"dtype": (None, "F.cast(x, dtype) before")}, dim="axis")
 def softmax(x: "Tensor", axis: int = -1) -> "Tensor":
-    """exp(x) over its sum along `axis`, the largest element subtracted first. float32 or float64."""
+    """exp(x) over its sum along `axis`, the largest element subtracted first. float32 or float64.
+
+    Example:
+        >>> from shardrt import Tensor, functional as F
+        >>> F.softmax(Tensor([[1.0, 1.0, 1.0, 1.0]])).numpy()
+        array([[0.25, 0.25, 0.25, 0.25]], dtype=float32)
+    """
     return _along(Softmax, "softmax", x, axis)
 
 

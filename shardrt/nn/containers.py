@@ -9,7 +9,14 @@ Item = TypeVar("Item")
 
 
 class ModuleList(Module):
-    """Modules by index; called by the module with the list. A slice is a list that shares its modules."""
+    """Modules by index; called by the module with the list. A slice is a list that shares its modules.
+
+    Example:
+        >>> from shardrt import nn
+        >>> layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        >>> len(layers), [name for name, _ in layers.named_parameters()][:2]
+        (3, ['0.weight', '0.bias'])
+    """
 
     def __init__(self, modules: Iterable[Module] = ()) -> None:
         super().__init__()
@@ -60,7 +67,15 @@ class ModuleList(Module):
 
 
 class Sequential(ModuleList):
-    """Modules called one after the other, given one by one or as a dictionary with their names."""
+    """Modules called one after the other, given one by one or as a dictionary with their names.
+
+    Example:
+        >>> import numpy as np
+        >>> from shardrt import nn
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
+        >>> model(np.ones((3, 8), np.float32)).shape
+        (3, 2)
+    """
 
     def __init__(self, *modules: Module | Mapping[str, Module]) -> None:
         if len(modules) == 1 and isinstance(modules[0], Mapping):

@@ -104,7 +104,7 @@ OPTIM = {
     'write its value to group["lr"] of optimizer.param_groups',
 }
 
-_CHECKPOINTS = "use shardrt.checkpoint.CheckpointManager, which saves and restores it beside the model, or"
+_CHECKPOINTS = "use shardrt.checkpoint.CheckpointManager, which saves and restores it with the model, or"
 OPTIMIZER = {
     "state_dict": f"{_CHECKPOINTS} shardrt.checkpoint.get_optimizer_state_dict(model, optimizer)",
     "load_state_dict": f"{_CHECKPOINTS} shardrt.checkpoint.set_optimizer_state_dict(model, optimizer, state)",

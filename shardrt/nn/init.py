@@ -34,6 +34,12 @@ class Normal:
 
     Raises:
         ValueError: for a negative std.
+
+    Example:
+        >>> from shardrt import nn
+        >>> layer = nn.Linear(8, 8, init=nn.init.Normal(0.0, 0.02))
+        >>> bool(abs(layer.weight.numpy()).max() < 0.2)
+        True
     """
 
     mean: float = 0.0

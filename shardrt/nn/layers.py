@@ -25,6 +25,13 @@ class Linear(Module):
         init: the initial weight, the bias then at 0. Left out, both start evenly from +-1 /
             sqrt(in_features), as in PyTorch.
         gelu: GELU of it, in the tanh form (F.linear_gelu).
+
+    Example:
+        >>> import numpy as np
+        >>> from shardrt import nn
+        >>> layer = nn.Linear(8, 2)
+        >>> layer(np.ones((3, 8), np.float32)).shape
+        (3, 2)
     """
 
     def __init__(
@@ -56,7 +63,13 @@ class Linear(Module):
 
 
 class Embedding(Module):
-    """Integers (...) -> (..., embedding_dim): rows of a table of num_embeddings, which starts as N(0, 1)."""
+    """Integers (...) -> (..., embedding_dim): rows of a table of num_embeddings, which starts as N(0, 1).
+
+    Example:
+        >>> from shardrt import nn
+        >>> nn.Embedding(100, 8)([[5, 6, 7]]).shape
+        (1, 3, 8)
+    """
 
     def __init__(
         self,
@@ -81,6 +94,12 @@ class LayerNorm(Module):
     """Layer norm over the last dimension, `width` long. weight starts at 1, bias at 0.
 
     norm(x) -> y; norm(x, added) -> (x + added, the norm of that), which takes fewer passes over memory.
+
+    Example:
+        >>> import numpy as np
+        >>> from shardrt import nn
+        >>> nn.LayerNorm(8)(np.ones((3, 8), np.float32)).shape
+        (3, 8)
     """
 
     def __init__(self, width: int, eps: float = 1e-5, bias: bool = True, *, dtype: Any = np.float32) -> None:
@@ -115,7 +134,15 @@ class RMSNorm(Module):
 
 
 class Dropout(Module):
-    """In training, each element 0 with probability p; in evaluation nothing."""
+    """In training, each element 0 with probability p; in evaluation nothing.
+
+    Example:
+        >>> import numpy as np
+        >>> from shardrt import nn
+        >>> layer = nn.Dropout(0.1)
+        >>> layer(np.ones((3, 8), np.float32)).shape
+        (3, 8)
+    """
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()

@@ -50,12 +50,19 @@ def add_lora(
 
     Args:
         rank: of the two matrices, at most the smaller side of each layer.
-        alpha: their product is scaled by alpha / rank; 2 * rank if None.
+        alpha: the adapter is scaled by alpha / rank; 2 * rank if None.
         targets: shell patterns for the layers' paths ("*.qkv"), or a function of (path, layer).
         dropout: of the adapters' input.
 
     Raises:
         ValueError: if no layer is picked, for numbers that cannot be, or after fully_shard.
+
+    Example:
+        >>> from shardrt import nn
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> _ = nn.add_lora(model, rank=2, targets=("0",))
+        >>> [parameter.name for parameter in nn.lora_parameters(model)]
+        ['0.lora_a', '0.lora_b']
     """
     alpha = 2.0 * rank if alpha is None else alpha
     if rank < 1 or not alpha > 0 or not 0 <= dropout < 1:

@@ -203,7 +203,7 @@ ACTIVATIONS: dict[str, Callable] = {
 
 
 class Experts(Module):
-    """MLPs side by side: (rows, width), counts -> (rows, width), the rows of an expert one behind the other.
+    """MLPs side by side: (rows, width), counts -> (rows, width), the rows of an expert one after the other.
 
     counts: int (experts,) on the host, how many rows each expert has. capacity: the most that one can have;
     this module does not need it, but a wrapper for experts on other ranks does. Parameters: `up` (experts,
@@ -256,7 +256,7 @@ class MoE(Module):
         router: a TopKRouter, a Top2Gate, or a module from (tokens, width) to Routing.
         experts: Experts, or a module of (rows, counts), and of the capacity behind them where the router has
             one.
-        shared: a module that every token goes through besides, whose result is added.
+        shared: a module that every token goes through as well, whose result is added.
     """
 
     def __init__(self, router: Module, experts: Module, shared: Module | None = None) -> None:
@@ -333,7 +333,7 @@ def expert_load(model: Module) -> dict[str, np.ndarray]:
 
 
 def update_expert_bias(model: Module, rate: float = 1e-3) -> None:
-    """Once per step, behind the optimizer's: balance without a loss, where routers have an expert_bias.
+    """Once per step, after the optimizer's: balance without a loss, where routers have an expert_bias.
 
     Moves it up by `rate` where an expert was chosen less often than the mean, down where more often, counted
     over all ranks that train the model, and restarts the count (Wang et al., Auxiliary-Loss-Free Load

@@ -53,6 +53,15 @@ def clip_grad_norm_(
     Raises:
         ValueError: if `max_norm` or `norm_type` is not positive, or for sharded parameters together with
             ignored ones, whose gradients are each rank's own.
+
+    Example:
+        >>> import numpy as np
+        >>> from shardrt import nn, functional as F
+        >>> layer = nn.Linear(8, 2)
+        >>> F.cross_entropy(layer(np.ones((4, 8), np.float32)), [0, 1, 0, 0]).backward()
+        >>> norm = nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
+        >>> round(nn.utils.grad_norm(layer.parameters()), 3)
+        0.1
     """
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be positive, got {max_norm}")
@@ -190,6 +199,14 @@ def grad_norm(parameters: Iterable[Parameter], norm_type: float = 2.0) -> float:
 
     Raises:
         ValueError: if `norm_type` is not positive, or with set_world_invariant not 1, 2 or infinity.
+
+    Example:
+        >>> import numpy as np
+        >>> from shardrt import nn
+        >>> layer = nn.Linear(2, 1, bias=False)
+        >>> layer(np.array([[3.0, 4.0]], np.float32)).sum().backward()
+        >>> nn.utils.grad_norm(layer.parameters())
+        5.0
     """
     _check_norm_type("grad_norm", norm_type)
     parameters = parameters_in(parameters, "grad_norm")
@@ -203,6 +220,15 @@ def clip_grad_value_(parameters: Iterable[Parameter], clip_value: float) -> None
 
     Raises:
         ValueError: if `clip_value` is negative or nan.
+
+    Example:
+        >>> import numpy as np
+        >>> from shardrt import nn
+        >>> layer = nn.Linear(2, 1, bias=False)
+        >>> layer(np.array([[3.0, 4.0]], np.float32)).sum().backward()
+        >>> nn.utils.clip_grad_value_(layer.parameters(), 3.5)
+        >>> layer.weight.grad
+        array([[3. , 3.5]], dtype=float32)
     """
     if not clip_value >= 0:
         raise ValueError(f"clip_grad_value_: clip_value must not be negative, got {clip_value}")

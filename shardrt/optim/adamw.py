@@ -26,6 +26,15 @@ class AdamW(Optimizer):
         exp_avg_dtype: "bfloat16" keeps the first moment of float32 parameters in 2 bytes, rounded to nearest.
             The second stays float32: a step changes it by a part 1 - betas[1], less than half a step of
             bfloat16.
+
+    Example:
+        >>> import numpy as np
+        >>> from shardrt import nn, optim
+        >>> layer = nn.Linear(8, 1)
+        >>> optimizer = optim.AdamW(layer.parameters(), lr=1e-3)
+        >>> layer(np.ones((4, 8), np.float32)).mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
     """
 
     def __init__(

@@ -20,6 +20,10 @@ class Lion(Optimizer):
         betas: two numbers in [0, 1).
         weight_decay: multiplied by lr and taken off the weights.
         in_backward: see Optimizer.
+
+    Example:
+        >>> from shardrt import nn, optim
+        >>> optimizer = optim.Lion(nn.Linear(8, 1).parameters(), lr=1e-4, weight_decay=0.1)
     """
 
     def __init__(

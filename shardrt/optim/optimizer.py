@@ -45,6 +45,13 @@ def decay_groups(module: Module, weight_decay: float, no_decay: tuple[str, ...] 
 
     Args:
         no_decay: shell patterns matched against each full parameter name, in lower case.
+
+    Example:
+        >>> from shardrt import nn, optim
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> optimizer = optim.AdamW(optim.decay_groups(model, 0.1))
+        >>> [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
+        [(2, 0.1), (2, 0.0)]
     """
     groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in module.named_parameters():

@@ -10,6 +10,12 @@ def warmup_cosine(step: int, *, lr: float, min_lr: float, warmup_steps: int, tot
     """The learning rate of `step`: after the warm-up half a cosine down to `min_lr`.
 
     (Loshchilov and Hutter, SGDR, 2017, equation 5 without restarts.)
+
+    Example:
+        >>> from shardrt import optim
+        >>> how = {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 10, "total_steps": 100}
+        >>> [round(optim.warmup_cosine(step, **how), 6) for step in (0, 9, 55, 100)]
+        [0.0001, 0.001, 0.00055, 0.0001]
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
@@ -20,7 +26,14 @@ def warmup_cosine(step: int, *, lr: float, min_lr: float, warmup_steps: int, tot
 
 
 def warmup_linear(step: int, *, lr: float, min_lr: float, warmup_steps: int, total_steps: int) -> float:
-    """The learning rate of `step`: after the warm-up a line down to `min_lr`."""
+    """The learning rate of `step`: after the warm-up a line down to `min_lr`.
+
+    Example:
+        >>> from shardrt import optim
+        >>> how = {"lr": 1e-3, "min_lr": 0.0, "warmup_steps": 10, "total_steps": 110}
+        >>> [round(optim.warmup_linear(step, **how), 6) for step in (0, 10, 60, 110)]
+        [0.0001, 0.001, 0.0005, 0.0]
+    """
     return warmup_stable_decay(
         step,
         lr=lr,
@@ -38,6 +51,12 @@ def warmup_stable_decay(
 
     (Hu et al., MiniCPM, 2024, with a linear decay.) A run can be prolonged from any step before the decay:
     until there the rate does not depend on `total_steps`.
+
+    Example:
+        >>> from shardrt import optim
+        >>> how = {"lr": 1e-3, "min_lr": 0.0, "warmup_steps": 10, "decay_steps": 20, "total_steps": 100}
+        >>> [round(optim.warmup_stable_decay(step, **how), 6) for step in (0, 50, 90, 100)]
+        [0.0001, 0.001, 0.0005, 0.0]
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps

@@ -16,6 +16,10 @@ class SGD(Optimizer):
 
     Raises:
         ValueError: for Nesterov momentum without momentum or with dampening.
+
+    Example:
+        >>> from shardrt import nn, optim
+        >>> optimizer = optim.SGD(nn.Linear(8, 1).parameters(), lr=0.1, momentum=0.9)
     """
 
     def __init__(

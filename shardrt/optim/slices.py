@@ -149,7 +149,7 @@ class Update:
 
     @property
     def stop(self) -> int:
-        """The element behind the last range."""
+        """The element after the last range."""
         return int(self.ranges[-1, 1])
 
     def part(self, start: int, stop: int) -> "Update":

@@ -188,7 +188,7 @@ def _by_micro_batch(module: Module) -> bool:
 def _by_expert(counts: np.ndarray, rows: int) -> tuple[ExpertOrder, ExpertOrder]:
     """(to the order of experts, back) of rows in order of (source rank, expert); counts (ranks, experts).
 
-    rows: how many there are, with those behind the last that is used.
+    rows: how many there are, with those after the last that is used.
     """
     starts = np.cumsum(counts).reshape(counts.shape) - counts
     by_expert = counts.T.reshape(-1)

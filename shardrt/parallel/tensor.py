@@ -42,6 +42,14 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
             not divide, a mesh of several axes, ranks that have another model, seed or plan.
         TypeError: for a module that a style does not fit.
         RuntimeError: for a parameter that is sharded, has values or an optimizer, or a stage.
+
+    Example:
+        >>> from shardrt import nn
+        >>> from shardrt.comm import init_device_mesh
+        >>> from shardrt.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        >>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        >>> mesh = init_device_mesh("cpu", mesh_dim_names=("tp",))
+        >>> _ = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     """
     if not isinstance(model, Module):
         raise TypeError(f"parallelize_module: model must be a shardrt.nn.Module, got {type(model).__name__}")

@@ -19,7 +19,7 @@ class Transfer:
     Attributes:
         inside, outside: bytes that a rank sends within its node and out of it.
         node, network: seconds for which that keeps each link.
-        latency: seconds besides.
+        latency: seconds in addition.
     """
 
     latency: float

@@ -55,7 +55,7 @@ class Processor:
 
     Attributes:
         flops: the peak by dtype; "" is that of kernels that name none.
-        constant: seconds of each launch, besides.
+        constant: seconds of each launch, in addition.
         units: how many tiles of a matmul run at once.
         whole: a kernel keeps the processor to itself, though it may wait for memory; else other streams use
             what it leaves.
@@ -112,7 +112,7 @@ class Switch:
     Attributes:
         efficiency: the part of the node's bandwidth.
         latency: of a collective.
-        hop: of each level of a tree of nodes, besides.
+        hop: of each level of a tree of nodes, in addition.
     """
 
     latency: float
@@ -126,8 +126,8 @@ class Host:
 
     Attributes:
         item: seconds of each item.
-        launch: of each launch, besides.
-        touch: of each time that it reads values itself, besides their bytes at its memory's bandwidth.
+        launch: of each launch, in addition.
+        touch: of each time that it reads values itself, in addition to their bytes at its memory's bandwidth.
     """
 
     item: float = 0.0

@@ -201,7 +201,7 @@ def _buffer(programs: Sequence[Program], number: int, index: int, address: int) 
 
 def _lent(buffer: Take | None) -> str:
     if buffer is None:
-        return "memory that no Take tells of"
+        return "memory that no Take records"
     message = " ".join(word for word in (buffer.category, buffer.label) if word) or "a buffer"
     return f"{message} on the {buffer.place}{f', taken at {buffer.site}' if buffer.site else ''}"
 

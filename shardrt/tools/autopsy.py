@@ -111,7 +111,7 @@ def _verdict(flights: list[Flight], living: Set[int], found: dict[str, Any]) -> 
     if _all_done(flights):
         return "done"
     if _all_asked(flights):
-        return "asked to stop, and saved: go on with --resume auto"
+        return "asked to stop, and saved: resume with --resume auto"
     causes = ["ended by the watchdog"] if found["hang"] else []
     first = next((rank for rank in found["ranks"] if rank["rank"] == found["first"]), None)
     if first is not None:

@@ -146,7 +146,7 @@ def schedule(
 ) -> str:
     """Streams below each other over one time axis in milliseconds.
 
-    Labels stand where they fit; where some do not, all are what stands behind the last point of the name.
+    Labels stand where they fit; where some do not, all are what stands after the last point of the name.
     """
     from matplotlib.patches import Rectangle
 

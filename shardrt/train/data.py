@@ -141,7 +141,7 @@ def held_out_starts(
 
     Args:
         windows: how many, spread evenly over the text; all if None, which makes every token but the first,
-            and the few behind the last whole window, a target once. Every rank gets equally many batches: the
+            and the few after the last whole window, a target once. Every rank gets equally many batches: the
             forward of a sharded model is collective; windows beyond the last do not count.
     """
     for mine in shares((length - 1) // block_size, batch_size, limit=windows, rank=rank, size=size):

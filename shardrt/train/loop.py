@@ -381,6 +381,6 @@ def leave(job: Job, done: int, reason: str) -> None:
             job.run.say(f"saved {job.checkpoints.save(done, extra_of(job))}")
         except NonfiniteWeights as error:
             raise FloatingPointError(str(error)) from None
-    job.run.say(f"stopped by {reason} after step {done}; go on with --resume auto")
+    job.run.say(f"stopped by {reason} after step {done}; resume with --resume auto")
     job.run.close()
     sys.exit(STOPPED)

@@ -125,7 +125,7 @@ def test_what_is_missing_is_named_with_what_it_costs(monkeypatch):
         "cupy is missing: nothing can run (pip install cupy-cuda12x)",
         "numba is missing: neither the tests, nor a step on the CPU, nor kernels one by one can run "
         "(pip install numba)",
-        "torch is missing: no figures of PyTorch beside ours, and no test against its bfloat16 "
+        "torch is missing: no figures of PyTorch next to ours, and no test against its bfloat16 "
         "(pip install torch)",
         "cudnn is missing: attention and convolution run in kernels of our own, "
         "which are several times slower (pip install 'nvidia-cudnn-frontend<1.29' nvidia-cudnn-cu12)",

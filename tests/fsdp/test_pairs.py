@@ -106,7 +106,7 @@ REFUSED = {
         for name in ("bf16", "fp16, scaled")
     },
     # Gradients of norms are summed over the parts of the time, which the tree does not know.
-    ("world-invariant", "sequence parallel"): (ValueError, "unit .* are summed over another axis as well"),
+    ("world-invariant", "sequence parallel"): (ValueError, "is summed over .* too, not by the tree"),
     # The head is tied to the embedding, and what two stages use is added up when both have all of it.
     ("world-invariant", "pipeline"): (ValueError, "set_world_invariant: 'embed.weight' is on two stages"),
     ("in backward", "pipeline"): (RuntimeError, f"sum_tied: {APPLIED}"),
@@ -117,7 +117,7 @@ REFUSED = {
         for name in ("experts", "expert parallel")
     },
     **{
-        ("world-invariant", "tensor parallel", name): (ValueError, "leave adapters and TokenParallel out")
+        ("world-invariant", "tensor parallel", name): (ValueError, "leave TokenParallel out")
         for name in ("experts", "expert parallel")
     },
     # A pipeline calls forward.

@@ -249,7 +249,7 @@ test_what_can_not_be_is_said_in_one_line = lab.refusals(
         "'0.shared' can't have ColwiseParallel: it is in '0', of whose",
     ),
     (forgotten_experts, "'blocks.0.mlp' would route only a part of each sequence"),
-    (in_a_tree, "leave adapters and TokenParallel out"),
+    (in_a_tree, "leave TokenParallel out"),
     ranks=2,
 )
 

@@ -131,7 +131,7 @@ test_what_can_not_be_is_told_in_the_words_of_the_command = jobs.set_up_refusals(
     ("parallel.ep: expert_plan: a Llama has no nn.Experts", 2, *EP, "--model.experts", "0"),
     ("parallel.ep: experts on several ranks have no copies: leave fsdp.copies at 1", 4, *EP, *jobs.HYBRID),
     ("are added before they are rounded to 16 bits", 2, *EP, *TREE, *LOW),
-    ("leave adapters and TokenParallel out", 2, *TP, *TREE),
+    ("leave TokenParallel out", 2, *TP, *TREE),
     (
         "the style TokenParallel of 'blocks.0.mlp' does not support it",
         *(2, *TP, "--parallel.tensor-invariant", "2", "--model.n-kv-head", "2"),

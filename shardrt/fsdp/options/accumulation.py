@@ -23,7 +23,10 @@ def set_gradient_divide_factor(module: Module, factor: float) -> None:
         ValueError: if `factor` is not positive or differs between ranks, or `module` has no unit.
 
     Example:
-        >>> set_gradient_divide_factor(model, tokens_of_all_ranks)  # with a loss that is a sum over tokens
+        >>> from shardrt import nn
+        >>> from shardrt.fsdp import fully_shard, set_gradient_divide_factor
+        >>> model = fully_shard(nn.Linear(8, 1))
+        >>> set_gradient_divide_factor(model, 4096)  # tokens of all ranks, for a summed loss
     """
     if not factor > 0:
         raise ValueError(f"set_gradient_divide_factor: factor must be positive, got {factor}")
@@ -59,10 +62,14 @@ def no_sync(module: Module) -> Iterator[None]:
         RuntimeError: with set_world_invariant.
 
     Example:
+        >>> import numpy as np
+        >>> from shardrt import nn
+        >>> from shardrt.fsdp import fully_shard, no_sync
+        >>> model = fully_shard(nn.Linear(8, 1))
+        >>> x = np.ones((4, 8), np.float32)
         >>> with no_sync(model):
-        ...     for batch in micro_batches[:-1]:
-        ...         loss_of(model, batch).backward()
-        >>> loss_of(model, micro_batches[-1]).backward()
+        ...     model(x).mean().backward()
+        >>> model(x).mean().backward()  # reduces the sum of both gradients
     """
     before = [(unit.choices, unit.choices.reduces) for unit in units_for("no_sync", module)]
     if any(choices.micro_batches is not None for choices, _ in before):

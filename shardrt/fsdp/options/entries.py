@@ -16,8 +16,16 @@ def register_forward_method(module: Module, name: str) -> None:
         AttributeError: if `module` has no such method.
 
     Example:
-        >>> fully_shard(model)
-        >>> register_forward_method(model, "generate")
+        >>> import numpy as np
+        >>> from shardrt import nn
+        >>> from shardrt.fsdp import fully_shard, register_forward_method
+        >>> class Net(nn.Linear):
+        ...     def doubled(self, x):
+        ...         return 2 * self.forward(x)
+        >>> model = fully_shard(Net(8, 2))
+        >>> register_forward_method(model, "doubled")
+        >>> model.doubled(np.ones((1, 8), np.float32)).shape
+        (1, 2)
     """
     if stages_of(module):
         raise ValueError(

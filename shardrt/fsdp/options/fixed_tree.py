@@ -54,7 +54,9 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
         RuntimeError: if the model is built already.
 
     Example:
-        >>> fully_shard(model)
+        >>> from shardrt import nn
+        >>> from shardrt.fsdp import fully_shard, set_world_invariant
+        >>> model = fully_shard(nn.Linear(8, 2))
         >>> set_world_invariant(model, micro_batches=8)
     """
     normed = next((path for path, part in module.named_modules() if isinstance(part, BatchNorm2d)), None)
@@ -213,11 +215,14 @@ def check_world_invariant(units: list[Unit]) -> None:
                 f"set_world_invariant: unit {u.label} has its gradients on the host, where they are not "
                 "added by a tree; use CPUOffloadPolicy(gradients=False)"
             )
-        if micro_batches_of(u) is not None and any(p.placement and p.placement.partial for p in u.parameters):
+        summed = next((p for p in u.parameters if p.placement and p.placement.partial), None)
+        if micro_batches_of(u) is not None and summed is not None:
+            lora = summed.name.rpartition(".")[2] in ("lora_a", "lora_b")
+            remedy = "with SequenceParallel call set_tensor_invariant, and leave TokenParallel out"
             raise ValueError(
-                f"set_world_invariant: gradients of unit {u.label} are summed over another axis as well, and "
-                "not by the tree of micro-batches; leave adapters and TokenParallel out, and with "
-                "SequenceParallel call set_tensor_invariant"
+                f"set_world_invariant: the gradient of {summed.name!r} is summed over "
+                f"{summed.placement.mesh!r} too, not by the tree of micro-batches; "
+                f"{'leave adapters out' if lora else remedy}"
             )
         if micro_batches_of(u) is not None:
             _check_experts(u, first)

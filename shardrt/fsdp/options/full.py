@@ -41,6 +41,15 @@ def unshard(module: Sharded) -> Sharded:
 
     Raises:
         ValueError: if `module` has no unit.
+
+    Example:
+        >>> from shardrt import nn
+        >>> from shardrt.fsdp import fully_shard, reshard, unshard
+        >>> model = fully_shard(nn.Linear(8, 2))
+        >>> _ = unshard(model)
+        >>> model.weight.data.shape
+        (2, 8)
+        >>> _ = reshard(model)
     """
     for unit in units(module):
         _hold(unit)
@@ -98,8 +107,11 @@ def full_parameters(module: Sharded, *, writeback: bool = False) -> Iterator[Sha
             same values on every rank.
 
     Example:
-        >>> with full_parameters(model.head, writeback=True):
-        ...     model.head.weight.data[:] = 0
+        >>> from shardrt import nn
+        >>> from shardrt.fsdp import full_parameters, fully_shard
+        >>> model = fully_shard(nn.Linear(8, 2))
+        >>> with full_parameters(model, writeback=True):
+        ...     model.weight.data[:] = 0
     """
     units = units_below(module)
     with ExitStack() as stack:

@@ -41,7 +41,10 @@ class MixedPrecisionPolicy(Precision):
         ValueError: for an unknown type, and for float8 without param_dtype="bfloat16".
 
     Example:
-        >>> fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype="bfloat16", reduce_dtype="float32"))
+        >>> from shardrt import nn
+        >>> from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
+        >>> policy = MixedPrecisionPolicy(param_dtype="bfloat16", reduce_dtype="float32")
+        >>> model = fully_shard(nn.Linear(8, 8), mp_policy=policy)
     """
 
     param_dtype: str | None = None

@@ -41,7 +41,9 @@ class CPUOffloadPolicy(OffloadPolicy):
         ValueError: for an unknown step, and for step="host" unless all three parts are on the host.
 
     Example:
-        >>> fully_shard(model, offload_policy=CPUOffloadPolicy(step="host"))
+        >>> from shardrt import nn
+        >>> from shardrt.fsdp import CPUOffloadPolicy, fully_shard
+        >>> model = fully_shard(nn.Linear(8, 8), offload_policy=CPUOffloadPolicy(step="host"))
     """
 
     parameters: bool = True
