@@ -135,6 +135,16 @@ def test_the_forty_lines_train_as_microfsdp_does(ranks):
             np.testing.assert_allclose(theirs, ours, rtol=1e-4)
 
 
+def test_the_page_shows_the_losses_that_microfsdp_prints():
+    shown = re.findall(r"^step +(\d+)  loss ([\d.]+)$", (LEARN / "from_scratch.md").read_text(), re.M)
+    losses = {}
+    MICRO.run("FULL_SHARD", 2, report=lambda step, loss: losses.update({step: loss}))
+    assert len(shown) == 3
+    np.testing.assert_allclose(
+        [losses[int(step)] for step, _ in shown], [float(loss) for _, loss in shown], atol=2e-3
+    )
+
+
 def test_the_forty_lines_are_forty():
     page = (LEARN / "from_scratch.md").read_text()
     part = page[page.index("## FSDP in forty lines") : page.index("Four things are new")]
