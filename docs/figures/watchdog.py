@@ -1,4 +1,4 @@
-"""Draws who watches whom: the picture of docs/explanation/failures.md.
+"""Draws how ranks watch each other: the picture of docs/explanation/failures.md.
 
 python docs/figures/watchdog.py docs/figures/watchdog.svg
 """
