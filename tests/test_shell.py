@@ -71,7 +71,7 @@ def test_damaged_input_is_one_line_and_code_65(tmp_path, capsys):
     assert line.startswith("error: ") and str(tmp_path) in line
 
 
-# --- shardrt train -------------------------------------------------------------------------------------------
+# --- shardrt train ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

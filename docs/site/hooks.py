@@ -30,6 +30,9 @@ SOURCE = "source"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)(#[^)\s]*)?(?=\))")
 LARGEST = 200_000  # bytes of a file that is shown in full
 QUIET = "---\nsearch: {exclude: true}\nhide: [navigation, toc]\n---\n\n"
+BEHIND = (
+    "---\nsearch: {boost: 0.5}\n---\n"  # what a search finds here comes after the pages that people wrote
+)
 LANGUAGES = {
     ".py": "python",
     ".md": "markdown",
@@ -79,6 +82,13 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         if f"<!-- {mark} -->" in markdown:
             markdown = markdown.replace(f"<!-- {mark} -->", made())
     return linked(markdown, DOCS / here, here)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Keep the code that the API shows out of the search: it would stand before what pages say."""
+    return html.replace(
+        '<details class="mkdocstrings-source">', '<details class="mkdocstrings-source" data-search-exclude>'
+    )
 
 
 # -- sources that pages link to
@@ -149,7 +159,7 @@ def api_page(package: str) -> str:
 def api(package: str) -> str:
     """A page that mkdocstrings fills: the package's own docstring, and each public name."""
     module = importlib.import_module(package)
-    lines = [f"# {package}", "", (module.__doc__ or "").strip(), ""]
+    lines = [BEHIND, f"# {package}", "", (module.__doc__ or "").strip(), ""]
     return "\n".join([*lines, *(f"::: {place_of(module, name)}\n" for name in public(module))])
 
 
@@ -185,7 +195,7 @@ def options() -> str:
     lines: list[str] = []
     for section, alike in tables.items():
         for table, names in alike.items():
-            which = "" if len(names) == len(recipes) else f" of {' and '.join(names)}"
+            which = "" if len(names) == len(recipes) else f" ({', '.join(names)})"
             lines += [f"## {section or 'run'}{which}", "", table, ""]
     return "\n".join(lines)
 
