@@ -188,6 +188,7 @@ NOT_RUN = {
     r"tensorboard --logdir runs": "a server",
     r"hf download .*": "downloads",
     r"mpirun -hosts .* ckpt gather runs/NAME": "of hosts: tests/hosts/test_checkpoint.py",
+    r"shardrt learn \d+ exercise_\d+\.py": "of a reader's file: tests/learn",
     r".* simulate .*mine\.toml.*": "of a file that bench.machine has made: tests/bench/test_machine.py",
 }
 # What is there for benchmarks and tests of minutes: their options are read by their own parsers here, and

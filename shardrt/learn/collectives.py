@@ -88,6 +88,7 @@ def _check(name: str, collective: Callable, size: int, order: list[int]) -> None
         result = collective(world, own)
         changed = not np.array_equal(own, inputs[world.rank])
         own[:] = np.nan  # the caller's next use of its buffer
+        collective(world, own)
         return result, changed
 
     ranks, early = _Ranks(size, order), f"{name}: a rank reads before the others have offered. Wait first."
@@ -111,7 +112,7 @@ def _check(name: str, collective: Callable, size: int, order: list[int]) -> None
 def _wrong(found: np.ndarray, parts: list[np.ndarray], rank: int) -> str:
     if np.isnan(found).any():
         return (
-            "the caller overwrote its array after the return, while another rank was still reading it. "
+            "a rank went on after its return, and changed an array that another rank was still reading. "
             "Wait again after reading, and return a copy."
         )
     if equal(found * len(parts), parts[rank], ""):

@@ -83,7 +83,7 @@ def check(answer: ModuleType) -> str:
         same = _close(found.resumed[name], values)
         need(same, "A resumed run differs: some state is not in the checkpoint. Keep all of it in m.")
     return (
-        f"one update of two ranges, {_STEPS} steps on 2 ranks within 1e-6, and a run resumed after {_BEFORE}"
+        f"one update of two ranges, {_STEPS} steps on 2 ranks within 1e-6, and a run resumed after {_BEFORE}."
     )
 
 

@@ -43,7 +43,7 @@ WRONG = [
     Wrong("memory", "buffers = prefetch + 1", "buffers = prefetch", "The unit that computes needs a buffer"),
     Wrong("memory", '== "SHARD_GRAD_OP"', '== "NO_SHARD"', "keeps all units until backward"),
     Wrong("collectives", FIRST, "    whole", "before the others have offered"),
-    Wrong("collectives", LAST, "    return whole", "overwrote its array"),
+    Wrong("collectives", LAST, "    return whole", "went on after its return"),
     Wrong("collectives", "np.split(total, world.size)[world.rank]", "total", "the whole sum"),
     Wrong("collectives", ".copy()", " / world.size", "returns the mean"),
     Wrong("collectives", "np.zeros_like(full)", "full", "changes its input in place"),

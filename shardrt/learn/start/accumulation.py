@@ -5,7 +5,7 @@ gradient of the MEAN loss over all parts, and reduces gradients once:
 
     model            a model sharded by FULL_SHARD on several ranks
     parts            this rank's micro-batches, all of one size
-    loss_of(part)    runs forward; the mean loss of one part, a Tensor with .backward()
+    loss_of(part)    runs forward; the mean loss of one part, a Tensor: (loss * 0.5).backward()
 
 The starting code is wrong twice. Each backward reduces the gradients of all units, which costs len(parts)
 times the traffic. And the losses are added, where the mean is wanted.
