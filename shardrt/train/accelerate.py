@@ -420,7 +420,7 @@ def _precision(reader: _Reader, kind: str) -> None:
         if "mixed_precision" in reader.left:
             reader.no_effect("mixed_precision", "it is not set")
     elif str(reader.left["mixed_precision"]).lower() == "fp8":
-        reader.refuse("mixed_precision", "the training command computes in float32, bfloat16 or float16")
+        reader.refuse("mixed_precision", "in a loop of your own, MixedPrecisionPolicy(float8=True)")
     else:
         chosen = reader.choice("mixed_precision", _TYPES)
         if chosen is not None:
