@@ -219,6 +219,7 @@ REFUSED = {
         "fsdp_config.fsdp_ignored_modules: head: in a loop of your own"
     ],
     FSDP + "  fsdp_transformer_layer_cls_to_wrap: BertLayer\n": ["wrap: BertLayer: the training command has"],
+    FSDP + "  fsdp_transformer_layer_cls_to_wrap: [GPT2Block]\n": ["wrap: list: must be a text"],
     FSDP + "  fsdp_offload_params: maybe\n": [
         "fsdp_config.fsdp_offload_params: maybe: must be true or false"
     ],
