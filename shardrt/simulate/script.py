@@ -28,7 +28,7 @@ from shardrt.device.timeline import Span
 from shardrt.simulate.roles import Roles, recorded
 from shardrt.simulate.values import Values
 
-__all__ = ["NoScript", "record"]
+__all__ = ["NoScript", "record", "record_of"]
 
 _MOST = 1 << 40  # items of a program
 
