@@ -118,7 +118,8 @@ def main() -> None:
         if found is not None:
             table |= {"ms": round(found.ms, 1), "tokens_per_s": round(found.tokens_per_s)}
             at = step(row, row.batch, options.window, machine) if row.batch else found
-            table |= {"GB published": round(max(at.device_bytes.values()) / 1e9, 2), "tokens_per_s published": round(at.tokens_per_s)}
+            table["GB published"] = round(max(at.device_bytes.values()) / 1e9, 2)
+            table["tokens_per_s published"] = round(at.tokens_per_s)
         kept.append(table)
         print(json.dumps(table), flush=True)
     if options.out:

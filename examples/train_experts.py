@@ -1,7 +1,8 @@
 """Trains a mixture of experts: each rank has some of the experts, and tokens travel to theirs.
 
     python train_experts.py                 # all 8 experts on one rank
-    mpirun -n 2 python train_experts.py     # 4 on each of two ranks: the same losses, but for rounding
+    mpirun -n 2 python train_experts.py     # 4 on each of two ranks: the same losses, until rounding
+                                            # sends a token to another expert
 
 A copy of this file is a place to begin: it needs shardrt, an MPI and nothing of the repository.
 """
@@ -28,9 +29,19 @@ def main() -> None:
     # The same ranks once more: along "ep" they have other experts, along "efsdp" shards of the same.
     fold = mesh.fold("ep", ranks, over=("dp_shard",))
     shardrt.manual_seed(0)
-    shape = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 64, "n_hidden": 64}
-    mixture = {"experts": EXPERTS, "experts_per_token": 2, "balance_loss": 0.01}
-    model = Llama(LlamaConfig(**shape, **mixture, block_size=CONTEXT, vocab_size=256))
+    config = LlamaConfig(
+        n_layer=2,
+        n_head=4,
+        n_kv_head=2,
+        n_embd=64,
+        n_hidden=64,
+        block_size=CONTEXT,
+        vocab_size=256,
+        experts=EXPERTS,
+        experts_per_token=2,
+        balance_loss=0.01,
+    )
+    model = Llama(config)
     parallelize_module(model, fold["ep"], expert_plan(model))
     nn.balance_over(model, mesh)  # the balance loss is of all ranks' tokens
     for block in model.blocks:

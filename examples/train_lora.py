@@ -1,4 +1,4 @@
-"""Trains a small GPT on English letters, then adapts it to another text by LoRA: 9 % of the parameters.
+"""Trains a small GPT on Python, then adapts it to another text by LoRA.
 
     python train_lora.py                 # one rank
     mpirun -n 2 python train_lora.py     # two ranks: the same losses, but for rounding
@@ -7,10 +7,10 @@ A copy of this file is a place to begin: it needs shardrt, an MPI and nothing of
 """
 
 import argparse
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import save_file
 
 import shardrt
 from shardrt import functional as F
@@ -21,7 +21,7 @@ from shardrt.comm.objects import all_gather_object
 from shardrt.fsdp import by_class, full_parameters, wrap
 from shardrt.models.gpt import GPT, Block, GPTConfig
 
-STEPS, BATCH, CONTEXT = 40, 8, 32  # BATCH: sequences per step, over all ranks
+STEPS, BATCH, CONTEXT = 60, 8, 32  # BATCH: sequences per step, over all ranks
 SHAPE = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=CONTEXT, vocab_size=256)
 
 
@@ -32,30 +32,32 @@ def main() -> None:
 
     shardrt.manual_seed(0)
     base = wrap(GPT(SHAPE), by_class(Block), mesh=mesh)  # a unit for each block, and one for the rest
-    train("base", base, base.parameters(), program, mesh)
+    train("base", base, list(base.parameters()), 3e-3, program, mesh)
     with full_parameters(base):  # whole arrays, lent; a program of your own reads them from a file
         weights = {name: parameter.data.copy() for name, parameter in base.named_parameters()}
 
     shardrt.manual_seed(1)
     model = GPT(SHAPE)
     model.load_state_dict(weights)  # before the adapters, which the weights do not have
-    nn.add_lora(model, rank=8, alpha=16.0)  # of all linear layers; freezes all else
+    nn.add_lora(model, rank=8, alpha=32.0)  # of all linear layers; freezes all else
     wrap(model, by_class(Block), mesh=mesh)  # after the adapters; frozen shards are never reduced
-    train("lora", model, nn.lora_parameters(model), poem, mesh)
+    train("lora", model, nn.lora_parameters(model), 1e-2, poem, mesh)
 
     state = full_state_dict(model)  # every rank calls it, rank 0 gets it
     adapters = {name: values for name, values in state.items() if ".lora_" in name}
     with full_parameters(model, writeback=True):
         nn.merge_lora(model)  # into the weights: the model computes the same without adapters
     if mesh.rank == 0:
-        np.savez("adapters.npz", **adapters)
+        save_file(adapters, "adapters.safetensors")
         part = sum(values.size for values in adapters.values()) / sum(v.size for v in state.values())
-        print(f"wrote adapters.npz: {part:.1%} of the parameters")
+        print(f"wrote adapters.safetensors: {part:.1%} of the parameters")
 
 
-def train(name: str, model: GPT, trained: Iterable, text: np.ndarray, mesh: DeviceMesh) -> None:
+def train(
+    name: str, model: nn.Module, trained: list[nn.Parameter], lr: float, text: np.ndarray, mesh: DeviceMesh
+) -> None:
     """STEPS steps on windows of `text`, which are functions of the step. Only `trained` is updated."""
-    optimizer = optim.AdamW(list(trained), lr=2e-2)
+    optimizer = optim.AdamW(trained, lr=lr)
     for step in range(STEPS):
         starts = np.random.default_rng(step).integers(0, text.size - CONTEXT, BATCH)
         windows = np.stack([text[start : start + CONTEXT + 1] for start in starts])[mesh.rank :: mesh.size]

@@ -1,7 +1,7 @@
 """Trains a small GPT in stages: each rank has some of the layers, and passes activations on.
 
     python train_pipeline.py                 # one stage
-    mpirun -n 2 python train_pipeline.py     # two stages: bitwise identical losses; or 4
+    mpirun -n 2 python train_pipeline.py     # two stages: the same losses, but for rounding; or 4
 
 A copy of this file is a place to begin: it needs shardrt, an MPI and nothing of the repository.
 """

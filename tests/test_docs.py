@@ -266,6 +266,10 @@ def furnished(tmp_path_factory):
         for number in range(10):
             pixels = np.full((32, 32, 3), 20 * number, np.uint8)
             image.fromarray(pixels).save(folder / "pictures" / kind / f"{number}.png")
+    page = (ROOT / "docs" / "howto" / "from_accelerate.md").read_text()
+    (folder / "accelerate.yaml").write_text(
+        re.search(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
+    )
     (folder / "models").symlink_to(ROOT / "models")
     options = ["--name", "NAME", "--data", "my.txt", "--checkpoint.every", "10", "--report.trace", "20:22"]
     with pytest.MonkeyPatch.context() as patch:
@@ -273,6 +277,7 @@ def furnished(tmp_path_factory):
         end = ["--tokenizer", "tokenizer.json", "--end", "<|endoftext|>"]
         assert shell(["data", "make", "mine.tokens", "texts.jsonl", *end]) == 0
         assert shell(["data", "make", "story.tokens", "one.txt", "corpus.jsonl", *end]) == 0
+        assert shell(["config", "convert", "accelerate.yaml", "-o", "recipe.toml"]) == 0
     done = start("tests.train.plain", *options, *SMALL, "--steps", "22", ranks=2, cwd=folder)
     assert done.returncode == 0, done.stderr
     (folder / "A").symlink_to("runs/NAME/checkpoints/step-00000010")
@@ -310,8 +315,8 @@ def run(words: list[str]) -> int:
     if module == "models.generate":
         return generate.main(arguments)
     assert module == "shardrt", f"{module}: say in this file how a test runs it"
-    if arguments[:2] == ["data", "make"]:
-        Path(arguments[2]).unlink(missing_ok=True)
+    if arguments[:2] in (["data", "make"], ["config", "convert"]):  # they write new files alone
+        Path(arguments[2 if arguments[0] == "data" else -1]).unlink(missing_ok=True)
     arguments = [word.replace("FOLDER", "llama") for word in arguments]
     return shell([path for word in arguments for path in (sorted(glob(word)) if "*" in word else [word])])
 

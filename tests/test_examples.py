@@ -102,14 +102,14 @@ def test_it_is_short_and_prints_its_loss():
     assert len(losses) == 3 and losses[-1] < losses[0]
 
 
-# The largest difference between the losses on one rank and on two. In a mixture of experts rounding decides
-# ties between experts, so losses drift apart: see `drift`.
+# The largest relative difference between losses on one rank and on two. Rounding grows with the steps, most
+# where the learning rate is high, and where it sends a token to another expert.
 PROGRAMS = {
-    "train_text": 2e-4,
-    "train_images": 2e-4,
+    "train_text": 0.01,
+    "train_images": 0.01,
     "train_lora": 0.1,
     "train_tensor_parallel": 0,
-    "train_pipeline": 0,
+    "train_pipeline": 0.01,
     "train_experts": 0.1,
 }
 
@@ -135,7 +135,8 @@ def test_a_program_learns_on_one_rank_and_two(name, tmp_path):
         found.append(losses_in(done))
     one, two = found
     assert len(one) == len(two) >= 4
-    assert one[-1] < 0.8 * max(one[-7:]) and two[-1] < 0.8 * max(two[-7:])
-    drift = PROGRAMS[name]
-    np.testing.assert_allclose(two[0], one[0], rtol=min(drift, 1e-3), atol=0)
-    np.testing.assert_allclose(two, one, rtol=drift, atol=0)
+    for losses in (one, two):
+        phases = np.split(np.array(losses), 2) if name == "train_lora" else [losses]  # base, adapters
+        assert all(phase[-1] < 0.8 * phase[0] for phase in phases)
+    np.testing.assert_allclose(two[0], one[0], rtol=min(PROGRAMS[name], 1e-4), atol=0)
+    np.testing.assert_allclose(two, one, rtol=PROGRAMS[name], atol=0)

@@ -130,6 +130,19 @@ def test_the_example_trains_outside_the_checkout_and_goes_on_at_another_number_o
     assert re.findall(r"step (\d+)/40", installed(*two, *short, "40")) == ["40"]
 
 
+OTHERS = sorted(path.name for path in (ROOT / "examples").glob("train_*.py") if path.stem != "train_text")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", OTHERS)
+def test_every_example_learns_outside_the_checkout_on_one_rank_and_two(example, installed):
+    program = shutil.copy(ROOT / "examples" / example, installed.folder)
+    for launcher in (), ("mpirun", "-n", "2"):
+        printed = installed(*launcher, installed.folder / "venv" / "bin" / "python", program)
+        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+        assert len(losses) >= 7 and losses[-1] < 0.8 * losses[0]
+
+
 HELPED = """
 import sys
 from shardrt.__main__ import main

@@ -30,7 +30,7 @@ from shardrt.simulate.memory import Peak, by_category, by_module, peaks
 from shardrt.simulate.phases import PRODUCTS, family, part_of, phases_of
 from shardrt.simulate.timing import Timing
 
-__all__ = ["NoStep"]
+__all__ = ["NoStep", "Report", "report"]
 
 _ATTENTION = 12 / 10  # operations of attention over those of its backward kernel, which makes scores again
 FORMULA = (

@@ -2,7 +2,7 @@
 
 Each key becomes settings, has no effect here for a reason that is given, or is refused; no key is passed
 over. Written against Accelerate's sources of July 2026 (commands/config/cluster.py, utils/dataclasses.py,
-commands/launch.py). DeepSpeed's JSON would be another file beside this one: it gives a Converted, too.
+commands/launch.py). DeepSpeed's JSON would be another file, which gives a Converted, too.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -44,7 +44,7 @@ _NO_EFFECT = {
     "same_network": _MPI,
     "main_training_function": "the training command has its own",
     "debug": "collectives that do not match end the run anyway",
-    "use_cpu": "the training command takes a GPU where CuPy finds one",
+    "use_cpu": "a GPU is used where CuPy finds one; CUDA_VISIBLE_DEVICES= hides it",
     "enable_cpu_affinity": "binding is an option of mpirun",
     "gpu_ids": "set CUDA_VISIBLE_DEVICES",
     "commands": _TPU,
@@ -403,9 +403,9 @@ def _parallelism(reader: _Reader, strategy: str, ranks: int | None) -> None:
             reader.setting(name, value, parallel__tp=size)
         else:
             reader.setting(name, value, parallel__cp=size)
-    product = sizes["dp_replicate"] * sizes["dp_shard"] * sizes["tp"] * sizes["cp"]
-    if ranks is not None and product not in (1, ranks):
-        reader.refused.append(f"parallelism_config: its axes have {product} ranks, num_processes is {ranks}")
+    needed = sizes["dp_replicate"] * sizes["dp_shard"] * sizes["tp"] * sizes["cp"]
+    if ranks is not None and needed not in (1, ranks):
+        reader.refused.append(f"parallelism_config: its axes have {needed} ranks, num_processes is {ranks}")
 
 
 def _precision(reader: _Reader, kind: str) -> None:
@@ -420,7 +420,7 @@ def _precision(reader: _Reader, kind: str) -> None:
         if "mixed_precision" in reader.left:
             reader.no_effect("mixed_precision", "it is not set")
     elif str(reader.left["mixed_precision"]).lower() == "fp8":
-        reader.refuse("mixed_precision", "the training command computes in float32, bfloat16 or float16")
+        reader.refuse("mixed_precision", "in a loop of your own, MixedPrecisionPolicy(float8=True)")
     else:
         chosen = reader.choice("mixed_precision", _TYPES)
         if chosen is not None:
@@ -447,7 +447,9 @@ def _units(reader: _Reader) -> None:
     if reader.left.get(size) is not None:
         why = "units are whole blocks" if chosen in (None, "SIZE_BASED_WRAP") else f"the policy is {chosen}"
         reader.no_effect(size, why)
-    if isinstance(reader.left.get(cls), str):
+    if not isinstance(reader.left.get(cls), str | None):
+        reader.refuse(cls, "must be a text: classes between commas")
+    elif reader.left.get(cls) is not None:
         names = [name.strip() for name in reader.left[cls].split(",")]
         found = {_ARCHITECTURES.get(name) for name in names}
         if None in found or len(found) > 1:

@@ -209,7 +209,7 @@ REFUSED = {
     ],
     "distributed_type: MULTI_XPU\n": ["distributed_type: MULTI_XPU: it is for other processors"],
     "num_processes: 2\n": ["distributed_type: None: it must be there, as for Accelerate"],
-    DDP + "mixed_precision: fp8\n": ["mixed_precision: fp8: the training command computes in"],
+    DDP + "mixed_precision: fp8\n": ["mixed_precision: fp8: in a loop of your own"],
     DDP + "mixed_precision: half\n": ["mixed_precision: half: must be one of no, fp32, fp16, bf16"],
     DDP + "num_processes: 0\n": ["num_processes: 0: must be an integer of at least 1"],
     DDP + "num_processes: true\n": ["num_processes: True: must be an integer of at least 1"],
@@ -219,6 +219,7 @@ REFUSED = {
         "fsdp_config.fsdp_ignored_modules: head: in a loop of your own"
     ],
     FSDP + "  fsdp_transformer_layer_cls_to_wrap: BertLayer\n": ["wrap: BertLayer: the training command has"],
+    FSDP + "  fsdp_transformer_layer_cls_to_wrap: [GPT2Block]\n": ["wrap: list: must be a text"],
     FSDP + "  fsdp_offload_params: maybe\n": [
         "fsdp_config.fsdp_offload_params: maybe: must be true or false"
     ],
