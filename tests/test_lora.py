@@ -147,7 +147,7 @@ def test_only_adapters_are_reduced():
 
 
 plain = partial(gpt, lora=False)
-NO_LINEAR = r"targets \('\*\.nothing',\) pick no Linear of GPT; there are blocks\.\*\.attention\.qkv, "
+NO_LINEAR = r"targets \('\*\.nothing',\) match no Linear of GPT; there are blocks\.\*\.attention\.qkv, "
 test_what_is_wrong_is_said = lab.refusals(
     (lambda: nn.add_lora(plain(), 0), "add_lora: rank must be at least 1"),
     (lambda: nn.add_lora(plain(), 2, alpha=-1.0), "add_lora: rank must be at least 1"),

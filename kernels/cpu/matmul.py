@@ -101,8 +101,7 @@ def ignores_place() -> bool:
             if not np.array_equal(as_it_lies, elsewhere):
                 warnings.warn(
                     f"{described()} sums in another order at other memory alignments: gradients are not "
-                    "split, "
-                    "and parts of a split weight are copied",
+                    "split, and parts of a split weight are copied",
                     stacklevel=2,
                 )
                 return False

@@ -291,8 +291,7 @@ class DeviceMesh(Mesh):
                 if counts < inner < following and (inner % counts or following % inner):
                     raise ValueError(
                         f"fold: {size} ranks along {name!r} split an axis of {each!r} unevenly; take a size "
-                        "that is made of "
-                        "whole axes, the last ones first, and a divisor of the next"
+                        "that is made of whole axes, the last ones first, and a divisor of the next"
                     )
 
     def _made(

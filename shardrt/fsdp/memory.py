@@ -195,8 +195,7 @@ def whole_of(call: str, model: Module) -> list[Unit]:
     if apart:
         raise ValueError(
             f"{call}: unit {apart[0].label} is not inside unit {root_of(units).label}; call fully_shard on "
-            "the "
-            "module around both as well"
+            "the module around both as well"
         )
     return units
 

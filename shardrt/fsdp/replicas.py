@@ -169,4 +169,4 @@ def _message(everyone: list[dict[tuple, str]]) -> str:
         f"{'ranks' if len(part) > 1 else 'rank'} {', '.join(map(str, part))}" for part in parts
     )
     more = f"; {len(different) - 1} more arrays differ" if len(different) > 1 else ""
-    return f"copies of {what} differ between {sides}, which must be equal to the bit{more}"
+    return f"copies of {what} differ between {sides}, but must be bitwise identical{more}"

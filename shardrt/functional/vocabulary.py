@@ -337,7 +337,7 @@ def linear_cross_entropy(
     check_floats(op, x=x, weight=weight)
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{op}: x (..., inputs) needs weight (rows, inputs), got {x.shape} and {weight.shape}"
+            f"{op}: x must be (..., inputs) and weight (rows, inputs), got {x.shape} and {weight.shape}"
         )
     _check_rows(op, "weight", weight, weight.shape[0], part)
     targets = checked(op, "x", x, (part.vocab,), targets, ignore_index, reduction)

@@ -128,8 +128,7 @@ class Parameter(parameter.Parameter, Tensor):
         if not isinstance(self.storage, LocalStorage):
             raise RuntimeError(
                 f"parameter {self.name!r} is sharded, and the gradients of its unit are cleared together: "
-                "use "
-                "optimizer.zero_grad() or model.zero_grad()"
+                "use optimizer.zero_grad() or model.zero_grad()"
             )
         self.storage.zero_grad()
 

@@ -19,8 +19,7 @@ def check_whole(module: Module) -> None:
     if module.parent is not None:
         raise RuntimeError(
             f"parallelize_module: it was called on {module.name!r} before that became part of another "
-            "module; put "
-            "the whole together first, and call it on the outermost module"
+            "module; put the whole together first, and call it on the outermost module"
         )
 
 

@@ -108,10 +108,11 @@ def _cut_experts(weight: Parameter, axis: Axis) -> None:
 def expert_plan(model: Module, planned: float = ExpertParallel.planned) -> dict[str, Style]:
     """The plan for a model: every nn.Experts in it.
 
-    TypeError if none.
-
     Args:
         planned: as of ExpertParallel.
+
+    Raises:
+        TypeError: for a model without experts.
     """
     style = ExpertParallel(planned)
     plan = {path: style for path, module in model.named_modules() if style.fits(module)}

@@ -194,8 +194,7 @@ class Pipeline(StagedModel):
         if self.model._forward_wrappers != self._forward_wrappers:
             raise RuntimeError(
                 f"Pipeline: {type(self.model).__name__} is recomputed or offloaded as a whole, after its "
-                "stages were "
-                "made; apply recomputation and offload to the stages, or before pipeline_stages"
+                "stages were made; apply recomputation and offload to the stages, or before pipeline_stages"
             )
         if not self._alike:
             self._check_alike()

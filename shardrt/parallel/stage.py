@@ -247,8 +247,7 @@ def _check_apart(model: Module, mesh: DeviceMesh) -> None:
             if other.root is mesh.root and overlap(other.axes, mesh.axes):
                 raise ValueError(
                     f"pipeline_stages: {module.name!r} is split along {other!r}, which overlaps the stages' "
-                    "axis: use "
-                    "axes for it that come after the pipeline's"
+                    "axis: use axes for it that come after the pipeline's"
                 )
 
 

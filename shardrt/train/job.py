@@ -248,8 +248,7 @@ def _along_time(recipe: Recipe, task: Task, model: nn.Module) -> Mapping[str, St
     if task.per_sample % chunks:
         raise ValueError(
             f"parallel.cp: with {recipe.parallel.cp} ranks a sample must have a multiple of {chunks} "
-            f"{task.unit}s, "
-            f"got {task.per_sample}"
+            f"{task.unit}s, got {task.per_sample}"
         )
     return plan
 

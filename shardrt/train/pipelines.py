@@ -88,8 +88,7 @@ def cut(recipe: Recipe, mesh: DeviceMesh, model: Module, data_ranks: int) -> Pip
     if recipe.invariant and any(action.kind == "W" for row in table.ranks for action in row):
         raise ValueError(
             f"deterministic = 'world-invariant' reduces each micro-batch at once, but {message} defers "
-            "weight "
-            "gradients; use GPipe, 1F1B or Interleaved1F1B"
+            "weight gradients; use GPipe, 1F1B or Interleaved1F1B"
         )
     pipeline = Pipeline(model, mesh["pp"], schedule=table)
     tied = next(

@@ -96,7 +96,7 @@ def test_a_state_dict_that_does_not_fit_is_an_error():
         state[name] = values + 1
     model.load_state_dict(state)
     np.testing.assert_array_equal(model.norm.running_var, np.full(3, 2))
-    with pytest.raises(ValueError, match=r"missing \['norm.running_mean'\]"):
+    with pytest.raises(ValueError, match=r"missing keys \['norm.running_mean'\]"):
         model.load_state_dict({name: v for name, v in state.items() if name != "norm.running_mean"})
     with pytest.raises(
         ValueError, match=r"buffer 'norm.running_var': values must have shape \(3,\), got \(4,\)"

@@ -100,7 +100,7 @@ def damage(state, change):
 
 WRONG = {
     "missing .*'norm.bias'": lambda s: s["param_groups"][1]["params"].remove("norm.bias"),
-    r"'norm.bias' has \['exp_avg'\], not \['exp_avg', 'exp_avg_sq'\]": (
+    r"'norm.bias' has state \['exp_avg'\], expected \['exp_avg', 'exp_avg_sq'\]": (
         lambda s: s["state"]["norm.bias"].pop("exp_avg_sq")
     ),
     r"exp_avg of 'norm.bias' must have shape \(7,\), got \(3,\)": (

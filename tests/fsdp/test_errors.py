@@ -57,7 +57,7 @@ def an_optimizer_first():
 
 NO_CHOICE = "reshard_after_forward must be True, False or None, got"
 NO_MODULE = r"must be a shardrt.nn.Module, or a list .* got"
-NO_ROOT = "unit blocks.1 is not inside blocks.0; call fully_shard on the module"
+NO_ROOT = "unit blocks.1 is not inside unit blocks.0; call fully_shard on the module"
 test_calls_that_are_refused = lab.refusals(
     (lambda: fully_shard(Net(), strategy="FULL"), ValueError, "'FULL'; known: NO_SHARD, SHARD_OPT, SHARD_GR"),
     (lambda: fully_shard(fully_shard(Net())), ValueError, "sharded already"),

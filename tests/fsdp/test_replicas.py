@@ -40,7 +40,7 @@ def checked(where, **settings):
 def test_the_one_that_differs_of_several_is_named():
     found = thread.run(3, checked, (1, "parameter", "blocks.1.up.weight"), strategy="NO_SHARD")
     expected = "copies of parameter 'blocks.1.up.weight' differ between rank 1 and ranks 0, 2, "
-    assert found == [expected + "both copies must be bitwise identical"] * 3
+    assert found == [expected + "but must be bitwise identical"] * 3
 
 
 def test_of_a_hybrid_only_those_that_hold_the_same_shard_are_compared():

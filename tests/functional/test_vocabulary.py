@@ -359,7 +359,11 @@ X, TABLE = normal(2, WIDTH), normal(6, WIDTH)
         ),
         (lambda p: V.embedding([11], TABLE, p), ValueError, r"indices\[0\] must be in \[0, 11\), got 11"),
         (lambda p: V.embedding([0], normal(6), p), ValueError, r"weight must be \(rows, width\), got \(6,\)"),
-        (lambda p: V.linear_cross_entropy(X, TABLE, [0, 11], p), ValueError, r"targets\[1\] is 11"),
+        (
+            lambda p: V.linear_cross_entropy(X, TABLE, [0, 11], p),
+            ValueError,
+            r"targets\[1\] must be in \[0, 11\), got 11",
+        ),
         (lambda p: V.linear_cross_entropy(X, TABLE[:5], [0, 1], p), ValueError, "should have 6 of 11 words"),
         (lambda p: V.linear_cross_entropy(X, TABLE[:, 1:], [0, 1], p), ValueError, "must be .* and weight"),
         (lambda p: V.linear_cross_entropy(X, TABLE, [0, 1], p, chunk=-1), ValueError, "at least 0, got -1"),

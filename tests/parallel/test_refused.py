@@ -45,12 +45,12 @@ test_plans_that_do_not_fit_the_model = plans(
     ({"blocks.*.mlp.up": ColwiseParallel(3)}, "parts 3 must add up"),
     ({"blocks.*.attention.qkv": ColwiseParallel(32)}, "the 3 outputs of"),
     ({"blocks.*.mlp.upp": ColwiseParallel()}, "names no module of GPT"),
-    (TWICE, "'blocks.0.mlp.up' is named by 'blocks.*.mlp.up' and"),
+    (TWICE, "'blocks.*.mlp.up' and 'blocks.0.mlp.*' both match 'blocks.0.mlp.up'"),
     ({"norm": ColwiseParallel()}, TypeError, "'norm' is a LayerNorm"),
     ({"blocks.0": SequenceParallel()}, TypeError, "'blocks.0' is a Block"),
     ({"norm": VocabParallel()}, TypeError, "VocabParallel is for Embedding, Linear"),
     ({"norm": "sequence"}, TypeError, "'norm' must map to a style"),
-    ({"blocks.*.mlp.up": RowwiseParallel()}, "GELU of 'blocks.0.mlp.up'"),
+    ({"blocks.*.mlp.up": RowwiseParallel()}, "'blocks.0.mlp.up' has a fused GELU"),
     ({"blocks.0.mlp.down": VocabParallel()}, "has a bias"),
 )
 
@@ -154,7 +154,7 @@ CALLS = [  # of a GPT and a mesh with two ranks of "tp"
     ),
     (a_second_plan, "give one plan for the whole model"),
     (other_seeds, "have another model, seed or plan than rank 0"),
-    (put_together_afterwards, RuntimeError, "'0' of another module"),
+    (put_together_afterwards, RuntimeError, "called on '0' before that became part of another module"),
     (
         lambda _, mesh: parallelize_module(Tied(), mesh["tp"], {"words": VocabParallel()}),
         "'words.weight' is split and tied to 'head'",

@@ -190,7 +190,7 @@ def test_what_is_held_is_what_ranks_hold_at_worst(name):
     ("text", "words"),
     [
         ("0F0 0B0 / 1F0 1X0", "rank 1, action 1, 1X0: unknown kind 'X'; known: F, B, I, W, UNSHARD, "),
-        ("0UNSHARD 0RESHARD", "at least 1 rank and 1 micro-batch, got 1 and 0"),
+        ("0UNSHARD 0RESHARD", "the table must have at least 1 rank and 1 micro-batch, got 1 and 0"),
         ("0F0 0B0 / 2F0 2B0", "stage 1 is on no rank"),
         ("0F0 0B0 1F0 / 1B0", "rank 1, action 0, 1B0: stage 1 is on rank 0 already"),
         ("0F0 0B0 /", "rank 1 has no actions"),
@@ -236,7 +236,7 @@ def test_the_last_backward_of_a_stage_reduces_and_no_other(kind, number, does):
 
 def test_no_ranks_are_no_table_nor_is_what_is_no_text(tmp_path):
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"binary\.csv is no table: .*can't decode"):
+    with pytest.raises(ValueError, match=r"binary\.csv is not a schedule table: .*can't decode"):
         Table.load(tmp_path / "binary.csv")
     (tmp_path / "steps.csv").touch()
     with pytest.raises(ValueError, match="at least 1 rank and 1 micro-batch, got 0 and 0"):

@@ -268,7 +268,7 @@ def test_programs_that_can_not_end_or_make_no_sense_are_refused():
     for program, numbers in (first, (1, 2)), (second, (2, 1)):
         for number in numbers:
             program.call("one", "all_reduce", f"call {number}", number=number)
-    with pytest.raises(ValueError, match="wait for each other: rank 0, item 0, all_reduce, call 1; rank 1"):
+    with pytest.raises(ValueError, match="deadlock: rank 0, item 0, all_reduce, call 1; rank 1"):
         races([first, second])
     with pytest.raises(ValueError, match="two have the same rank"):
         races([Written(), Written()])

@@ -250,8 +250,7 @@ def _check_experts(unit: Unit, first: Unit) -> None:
         if (np.diff(places) != 1).any():
             raise ValueError(
                 f"set_world_invariant: the ranks with experts of unit {unit.label} must be adjacent among "
-                "those "
-                "of the data; use an axis of mesh.fold"
+                "those of the data; use an axis of mesh.fold"
             )
         if apart and group.key.reduce in dtypes.LOW:
             raise ValueError(

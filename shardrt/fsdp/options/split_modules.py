@@ -35,8 +35,7 @@ class SplitModules(Composition):
             if absent is not None:
                 raise ValueError(
                     f"fully_shard: parameter {absent.name!r} has no values here: it is "
-                    f"{absent.pipeline.description}; call it on "
-                    "the modules of this rank's stages"
+                    f"{absent.pipeline.description}; call it on the modules of this rank's stages"
                 )
 
     def split_of(self, parameter: Parameter, mesh: DeviceMesh) -> tuple[MeshLayout, MeshLayout, str]:
