@@ -134,9 +134,7 @@ def _space(
     name, *arguments = words[words[:1] == ["-m"] :] or [""]
     if name not in TRAINING:
         if not vary:
-            raise ValueError(
-                "--vary: name the options of your script to try; those of `train` are known"
-            )
+            raise ValueError("--vary: name the options of your script to try; those of `train` are known")
         return _Space(options, command, combinations(vary), {})
     recipe = _module(name).parse(arguments)
     found = candidates(
