@@ -27,6 +27,6 @@ from shardrt.kernels.cpu import (
     swiglu,
 )
 from shardrt.kernels.cpu._threads import set_threads, threads
-from shardrt.kernels.cpu._warm_up import warm_up
+from shardrt.kernels.cpu._warm_up import compiled, warm_up
 
-__all__ = ["set_threads", "threads", "warm_up"]
+__all__ = ["compiled", "set_threads", "threads", "warm_up"]

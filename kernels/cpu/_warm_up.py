@@ -28,6 +28,11 @@ def warm_up() -> None:
             done.touch()
 
 
+def compiled() -> bool:
+    """Whether `warm_up` would find every kernel in the cache."""
+    return _mark().exists()
+
+
 def _mark() -> Path:
     """The file that says that these sources are compiled, by this Numba, for this Python and processor."""
     about = [stamp(path) for path in sorted(Path(__file__).parent.glob("*.py"))]

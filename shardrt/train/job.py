@@ -85,6 +85,8 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
         run = RunLog(None) if mesh.rank or simulated else run_log(recipe)
 
     with closing(run):
+        if mesh.world.kind == "mpi" and mesh.device.name == "cpu" and not mesh.device.kernels.compiled():
+            run.say("compiling kernels for this machine, once: half a minute or more")
         go(job_of(recipe, mesh, task, model, run, watch), plan, began)
 
 
