@@ -89,7 +89,7 @@ class Tokenizer:
             self._process = None
             raise BadTokens(f"{self.path}: the library tokenizers crashed on this file ({message})")
         if "error" in answer[0]:
-            what = "no tokenizer" if do == "load" else "the library tokenizers refuses"
+            what = "not a tokenizer.json" if do == "load" else "the library tokenizers refuses it"
             raise BadTokens(f"{self.path}: {what} ({answer[0]['error']})")
         return answer[0]["is"], answer[1]
 

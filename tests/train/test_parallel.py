@@ -192,9 +192,9 @@ test_what_cannot_be_cut_is_told_in_the_words_of_the_command = jobs.set_up_refusa
     ("4 parts must divide the 2 heads of", 2, *TP, "--parallel.tensor-invariant", "4"),
     ("parts must be at least 2, the number of ranks, got 1", 2, *TP, "--parallel.tensor-invariant", "1"),
     ("parts must be a power of two, got 3", 1, "--parallel.tensor-invariant", "3"),
-    ("15 positions can't be cut into 2 equal parts", 2, *SEQUENCE, "--text.window", "15"),
+    ("15 positions must be divisible by the 2 ranks", 2, *SEQUENCE, "--text.window", "15"),
     ("leave parallel.sequence off", 2, *SEQUENCE, *jobs.INVARIANT[:3], "2"),
-    ("has dropout", 2, *TP, "--lora.rank", "2", "--lora.dropout", "0.1"),
+    ("must have dropout=0", 2, *TP, "--lora.rank", "2", "--lora.dropout", "0.1"),
     ("parallel.sequence needs parallel.tp above 1", 2, "--parallel.sequence", "True"),
     ("parallel.tp must be at least 1, got 0", 2, "--parallel.tp", "0"),
 )

@@ -263,10 +263,10 @@ test_what_can_be_no_pipeline_is_told_in_the_words_of_the_command = jobs.set_up_r
         "parallel.schedule: DualPipeV: micro-batches must be at least 4",
         *(2, *LLAMA, *COUNTS, "2", "--parallel.schedule", "DualPipeV"),
     ),
-    ("parallel.schedule: 1F1B: 2 stages per rank", 2, *PP, "--parallel.stages-per-rank", "2"),
+    ("parallel.schedule: 1F1B: stages per rank must be 1, got 2", 2, *PP, "--parallel.stages-per-rank", "2"),
     ("parallel.schedule must be one of GPipe, 1F1B", 2, *SCHEDULE, "2F2B"),
     ("none.csv", 2, *SCHEDULE, "none.csv"),
-    ("poem.csv, line 1, cell 1: 'Shall I' is no action", 2, *SCHEDULE, "poem.csv"),
+    ("poem.csv, line 1, cell 1: 'Shall I' is not an action", 2, *SCHEDULE, "poem.csv"),
     (
         "parallel.schedule waits.csv: rank 0, action 2, 0B1: I of stage 0 is next for micro-batch 0",
         *(2, *OF_FILE, "waits.csv"),

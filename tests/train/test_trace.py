@@ -169,7 +169,7 @@ def test_a_step_is_drawn(run, tmp_path, capsys):
     message = tool_refuses(capsys, "trace", tmp_path)
     assert "no step was traced; train with --report.trace FIRST:LAST" in message
     (tmp_path / "trace.json").write_text('{"traceEvents": [{')
-    assert tool_refuses(capsys, "trace", tmp_path) == f"error: {tmp_path}/trace.json: not a whole trace"
+    assert tool_refuses(capsys, "trace", tmp_path) == f"error: {tmp_path}/trace.json: not a complete trace"
 
 
 def test_arrows_are_what_streams_waited_for():
