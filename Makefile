@@ -72,7 +72,7 @@ lint: $(FOR_TRAINING) ## check style and format with ruff
 	$(BIN)/ruff format --check .
 
 docs: $(FOR_DOCS) ## build the site in build/docs (open index.html), and count the words of its pages
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml
 	$(BIN)/python docs/site/words.py
 
 clean: ## remove caches and build outputs; .venv and runs/ stay
