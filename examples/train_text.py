@@ -17,6 +17,7 @@ from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import CheckpointManager
 from shardrt.comm import init_device_mesh
+from shardrt.comm.objects import all_gather_object
 from shardrt.fsdp import fully_shard
 from shardrt.models.gpt import GPT, GPTConfig
 
@@ -55,8 +56,10 @@ def main() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if mesh.rank == 0 and (step + 1) % 10 == 0:
-            print(f"step {step + 1}/{arguments.steps}  loss {loss.item():.4f}", flush=True)
+        if (step + 1) % 10 == 0:
+            mean = np.mean(all_gather_object(mesh.communicator("control"), loss.item()))
+            if mesh.rank == 0:
+                print(f"step {step + 1}/{arguments.steps}  loss {mean:.4f}", flush=True)
     if first < arguments.steps:
         checkpoints.save(arguments.steps)
 
