@@ -100,6 +100,7 @@ def largest(row: Row, window: int, machine: Machine) -> tuple[int, Report | None
 
 
 def main() -> None:
+    """Print the table of the announcement next to what shardrt predicts."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--window", type=int, default=128, help="tokens of a sequence (128)")
     parser.add_argument("--node", type=float, help="GB/s between the cards (those of titan-rtx-2)")

@@ -18,6 +18,7 @@ BOX, FILE = (200, 44), (230, 28)
 
 
 def box(x: float, y: float, size: tuple[int, int], colour: str, *lines: str) -> str:
+    """Draw a filled box with lines of text in its middle."""
     width, height = size
     shape = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" fill="{colour}"/>'
     step = height / (len(lines) + 1)
@@ -30,6 +31,7 @@ def box(x: float, y: float, size: tuple[int, int], colour: str, *lines: str) -> 
 
 
 def arrow(x: float, y: float, to_x: float, to_y: float, text: str = "") -> str:
+    """Draw an arrow with a text next to its middle."""
     line = f'<path d="M{x} {y}L{to_x} {to_y}" stroke="#333333" marker-end="url(#head)"/>'
     side = 6 if to_x >= x else -6
     anchor = "start" if side > 0 else "end"
