@@ -50,8 +50,8 @@ def test_the_wheel_holds_shardrt_and_nothing_else(wheel):
 
 
 def needed_by(wheel):
-    """The packages, installed here, that it and its extra `mpi` ask for, and what these ask for."""
-    found, asked = {}, [f"shardrt[mpi] @ {wheel.as_uri()}"]
+    """Installed packages that it and its extras `mpi` and `train` ask for, and what those ask for."""
+    found, asked = {}, [f"shardrt[mpi,train] @ {wheel.as_uri()}"]
     while asked:
         requirement = Requirement(asked.pop())
         name = canonicalize_name(requirement.name)
