@@ -15,7 +15,8 @@ import psutil
 __all__ = ["Verdict", "grade"]
 
 COMPUTING = 4.0  # seconds of processor time that an answer may take
-IDLE = 2.0  # seconds in which all threads wait, after which an answer hangs
+LOOK = 0.02  # seconds between two looks at an answer
+IDLE = 100  # looks in a row at which all threads wait and none has computed, after which an answer hangs
 WHOLE = 600.0  # seconds in all, on a machine that is busy with other work
 KEPT = 2000  # characters of the answer's output
 
@@ -71,11 +72,9 @@ def grade(name: str, path: Path) -> Verdict:
 
 def _watch(process: subprocess.Popen, lines: Sequence[str]) -> str:
     """Wait for the verdict, or until the answer takes too long; what is wrong then, else ""."""
-    began = awake = time.monotonic()
-    allowed = 0.0
+    began, idle, last, allowed = time.monotonic(), 0, 0.0, 0.0
     while process.poll() is None and len(lines) < 2:
-        time.sleep(0.02)
-        now = time.monotonic()
+        time.sleep(LOOK)
         try:
             used = sum(psutil.Process(process.pid).cpu_times()[:2])
             asleep = _asleep(process.pid)
@@ -83,11 +82,11 @@ def _watch(process: subprocess.Popen, lines: Sequence[str]) -> str:
             continue
         if not lines:
             allowed = used + COMPUTING
-        if not lines or not asleep:
-            awake = now
+        idle = idle + 1 if lines and asleep and used == last else 0
+        last = used
         if used > allowed:
             return LOOPS
-        if now - awake > IDLE or now - began > WHOLE:
+        if idle > IDLE or time.monotonic() - began > WHOLE:
             return HANGS
     return ""
 
