@@ -69,7 +69,7 @@ def test_damaged_files_are_told_in_a_line_and_never_a_traceback(killed, tmp_path
     path.parent.mkdir()
     for length in (0, 1, 100, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(DamagedFlight, match=f"rank-1.bin: {length} bytes"):
+        with pytest.raises(DamagedFlight, match=f"rank-1.bin: .* got {length}$"):
             read(path)
         found = autopsy.examine(tmp_path)
         assert found["code"] == 65 and len(found["errors"]) == 1

@@ -109,6 +109,7 @@ def test_what_makes_progress_or_was_stopped_as_a_whole_or_has_no_limit_is_not_en
     ("phase", "steps", "median", "limit"),
     [
         ("set-up", 0, 0.0, 300),
+        ("compile", 0, 0.0, 1800),
         ("forward", 0, 0.0, 300),  # the first step: kernels are compiled
         ("forward", 1, 0.1, 30),
         ("backward", 9, 2.0, 40),  # 20 median steps

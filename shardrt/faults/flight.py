@@ -25,7 +25,19 @@ from shardrt.untrusted import Refused, read_regular
 __all__ = ["DONE", "Flight", "read_all"]
 
 RECORDS = 256
-PHASES = ("set-up", "data", "forward", "backward", "optimizer", "report", "save", "eval", "sample", "end")
+PHASES = (
+    "set-up",
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "report",
+    "save",
+    "eval",
+    "sample",
+    "end",
+    "compile",
+)
 _IN_STEP = ("data", "forward", "backward", "optimizer", "report")
 BEGUN, ENTERED, DONE = 0, 1, 2  # a phase; a collective
 OPERATIONS = ("", "barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")

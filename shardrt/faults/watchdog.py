@@ -47,6 +47,7 @@ _TURN = 1.5  # seconds for a host that knows better, and for each earlier host, 
 _LAST = 4.0  # seconds for all hosts before the last
 _STEPS = 64  # latest steps, for the median
 _LIKE_EVAL = ("eval", "sample", "end")
+_COMPILING = 6  # limits of set-up: half a minute's work for a processor that other jobs may use too
 _PREFIX = "shardrt-flight-"  # of temporary directories
 _CLOCKS = 1.0  # seconds by which clocks of hosts may differ without a warning
 _SHORTEST, _LONGEST = 0.05, 1e7  # seconds: shortest timer; longer is taken for a typing error
@@ -85,6 +86,8 @@ class Limits:
             return self.save
         if phase in _LIKE_EVAL:
             return self.evaluation
+        if phase == "compile":
+            return _COMPILING * self.set_up
         if phase == "set-up" or steps < 1:
             return self.set_up
         return self.step and max(self.step, self.medians * median)

@@ -85,9 +85,23 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
         run = RunLog(None) if mesh.rank or simulated else run_log(recipe)
 
     with closing(run):
-        if mesh.world.kind == "mpi" and mesh.device.name == "cpu" and not mesh.device.kernels.compiled():
-            run.say("compiling kernels for this machine, once: half a minute or more")
+        compile_kernels(mesh, run, watch)
         go(job_of(recipe, mesh, task, model, run, watch), plan, began)
+
+
+def compile_kernels(mesh: DeviceMesh, run: RunLog, watch: Watch) -> None:
+    """Have one rank of each node compile the CPU's kernels, unless its cache has them. Collective.
+
+    The units would do so when they are built. Here the watchdog knows of it, and the reader of the screen.
+    """
+    if mesh.world.kind != "mpi" or mesh.device.name != "cpu":
+        return
+    watch.phase("compile")
+    if mesh.world.local_rank == 0 and not mesh.device.kernels.compiled():
+        run.say("compiling kernels for this machine, once: half a minute or more")
+        mesh.device.warm_up()
+    mesh.communicator("control").barrier(stream=mesh.device.current_stream)
+    watch.phase("set-up")
 
 
 def go(job: Job, plan: MemoryPlan, began: float) -> None:
