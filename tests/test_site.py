@@ -206,7 +206,8 @@ def test_api_options_commands_and_sources_are_generated(site):
     assert "--optimizer.min-lr" in read["options"] and "--images.size" in read["options"]
     assert "shardrt ckpt export" in read["commands"] and "shardrt simulate" in read["commands"]
     assert str(ROOT) not in "".join(read.values())
-    assert "class " in (site / "source" / "shardrt" / "fsdp" / "unit.py.html").read_text()
+    source = (site / "source" / "shardrt" / "fsdp" / "unit.py.html").read_text()
+    assert 'id="L-0-20"' in source and "ParameterGroup" in source
     index = (site / "search" / "search_index.js").read_text()
     assert "fully_shard" in index and "source/shardrt" not in index
     assert not list(site.rglob("*.py")) and os.path.isfile(site / "site" / "iframe-worker.js")

@@ -98,8 +98,14 @@ def outside(page: Path) -> Iterator[Path]:
     """The files and folders outside docs/ that a page links to."""
     for target, _ in LINK.findall(page.read_text()):
         path = Path(os.path.normpath(page.parent / target))
-        if ROOT in path.parents and DOCS not in path.parents and path.exists():
+        if is_source(path):
             yield path
+
+
+def is_source(path: Path) -> bool:
+    """Whether it is in the repository, but no page or picture of the site."""
+    inside = DOCS in path.parents and path.suffix not in (".py", ".yml")
+    return ROOT in path.parents and not inside and path.exists()
 
 
 def source_page(target: Path) -> str:
@@ -113,11 +119,11 @@ def linked(markdown: str, page: Path, here: str) -> str:
 
     def new(found: re.Match) -> str:
         path, anchor = Path(os.path.normpath(page.parent / found[1])), found[2] or ""
-        if DOCS in path.parents:
-            target = path.relative_to(DOCS).as_posix()
-        elif ROOT in path.parents and path.exists():
+        if is_source(path):
             target = source_page(path)
-            anchor = re.sub(r"^#L(\d+)$", r"#L-\1", anchor)
+            anchor = re.sub(r"^#L(\d+)$", r"#L-0-\1", anchor)
+        elif DOCS in path.parents:
+            target = path.relative_to(DOCS).as_posix()
         else:
             return found[0]
         return posixpath.relpath(target, posixpath.dirname(here)) + anchor
