@@ -182,7 +182,9 @@ LINE = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:(?:{PROGRAMS}|\.) (?!\d)\S|make [a-z0-9
 NOT_RUN = {
     r"\. \.venv/bin/activate": "changes a shell",
     r"((mpirun -n \S+|torchrun --nproc-per-node \d+) )?python( -m shardrt)?": "the beginning of a command",
-    r"mpirun (-n \S+|.* \.\.\.)": "the beginning of a command",
+    r"mpirun (-\w|-n \S+|.* \.\.\.)": "the beginning of a command",
+    r"shardrt [a-z]+": "the name of a command",
+    r"shardrt \w+ --help": "tests/test_shell.py",
     r"srun --mpi=list": "Slurm's",
     r"torchrun .*": "PyTorch's",
     r"tensorboard --logdir runs": "a server",
@@ -372,5 +374,5 @@ def test_the_batch_script_of_slurm_ends_as_its_run_and_is_queued_again_if_that_w
     environment = {"PATH": path, "SLURM_CPUS_PER_TASK": "4", "SLURM_JOB_ID": "7"}
     assert subprocess.run(["bash", "job"], cwd=tmp_path, env=environment).returncode == code
     srun, *more = (tmp_path / "said").read_text().splitlines()
-    assert srun.startswith("srun 4 --kill-on-bad-exit=1 --mpi=pmi2 python -m models.train ")
+    assert srun.startswith("srun 4 --kill-on-bad-exit=1 --mpi=pmi2 shardrt train ")
     assert more == (["scontrol 4 requeue 7"] if code == 75 else [])

@@ -226,7 +226,7 @@ class RawMPI(Contestant):
 class RawNCCL(Contestant):
     """The calls of cupy.cuda.nccl, on the NCCL communicator of ours.
 
-    Never run on a GPU yet (docs/reference/status.md). gather, scatter and sendrecv are sends and receives in
+    Never run on a GPU yet (docs/reference/limits.md). gather, scatter and sendrecv are sends and receives in
     one group, as in nccl-tests.
     """
 
