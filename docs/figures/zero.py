@@ -35,9 +35,9 @@ def picture() -> Drawing:
         drawing.text(x, 74, strategy, GREY)
         kept = sum(height / (N if row in sharded else 1) for row, _, height in ROWS)
         drawing.text(x, y + 14, f"{4 * kept:g} bytes an element")
-        drawing.text(x, y + 32, f"moves {sent}", GREY)
+        drawing.text(x, y + 32, f"moves {sent} elements", GREY)
     drawing.text(12, y + 14, "kept, in float32", DARK)
-    drawing.text(12, y + 32, "P: all parameters", GREY)
+    drawing.text(12, y + 32, "P: all elements", GREY)
     return drawing
 
 
