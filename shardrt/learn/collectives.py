@@ -113,7 +113,7 @@ def _wrong(found: np.ndarray, parts: list[np.ndarray], rank: int) -> str:
     if np.isnan(found).any():
         return (
             "a rank went on after its return, and changed an array that another rank was still reading. "
-            "Wait again after reading, and return a copy."
+            "Wait again after reading, and return a copy, not a view of another rank's array."
         )
     if equal(found * len(parts), parts[rank], ""):
         return "it returns the mean, and must return the sum over ranks."

@@ -20,8 +20,8 @@ LEVEL = "hard"
 TEACHES = "choosing a mesh in the simulator"
 TAKEAWAY = (
     "Full sharding gathers among 64 nodes for every micro-batch. Hybrid sharding gathers among fewer, and "
-    "sums copies once a step. That sum moves larger shards where a copy has fewer ranks, so the fewest bytes "
-    "between nodes are not the fastest step."
+    "sums the copies once a step. With fewer ranks for each copy that sum has more bytes, and the gathers "
+    "have fewer. So the mesh with the fewest bytes between nodes is not the fastest."
 )
 
 _RANKS, _MICRO_BATCHES = 512, 4
@@ -82,7 +82,10 @@ def check(answer: ModuleType) -> str:
         copies > 1, f"FAST: {about}. That is full sharding. Make copies, so that fewer ranks gather together."
     )
     need(gb <= GB, f"FAST: {about}: too much memory. Shard a copy over more ranks.")
-    need(ms <= MS, f"FAST: {about}: too slow. Gathers still cross too many nodes. Shard over fewer ranks.")
+    need(
+        ms <= MS,
+        f"FAST: {about}: too slow. Gathers go around a ring of {shards} ranks. Shard over fewer ranks.",
+    )
     (_, gb, between), (copies, shards) = simulate(frugal), frugal
     need(gb <= FRUGAL_GB, f"FRUGAL: {copies}x{shards} takes {gb:.2f} GB. Fewer copies need less memory.")
     sends = f"{copies}x{shards} sends {between / 1e6:.0f} MB between nodes"

@@ -15,7 +15,7 @@ LEVEL = "medium"
 TEACHES = "what prefetch does, read from a trace"
 TAKEAWAY = (
     "With prefetch 0 each gather begins when its unit is due, so computing waits for it. Prefetch 1 issues "
-    "the next gather before the unit computes, which hides its time for one more buffer of memory."
+    "the next gather before the unit computes, which hides the gather and costs one more buffer."
 )
 
 _CASES = ((2, 1), (4, 0), (4, 1), (4, 2), (3, 5))  # units, prefetch
@@ -73,6 +73,10 @@ def _wrong(found: list[str], expected: list[str], count: int, prefetch: int) -> 
         return "FULL_SHARD releases each unit after forward, so backward gathers it again."
     if len(gathers) > 2 * count + 1:
         return f"you have {len(gathers)} gathers. No unit is gathered twice in one direction."
+    if len(gathers) == 2 * count:
+        return (
+            "the last unit too is released after forward, and gathered again. Only the root stays gathered."
+        )
     if gathers[count + 1 : count + 2] == ["gather a"]:
         return "backward goes through the units in the reverse order, and prefetches in that order."
     place = next((i for i, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), None)

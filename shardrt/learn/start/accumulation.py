@@ -12,7 +12,7 @@ times the traffic. And the losses are added, where the mean is wanted.
 
 shardrt.fsdp.no_sync(model) is a context in which backward adds gradients on each rank and reduces nothing.
 The first backward outside of it reduces the sum. The grader counts the bytes of all reduce-scatters.
-Read more: docs/howto/optimizers.md.
+Read more: "Choose an optimizer, clip, accumulate" (docs/howto/optimizers.md).
 """
 
 from shardrt.fsdp import no_sync

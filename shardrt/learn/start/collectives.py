@@ -10,6 +10,8 @@ A rank offers an array by `world.arrays[world.rank] = array`, and reads those of
 before the others have offered. After your function returns, the caller may overwrite its array at once, so no
 rank may still read it. A collective must not change its input.
 
+Read more: "FSDP from scratch" (docs/learn/from_scratch.md).
+
 The grader runs the ranks one at a time, in several orders. A missing barrier shows in one of them.
 """
 

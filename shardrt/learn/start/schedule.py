@@ -1,7 +1,8 @@
 """Exercise 7: predict the schedule.
 
-SHARDRT_DEBUG=1 makes each rank print what it issues. This is a step of a model with two units, a and b, under
-FULL_SHARD with prefetch 1. The outermost unit (root) has no parameters of its own:
+With SHARDRT_DEBUG=1 each rank prints what it issues. This is a step of a model with two units, a and b, under
+FULL_SHARD with prefetch 1. The outermost unit has no parameters of its own. The lines are shortened: without
+"[rank 0]", without those of forward, and "root" stands for "(root)":
 
     gather root         forward begins
     gather a            a is due
