@@ -314,7 +314,7 @@ def run(words: list[str]) -> int:
         return trained(arguments[1:])
     if module.removeprefix("shardrt.") == "models.train":
         return trained(arguments)
-    if module == "models.generate":
+    if module.removeprefix("shardrt.") == "models.generate":
         return generate.main(arguments)
     assert module == "shardrt", f"{module}: say in this file how a test runs it"
     if arguments[:2] in (["data", "make"], ["config", "convert"]):  # they write new files alone
