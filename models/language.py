@@ -312,8 +312,8 @@ class Language:
             self._write_sample(model, run, replace(self.recipe.sample, length=length))
 
     def _write_sample(self, model: nn.Module, run: RunLog, sample: settings.SampleConfig) -> str | None:
-        """Print text that the model makes, and return it; None if the meaning of its tokens is unknown."""
-        if self._words is None:
+        """Print text that the model makes, and return it; None for no text, or tokens of unknown meaning."""
+        if self._words is None or not sample.length:
             return None
 
         def show(done: int) -> None:

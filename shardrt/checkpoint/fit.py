@@ -72,8 +72,8 @@ def check_fits(model: Module, manifest: Manifest, folder: Path) -> None:
     for name in own:
         if own[name] != theirs[name]:
             raise OtherRun(
-                f"{folder}: parameter {name!r} has shape {theirs[name]} in the checkpoint and {own[name]} "
-                "in the model"
+                f"{folder}: parameter {name!r} has (shape, type) {theirs[name]} in the checkpoint "
+                f"and {own[name]} in the model"
             )
 
 

@@ -80,5 +80,5 @@ def _short(value: Any) -> str:
 
 def _command(found: Converted, recipe: Path | None) -> str:
     hosts = ["-f", found.hosts] if found.hosts else []
-    words = ["mpirun", *hosts, "-n", str(found.ranks or "N"), "python", "-m", "shardrt.models.train"]
+    words = ["mpirun", *hosts, "-n", str(found.ranks or "N"), "shardrt", "train"]
     return shlex.join([*words, "--config", str(recipe or "RECIPE.toml")])

@@ -25,8 +25,8 @@ class Recipe:
     resume: str = ""  # "auto": the newest whole checkpoint of run `name`; or the directory of a checkpoint
     micro_batches: int = 1  # parts of a step's batch that go through the model in sequence
     reduce_each: bool = False  # reduce after each part: more traffic, less memory than once at the end
-    # per-world: bitwise identical at one number of ranks; world-invariant: at all; micro_batches are those of
-    # all ranks together.
+    # per-world: bitwise identical at one number of ranks; world-invariant: at 1, 2, 4, ...; micro_batches are
+    # those of all ranks together.
     deterministic: settings.Determinism = settings.Determinism["per-world"]
     threads: int = 0  # of the CPU per rank; 0: its share of the cores, but 1 where ranks change no bit
     ahead: int = 2  # steps whose batches are made ahead, in a thread

@@ -355,7 +355,7 @@ def restore_wider(root):
 
 def test_another_model_is_reported(tmp_path):
     thread.run(2, two_saved, tmp_path / "c")
-    with pytest.raises(CheckpointError, match=r"parameter 'embed.weight' is \(\(11, 7\), 'float32'\) there"):
+    with pytest.raises(CheckpointError, match=r"'embed.weight' has .* \(\(11, 7\), 'float32'\) in"):
         thread.run(2, restore_wider, tmp_path / "c")
 
 

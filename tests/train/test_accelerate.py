@@ -180,7 +180,7 @@ def test_a_recipe_trains_as_it_says(file, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert main(["config", "convert", str(file(FSDP1)), "-o", "recipe.toml"]) == 0
     printed = capsys.readouterr().out
-    assert "to train: mpirun -n 2 python -m shardrt.models.train --config recipe.toml" in printed
+    assert "to train: mpirun -n 2 shardrt train --config recipe.toml" in printed
     shape = [
         "--model.n-layer",
         "2",
