@@ -27,7 +27,7 @@ def numbers(pattern, text):
 def test_states_of_eight_times_the_limit_train_to_the_bits_of_a_run_without_a_limit(tmp_path):
     limited = run(2, "--directory", str(tmp_path))
     assert limited.returncode == 0, limited.stderr
-    states, budget = numbers(r"states ([\d.]+) MB; a rank may hold ([\d.]+) MB", limited.stdout)
+    states, budget = numbers(r"optimizer state ([\d.]+) MB; a rank may hold ([\d.]+) MB", limited.stdout)
     assert states >= 8 * budget - 0.5
     counted, limit = numbers(r"([\d.]+) MB count against the limit of ([\d.]+) MB", limited.stdout)
     assert counted <= limit == budget

@@ -213,7 +213,7 @@ def test_ratios_are_taken_within_a_round():
     message = reported_of(result)
     assert "2.00 (1.50 to 3.00)" in message
     assert "processor: a processor" in message and message.count(" 77 ") == 2, "the rates of products"
-    assert "products of a: none" in message and "products of b: none" in message, "their libraries"
+    assert "matmuls of a: none" in message and "matmuls of b: none" in message, "their libraries"
 
 
 @pytest.mark.parametrize(

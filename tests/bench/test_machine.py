@@ -103,7 +103,7 @@ def test_products_that_were_measured_are_measured_again_in_bits():
 
 def test_without_products_or_copies_there_are_no_peaks():
     for samples in [product(8, 8, 8, 1.0)], [moved(COPY, 8, 1.0)]:
-        with pytest.raises(ValueError, match="no peaks"):
+        with pytest.raises(ValueError, match="peaks need measurements"):
             device_of(samples)
 
 

@@ -82,9 +82,9 @@ def test_operands_of_16_bytes_alignment_and_more_share_a_plan(lt):
 
 def test_what_it_cannot_read_is_refused(lt):
     a = np.ones((6, 6), np.float32)
-    with pytest.raises(ValueError, match="dense"):
+    with pytest.raises(ValueError, match="contiguous"):
         lt.gemm(a[::2, ::2], a[:3, :3], a[:3, :3].copy(), accumulate=False)
-    with pytest.raises(ValueError, match="dense"):
+    with pytest.raises(ValueError, match="contiguous"):
         lt.gemm(a, a, np.zeros((6, 6), np.float32).T[::1, :], accumulate=False)
     with pytest.raises(RuntimeError, match=r"cublasLtMatmulAlgoGetHeuristic: invalid value \(7\)"):
         lt.gemm(a, a.astype(np.float64), a.copy(), accumulate=False)

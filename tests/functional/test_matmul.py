@@ -45,7 +45,7 @@ def test_only_what_backward_needs_is_saved():
 
 
 test_what_does_not_fit_is_an_error = lab.refusals(
-    (lambda: F.matmul(normal(2, 3), normal(2, 3)), "do not fit"),
+    (lambda: F.matmul(normal(2, 3), normal(2, 3)), "must be the number of rows of y"),
     (lambda: F.matmul(normal(), normal(2)), "one dimension"),
     (lambda: F.matmul(normal(2, 3, 4), normal(3, 4, 5)), "broadcast"),
     (

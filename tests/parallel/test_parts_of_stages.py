@@ -96,7 +96,7 @@ def test_copies_of_tied_weights_that_differ_are_reported():
     if mesh.rank == 1:
         with model.wte.weight.writing() as shard:
             shard += 1
-    with pytest.raises(ReplicasDiffer, match="'wte.weight'.*differ between stages 0 and 1"):
+    with pytest.raises(ReplicasDiffer, match="'wte.weight'.*differs between stages 0 and 1"):
         check_replicas(model)
 
 

@@ -383,7 +383,7 @@ def test_programs_that_wait_for_ever_are_named():
     for program, numbers in (first, (1, 2)), (second, (2, 1)):
         for number in numbers:
             program.call("one", "all_reduce", "", number=number)
-    with pytest.raises(ValueError, match="wait for ever: rank 0, one, item 0; rank 1, one, item 0"):
+    with pytest.raises(ValueError, match="deadlock: rank 0, one, item 0; rank 1, one, item 0"):
         price([first, second], PLAIN)
 
 

@@ -280,7 +280,7 @@ def test_bad_yaml_is_one_line(text, file, capsys):
 
 def test_files_that_are_not_there_or_too_large_are_one_line(file, tmp_path, capsys):
     jobs.tool_refuses(capsys, "config", "convert", tmp_path / "none.yaml")
-    assert "too many" in jobs.tool_refuses(capsys, "config", "convert", file("#" * (1 << 21)))
+    assert "the limit is" in jobs.tool_refuses(capsys, "config", "convert", file("#" * (1 << 21)))
     (tmp_path / "there.toml").write_text("kept")
     words = ("config", "convert", file(DDP), "-o", tmp_path / "there.toml")
     assert "is there already" in jobs.tool_refuses(capsys, *words)
