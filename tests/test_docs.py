@@ -183,7 +183,7 @@ NOT_RUN = {
     r"\. \.venv/bin/activate": "changes a shell",
     r"((mpirun -n \S+|torchrun --nproc-per-node \d+) )?python( -m shardrt)?": "the beginning of a command",
     r"mpirun (-\w|-n \S+|.* \.\.\.)": "the beginning of a command",
-    r"shardrt [a-z]+": "the name of a command",
+    r"shardrt (config convert|run|trace|train)": "the name of a command",
     r"shardrt \w+ --help": "tests/test_shell.py",
     r"srun --mpi=list": "Slurm's",
     r"torchrun .*": "PyTorch's",
