@@ -172,8 +172,11 @@ def convert(config: Mapping[str, Any], drop: Iterable[str] = ()) -> Converted:
         raise Unconverted(reader.refused)
     _ignored_sections(reader, kind)
     machines = reader.count("num_machines", 1)
+    reader.noted("num_machines", "one machine" if machines == 1 else "in the host file of mpirun's -f")
     ranks = reader.count("num_processes", 1 if kind == "NO" else None)
+    reader.noted("num_processes", f"mpirun's -n {ranks}")
     hosts = reader.text("mpirun_config.mpirun_hostfile")
+    reader.noted("mpirun_config.mpirun_hostfile", f"mpirun's -f {hosts}")
     shards = _strategy(reader, kind, machines)
     _parallelism(reader, shards, ranks)
     _precision(reader, kind)
@@ -223,6 +226,11 @@ class _Reader:
     def no_effect(self, name: str, why: str) -> None:
         self.keys.append(Key(name, self.left.pop(name), note=why))
 
+    def noted(self, name: str, why: str) -> None:
+        """As no_effect, if the key is left."""
+        if name in self.left:
+            self.no_effect(name, why)
+
     def refuse(self, name: str, why: str, value: Any = None) -> None:
         value = self.left.pop(name, value)
         shown = str(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
@@ -247,25 +255,17 @@ class _Reader:
         return self._taken(name, False, read, "true or false")
 
     def count(self, name: str, default: int | None) -> int | None:
-        """An integer of at least 1, which stays among the keys as one that mpirun takes."""
+        """An integer of at least 1."""
 
         def read(value: Any) -> int | None:
             text = str(value) if isinstance(value, int | str) else ""
             good = text.isascii() and text.isdecimal() and len(text) < 10
             return int(text) if good and int(text) else None
 
-        value = self._taken(name, default, read, "an integer of at least 1")
-        if name == "num_processes" and name in self.left:
-            self.no_effect(name, f"mpirun's -n {value}")
-        elif name == "num_machines" and name in self.left:
-            self.no_effect(name, "one machine" if value == 1 else "in the host file of mpirun's -f")
-        return value
+        return self._taken(name, default, read, "an integer of at least 1")
 
     def text(self, name: str) -> str | None:
-        value = self._taken(name, None, lambda value: value if isinstance(value, str) else None, "a text")
-        if name in self.left:
-            self.no_effect(name, f"mpirun's -f {value}")
-        return value
+        return self._taken(name, None, lambda value: value if isinstance(value, str) else None, "a text")
 
     def choice(
         self, name: str, choices: Iterable[str], default: str | None = None, numbered: bool = False
@@ -343,16 +343,14 @@ def _ignored_sections(reader: _Reader, kind: str) -> None:
 def _strategy(reader: _Reader, kind: str, machines: int | None) -> str:
     """The strategy for shards that no parallelism_config doubles; sets the key that names it."""
     version = reader.choice("fsdp_config.fsdp_version", ["1", "2"], "1") if kind == "FSDP" else None
-    if "fsdp_config.fsdp_version" in reader.left:
-        reader.no_effect("fsdp_config.fsdp_version", "both versions come to the same")
+    reader.noted("fsdp_config.fsdp_version", "both versions come to the same")
     if kind != "FSDP":
         reader.setting("distributed_type", reader.take("distributed_type"), fsdp__strategy="NO_SHARD")
         return "NO_SHARD"
     reader.no_effect("distributed_type", "the strategy says how")
     old, new = "fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward"
     if version == "2":
-        if old in reader.left:
-            reader.no_effect(old, "fsdp_version 2 has fsdp_reshard_after_forward")
+        reader.noted(old, "fsdp_version 2 has fsdp_reshard_after_forward")
         again = reader.flag(new) if reader.left.get(new) is not None else True
         chosen, source = ("FULL_SHARD" if again else "SHARD_GRAD_OP"), new
     else:

@@ -25,6 +25,7 @@ from shardrt.fsdp import (
     set_gradient_divide_factor,
     set_world_invariant,
 )
+from shardrt.fsdp.options.agreement import compile_kernels
 from shardrt.fsdp.options.chunks import IN_CHUNKS
 from shardrt.nn.parameter_placement import whole_size
 from shardrt.parallel import context_plan, expert_plan, most_rows, parallelize_module, set_tensor_invariant
@@ -85,22 +86,21 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
         run = RunLog(None) if mesh.rank or simulated else run_log(recipe)
 
     with closing(run):
-        compile_kernels(mesh, run, watch)
+        compile_watched(mesh, run, watch)
         go(job_of(recipe, mesh, task, model, run, watch), plan, began)
 
 
-def compile_kernels(mesh: DeviceMesh, run: RunLog, watch: Watch) -> None:
-    """Have one rank of each node compile the CPU's kernels, unless its cache has them. Collective.
+def compile_watched(mesh: DeviceMesh, run: RunLog, watch: Watch) -> None:
+    """Compile the CPU's kernels now, in a phase of the watchdog's own, and tell the reader. Collective.
 
-    The units would do so when they are built. Here the watchdog knows of it, and the reader of the screen.
+    The units would do so later, when they are built.
     """
     if mesh.world.kind != "mpi" or mesh.device.name != "cpu":
         return
     watch.phase("compile")
     if mesh.world.local_rank == 0 and not mesh.device.kernels.compiled():
         run.say("compiling kernels for this machine, once: half a minute or more")
-        mesh.device.warm_up()
-    mesh.communicator("control").barrier(stream=mesh.device.current_stream)
+    compile_kernels(mesh, mesh.communicator("control"))
     watch.phase("set-up")
 
 

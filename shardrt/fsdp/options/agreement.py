@@ -8,6 +8,7 @@ import zlib
 
 from shardrt import device, dtypes
 from shardrt.comm import objects
+from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.fsdp.options.fixed_tree import micro_batches_of
 from shardrt.fsdp.schedule import Schedule
@@ -16,6 +17,8 @@ from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage
 from shardrt.recompute import Recomputation
+
+__all__ = ["compare_ranks", "compile_kernels", "compile_once", "is_recomputed"]
 
 
 def is_recomputed(module: Module) -> bool:
@@ -73,12 +76,16 @@ def _compare_types(schedule: Schedule, units: list[Unit]) -> None:
 
 
 def compile_once(schedule: Schedule, units: list[Unit]) -> None:
-    """Have one rank of each node compile the kernels, so that the others find them in the cache."""
-    world = schedule.mesh.world
-    if world.kind == "mpi":
-        if world.local_rank == 0:
-            schedule.streams.device.warm_up()
-        schedule.control.barrier(stream=schedule.streams.compute)
+    """Compile the kernels before the ranks of `schedule` compute. Collective."""
+    compile_kernels(schedule.mesh, schedule.control)
+
+
+def compile_kernels(mesh: DeviceMesh, control: Communicator) -> None:
+    """Have one rank of each node compile the kernels: the others find them in the cache. Collective."""
+    if mesh.world.kind == "mpi":
+        if mesh.world.local_rank == 0:
+            mesh.device.warm_up()
+        control.barrier(stream=mesh.device.current_stream)
 
 
 def _compare_values(control: Communicator, units: list[Unit], cut: bool) -> None:
