@@ -10,11 +10,11 @@ import json
 import statistics
 import sys
 
-from bench import ranks
-from bench import workload as w
-from bench.bits import ROOT, other_tree
-from bench.command_line import Parser
-from bench.peers.launch import one_thread
+from . import ranks
+from . import workload as w
+from .bits import ROOT, other_tree
+from .harness.command_line import Parser
+from .peers.launch import one_thread
 
 FIGURES = {
     "fastest step": lambda message: min(message["step_ms"]),

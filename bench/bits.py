@@ -20,10 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench import ranks
-from bench.bits_cases import Case, cases
-from bench.command_line import Parser
-from bench.peers.launch import one_thread
+from . import ranks
+from .bits_cases import Case, cases
+from .harness.command_line import Parser
+from .peers.launch import one_thread
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = Path(__file__).with_name("bits_cases.py")

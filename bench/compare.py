@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
 
-from bench import ranks
-from bench import workload as w
-from bench.command_line import Parser, words
-from bench.environment import facts, write_result
-from bench.peers.launch import Alarm, launch, one_thread
-from bench.peers.torch_step import STRATEGIES as PEERS
-from bench.quiet import DISTURBED, announce, watched
+from . import ranks
+from . import workload as w
+from .harness.command_line import Parser, words
+from .harness.environment import facts, write_result
+from .peers.launch import Alarm, launch, one_thread
+from .peers.torch_step import STRATEGIES as PEERS
+from .quiet import DISTURBED, announce, watched
 
 TOLERANCE = 1e-5  # of the losses, relative, over all steps
 # In bfloat16, where PyTorch's few steps happen to be near to its float32: the error of a loss, one number, is

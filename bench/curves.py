@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from math import log2
 from typing import Any
 
-from bench.watched import Sample
 from shardrt.dtypes import bfloat16
+
+from .watched import Sample
 
 PRODUCTS = ("linear.forward", "linear.backward_input", "linear.backward_weight", "linear.backward_parameters")
 COMPUTING = (*PRODUCTS, "linear.forward_gelu", "matmul.", "grouped.", "conv2d.", "attention.")

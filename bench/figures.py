@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.environment import facts, write_result
-from bench.workload import Job
+from .harness.environment import facts, write_result
+from .workload import Job
 
 _PAUSE = 0.01  # seconds between samples of memory
 

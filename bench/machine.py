@@ -30,17 +30,6 @@ from typing import Any
 
 import numpy as np
 
-from bench import curves
-from bench import workload as w
-from bench.command_line import Parser
-from bench.curves import COPY
-from bench.environment import facts
-from bench.kernels.case import Maker, Sizes
-from bench.kernels.ops import OPS
-from bench.quiet import DISTURBED, busy_seconds
-from bench.step import mesh_shape
-from bench.training import UNSHARDED, Training
-from bench.watched import Sample, watched
 from shardrt import device as devices
 from shardrt.comm import Communicator, DeviceMesh, init_device_mesh, world
 from shardrt.comm.objects import all_gather_object
@@ -48,6 +37,18 @@ from shardrt.device import Device
 from shardrt.dtypes import bfloat16
 from shardrt.simulate.machine import Machine
 from shardrt.train.errors import USAGE, one_line
+
+from . import curves
+from . import workload as w
+from .curves import COPY
+from .harness.command_line import Parser
+from .harness.environment import facts
+from .kernels.case import Maker, Sizes
+from .kernels.ops import OPS
+from .quiet import DISTURBED, busy_seconds
+from .step import mesh_shape
+from .training import UNSHARDED, Training
+from .watched import Sample, watched
 
 MODELS: tuple[w.Job, ...] = (
     w.Workload(layers=2, dim=320, heads=5, seq=128, batch=4, vocab=1024),

@@ -4,8 +4,9 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from bench.training import Stamps
 from shardrt.device.timeline import Passed, Recording, Span
+
+from .training import Stamps
 
 COMPUTE = ("forward", "backward")
 EXPOSED = ("waits for gathers", "waits for reductions", "other waits", "collectives")

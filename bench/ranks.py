@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from bench.peers.launch import one_thread
+from .peers.launch import one_thread
 
 
 def launcher() -> str:

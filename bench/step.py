@@ -20,13 +20,6 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 import shardrt.checkpoint
-from bench import figures as f
-from bench import ranks
-from bench import workload as w
-from bench.command_line import Parser
-from bench.parts import COMPUTE, EXPOSED, PARTS, STREAMS, busy, parts
-from bench.traffic import Counter, expected, expected_of_stage, expected_of_tensor
-from bench.training import LOW, PIPELINE, TENSOR, UNSHARDED, Training
 from shardrt import device
 from shardrt.comm import init_device_mesh, mpi_world, world
 from shardrt.comm.objects import all_gather_object
@@ -34,6 +27,14 @@ from shardrt.device import timeline
 from shardrt.fsdp import ShardingStrategy
 from shardrt.kernels import onednn
 from shardrt.train.errors import DATA, USAGE, one_line
+
+from . import figures as f
+from . import ranks
+from . import workload as w
+from .harness.command_line import Parser
+from .parts import COMPUTE, EXPOSED, PARTS, STREAMS, busy, parts
+from .traffic import Counter, expected, expected_of_stage, expected_of_tensor
+from .training import LOW, PIPELINE, TENSOR, UNSHARDED, Training
 
 STRATEGIES = tuple(strategy.name for strategy in ShardingStrategy)
 SIDE = w.SIDE

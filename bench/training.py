@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 import shardrt
-from bench import workload as w
 from models.gpt import GPT, GPTConfig
 from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
@@ -18,6 +17,8 @@ from shardrt.comm import DeviceMesh
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
 from shardrt.parallel import Pipeline, parallelize_module
 from shardrt.recompute import checkpoint_blocks
+
+from . import workload as w
 
 UNSHARDED = "NONE"
 TENSOR = {"TP": False, "TP_SP": True}  # modules cut over all ranks; whether the sequence is, too

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from bench.gpu.clock import Events
 from shardrt.device import Device
 from shardrt.device.simulated import computed_in
 from shardrt.kernels import costs
+
+from .gpu.clock import Events
 
 
 @dataclass(frozen=True)

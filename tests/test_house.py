@@ -50,11 +50,11 @@ FOLDERS = {"shardrt": "shardrt", "kernels": "shardrt.kernels", "models": "models
 
 
 def sources():
-    """(module name, path) of every source file; the links kernels and models inside shardrt not followed."""
+    """(module name, path) of every source file; the links bench, kernels and models inside shardrt not followed."""
     for folder, package in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             relative = path.relative_to(ROOT / folder)
-            if folder == "shardrt" and relative.parts[0] in ("kernels", "models"):
+            if folder == "shardrt" and relative.parts[0] in ("bench", "kernels", "models"):
                 continue
             parts = [package, *relative.with_suffix("").parts]
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path

@@ -14,18 +14,19 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 
-from bench import environment
-from bench.collectives import report
-from bench.collectives.contestants import Contestant, Ours, RawMPI, RawNCCL
-from bench.collectives.measure import Effort, line
-from bench.collectives.ops import Case
-from bench.collectives.options import cases, parse
-from bench.table import Output
 from shardrt import device as devices
 from shardrt.comm import Communicator, create, mpi_world, thread
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import CARRIERS, for_device
 from shardrt.train.errors import USAGE, launched_rank, one_line
+
+from ..harness import environment
+from ..harness.table import Output
+from . import report
+from .contestants import Contestant, Ours, RawMPI, RawNCCL
+from .measure import Effort, line
+from .ops import Case
+from .options import cases, parse
 
 Wrap = Callable[[Communicator], Communicator]
 

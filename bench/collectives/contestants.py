@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from bench.collectives import offers
-from bench.collectives.ops import Case
 from shardrt.comm import Communicator
 from shardrt.comm.protocol import aligned_zeros
 from shardrt.device import Device
 from shardrt.dtypes import LOW
+
+from . import offers
+from .ops import Case
 
 Array = Any
 

@@ -6,13 +6,14 @@ from functools import partial
 
 import numpy as np
 
-from bench.collectives import report
-from bench.collectives.contestants import Contestant
-from bench.collectives.ops import Case
-from bench.collectives.values import count_wrong, fill, poison
 from shardrt.comm import Communicator
 from shardrt.comm.objects import all_gather_object
 from shardrt.device import Array
+
+from ..harness.values import count_wrong, fill, poison
+from . import report
+from .contestants import Contestant
+from .ops import Case
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
-from bench.collectives.ops import Case
 from shardrt.comm.backends import CARRIERS
 from shardrt.dtypes import LOW
+
+from .ops import Case
 
 # A type that no communicator of ours names travels as the bits of another. Sums and products of whole numbers
 # have the same bits with and without a sign; the largest and the least have not.

@@ -10,8 +10,9 @@ from functools import reduce
 
 import numpy as np
 
-from bench.collectives.values import factors, values
 from shardrt import dtypes
+
+from ..harness.values import factors, values
 
 PLACES = ("out", "in")
 REDUCTIONS = ("sum", "prod", "min", "max", "avg")

@@ -5,11 +5,12 @@ import sys
 from collections.abc import Collection
 from itertools import product
 
-from bench.collectives import offers
-from bench.collectives.ops import DTYPES, NOBODY, NONE, OPS, PLACES, REDUCTIONS, Case, Op, rounded
-from bench.command_line import Parser, add_forms, check_known, nbytes, words
 from shardrt.comm import backends, mpi_world
 from shardrt.device import cuda
+
+from ..harness.command_line import Parser, add_forms, check_known, nbytes, words
+from . import offers
+from .ops import DTYPES, NOBODY, NONE, OPS, PLACES, REDUCTIONS, Case, Op, rounded
 
 _LEAST, _MOST, _FACTOR = 1 << 10, 32 << 20, 4  # what is swept when nothing is said
 _DTYPES = {theirs: ours for ours, theirs in DTYPES.items()} | {name: name for name in DTYPES}

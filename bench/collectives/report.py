@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bench.collectives.fit import fit
-from bench.collectives.ops import Case
-from bench.table import number
+from ..harness.fit import fit
+from ..harness.table import number
+from .ops import Case
 
 _HEADS = (
     (f"# {'':6} {'':14} {'':5} {'':8} {'':4} {'':4} {'bytes':>10} {'elements':>10} {'us, over ranks':>32} "),

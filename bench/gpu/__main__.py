@@ -20,10 +20,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.environment import facts, write_result
-from bench.gpu import needs, report
-from bench.gpu.contestant import ROOT
-from bench.gpu.state import Run, note, read, sources
+from ..harness.environment import facts, write_result
+from . import needs, report
+from .contestant import ROOT
+from .state import Run, note, read, sources
 
 # name -> (function's module and name, seconds that it may take)
 SECTIONS: dict[str, tuple[str, str, float]] = {

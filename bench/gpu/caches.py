@@ -4,12 +4,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from bench.gpu import first_step, needs
-from bench.gpu.state import Run
-from bench.workload import Workload
 from shardrt import device
 from shardrt.comm import thread
 from shardrt.kernels.cuda import _compile, _launch
+
+from ..workload import Workload
+from . import first_step, needs
+from .state import Run
 
 REST = ("__half", "double")  # elements of the tests, beside those of training
 

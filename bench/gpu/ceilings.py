@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from math import inf
 
-from bench.gpu import needs
-from bench.gpu.clock import Clock, Torch, blank, difference, filled
-from bench.gpu.report import PEAK_TFLOPS, agreement
-from bench.gpu.state import Run
-from bench.offload import copies
+from ..offload import copies
+from . import needs
+from .clock import Clock, Torch, blank, difference, filled
+from .report import PEAK_TFLOPS, agreement
+from .state import Run
 
 COPIED = 1 << 30  # bytes of a copy on the device
 LINKED = 256 << 20  # bytes of a copy to or from the host

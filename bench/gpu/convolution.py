@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-from bench.gpu.clock import Clock, Torch
-from bench.gpu.products import compare
-from bench.gpu.state import Run
-from bench.kernels.case import Case, Maker, Sizes
-from bench.kernels.ops import conv2d
+from ..kernels.case import Case, Maker, Sizes
+from ..kernels.ops import conv2d
+from .clock import Clock, Torch
+from .products import compare
+from .state import Run
 
 # batch, channels, outputs, window, stride, padding, groups, height and width
 SHAPES = {

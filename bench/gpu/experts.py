@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import shardrt
-from bench.gpu.clock import Clock, Torch, blank, difference, filled
-from bench.gpu.products import CLOSE
-from bench.gpu.report import agreement
-from bench.gpu.state import Run
 from shardrt.kernels.cuda import grouped
+
+from .clock import Clock, Torch, blank, difference, filled
+from .products import CLOSE
+from .report import agreement
+from .state import Run
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,15 @@ from functools import partial
 import numpy as np
 
 import shardrt
-from bench.gpu.report import agreement
-from bench.gpu.state import Run
-from bench.training import model_of, shard
-from bench.workload import Workload
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
+
+from ..training import model_of, shard
+from ..workload import Workload
+from .report import agreement
+from .state import Run
 
 SMALL = Workload(layers=2, dim=128, heads=4, seq=64, batch=4, vocab=257)
 CLOSE = {"float32": 1e-5, "bfloat16": 3e-2}  # relative difference

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu.clock import Clock, Torch, blank, filled
-from bench.gpu.state import Run
+from .clock import Clock, Torch, blank, filled
+from .state import Run
 
 CALLS = 400  # less than the driver queues before it makes the host wait
 ROUNDS = 7

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-from bench.workload import Workload
+from ..workload import Workload
 
 
 @dataclass(frozen=True)

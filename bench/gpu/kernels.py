@@ -1,9 +1,9 @@
 """Memory-bound kernels: bytes that must move, over the time they take, beside the copy rate of this GPU."""
 
-from bench.gpu.clock import Clock
-from bench.gpu.state import Run
-from bench.kernels.case import Case, Maker, Sizes
-from bench.kernels.ops import OPS
+from ..kernels.case import Case, Maker, Sizes
+from ..kernels.ops import OPS
+from .clock import Clock
+from .state import Run
 
 FORWARD, REDUCING = 0.85, 0.75  # of the copy rate: single passes; those with sums across rows
 LOWER = {FORWARD: 0.80, REDUCING: 0.65}  # what must hold

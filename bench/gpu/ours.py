@@ -12,14 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import workload as w
-from bench.gpu.contestant import Timed, serve
-from bench.gpu.job import Job
-from bench.training import UNSHARDED, model_of, shard
 from shardrt import optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import CPUOffloadPolicy, no_sync
+
+from .. import workload as w
+from ..training import UNSHARDED, model_of, shard
+from .contestant import Timed, serve
+from .job import Job
 
 
 class Trainer(Timed):

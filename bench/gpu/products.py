@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu.clock import Clock, Torch, blank, difference, filled
-from bench.gpu.report import agreement
-from bench.gpu.state import Run
-from bench.kernels import case as cases
-from bench.kernels.case import Case, Maker, value
+from ..kernels import case as cases
+from ..kernels.case import Case, Maker, value
+from .clock import Clock, Torch, blank, difference, filled
+from .report import agreement
+from .state import Run
 
 LEAST, GOAL = 0.97, 1.02  # of PyTorch's rate
 CLOSE = 1e-2  # relative difference in bfloat16

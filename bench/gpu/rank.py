@@ -3,7 +3,7 @@
 mpirun -n 8 python -m bench.gpu.rank '{"job": {"layers": 12, ...}, "warmup": 4, "steps": 8, "nbytes": 1024}'
 """
 
-from bench.gpu.ours import Trainer  # isort: skip  before NumPy: shardrt sets the threads of BLAS
+from .ours import Trainer  # isort: skip  before NumPy: shardrt sets the threads of BLAS
 
 import json
 import sys

@@ -8,13 +8,13 @@ import os
 import re
 from typing import Any
 
-from bench.gpu import needs
-from bench.gpu.contestant import ROOT
-from bench.gpu.job import SIZES, Job
-from bench.gpu.report import of_peak
-from bench.gpu.state import Run
-from bench.gpu.training import CLOSE
-from bench.ranks import launcher, mpirun
+from ..ranks import launcher, mpirun
+from . import needs
+from .contestant import ROOT
+from .job import SIZES, Job
+from .report import of_peak
+from .state import Run
+from .training import CLOSE
 
 COUNTS = (1, 2, 4, 8)
 NBYTES = 1 << 30  # of the array that all ranks have in the end, or have at first

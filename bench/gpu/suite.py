@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.contestant import ROOT
-from bench.gpu.state import Run, note, read
+from .contestant import ROOT
+from .state import Run, note, read
 
 FILE = "SHARDRT_GPU_TESTS"  # environment: where the plugin writes
 GRACE = 20.0  # seconds before the section's end in which pytest prints what has failed

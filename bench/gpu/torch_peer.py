@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from bench import workload as w
-from bench.gpu.contestant import Timed, serve
-from bench.gpu.job import Job
-from bench.peers.torch_step import fsdp2, network
+from .. import workload as w
+from ..peers.torch_step import fsdp2, network
+from .contestant import Timed, serve
+from .job import Job
 
 
 class Trainer(Timed):

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bench.gpu import needs
-from bench.gpu.contestant import Course, race
-from bench.gpu.job import SIZES, Job
-from bench.gpu.report import PEAK_TFLOPS, agreement, of_peak
-from bench.gpu.state import Run
+from . import needs
+from .contestant import Course, race
+from .job import SIZES, Job
+from .report import PEAK_TFLOPS, agreement, of_peak
+from .state import Run
 
 OURS, PEER = "bench.gpu.ours", "bench.gpu.torch_peer"
 AIMS = {"gpt2": (1.0, 1.15, 0.42, 0.50), "gpt2-xl": (1.0, 1.08, 0.50, 0.57)}  # of torch, of the peak

@@ -16,15 +16,16 @@ import sys
 
 from threadpoolctl import threadpool_limits
 
-from bench import environment
-from bench.kernels import report
-from bench.kernels.case import Maker
-from bench.kernels.measure import Judge, keep_freed_memory
-from bench.kernels.ops import OPS
-from bench.kernels.options import parse
-from bench.table import Output
 from shardrt import device as devices
 from shardrt.train.errors import USAGE, one_line
+
+from ..harness import environment
+from ..harness.table import Output
+from . import report
+from .case import Maker
+from .measure import Judge, keep_freed_memory
+from .ops import OPS
+from .options import parse
 
 SIDE = 2048  # of the product that is the ceiling; less where rows of products are fewer
 

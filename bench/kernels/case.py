@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu.clock import blank, element, filled
 from shardrt import device as devices
 from shardrt import dtypes
 from shardrt.kernels.costs import ON_GPU as costs
+
+from ..gpu.clock import blank, element, filled
 
 Array = Any
 Peer = Callable[..., Callable[[], Sequence]]  # (torch, *tensors) -> a call that gives the results

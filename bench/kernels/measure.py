@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu.clock import Clock, Torch, blank, filled
-from bench.kernels import report
-from bench.kernels.case import Case, Ceilings
 from shardrt import device as devices
+
+from ..gpu.clock import Clock, Torch, blank, filled
+from . import report
+from .case import Case, Ceilings
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-5, "float16": 5e-3, "bfloat16": 2e-2}  # of the largest number
 LEAST = 5e-3  # seconds of a round, of calls in a row

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu.clock import blank, filled
-from bench.kernels.case import Array, Calls, Case, Maker, Moved, Peer, gradient, placed, shape_of, value
 from shardrt import Tensor
 from shardrt import device as devices
 from shardrt import functional as F
+
+from ..gpu.clock import blank, filled
+from .case import Array, Calls, Case, Maker, Moved, Peer, gradient, placed, shape_of, value
 
 Pass = tuple[Calls, Sequence[Array], Sequence[Array]]  # calls, their results, and inputs of the others
 GELU = {"approximate": "tanh"}

@@ -4,11 +4,12 @@ import argparse
 import sys
 from importlib.util import find_spec
 
-from bench.command_line import Parser, add_forms, check_known, nbytes, words
-from bench.kernels.case import Sizes
-from bench.kernels.ops import OPS
 from shardrt.comm import mpi_world
 from shardrt.device import cuda
+
+from ..harness.command_line import Parser, add_forms, check_known, nbytes, words
+from .case import Sizes
+from .ops import OPS
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 

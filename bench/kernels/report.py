@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.kernels.case import Case, Ceilings
-from bench.table import number
+from ..harness.table import number
+from .case import Case, Ceilings
 
 HEAD = (
     f"# {'':20} {'':16} {'':28} {'ours':>10} {'of roofline, %':>22} {'PyTorch':>10} {'/ ours':>20} "

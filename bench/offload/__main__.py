@@ -15,14 +15,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import environment
-from bench.command_line import Parser, check_known, nbytes, words
-from bench.gpu.report import Row, table
-from bench.offload import copies, disk, optimizer
 from shardrt import device as devices
 from shardrt.comm import mpi_world
 from shardrt.device import Device, cuda
 from shardrt.train.errors import USAGE, one_line
+
+from ..gpu.report import Row, table
+from ..harness import environment
+from ..harness.command_line import Parser, check_known, nbytes, words
+from . import copies, disk, optimizer
 
 SECTIONS = ("copies", "optimizer", "disk")
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu.report import Row
 from shardrt.device import Device, Stream
+
+from ..gpu.report import Row
 
 Array = Any
 Work = Callable[[], None]

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.gpu.report import Row
-from bench.offload.copies import shown
 from shardrt.device import host
+
+from ..gpu.report import Row
+from .copies import shown
 
 SECTION = "disk"
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 
 import shardrt
-from bench.gpu.report import Row
-from bench.offload import copies
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.comm import DeviceMesh, init_device_mesh
 from shardrt.device import Device
 from shardrt.fsdp import CPUOffloadPolicy, fully_shard
+
+from ..gpu.report import Row
+from . import copies
 
 SECTION = "optimizer"
 LAYERS = 4

@@ -14,9 +14,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from statistics import fmean
 
-from bench import figures as f
-from bench import workload as w
-from bench.peers.launch import launch, one_thread
+from .. import figures as f
+from .. import workload as w
+from .launch import launch, one_thread
 
 STRATEGIES = {
     "fsdp2": "FSDP2",  # fully_shard
@@ -157,12 +157,12 @@ def build(workload: w.Job, options: argparse.Namespace):
         load_model(model, os.path.join(options.weights, "model.safetensors"))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if options.strategy in TENSOR:
-        from bench.peers.torch_tensor import cut
+        from .torch_tensor import cut
 
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         return cut(model, mesh, sequence=options.strategy == "tp-sp", loss_parallel=True), parameters
     if options.strategy in PIPELINE:
-        from bench.peers.torch_pipeline import Pipeline
+        from .torch_pipeline import Pipeline
 
         return Pipeline(model, PIPELINE[options.strategy], options.micro_batches), parameters
     if options.strategy == "ddp":
@@ -217,14 +217,14 @@ def groups_of(model, options: argparse.Namespace):
     """What the optimizer gets."""
     if options.strategy not in TENSOR:
         return model.parameters()
-    from bench.peers.torch_tensor import parameters_of
+    from .torch_tensor import parameters_of
 
     return parameters_of(model)
 
 
 def network(workload: w.Job):
     """The model, in PyTorch."""
-    from bench.peers import torch_models as models
+    from . import torch_models as models
 
     shape = {"layers": workload.layers, "heads": workload.heads, "width": workload.dim}
     if isinstance(workload, w.ViTWorkload):

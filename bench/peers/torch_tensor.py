@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from bench.peers import torch_models
-from bench.peers.torch_models import GPT, GatedMLP
+from . import torch_models
+from .torch_models import GPT, GatedMLP
 
 FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # which layers are made of which
 

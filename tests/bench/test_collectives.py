@@ -6,13 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from bench import command_line
 from bench.collectives.__main__ import main
-from bench.collectives.fit import fit
 from bench.collectives.measure import Effort
 from bench.collectives.ops import DTYPES, OPS, Case, rounded
 from bench.collectives.options import cases, parse
-from bench.collectives.values import count_wrong, fill, poison, values
+from bench.harness import command_line
+from bench.harness.fit import fit
+from bench.harness.values import count_wrong, fill, poison, values
 from bench.peers.launch import ONE_THREAD
 from shardrt import device
 from shardrt.comm.interceptors import Interceptor

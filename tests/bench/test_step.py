@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from bench import figures, step, workload
-from bench.command_line import Parser
-from bench.environment import facts, write_result
+from bench.harness.command_line import Parser
+from bench.harness.environment import facts, write_result
 from bench.parts import PARTS, busy, parts
 from bench.training import Stamps, model_of
 from models import llama, vit

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from bench.environment import facts
+from bench.harness.environment import facts
 from shardrt.faults.reports import LISTENING
 from tests.clock import soon
 from tests.failures.matrix import LIMIT, Case, cases, check, prepare

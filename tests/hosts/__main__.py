@@ -11,7 +11,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from bench.environment import facts, write_result
+from bench.harness.environment import facts, write_result
 from shardrt.simulate.machine import Link
 from tests import lab
 from tests.hosts.hosts import Hosts

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.environment import facts, write_result
+from bench.harness.environment import facts, write_result
 from shardrt.train.metrics import read_metrics
 from tests.failures.matrix import prepare, survivors
 from tests.hosts.hosts import Hosts

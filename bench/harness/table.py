@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from bench.environment import write_result
+from .environment import write_result
 
 
 class Output:

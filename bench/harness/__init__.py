@@ -1,0 +1,1 @@
+"""What all benchmarks share: command lines, cases that alternate, checks, percentiles, tables and JSON."""
