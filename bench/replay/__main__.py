@@ -1,0 +1,195 @@
+"""Replays the communication of a recorded job on the ranks that run, with its gaps, alone and with compute.
+
+    mpirun -n 2 python -m bench.collectives --replay DIR
+    python -m bench.replay DIR -t 2 --modes alone --json
+
+DIR has a Chakra trace NAME.RANK.et for each recorded rank (`shardrt simulate --chakra DIR` writes them), or
+PARAM's basic traces or PyTorch's execution traces as RANK.json. Exit code 1 where an element was wrong, 2 for
+traces that can't be replayed. docs/howto/benchmarks.md has the columns.
+"""
+
+import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+import psutil
+
+from shardrt import device as devices
+from shardrt.comm import Communicator, create, mpi_world, thread
+from shardrt.comm import backends as comm_backends
+from shardrt.comm.objects import all_gather_object
+from shardrt.train.errors import USAGE, launched_rank, one_line
+from shardrt.untrusted import printable
+
+from ..harness import environment
+from ..harness.command_line import Parser, add_forms, check_known, words
+from ..harness.table import Output
+from . import chakra, param, report
+from .check import wrong_elements
+from .plan import Key, Plan, plan, prove, shown
+from .run import FILLED, MODES, Player, refuse_without_memory
+from .trace import in_order
+
+
+class Unfit(ValueError):
+    """The traces can't be replayed on these ranks; raised on all of them."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code."""
+    with one_line(USAGE):
+        options = parse(arguments)
+        if options.output is not None and launched_rank() == 0:
+            options.output.touch()  # now, not after the measurement
+    with one_line(USAGE, kinds=(Unfit,)):
+        if options.nthreads > 1:
+            return max(thread.run(options.nthreads, run, options))
+        return run(options)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options. Raises ValueError."""
+    parser = Parser(prog="python -m bench.replay", description="Replays the communication of a job.")
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="Chakra traces NAME.RANK.et, or PARAM's RANK.json")
+    add("--modes", type=words, default=list(MODES), metavar="A,B", help=f"{', '.join(MODES)} (all)")
+    add("-n", "--iters", type=int, default=5, metavar="N", help="timed replays of each mode, alternating (5)")
+    add("-w", "--warmup_iters", type=int, default=1, metavar="N", help="untimed replays of each mode (1)")
+    add("-t", "--nthreads", type=int, default=1, metavar="N", help="ranks as threads, without mpirun (1)")
+    add("-k", "--communicator", default="auto", metavar="NAME", help="shm, mpi, ... (auto)")
+    add_forms(parser, "-o", "-J", "--output_file")
+    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options.given = " ".join(["python -m bench.replay", *given])
+    check_known("--modes", options.modes, MODES)
+    for name, value, least in (("-n", options.iters, 1), ("-w", options.warmup_iters, 0), ("-t", options.nthreads, 1)):
+        if value < least:
+            raise ValueError(f"{name}: must be at least {least}, got {value}")
+    if not options.modes:
+        raise ValueError("--modes: names none")
+    known = [kind for kind in comm_backends.kinds() if kind not in comm_backends.CARRIERS]
+    if options.communicator in comm_backends.CARRIERS:
+        raise ValueError(f"-k: {options.communicator} carries arrays of a GPU; a replay is on the CPU")
+    check_known("-k", [options.communicator], known)
+    launched = mpi_world.launch()
+    if options.nthreads > 1 and launched is not None and launched.size > 1:
+        raise ValueError("-t: ranks are threads or processes, not both; leave out mpirun or -t")
+    if not options.folder.is_dir():
+        raise ValueError(f"{options.folder}: no such folder of traces")
+    return options
+
+
+def run(options: argparse.Namespace) -> int:
+    """This rank's part. Rank 0 prints."""
+    device = devices.get("cpu")
+    devices.set_current(device)
+    control = create("auto")
+    made, keys = planned(options.folder, control)
+    base = control if options.communicator == "auto" else create(options.communicator)
+    counted = Counter()
+    for each in all_gather_object(control, dict(made.counted)):
+        counted.update(each)
+    facts = environment.facts(options.given) | {"ranks": control.size} | described(made, counted)
+    output = Output(options, facts, report.HEAD, speaks=control.rank == 0)
+    player = Player(made, keys, base, control, device)
+    measured = report.Measured(made, {}, wrong_elements(player))
+    player.zero()
+    rounds = {mode: [] for mode in options.modes}
+    for number in range(options.warmup_iters + options.iters):
+        for mode in options.modes:
+            played = player.play(mode)
+            if number >= options.warmup_iters:
+                rounds[mode].append(played)
+    measured = report.Measured(made, rounds, measured.wrong)
+    own = [report.of_rank(measured, names) for names in (False, True)]
+    everyone = all_gather_object(control, [*own, report.of_all(measured, player.rate)])
+    player.close()
+    rows, named = (report.together([each[which] for each in everyone]) for which in (0, 1))
+    for row in rows:
+        output.add(row, report.text(row))
+    wrong = sum(row["wrong"] for row in rows)
+    names = report.exposed_names(named) if FILLED in options.modes else []
+    total = report.totals(rows, [each[2] for each in everyone])
+    if wrong:
+        total = {name: value if name == "trace_ms" else None for name, value in total.items()}
+    verdict = f"# wrong elements: {wrong}{'' if wrong else ' OK'}"
+    output.say(*report.exposed_text(names), verdict, *report.last_lines(total))
+    output.close(names=named, exposed=names, total=total, wrong=wrong)
+    return int(wrong > 0)
+
+
+def planned(folder: Path, control: Communicator) -> tuple[Plan, list[Key]]:
+    """This rank's plan, and the communicators of all ranks' plans. Collective.
+
+    Raises:
+        Unfit: on all ranks, with the text of the first rank that found a fault.
+    """
+    made, fault = None, None
+    try:
+        made = _own(folder, control.rank, control.size)
+    except (ValueError, OSError) as error:
+        fault = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    _agree(control, fault)
+    everyone = all_gather_object(control, shown(made))
+    keys = sorted({Key(tuple(item[2][0]), item[2][1]) for items in everyone for item in items if item[2]})
+    try:
+        prove(everyone)
+        fault = None
+    except ValueError as error:
+        fault = str(error)
+    _agree(control, fault)
+    try:
+        refuse_without_memory(made, control, psutil.virtual_memory().available)
+    except ValueError as error:
+        fault = str(error)
+    _agree(control, fault)
+    return made, keys
+
+
+def _own(folder: Path, rank: int, ranks: int) -> Plan:
+    """This rank's plan. Raises ValueError, OSError."""
+    reader = chakra if any(path.suffix == ".et" for path in folder.iterdir()) else param
+    files = reader.files(folder)
+    if not files:
+        raise ValueError(f"{folder}: has no traces: neither NAME.RANK.et nor RANK.json")
+    last = max(files) + 1
+    recorded = rank if rank in files else max((each for each in files if each < rank), default=min(files))
+    lone = reader is param and len(files) == 1  # of all ranks
+    trace = reader.read(files[recorded], rank if lone else recorded, ranks if lone else last)
+    if rank != trace.rank and rank not in trace.alike:
+        raise ValueError(f"{folder}: no trace of rank {rank}, and none that stands for it")
+    return plan(in_order(trace), rank, ranks)
+
+
+def _agree(control: Communicator, fault: str | None) -> None:
+    """Raise Unfit on all ranks if one has a fault. Collective."""
+    faults = all_gather_object(control, fault)
+    for found in faults:
+        if found is not None:
+            raise Unfit(printable(found))
+
+
+def described(made: Plan, counted: Counter[str]) -> dict[str, str]:
+    """What is replayed, and what is not as it was, for the head."""
+    trace = made.trace
+    facts = {"trace": f"{trace.kind} of {trace.world} ranks, {len(trace.nodes)} nodes of rank {trace.rank}"}
+    if made.trace.world == sum(1 for _ in made.trace.alike) or counted:
+        facts["mapped"] = "; ".join(
+            [f"{count} {what}" for what, count in sorted(counted.items())]
+            or ["every rank does what it did in the trace"]
+        )
+    if any(" run on " in what or "do not run here" in what for what in counted):
+        facts["mapped"] += (
+            "; each rank's slice keeps its bytes, a sum and a broadcast their size: the figures are of this "
+            "machine at this number of ranks"
+        )
+    if trace.notes:
+        facts["notes"] = "; ".join(trace.notes)
+    return {name: printable(text) for name, text in facts.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
