@@ -22,6 +22,7 @@ from shardrt.comm.backends import CARRIERS
 
 from ..harness import benchmark, communicators
 from ..harness.timing import measured
+from ..replay import __main__ as replay
 from . import options as command_line
 from . import report, schema, splits
 from .contestants import Contestant, Ours, RawMPI, RawNCCL
@@ -138,10 +139,13 @@ class Collectives(benchmark.Benchmark):
 
 def main(arguments: Sequence[str] | None = None, wrap: communicators.Wrap | None = None) -> int:
     """The exit code. `wrap` is put around the communicators that are timed."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if any(word.partition("=")[0] == "--replay" for word in given):
+        return replay.main(given)
     made = Collectives()
     if wrap is not None:
         made.wrap = wrap
-    return benchmark.main(made, arguments)
+    return benchmark.main(made, given)
 
 
 if __name__ == "__main__":

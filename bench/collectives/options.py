@@ -55,6 +55,7 @@ def add_options(add: Callable) -> None:
     stamps = "print the time of day in each line (0)"
     add("-S", "--report_timestamps", type=int, default=0, choices=range(2), help=stamps)
     add("-J", "--output_file", type=Path, metavar="FILE.json", help="write nccl-tests' JSON there, too")
+    add("--replay", type=Path, metavar="DIR", help="replay a job's traces: bench.replay has its options")
     parallel = "accepted: ranks always start at once"
     add("-p", "--parallel_init", type=int, default=0, choices=range(2), help=parallel)
     add("--place", dest="places", type=words, default=["all"], metavar="A,B", help="out, in, all (all)")

@@ -13,19 +13,20 @@ import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads o
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 from shardrt import device as devices
-from shardrt.comm import Communicator, create, mpi_world, thread
-from shardrt.comm import backends as comm_backends
+from shardrt.comm import Communicator, create, thread
+from shardrt.comm.backends import CARRIERS
 from shardrt.comm.objects import all_gather_object
 from shardrt.train.errors import USAGE, launched_rank, one_line
 from shardrt.untrusted import printable
 
-from ..harness import environment
-from ..harness.command_line import Parser, add_forms, check_known, words
+from ..harness import communicators, environment
+from ..harness.command_line import Parser, add_forms, check_known, program, words
 from ..harness.table import Output
 from . import chakra, param, report
 from .check import wrong_elements
@@ -38,47 +39,45 @@ class Unfit(ValueError):
     """The traces can't be replayed on these ranks; raised on all of them."""
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code."""
     with one_line(USAGE):
         options = parse(arguments)
+        _, threads = communicators.ranks_of(options)
         if options.output is not None and launched_rank() == 0:
             options.output.touch()  # now, not after the measurement
     with one_line(USAGE, kinds=(Unfit,)):
-        if options.nthreads > 1:
-            return max(thread.run(options.nthreads, run, options))
+        if threads:
+            return max(thread.run(threads, run, options))
         return run(options)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options. Raises ValueError."""
-    parser = Parser(prog="python -m bench.replay", description="Replays the communication of a job.")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = Parser(prog=program("replay"), description="Replays the communication of a job.", allow_abbrev=False)
     add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="Chakra traces NAME.RANK.et, or PARAM's RANK.json")
+    add("folder", nargs="?", type=Path, metavar="DIR", help="Chakra traces NAME.RANK.et, or PARAM's RANK.json")
+    add("--replay", type=Path, metavar="DIR", help="the same, as bench.collectives has it")
     add("--modes", type=words, default=list(MODES), metavar="A,B", help=f"{', '.join(MODES)} (all)")
+    communicators.add_options(add)
     add("-n", "--iters", type=int, default=5, metavar="N", help="timed replays of each mode, alternating (5)")
     add("-w", "--warmup_iters", type=int, default=1, metavar="N", help="untimed replays of each mode (1)")
-    add("-t", "--nthreads", type=int, default=1, metavar="N", help="ranks as threads, without mpirun (1)")
-    add("-k", "--communicator", default="auto", metavar="NAME", help="shm, mpi, ... (auto)")
-    add_forms(parser, "-o", "-J", "--output_file")
-    options = parser.parse_args(arguments)
-    given = sys.argv[1:] if arguments is None else arguments
-    options.given = " ".join(["python -m bench.replay", *given])
+    add_forms(parser)
+    options = parser.parse_args(given)
+    options.folder = options.replay or options.folder
+    options.given = " ".join([program("replay"), *given])
+    communicators.check(options)
     check_known("--modes", options.modes, MODES)
-    for name, value, least in (("-n", options.iters, 1), ("-w", options.warmup_iters, 0), ("-t", options.nthreads, 1)):
+    for name, value, least in (("-n", options.iters, 1), ("-w", options.warmup_iters, 0)):
         if value < least:
             raise ValueError(f"{name}: must be at least {least}, got {value}")
-    if not options.modes:
-        raise ValueError("--modes: names none")
-    known = [kind for kind in comm_backends.kinds() if kind not in comm_backends.CARRIERS]
-    if options.communicator in comm_backends.CARRIERS:
-        raise ValueError(f"-k: {options.communicator} carries arrays of a GPU; a replay is on the CPU")
-    check_known("-k", [options.communicator], known)
-    launched = mpi_world.launch()
-    if options.nthreads > 1 and launched is not None and launched.size > 1:
-        raise ValueError("-t: ranks are threads or processes, not both; leave out mpirun or -t")
-    if not options.folder.is_dir():
-        raise ValueError(f"{options.folder}: no such folder of traces")
+    if not options.modes or len(options.communicators) != 1:
+        raise ValueError("--modes, -k: name at least one mode and one communicator")
+    if options.communicators[0] in CARRIERS:
+        raise ValueError(f"-k: {options.communicators[0]} carries arrays of a GPU, and a replay is on the CPU")
+    if options.folder is None or not options.folder.is_dir():
+        raise ValueError(f"{options.folder or 'DIR'}: no such folder of traces")
     return options
 
 
@@ -88,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     devices.set_current(device)
     control = create("auto")
     made, keys = planned(options.folder, control)
-    base = control if options.communicator == "auto" else create(options.communicator)
+    base = create(options.communicators[0])
     counted = Counter()
     for each in all_gather_object(control, dict(made.counted)):
         counted.update(each)
@@ -116,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
     if wrong:
         total = {name: value if name == "trace_ms" else None for name, value in total.items()}
     verdict = f"# wrong elements: {wrong}{'' if wrong else ' OK'}"
-    output.say(*report.exposed_text(names), verdict, *report.last_lines(total))
+    output.say(*report.exposed_text(names, total["compute_gflop_s"] is not None), verdict, *report.last_lines(total))
     output.close(names=named, exposed=names, total=total, wrong=wrong)
     return int(wrong > 0)
 

@@ -5,11 +5,11 @@ from functools import partial
 
 import numpy as np
 
-from shardrt.device import Array
+from shardrt.device.protocol import Array
+from shardrt.dtypes import LOW
 
-from ..collectives.ops import NOBODY, NONE, OPS, Case
 from ..harness.values import count_wrong, fill, poison, values
-from .plan import SUMS, Item
+from .plan import SLICED, Item
 from .run import Player, issue
 from .trace import MESSAGES
 
@@ -60,26 +60,62 @@ def _sides(item: Item, rank: int, size: int, source: Array, target: Array) -> _S
         return None, source, lambda start, stop: of_sender(np.arange(start, stop, dtype=np.uint64))
     if item.sent:
         return _unequal(item, rank, size, source, target)
-    sums, op = item.call in SUMS, OPS[item.call]
-    if item.call == "reduce":
-        op = OPS["all_reduce"]
-    case = Case(
-        op, item.dtype, "in", item.nbytes, size, "sum" if sums else NONE, item.root if op.rooted else NOBODY
-    )
-    count = case.count
+    count = source.size // size if item.call in SLICED else source.size
     own = slice(rank * count, (rank + 1) * count)
-    whole_given = item.call not in ("all_gather", "gather")
-    given = source if whole_given else source[own]
-    if item.call == "scatter":
-        target = target[own]
-    elif item.call == "reduce_scatter":
-        target = target[: source.size // size]
-    elif item.call == "all_to_all":
-        target = target[: source.size]
-    put = (given, lambda indices: case.given(rank, indices, _ROUND)) if case.gives(rank) else None
-    if not case.gets(rank):
+    put: _Given | None = (source, partial(values, rank, round_=_ROUND, dtype=item.dtype))
+    if item.call in ("all_gather", "gather"):
+        put = source[own], put[1]
+    if item.call in ("broadcast", "scatter") and rank != item.root:
+        put = None
+    if item.call == "gather" and rank != item.root:
         return put, None, None
-    return put, target, lambda start, stop: case.expected(rank, start, stop, _ROUND)
+    found = target[: source.size] if item.call == "all_to_all" else target
+    if item.call in ("scatter", "reduce_scatter"):
+        found = target[own] if item.call == "scatter" else target[:count]
+    expected = _EXPECTED[item.call]
+
+    def right(start: int, stop: int) -> np.ndarray:
+        indices = np.arange(start, stop, dtype=np.uint64)
+        return expected(item, rank, size, indices, np.uint64(count))
+
+    return put, found, right
+
+
+def _gathered(item: Item, rank: int, size: int, indices: np.ndarray, count: np.uint64) -> np.ndarray:
+    return values(indices // count, indices % count, _ROUND, item.dtype)
+
+
+def _summed(item: Item, rank: int, size: int, indices: np.ndarray, count: np.uint64) -> np.ndarray:
+    dtype = "float32" if item.dtype in LOW else item.dtype
+    return np.sum([values(peer, indices, _ROUND, dtype) for peer in range(size)], axis=0, dtype=dtype)
+
+
+def _own_summed(item: Item, rank: int, size: int, indices: np.ndarray, count: np.uint64) -> np.ndarray:
+    return _summed(item, rank, size, indices + np.uint64(rank) * count, count)
+
+
+def _of_root(item: Item, rank: int, size: int, indices: np.ndarray, count: np.uint64) -> np.ndarray:
+    return values(item.root, indices, _ROUND, item.dtype)
+
+
+def _own_of_root(item: Item, rank: int, size: int, indices: np.ndarray, count: np.uint64) -> np.ndarray:
+    return _of_root(item, rank, size, indices + np.uint64(rank) * count, count)
+
+
+def _exchanged(item: Item, rank: int, size: int, indices: np.ndarray, count: np.uint64) -> np.ndarray:
+    return values(indices // count, indices % count + np.uint64(rank) * count, _ROUND, item.dtype)
+
+
+_EXPECTED = {
+    "all_gather": _gathered,
+    "gather": _gathered,
+    "reduce_scatter": _own_summed,
+    "all_reduce": _summed,
+    "reduce": _summed,
+    "broadcast": _of_root,
+    "scatter": _own_of_root,
+    "all_to_all": _exchanged,
+}
 
 
 def _unequal(item: Item, rank: int, size: int, source: Array, target: Array) -> _Sides:

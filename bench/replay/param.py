@@ -285,15 +285,17 @@ def _sizes(call: str, sent: Any, received: Any, dtype: Any, what: str) -> dict[s
 
 
 def _splits(call: str, given: dict[str, Any], sizes: dict, what: str) -> dict[str, tuple[int, ...]]:
-    """Elements by rank, of an all_to_all whose parts are not equal; a split may count rows of elements."""
+    """Elements by rank, of an all_to_all that names its parts; a split may count rows of elements."""
     if call != "all_to_all":
         return {}
     given = {name: strict_json(split) if isinstance(split, str) else split for name, split in given.items()}
     for split in given.values():
         if not isinstance(split, list) or not all(natural(count, LARGEST // 8) for count in split):
             raise ValueError(f"{what}: a split must be a list of natural numbers, got {split!r:.80}")
-    if not all(given.values()) or all(len(set(split)) == 1 for split in given.values()):
+    if not any(given.values()):
         return {}
+    if not all(given.values()):
+        raise ValueError(f"{what}: has the split of one side alone")
     elements = sizes["nbytes"] // _SIZES[sizes["dtype"]]
     most = max(map(sum, given.values()))
     row = elements // most if most and elements % most == 0 else 0

@@ -305,7 +305,7 @@ def _carried(node: Node, each: int, what: str) -> str:
 def prove(plans: Sequence[Sequence[tuple]]) -> None:
     """Run all ranks' plans in the mind: every call is met by the same call of its ranks, and none waits forever.
 
-    plans: by rank, an item as (stream, waits, members or None, what); see `shown`.
+    plans: by rank, an item as (stream, waits, communicator or None, what, parts); see `shown`.
 
     Raises:
         ValueError: for the first call that differs, or where the ranks would wait for each other.
@@ -316,7 +316,13 @@ def prove(plans: Sequence[Sequence[tuple]]) -> None:
 def shown(made: Plan) -> list[tuple]:
     """A plan as `prove` takes it, in JSON's types."""
     return [
-        (item.stream, item.waits, item.key and (item.key.members, item.key.stream, item.call), item.what)
+        (
+            item.stream,
+            item.waits,
+            item.key and (item.key.members, item.key.stream, item.call),
+            item.what,
+            item.sent and (item.sent, item.received),
+        )
         for item in made.items
     ]
 
@@ -361,7 +367,7 @@ class _Proof:
 
     def _step(self, rank: int, place: int, todo: list[tuple[int, str]]) -> bool:
         """Whether an item is done, or can be."""
-        _, waits, key, what = self.plans[rank][place]
+        _, waits, key, what, _ = self.plans[rank][place]
         if self.done[rank][place]:
             return True
         if not all(self.done[rank][wait] for wait in waits):
@@ -388,10 +394,22 @@ class _Proof:
             return True
         if len(met) < len(members):
             return False
+        self._compare_parts(members, met)
         for other, (theirs, _) in met.items():
             if other != rank and not self.done[other][theirs]:
                 self._end(other, theirs, todo)
         return True
+
+    def _compare_parts(self, members: tuple[int, ...], met: dict[int, tuple[int, str]]) -> None:
+        """Raise ValueError if a rank sends a part of another size than its receiver takes."""
+        parts = {rank: self.plans[rank][place][4] for rank, (place, _) in met.items()}
+        for here, rank in enumerate(members):
+            for there, peer in enumerate(members):
+                if parts[rank] and parts[rank][0][there] != parts[peer][1][here]:
+                    raise ValueError(
+                        f"rank {rank} sends {parts[rank][0][there]} elements in an all_to_all to rank {peer}, "
+                        f"which receives {parts[peer][1][here]}"
+                    )
 
     def _receive(self, met: dict[int, tuple[int, str]], sender: int, todo: list[tuple[int, str]]) -> None:
         for rank, (place, _) in met.items():

@@ -6,6 +6,8 @@ from statistics import fmean, median
 
 import numpy as np
 
+from shardrt.untrusted import printable
+
 from ..harness.table import number
 from .plan import Plan
 from .run import ALONE, FILLED, MODES, Round
@@ -127,15 +129,18 @@ def exposed_names(rows: Sequence[Row]) -> list[Row]:
     return sorted(found, key=lambda row: -row["exposed_us"])
 
 
-def exposed_text(rows: Sequence[Row]) -> list[str]:
-    """Lines for a reader."""
+def exposed_text(rows: Sequence[Row], computes: bool) -> list[str]:
+    """Lines for a reader; computes: whether the trace has anything that computes."""
+    if not computes:
+        return ["# exposed: all, for nothing computes in the trace"] if rows else []
     lines = []
     for row in rows[:_NAMES]:
         rates = (number(row[f"{name}_gb_s"], 0) for name in (ALONE, FILLED))
         share = f"{100 * row['exposed_us'] / row['compute_us']:.0f} % of its time"
-        what = row["name"] if str(row["name"]).startswith(str(row["call"])) else f"{row['call']} {row['name']}"
+        name = str(row["name"])
+        what = f"{name if name.startswith(str(row['call'])) else row['call'] + ' ' + name}, {row['bytes']} B"
         lines.append(
-            f"# exposed: {what:32.60} {row['exposed_us']:10.2f} us, {share}; "
+            f"# exposed: {printable(what):44.80} {row['exposed_us']:10.2f} us, {share}; "
             "GB/s {} alone, {} with compute".format(*rates)
         )
     if len(rows) > _NAMES:
