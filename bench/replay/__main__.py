@@ -55,9 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options. Raises ValueError."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = Parser(prog=program("replay"), description="Replays the communication of a job.", allow_abbrev=False)
+    parser = Parser(prog=program("replay"), description="Replays a job's communication.", allow_abbrev=False)
     add = parser.add_argument
-    add("folder", nargs="?", type=Path, metavar="DIR", help="Chakra traces NAME.RANK.et, or PARAM's RANK.json")
+    add(
+        "folder", nargs="?", type=Path, metavar="DIR", help="traces: Chakra's NAME.RANK.et, PARAM's RANK.json"
+    )
     add("--replay", type=Path, metavar="DIR", help="the same, as bench.collectives has it")
     add("--modes", type=words, default=list(MODES), metavar="A,B", help=f"{', '.join(MODES)} (all)")
     communicators.add_options(add)
@@ -75,7 +77,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if not options.modes or len(options.communicators) != 1:
         raise ValueError("--modes, -k: name at least one mode and one communicator")
     if options.communicators[0] in CARRIERS:
-        raise ValueError(f"-k: {options.communicators[0]} carries arrays of a GPU, and a replay is on the CPU")
+        raise ValueError(f"-k: {options.communicators[0]} is for arrays of a GPU; a replay is of the CPU's")
     if options.folder is None or not options.folder.is_dir():
         raise ValueError(f"{options.folder or 'DIR'}: no such folder of traces")
     return options
@@ -115,7 +117,8 @@ def run(options: argparse.Namespace) -> int:
     if wrong:
         total = {name: value if name == "trace_ms" else None for name, value in total.items()}
     verdict = f"# wrong elements: {wrong}{'' if wrong else ' OK'}"
-    output.say(*report.exposed_text(names, total["compute_gflop_s"] is not None), verdict, *report.last_lines(total))
+    exposed = report.exposed_text(names, total["compute_gflop_s"] is not None)
+    output.say(*exposed, verdict, *report.last_lines(total))
     output.close(names=named, exposed=names, total=total, wrong=wrong)
     return int(wrong > 0)
 

@@ -240,9 +240,7 @@ def _from_zero(nodes: list[Node], kind: str) -> list[Node]:
     zero = min(starts) if starts and kind == "Chakra" else 0.0
     found = nodes
     if zero:
-        found = [
-            node if node.start is None else replace(node, start=node.start - zero) for node in nodes
-        ]
+        found = [node if node.start is None else replace(node, start=node.start - zero) for node in nodes]
     for node in found:
         if (node.start or 0.0) + (node.seconds or 0.0) > LONGEST:
             raise ValueError(f"node {node.id} ends more than {LONGEST:g} s after the first")

@@ -133,5 +133,3 @@ def _unequal(item: Item, rank: int, size: int, source: Array, target: Array) -> 
 
     given = (source, put) if source.size else None
     return given, target, partial(parts, item.received, lambda peer: peer * size + rank)
-
-

@@ -1,8 +1,8 @@
 """Reads traces of PARAM (github.com/facebookresearch/param): its basic ones, and PyTorch's execution traces.
 
-A basic trace is a list of communications in the order in which a rank issued them, with sizes in elements. An
-execution trace is all that PyTorch ran: its `record_param_comms` nodes are communication. Neither says for how
-long anything ran, and a basic trace may say when communication began.
+A basic trace is a list of communications in the order in which a rank issued them, with sizes in elements.
+An execution trace is all that PyTorch ran: its `record_param_comms` nodes are communication. Neither says for
+how long anything ran. A basic trace may say when communication began.
 """
 
 import gzip
@@ -184,10 +184,8 @@ def _execution(given: list, path: Path, rank: int, ranks: int) -> Trace:
 
 def _process_groups(given: list, path: Path) -> dict[str, tuple[int, ...]]:
     """The ranks of each process group, by its name; without ranks it is of all."""
-    text = next(
-        (_values(each, "inputs")[:1] for each in _objects(given, path) if "process_group:init" in _name(each)),
-        [],
-    )
+    inits = (each for each in _objects(given, path) if "process_group:init" in _name(each))
+    text = next((_values(each, "inputs")[:1] for each in inits), [])
     if not text:
         return {}
     found = {}
@@ -280,7 +278,7 @@ def _sizes(call: str, sent: Any, received: Any, dtype: Any, what: str) -> dict[s
     if known is None:
         raise ValueError(f"{what} has the unknown type {dtype!r:.80}")
     if not natural(sent, LARGEST // 8) or not natural(received, LARGEST // 8):
-        raise ValueError(f"{what}: sizes must be natural numbers of elements, got {sent!r:.80}, {received!r:.80}")
+        raise ValueError(f"{what}: sizes must be numbers of elements, got {sent!r:.80}, {received!r:.80}")
     return {"nbytes": max(sent, received) * _SIZES[known], "dtype": known}
 
 
@@ -328,4 +326,3 @@ def _traced(
             raise ValueError(f"{path}: entry {node.id} names a rank that is not of the {world} ranks")
     notes = tuple(f"not replayed: {count} x {name}" for name, count in skipped.items() if count)
     return Trace(str(path), kind, rank, world, found, groups, [rank], notes)
-

@@ -1,7 +1,7 @@
 """What a rank here does of a trace: its items, with groups of the ranks that run and sizes that fit them.
 
-With as many ranks as the trace has, every rank does what it did there. With fewer, rank 3 here does what rank 3
-did, or the rank that stands for it, and a group of more ranks than run becomes one of those that run. Each
+With as many ranks as the trace has, every rank does what it did there. With fewer, rank 3 here does what rank
+3 did, or the rank that stands for it, and a group of more ranks than run becomes one of those that run. Each
 rank's slice keeps its bytes, as in PARAM.
 """
 
@@ -102,7 +102,8 @@ def plan(trace: Trace, rank: int, ranks: int) -> Plan:
     made = _Maker(trace, rank, ranks)
     made.run()
     if len(made.plan.streams) > _MOST_STREAMS:
-        raise ValueError(f"{trace.source}: has {len(made.plan.streams)} streams; the limit is {_MOST_STREAMS}")
+        found = len(made.plan.streams)
+        raise ValueError(f"{trace.source}: has {found} streams; the limit is {_MOST_STREAMS}")
     return made.plan
 
 
@@ -303,7 +304,7 @@ def _carried(node: Node, each: int, what: str) -> str:
 
 
 def prove(plans: Sequence[Sequence[tuple]]) -> None:
-    """Run all ranks' plans in the mind: every call is met by the same call of its ranks, and none waits forever.
+    """Check that every call is met by the same call of the other ranks, and that none waits forever.
 
     plans: by rank, an item as (stream, waits, communicator or None, what, parts); see `shown`.
 
@@ -407,8 +408,8 @@ class _Proof:
             for there, peer in enumerate(members):
                 if parts[rank] and parts[rank][0][there] != parts[peer][1][here]:
                     raise ValueError(
-                        f"rank {rank} sends {parts[rank][0][there]} elements in an all_to_all to rank {peer}, "
-                        f"which receives {parts[peer][1][here]}"
+                        f"rank {rank} sends {parts[rank][0][there]} elements to rank {peer} in an "
+                        f"all_to_all, which receives {parts[peer][1][here]}"
                     )
 
     def _receive(self, met: dict[int, tuple[int, str]], sender: int, todo: list[tuple[int, str]]) -> None:

@@ -10,12 +10,11 @@ waits.
 
 import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from shardrt.comm import world as worlds
 from shardrt.comm.interceptors import Call, Interceptor
 from shardrt.comm.objects import all_gather_object
 from shardrt.device import timeline
+from shardrt.device.cpu import finish_streams
 from shardrt.device.timeline import Recording
 from shardrt.train.errors import USAGE, one_line
 
@@ -55,6 +55,7 @@ class Calls:
         self.groups: dict[str, tuple[int, ...]] = {}
 
     def __call__(self, communicator: Communicator) -> None:
+        """Note its calls from now on. Collective over its ranks."""
         ranks = communicator.all_gather_bytes(json.dumps(worlds.current().rank).encode())
         members = tuple(map(int, ranks))
         name = ",".join(map(str, members))
@@ -136,8 +137,6 @@ class _Nodes:
         return in_order(Trace("step", "shardrt's", rank, world, self._nodes, self._calls.groups, [rank]))
 
     def _add(self, stream: str, node: Node, deps: list[int], began: float, ended: float) -> int:
-        from dataclasses import replace
-
         number = len(self._nodes) + 1
         times = {"start": began - self._zero, "seconds": ended - began}
         self._nodes.append(replace(node, id=number, deps=tuple(dict.fromkeys(deps)), **times))
@@ -177,11 +176,11 @@ class _Nodes:
 def main() -> int:
     """Train, and write a step. The exit code."""
     with one_line(USAGE):
-        parser = Parser(prog="python -m bench.replay.record", description="Writes a step as it ran here.")
+        parser = Parser(prog="python -m bench.replay.record", description="Writes a step.")
         parser.add_argument("folder", type=Path, metavar="DIR", help="for the traces")
         w.add_arguments(parser)
         parser.add_argument("--strategy", choices=STRATEGIES, default="FULL_SHARD")
-        parser.add_argument("--prefetch", type=w.natural, default=1, metavar="N", help="units gathered ahead (1)")
+        parser.add_argument("--prefetch", type=w.natural, default=1, metavar="N", help="units ahead (1)")
         parser.add_argument("--communicator", default="auto", metavar="NAME", help="shm, mpi, ... (auto)")
         options = parser.parse_args()
         workload = w.workload_of(options)
@@ -219,6 +218,7 @@ def _recorded(training: Training, calls: Calls, number: int) -> tuple[Trace, lis
     calls.issued.clear()
     with timeline.record_all() as recorded:
         stamps = training.step(*batch)
+        finish_streams()
     issued = list(calls.issued)
     trace = trace_of(calls, recorded, stamps.begin, stamps.end, zero, mesh.rank, mesh.size)
     return trace, issued

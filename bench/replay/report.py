@@ -65,7 +65,8 @@ def of_rank(measured: Measured, names: bool) -> list[Row]:
     items = measured.plan.items
     groups: dict[tuple, list[int]] = {}
     for place, item in measured.plan.communication:
-        groups.setdefault((item.call, len(item.key.members), item.nbytes, item.name * names), []).append(place)
+        key = item.call, len(item.key.members), item.nbytes, item.name * names
+        groups.setdefault(key, []).append(place)
     rows = []
     for (call, ranks, nbytes, name), places in groups.items():
         priced = [items[place].seconds for place in places]
@@ -201,8 +202,8 @@ def last_lines(total: dict[str, float | None]) -> list[str]:
     if total["compute_gflop_s"] is not None:
         lines.append(
             f"# compute: {total['compute_alone_gflop_s']:.1f} GFLOP/s of a rank without communication, "
-            f"{total['compute_gflop_s']:.1f} with it; exposed communication: {total['exposed_ms']:.3f} ms of a "
-            f"step of {total['compute_step_ms']:.3f} ms"
+            f"{total['compute_gflop_s']:.1f} with it; exposed communication: {total['exposed_ms']:.3f} ms of "
+            f"a step of {total['compute_step_ms']:.3f} ms"
         )
     trace = "has no times" if total["trace_ms"] is None else f"{total['trace_ms']:.3f} ms"
     return [*lines, f"# communication of a rank: in the trace {trace}; here {', '.join(shown)}"]

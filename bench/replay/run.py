@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.comm import Communicator, create
+from shardrt.comm import Communicator
 from shardrt.comm.interceptors import Call, Interceptor
 from shardrt.comm.objects import all_gather_object
 from shardrt.device import Device
@@ -28,7 +28,7 @@ _SOON = 100e-6  # seconds before an end in which a thread no longer sleeps
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds from the round's start, by item: when it began and ended on this rank; nan where it did not run.
+    """Seconds from the round's start, by item: when it began and ended on this rank; nan if it did not run.
 
     flops: of the matmuls that filled compute in. seconds: of all.
     """
@@ -307,7 +307,6 @@ def refuse_without_memory(plan: Plan, control: Communicator, available: int) -> 
     needed = int(sum(map(sum, all_gather_object(control, split))))
     if needed > available:
         raise ValueError(
-            f"the buffers of the {control.size} ranks need {needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB "
-            "are free here"
+            f"the buffers of the {control.size} ranks need {needed / 1e9:.1f} GB, and "
+            f"{available / 1e9:.1f} GB are free here"
         )
-

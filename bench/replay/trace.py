@@ -31,9 +31,10 @@ class Node:
         call: one of COLLECTIVES or MESSAGES, or COMPUTE.
         deps: ids of the nodes that end before it begins.
         start, seconds: when it began, from the step's start, and how long it took; None: the file has none.
-        idles: it takes its time and computes nothing: a copy, or a host that issues. on_host: a CPU runs it.
-        nbytes: of the whole buffer of a rank: all slices of an all_gather, the input of a reduce_scatter; with
-            `given` of the slice that a rank gives.
+        idles: it takes its time and computes nothing: a copy, or a host that issues.
+        on_host: a CPU runs it.
+        nbytes: of the whole buffer of a rank: all slices of an all_gather, the input of a reduce_scatter.
+            With `given` it is of the slice that a rank gives.
         group: a name in Trace.groups; "": all ranks.
         root: rank in the world, -1 for the first of the group.
         peer: rank in the world at the other end of a message.

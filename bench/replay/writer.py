@@ -1,4 +1,4 @@
-"""Writes traces as Chakra's, as `shardrt simulate --chakra` does: for steps that were measured, and for tests."""
+"""Writes traces as Chakra's, as `shardrt simulate --chakra` does: of measured steps, and of tests."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
