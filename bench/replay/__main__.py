@@ -62,6 +62,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--replay", type=Path, metavar="DIR", help="the same, as bench.collectives has it")
     add("--modes", type=words, default=list(MODES), metavar="A,B", help=f"{', '.join(MODES)} (all)")
+    fill = "compute as long as the trace does, or as much as a core does in that time (time)"
+    add("--fill", choices=("time", "work"), default="time", help=fill)
     communicators.add_options(add)
     add("-n", "--iters", type=int, default=5, metavar="N", help="timed replays of each mode, alternating (5)")
     add("-w", "--warmup_iters", type=int, default=1, metavar="N", help="untimed replays of each mode (1)")
@@ -101,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     rounds = {mode: [] for mode in options.modes}
     for number in range(options.warmup_iters + options.iters):
         for mode in options.modes:
-            played = player.play(mode)
+            played = player.play(mode, options.fill == "work")
             if number >= options.warmup_iters:
                 rounds[mode].append(played)
     measured = report.Measured(made, rounds, measured.wrong)

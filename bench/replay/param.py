@@ -174,6 +174,8 @@ def _execution(given: list, path: Path, rank: int, ranks: int) -> Trace:
         if each.get("name") != "record_param_comms":
             continue
         what = f"{path}: node {each.get('id', place)!r:.20}"
+        if True not in [isinstance(value, str) for value in _values(each, "inputs")]:
+            raise ValueError(f"{what} is a record_param_comms without the name of a call")
         try:
             node = _of_execution(each, place, groups, rank, what, skipped)
         except (KeyError, IndexError, TypeError, AttributeError):
@@ -223,7 +225,7 @@ def _of_execution(
     """Its inputs are [tensors], request, process group, rank, name of the call, split of each side, ..."""
     inputs = _values(each, "inputs")
     has = {attribute["name"]: attribute["value"] for attribute in each.get("attrs", [])}
-    index = next(number for number, value in enumerate(inputs) if isinstance(value, str))
+    index = [isinstance(value, str) for value in inputs].index(True)
     call = _call(has.get("collective_name", inputs[index]), what, skipped)
     if not call:
         return None

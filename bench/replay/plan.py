@@ -384,11 +384,12 @@ class _Proof:
         self.came[rank][communicator] = number + 1
         met = self.met.setdefault((communicator, number), {})
         met[rank] = place, what
-        first = min(met)
-        if what != met[first][1]:
+        other = next(iter(met))
+        if what != met[other][1]:
+            (first, one), (second, two) = sorted([(other, met[other][1]), (rank, what)])
             raise ValueError(
-                f"ranks {first} and {rank} differ at call {number} of the group {members!r:.60}: "
-                f"{met[first][1]}, and {what}"
+                f"ranks {first} and {second} differ at call {number} of the group {members!r:.60}: "
+                f"{one}, and {two}"
             )
         if call == "send":
             self._receive(met, rank, todo)

@@ -30,7 +30,7 @@ _SOON = 100e-6  # seconds before an end in which a thread no longer sleeps
 class Round:
     """Seconds from the round's start, by item: when it began and ended on this rank; nan if it did not run.
 
-    flops: of the matmuls that filled compute in. seconds: of all.
+    flops: of the matmuls that filled compute in. seconds: of all of it.
     """
 
     began: np.ndarray
@@ -60,6 +60,9 @@ class Player:
                 _Stopwatch(made, self._watch)
         self.streams = {name: device.new_stream(f"replay {name}") for name in plan.streams}
         self._matmuls = {name: _Matmuls(device) for name in plan.streams}
+        self._late = dict.fromkeys(
+            plan.streams, (0.0, 0.0)
+        )  # when a stream last computed, and how late it was
         self._events = [device.new_event() if item.awaited else None for item in plan.items]
         sizes = needs(plan)  # the same on all ranks of a group, but for parts that differ
         self.buffers = {
@@ -67,7 +70,7 @@ class Player:
             for key in keys
             if key in self.communicators
         }
-        self.rate = self._rate()
+        self.rate, self.alone = self._rates()
 
     def close(self) -> None:
         """End the streams' threads and free the communicators. Collective."""
@@ -84,8 +87,11 @@ class Player:
                 array.fill(0)
         self.control.barrier(stream=self.device.current_stream)
 
-    def play(self, mode: str) -> Round:
-        """All items once. Collective."""
+    def play(self, mode: str, work: bool = False) -> Round:
+        """All items once. Collective.
+
+        work: FILLED computes as much as a rank alone does in an item's time, not for as long.
+        """
         watch = self._watch
         watch.reset()
         gate = threading.Event()
@@ -101,7 +107,7 @@ class Player:
                 watch.item = place
                 issue(item, self.communicators[item.key], self.buffers[item.key], stream)
             elif mode != ALONE and (item.seconds or item.flops):
-                stream.submit(self._compute, place, item, mode)
+                stream.submit(self._compute, place, item, mode, work)
             if item.awaited:
                 stream.record(self._events[place])
         self.control.barrier(stream=self.device.current_stream)
@@ -112,23 +118,35 @@ class Player:
         seconds = time.perf_counter() - start
         return Round(watch.began.copy(), watch.ended.copy(), watch.flops, seconds)
 
-    def _compute(self, place: int, item: Item, mode: str) -> None:
+    def _compute(self, place: int, item: Item, mode: str, work: bool) -> None:
         begin = time.perf_counter()
-        seconds = item.seconds + item.flops / self.rate
+        seconds = item.seconds + item.flops / self.alone
+        if mode == FILLED and work:
+            self._watch.flops += self._matmuls[item.stream].operations(seconds * self.alone)
+            return self._watch.note(place, begin, time.perf_counter())
+        before, late = self._late[item.stream]
+        if begin - before > _SOON:  # it has waited since
+            late = 0.0
+        end = begin + seconds - late
         if mode == FILLED:
-            self._watch.flops += self._matmuls[item.stream].until(begin + seconds)
+            self._watch.flops += self._matmuls[item.stream].until(end)
         else:
-            _sleep(seconds)
-        self._watch.note(place, begin, time.perf_counter())
+            _sleep_until(end)
+        now = time.perf_counter()
+        self._late[item.stream] = now, max(0.0, now - end)
+        return self._watch.note(place, begin, now)
 
-    def _rate(self) -> float:
-        """Operations per second of the matmuls that fill compute in, all ranks at once. Collective."""
+    def _rates(self) -> tuple[float, float]:
+        """Operations per second of the matmuls that fill compute in: of all ranks at once, and undisturbed.
+
+        Collective.
+        """
         matmuls = _Matmuls(self.device)
         matmuls.until(time.perf_counter() + 0.05)
         self.control.barrier(stream=self.device.current_stream)
         begin = time.perf_counter()
         flops = matmuls.until(begin + 0.2)
-        return flops / (time.perf_counter() - begin)
+        return flops / (time.perf_counter() - begin), matmuls.fastest
 
 
 class _Watch:
@@ -168,13 +186,18 @@ class _Stopwatch(Interceptor):
 
 
 class _Matmuls:
-    """Matmuls of the library's own kernel on matrices that stay in a cache."""
+    """Matmuls of the library's own kernel on matrices that stay in a cache.
+
+    Attributes:
+        fastest: operations per second of the fastest one of large matrices so far.
+    """
 
     def __init__(self, device: Device) -> None:
         self._kernel = device.kernels.matmul.matmul
         self._large, self._small = (
             [device.zeros((side, side), np.float32) for _ in range(3)] for side in (_SIDE, _SMALL)
         )
+        self.fastest = 0.0
 
     def until(self, end: float) -> float:
         """Multiply until that time of the clock; gives the number of operations."""
@@ -184,12 +207,26 @@ class _Matmuls:
             self._kernel(*matrices)
             flops += 2.0 * side**3
             before, now = now, time.perf_counter()
-            took = now - before if side == _SIDE else took
+            if side == _SIDE:
+                took = now - before
+                self.fastest = max(self.fastest, 2.0 * side**3 / took)
+        return flops
+
+    def operations(self, flops: float) -> float:
+        """Multiply that many operations, to the next matmul; gives their number."""
+        large, rest = divmod(flops, 2.0 * _SIDE**3)
+        for matrices, count in ((self._large, int(large)), (self._small, round(rest / (2.0 * _SMALL**3)))):
+            for _ in range(count):
+                self._kernel(*matrices)
         return flops
 
 
 def _sleep(seconds: float) -> None:
-    end = time.perf_counter() + seconds
+    _sleep_until(time.perf_counter() + seconds)
+
+
+def _sleep_until(end: float) -> None:
+    seconds = end - time.perf_counter()
     if seconds > _SOON:
         time.sleep(seconds - _SOON)
     while time.perf_counter() < end:

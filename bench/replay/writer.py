@@ -47,14 +47,13 @@ def _message(made: Any, node: Node, trace: Trace) -> Any:
         sliced = node.call in ("all_gather", "gather")
         values |= {"comm_size": node.nbytes // ranks if sliced else node.nbytes, "comm_dtype": node.dtype}
         values |= {"pg_name": node.group} if node.group else {}
-    micros = round(1e6 * (node.seconds or 0.0))
     return made.Node(
         id=node.id,
         name=node.name,
         type=kind,
         data_deps=node.deps,
         start_time_micros=max(0, round(1e6 * (node.start or 0.0))),
-        duration_micros=micros,
+        duration_micros=max(0, round(1e6 * (node.seconds or 0.0))),
         attr=_attributes(made, values),
     )
 
