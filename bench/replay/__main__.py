@@ -95,7 +95,9 @@ def run(options: argparse.Namespace) -> int:
     counted = Counter()
     for each in all_gather_object(control, dict(made.counted)):
         counted.update(each)
-    facts = environment.facts(options.given) | {"ranks": control.size} | described(made, counted)
+    facts = (
+        environment.facts(options.given) | {"ranks": control.size} | described(made, counted, control.size)
+    )
     output = Output(options, facts, report.HEAD, speaks=control.rank == 0)
     player = Player(made, keys, base, control, device)
     measured = report.Measured(made, {}, wrong_elements(player))
@@ -144,6 +146,8 @@ def planned(folder: Path, control: Communicator) -> tuple[Plan, list[Key]]:
         fault = None
     except ValueError as error:
         fault = str(error)
+    if not keys:
+        fault = fault or f"{folder}: has no communication between the {control.size} ranks that run here"
     _agree(control, fault)
     try:
         refuse_without_memory(made, control, psutil.virtual_memory().available)
@@ -176,22 +180,21 @@ def _agree(control: Communicator, fault: str | None) -> None:
             raise Unfit(printable(found))
 
 
-def described(made: Plan, counted: Counter[str]) -> dict[str, str]:
+def described(made: Plan, counted: Counter[str], ranks: int) -> dict[str, str]:
     """What is replayed, and what is not as it was, for the head."""
     trace = made.trace
-    facts = {"trace": f"{trace.kind} of {trace.world} ranks, {len(trace.nodes)} nodes of rank {trace.rank}"}
-    if made.trace.world == sum(1 for _ in made.trace.alike) or counted:
-        facts["mapped"] = "; ".join(
-            [f"{count} {what}" for what, count in sorted(counted.items())]
-            or ["every rank does what it did in the trace"]
+    changes = [f"{count} {what}" for what, count in sorted(counted.items())]
+    if ranks < trace.world:
+        changes.insert(0, f"{ranks} of {trace.world} ranks")
+        changes.append(
+            "a rank's slice keeps its bytes, a sum and a broadcast their size; figures are of this machine "
+            "at this number of ranks"
         )
-    if any(" run on " in what or "do not run here" in what for what in counted):
-        facts["mapped"] += (
-            "; each rank's slice keeps its bytes, a sum and a broadcast their size: the figures are of this "
-            "machine at this number of ranks"
-        )
-    if trace.notes:
-        facts["notes"] = "; ".join(trace.notes)
+    facts = {
+        "trace": f"{trace.kind} of {trace.world} ranks, {len(trace.nodes)} nodes of rank {trace.rank}",
+        "mapped": "; ".join(changes) or "every rank does what it did in the trace",
+        **({"notes": "; ".join(trace.notes)} if trace.notes else {}),
+    }
     return {name: printable(text) for name, text in facts.items()}
 
 

@@ -15,12 +15,13 @@ from typing import Any, BinaryIO
 
 from shardrt.untrusted import Refused, open_regular
 
-from .trace import COMPUTE, LARGEST, LONGEST, MOST_NODES, Node, Trace, ranks_of, read_groups
+from .trace import COMPUTE, LARGEST, LONGEST, MOST_NODES, MOST_RANKS, Node, Trace, ranks_of, read_groups
 
 HOST = "host"  # the stream of what the host does in shardrt's traces
 _FILE = re.compile(r"(.*)\.(\d{1,9})\.et")
 _LARGEST_FILE = 1 << 30
-_LARGEST_MESSAGE = 64 << 20
+_LARGEST_MESSAGE = 16 << 20
+_MOST_DEPS = 100_000  # of a node
 _SMALLER = {"REDUCE_SCATTER_BLOCK": "reduce_scatter"}  # names of the schema that are another call here
 _COMPUTING = ("COMP_NODE", "MEM_LOAD_NODE", "MEM_STORE_NODE")
 _STREAMS = {"COMM_SEND_NODE": "send", "COMM_RECV_NODE": "recv", "COMM_COLL_NODE": "comm"}
@@ -47,7 +48,7 @@ def read(path: Path, rank: int, ranks: int) -> Trace:
     messages = _messages(path)
     metadata = _parsed(made.GlobalMetadata, next(messages, (0, b"")), path)
     about = {attribute.name: _value(attribute) for attribute in metadata.attr}
-    world = _natural(about.get("world_size", ranks), "world_size", str(path), below=1 << 24)
+    world = _natural(about.get("world_size", ranks), "world_size", str(path), below=MOST_RANKS)
     if not rank < world:
         raise ValueError(f"{path}: rank {rank} is not of the {world} ranks that the trace has")
     groups = next(
@@ -156,6 +157,8 @@ def _node(schema: ModuleType, given: Any, source: str, groups: dict | None) -> N
         kind = schema.NodeType.Name(given.type)
     except ValueError:
         raise ValueError(f"{what} has the unknown type {given.type}") from None
+    if len(given.data_deps) + len(given.ctrl_deps) > _MOST_DEPS:
+        raise ValueError(f"{what} has more than {_MOST_DEPS} dependencies")
     if kind == "INVALID_NODE":
         raise ValueError(f"{what} has no type")
     has = {attribute.name: _value(attribute) for attribute in given.attr}
@@ -197,7 +200,7 @@ def _peer(call: str, has: dict[str, Any], what: str) -> int:
     name = "comm_dst" if call == "send" else "comm_src"
     if name not in has:
         raise ValueError(f"{what} is a {call} without {name}")
-    return _natural(has[name], name, what, below=1 << 24)
+    return _natural(has[name], name, what, below=MOST_RANKS)
 
 
 def _group(name: str, groups: dict | None, what: str) -> str:

@@ -17,10 +17,10 @@ from typing import Any
 
 from shardrt.untrusted import natural, number, open_regular, strict_json
 
-from .trace import COMPUTE, LARGEST, LONGEST, MOST_NODES, Node, Trace, ranks_of
+from .trace import COMPUTE, LARGEST, LONGEST, MOST_NODES, MOST_RANKS, Node, Trace, ranks_of
 
 _FILE = re.compile(r"(?:.*?\D)?(\d{1,9})\.json(?:\.gz)?")
-_LARGEST_FILE = 128 << 20  # bytes of JSON
+_LARGEST_FILE = 64 << 20  # bytes of JSON
 _CALLS = {
     "allgather": "all_gather",
     "allgatherbase": "all_gather",
@@ -96,7 +96,7 @@ def _json(path: Path) -> Any:
 def _basic(given: list, path: Path, rank: int, ranks: int) -> Trace:
     groups: dict[str, tuple[int, ...]] = {}
     world = max([ranks, *(each["world_size"] for each in _objects(given, path) if _size(each))])
-    if world >= 1 << 24:
+    if world >= MOST_RANKS:
         raise ValueError(f"{path}: world_size is {world}")
     nodes: list[Node] = []
     skipped: Counter[str] = Counter()
@@ -194,8 +194,8 @@ def _process_groups(given: list, path: Path) -> dict[str, tuple[int, ...]]:
     try:
         for group in strict_json(text[0]):
             size = group.get("group_size", 0)
-            ranks = group["ranks"] or list(range(size if natural(size, 1 << 24) else 0))
-            found[str(group["pg_name"])[:80]] = ranks_of(ranks, 1 << 24, f"{path}: process group")
+            ranks = group["ranks"] or list(range(size if natural(size, MOST_RANKS) else 0))
+            found[str(group["pg_name"])[:80]] = ranks_of(ranks, MOST_RANKS, f"{path}: process group")
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{path}: the process groups are no list of pg_name and ranks") from None
     except ValueError as error:
@@ -305,7 +305,7 @@ def _splits(call: str, given: dict[str, Any], sizes: dict, what: str) -> dict[st
 
 
 def _rank(value: Any, what: str) -> int:
-    if not natural(value, 1 << 24):
+    if not natural(value, MOST_RANKS):
         raise ValueError(f"{what}: must be a rank, got {value!r:.80}")
     return value
 

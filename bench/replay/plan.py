@@ -112,7 +112,7 @@ class _Maker:
         self.trace, self.rank, self.ranks = trace, rank, ranks
         self.plan = Plan(trace)
         self.places = {node.id: place for place, node in enumerate(trace.nodes)}
-        self.members: dict[str, tuple[int, ...]] = {}  # of groups, here
+        self.groups: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # their ranks there, and here
         self.waits = self._waits()
         awaited = {dep for deps in self.waits for dep in deps}
         self.awaited = [place in awaited for place in range(len(trace.nodes))]
@@ -208,10 +208,10 @@ class _Maker:
 
     def _group(self, node: Node, what: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ranks of a group in the trace, and here."""
-        theirs = self.trace.groups.get(node.group) or tuple(range(self.trace.world))
-        if node.group not in self.members:
-            self.members[node.group] = self._here(theirs, what)
-        return theirs, self.members[node.group]
+        if node.group not in self.groups:
+            theirs = self.trace.groups.get(node.group) or tuple(range(self.trace.world))
+            self.groups[node.group] = theirs, self._here(theirs, what)
+        return self.groups[node.group]
 
     def _here(self, theirs: tuple[int, ...], what: str) -> tuple[int, ...]:
         if self.trace.rank not in theirs:
@@ -298,7 +298,7 @@ def _carried(node: Node, each: int, what: str) -> str:
         raise ValueError(f"{what} has the unknown type {node.dtype[:80]!r}")
     if name in LOW and node.call in SUMS and node.call != "reduce_scatter":
         name = ""  # shardrt sums 16-bit types in its reduce_scatter alone
-    if name in _CARRIED:
+    if name in _CARRIED or (name == "uint16" and node.call not in SUMS):
         return name
     return "uint8" if name or each % 4 else "float32"
 

@@ -17,7 +17,8 @@ COLLECTIVES = (
 )
 MESSAGES = ("send", "recv")
 COMPUTE = "compute"  # a node that computes, and the stream of computing nodes that name none
-MOST_NODES = 2_000_000  # of a rank
+MOST_NODES = 500_000  # of a rank
+MOST_RANKS = 1 << 20
 LARGEST = 1 << 50  # bytes of a collective
 LONGEST = 1e6  # seconds of a node, and of a trace
 _GROUPS = 64 << 20  # bytes of a file of groups

@@ -265,6 +265,8 @@ def test_folders_groups_and_options_that_make_no_sense_are_refused(tmp_path, cap
 
     assert_refused(main, [str(tmp_path / "none")], "no such folder", capsys)
     refused("has no traces")
+    written(tmp_path / "idle", 2, of=lambda rank: [Node(1, "c", COMPUTE, COMPUTE, seconds=1.0)])
+    assert_refused(main, [str(tmp_path / "idle"), "-t", "2"], "has no communication between the 2", capsys)
     written(tmp_path, 2, groups={"g": (0, 1)}, of=lambda rank: [gather(group="g")])
     path, groups = tmp_path / "job.0.et", tmp_path / "job.groups.json"
     data = path.read_bytes()
