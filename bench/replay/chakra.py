@@ -169,6 +169,7 @@ def _node(schema: ModuleType, given: Any, source: str, groups: dict | None) -> N
         name=given.name[:200],
         call=call,
         stream=_text(has, "stream", what) or _STREAMS.get(kind, COMPUTE),
+        core=_seconds(has, "core_ns", 0, what),
         idles=kind != "COMP_NODE" and computes,
         on_host=has.get("is_cpu_op") is True,
         deps=tuple(dict.fromkeys((*given.data_deps, *given.ctrl_deps))),

@@ -37,7 +37,8 @@ class Item:
     Attributes:
         waits: items of other streams that end before it begins. awaited: whether others wait for it.
         idle: seconds between what it waited for and its begin. seconds: of computing; of communication what
-            the trace says, None where it says nothing. flops: to be computed in addition.
+            the trace says, None where it says nothing. flops: to be computed in addition. core: seconds of a
+            core, for computing as much as the trace did.
         nbytes, sent, received, dtype: as in Node, of the group here. root, peer: ranks in the group.
     """
 
@@ -49,6 +50,7 @@ class Item:
     idle: float = 0.0
     seconds: float | None = None
     flops: float = 0.0
+    core: float = 0.0
     key: Key | None = None
     nbytes: int = 0
     dtype: str = ""
@@ -168,6 +170,7 @@ class _Maker:
         what = f"{self.trace.source}: node {node.id} ({node.name[:60]!r})"
         if node.call == COMPUTE:
             item.seconds, item.flops = (0.0 if node.idles else node.seconds or 0.0), node.flops
+            item.core = item.seconds if node.core is None else node.core
         elif node.call in MESSAGES:
             self._message(item, node, what)
         else:
@@ -279,6 +282,7 @@ def _join(item: Item, more: Item) -> None:
     item.idle += more.idle
     item.seconds += more.seconds
     item.flops += more.flops
+    item.core += more.core
 
 
 def _moved(group: tuple[int, ...], rank: int, what: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
     mpirun -n 2 python -m bench.replay.record DIR --size small
     mpirun -n 2 python -m bench.collectives --replay DIR
+    mpirun -n 2 python -m bench.replay.record DIR --compare     # each step and its replays, by turns
 
 Of the timed steps it writes the one whose communication took the median time. Durations of collectives have
 the wait for other ranks in them, as those of bench.step; computing is what the rank's thread did between its
@@ -12,13 +13,17 @@ import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads o
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardrt.comm import Communicator, init_device_mesh, mpi_world
+import numpy as np
+
+from shardrt import device
+from shardrt.comm import Communicator, create, init_device_mesh, mpi_world
 from shardrt.comm import world as worlds
 from shardrt.comm.interceptors import Call, Interceptor
 from shardrt.comm.objects import all_gather_object
@@ -32,9 +37,12 @@ from ..harness.command_line import Parser
 from ..step import STRATEGIES, mesh_shape
 from ..training import Training
 from . import writer
+from .plan import Key, plan
+from .run import ALONE, FILLED, GAPS, Player
 from .trace import COLLECTIVES, COMPUTE, Node, Trace, in_order
 
 NAME = "step"
+WORK = f"{FILLED} by work"
 
 
 @dataclass
@@ -83,7 +91,7 @@ class _Noted(Interceptor):
             group=self._group,
             root=root,
         )
-        issued = Issued(node, time.perf_counter())
+        issued = Issued(node, timeline.now())
         self._calls.issued.append(issued)
 
         def timed(*args: Any) -> None:
@@ -94,22 +102,36 @@ class _Noted(Interceptor):
         return timed
 
 
-def trace_of(
-    calls: Calls, recorded: Recording, begin: float, end: float, zero: float, rank: int, world: int
-) -> Trace:
-    """The nodes of a step, which began and ended then; `zero` is the time from which starts count."""
-    return _Nodes(calls, recorded, begin, zero).of(end, rank, world)
+class _Clock:
+    """The timeline's clock, which also notes how long this thread has had a core by then."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._times: list[float] = []
+        self._used: list[float] = []
+
+    def __call__(self) -> float:
+        now = time.perf_counter()
+        if threading.get_ident() == self._thread:
+            self._times.append(now)
+            self._used.append(time.thread_time())
+        return now
+
+    def core(self, began: float, ended: float) -> float:
+        """Seconds of a core between two times."""
+        first, last = np.interp([began, ended], self._times, self._used)
+        return min(float(last - first), ended - began)
 
 
 class _Nodes:
     """Makes nodes of what happened, in the order of time.
 
     What the compute stream does between its waits, collectives, records and the issues of collectives is a
-    node that computes.
+    node that computes. `zero` is the time from which starts count.
     """
 
-    def __init__(self, calls: Calls, recorded: Recording, begin: float, zero: float) -> None:
-        self._calls, self._recorded, self._zero = calls, recorded, zero
+    def __init__(self, calls: Calls, recorded: Recording, clock: _Clock, begin: float, zero: float) -> None:
+        self._calls, self._recorded, self._clock, self._zero = calls, recorded, clock, zero
         self._cursor = begin  # until then the compute stream has its nodes
         self._nodes: list[Node] = []
         self._after: dict[str, list[int]] = {}  # by stream, what its next node depends on
@@ -130,9 +152,8 @@ class _Nodes:
             if issued.node.stream != COMPUTE:
                 events.append((issued.at, 0, lambda number=number: self._issued(number)))
             events.append((issued.began, 2, lambda number=number: self._collective(number)))
-        for moment, _, do in sorted(events, key=lambda event: event[:2]):
-            if moment <= end:
-                do()
+        for _, _, do in sorted(events, key=lambda event: event[:2]):
+            do()
         self._compute(end)
         return in_order(Trace("step", "shardrt's", rank, world, self._nodes, self._calls.groups, [rank]))
 
@@ -145,7 +166,8 @@ class _Nodes:
 
     def _compute(self, until: float) -> None:
         if until > self._cursor:
-            node = Node(0, "compute", COMPUTE, COMPUTE)
+            core = self._clock.core(self._cursor, until)
+            node = Node(0, "compute", COMPUTE, COMPUTE, core=core)
             self._add(COMPUTE, node, self._after.get(COMPUTE, []), self._cursor, until)
             self._cursor = until
 
@@ -182,6 +204,8 @@ def main() -> int:
         parser.add_argument("--strategy", choices=STRATEGIES, default="FULL_SHARD")
         parser.add_argument("--prefetch", type=w.natural, default=1, metavar="N", help="units ahead (1)")
         parser.add_argument("--communicator", default="auto", metavar="NAME", help="shm, mpi, ... (auto)")
+        compare = "replay each step when it has run, and print both times"
+        parser.add_argument("--compare", action="store_true", help=compare)
         options = parser.parse_args()
         workload = w.workload_of(options)
         launched = mpi_world.launch()
@@ -195,8 +219,17 @@ def main() -> int:
         training = Training(workload, mesh, options.strategy, prefetch=options.prefetch)
     for number in range(options.warmup):
         training.step(*training.batch(number))
-    traces = [_recorded(training, calls, number) for number in range(options.steps)]
-    control = mesh.communicator("control")
+    control, traces = mesh.communicator("control"), []
+    ratios: dict[str, list[float]] = {GAPS: [], FILLED: [], WORK: []}
+    for number in range(options.steps):
+        traces.append(_recorded(training, calls, number))
+        if options.compare:
+            for mode, ratio in _compared(traces[-1], control).items():
+                ratios[mode].append(ratio)
+    if options.compare and mesh.rank == 0:
+        for mode, each in ratios.items():
+            low, middle, high = np.quantile(each, (0.25, 0.5, 0.75))
+            print(f"replay over step, {mode}: {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
     own = [sum(each.ended - each.began for each in issued) for _, issued in traces]
     totals = [sum(each) for each in zip(*all_gather_object(control, own), strict=True)]
     order = sorted(range(len(totals)), key=totals.__getitem__)
@@ -209,6 +242,30 @@ def main() -> int:
     return 0
 
 
+def _compared(step: tuple[Trace, list[Issued]], control: Communicator) -> dict[str, float]:
+    """Communication of the step's replay over that of the step, both of all ranks, by mode. Collective."""
+    trace, issued = step
+    own = sum(each.ended - each.began for each in issued)
+    made = plan(trace, control.rank, control.size)
+    keys = all_gather_object(control, [item.key for _, item in made.communication])
+    keys = sorted({Key(tuple(members), stream) for each in keys for members, stream in each})
+    player = Player(made, keys, create("auto"), control, device.current())
+    player.zero()
+    player.play(ALONE)
+    found = [own]
+    for mode, work in ((GAPS, False), (FILLED, False), (FILLED, True)):
+        played = player.play(mode, work)
+        found.append(float(np.nansum((played.ended - played.began)[[p for p, _ in made.communication]])))
+    player.close()
+    totals = [sum(each) / control.size for each in zip(*all_gather_object(control, found), strict=True)]
+    if control.rank == 0:
+        own, *each = (f"{1e3 * total:.3f}" for total in totals)
+        print(
+            f"communication of a rank, ms: {own}; replayed with {GAPS}, {FILLED}, {WORK}: {', '.join(each)}"
+        )
+    return dict(zip((GAPS, FILLED, WORK), (total / totals[0] for total in totals[1:]), strict=True))
+
+
 def _recorded(training: Training, calls: Calls, number: int) -> tuple[Trace, list[Issued]]:
     """A step of this rank, and its collectives."""
     mesh = training.mesh
@@ -216,11 +273,12 @@ def _recorded(training: Training, calls: Calls, number: int) -> tuple[Trace, lis
     batch = training.batch(number)
     zero = min(all_gather_object(control, time.perf_counter()))
     calls.issued.clear()
-    with timeline.record_all() as recorded:
+    clock = _Clock()
+    with timeline.record_all(clock) as recorded:
         stamps = training.step(*batch)
         finish_streams()
     issued = list(calls.issued)
-    trace = trace_of(calls, recorded, stamps.begin, stamps.end, zero, mesh.rank, mesh.size)
+    trace = _Nodes(calls, recorded, clock, stamps.begin, zero).of(stamps.end, mesh.rank, mesh.size)
     return trace, issued
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -66,11 +67,11 @@ class Player:
         self._events = [device.new_event() if item.awaited else None for item in plan.items]
         sizes = needs(plan)  # the same on all ranks of a group, but for parts that differ
         self.buffers = {
-            key: Buffers(self.communicators[key], device, key.stream == COMPUTE, *sizes[key])
+            key: Buffers(self.communicators[key], device, key.stream == COMPUTE, *sizes.get(key, (0, 0, 0)))
             for key in keys
             if key in self.communicators
         }
-        self.rate, self.alone = self._rates()
+        self.rate, self.core_rate = self._rates()
 
     def close(self) -> None:
         """End the streams' threads and free the communicators. Collective."""
@@ -90,7 +91,7 @@ class Player:
     def play(self, mode: str, work: bool = False) -> Round:
         """All items once. Collective.
 
-        work: FILLED computes as much as a rank alone does in an item's time, not for as long.
+        work: FILLED computes as much as the trace did, not for as long.
         """
         watch = self._watch
         watch.reset()
@@ -120,33 +121,33 @@ class Player:
 
     def _compute(self, place: int, item: Item, mode: str, work: bool) -> None:
         begin = time.perf_counter()
-        seconds = item.seconds + item.flops / self.alone
         if mode == FILLED and work:
-            self._watch.flops += self._matmuls[item.stream].operations(seconds * self.alone)
+            flops = item.core * self.core_rate + item.flops
+            self._watch.flops += self._matmuls[item.stream].operations(flops)
             return self._watch.note(place, begin, time.perf_counter())
         before, late = self._late[item.stream]
         if begin - before > _SOON:  # it has waited since
             late = 0.0
-        end = begin + seconds - late
+        end = begin + item.seconds + item.flops / self.core_rate - late
         if mode == FILLED:
-            self._watch.flops += self._matmuls[item.stream].until(end)
-        else:
-            _sleep_until(end)
+            used = time.thread_time() + item.core + item.flops / self.core_rate
+            self._watch.flops += self._matmuls[item.stream].until(end, used)
+        _sleep_until(end)  # also for what the trace's thread had no core
         now = time.perf_counter()
         self._late[item.stream] = now, max(0.0, now - end)
         return self._watch.note(place, begin, now)
 
     def _rates(self) -> tuple[float, float]:
-        """Operations per second of the matmuls that fill compute in: of all ranks at once, and undisturbed.
+        """Operations per second of the matmuls that fill compute in: of all ranks at once, and of a core.
 
         Collective.
         """
         matmuls = _Matmuls(self.device)
         matmuls.until(time.perf_counter() + 0.05)
         self.control.barrier(stream=self.device.current_stream)
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.thread_time()
         flops = matmuls.until(begin + 0.2)
-        return flops / (time.perf_counter() - begin), matmuls.fastest
+        return flops / (time.perf_counter() - begin), flops / (time.thread_time() - used)
 
 
 class _Watch:
@@ -186,30 +187,23 @@ class _Stopwatch(Interceptor):
 
 
 class _Matmuls:
-    """Matmuls of the library's own kernel on matrices that stay in a cache.
-
-    Attributes:
-        fastest: operations per second of the fastest one of large matrices so far.
-    """
+    """Matmuls of the library's own kernel on matrices that stay in a cache."""
 
     def __init__(self, device: Device) -> None:
         self._kernel = device.kernels.matmul.matmul
         self._large, self._small = (
             [device.zeros((side, side), np.float32) for _ in range(3)] for side in (_SIDE, _SMALL)
         )
-        self.fastest = 0.0
 
-    def until(self, end: float) -> float:
-        """Multiply until that time of the clock; gives the number of operations."""
+    def until(self, end: float, used: float = inf) -> float:
+        """Multiply until that time of the clock, or of this thread's; gives the number of operations."""
         now, took, flops = time.perf_counter(), 0.0, 0.0
-        while now < end:
+        while now < end and time.thread_time() < used:
             side, matrices = (_SIDE, self._large) if end - now > took else (_SMALL, self._small)
             self._kernel(*matrices)
             flops += 2.0 * side**3
             before, now = now, time.perf_counter()
-            if side == _SIDE:
-                took = now - before
-                self.fastest = max(self.fastest, 2.0 * side**3 / took)
+            took = now - before if side == _SIDE else took
         return flops
 
     def operations(self, flops: float) -> float:

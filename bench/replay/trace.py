@@ -32,6 +32,7 @@ class Node:
         call: one of COLLECTIVES or MESSAGES, or COMPUTE.
         deps: ids of the nodes that end before it begins.
         start, seconds: when it began, from the step's start, and how long it took; None: the file has none.
+        core: seconds of a core that it took, of a node that computes; None: `seconds`.
         idles: it takes its time and computes nothing: a copy, or a host that issues.
         on_host: a CPU runs it.
         nbytes: of the whole buffer of a rank: all slices of an all_gather, the input of a reduce_scatter.
@@ -50,6 +51,7 @@ class Node:
     deps: tuple[int, ...] = ()
     start: float | None = None
     seconds: float | None = None
+    core: float | None = None
     idles: bool = False
     on_host: bool = False
     nbytes: int = 0

@@ -35,6 +35,7 @@ def _message(made: Any, node: Node, trace: Trace) -> Any:
     values: dict[str, Any] = {"is_cpu_op": node.call == COMPUTE, "stream": node.stream}
     values |= {} if node.start is None else {"start_ns": round(1e9 * node.start)}
     values |= {} if node.seconds is None else {"duration_ns": round(1e9 * node.seconds)}
+    values |= {} if node.core is None else {"core_ns": round(1e9 * node.core)}
     kind = "COMP_NODE"
     if node.call in MESSAGES:
         kind = f"COMM_{node.call.upper()}_NODE"
