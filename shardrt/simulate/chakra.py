@@ -28,7 +28,6 @@ from shardrt.device.program import (
     Wait,
     Work,
 )
-from shardrt.simulate.links import copies
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.timing import Timing, label_of
 
@@ -216,9 +215,9 @@ class _Step:
     ) -> None:
         self.nodes: list[Node] = []
         self._machine, self._groups, self._sent = machine, groups, sent
-        self._program = program = timing.programs[number]
+        self._program = timing.programs[number]
         self._began, self._ended = timing.began[number], timing.ended[number]
-        self._over_host = {} if machine.of_cpus else copies(program)
+        self._over_host = {} if machine.of_cpus else timing.copies[number]
         self._begin, end = timing.window(number)
         self._after: dict[str, tuple[int, ...]] = {}  # thread -> what its next node comes after
         self._beside: dict[str, tuple[int, ...]] = {}  # thread -> sends that run with its next message
