@@ -100,10 +100,12 @@ def traces_of(timing: Timing, machine: Machine) -> tuple[list[Trace], dict[str, 
       MEM: `tensor_size`, bytes over the link;
     - communication: `comm_size`, the bytes that this rank gives: its slice in an all-gather, and the whole
       buffer in a reduce-scatter, as in ASTRA-sim's rings and PARAM's `in_msg_nelems`. `comm_count` is the
-      same in elements of `comm_dtype`. `pg_name`, `pg_desc`, and `comm_tag`, which counts the group's
-      collectives, or tells messages of a pair of ranks apart;
-    - collectives: `comm_type` and, of a broadcast, `root`; messages: `comm_src` and `comm_dst`, world ranks,
-      and `grouped` for a send that runs at the same time as the next recv of its stream.
+      same in elements of `comm_dtype`: a NumPy dtype or "bfloat16"; 16-bit floats that are only moved are
+      "uint16". All-gathers of "uint8" are the host's, and ranks may give different lengths. `pg_name`,
+      `pg_desc`, and `comm_tag`, which counts the group's collectives, or tells messages of two ranks apart;
+    - collectives: `comm_type` and, of a broadcast, `root`, a world rank. A BARRIER has 0 bytes and no dtype;
+    - messages: `comm_src` and `comm_dst`, world ranks, and `grouped` for a send that runs at the same time as
+      the next recv of its stream.
 
     Raises:
         ValueError: if a rank has ended no step.

@@ -60,10 +60,11 @@ def read(folder, name="train"):
             while decodeMessage(file, node):
                 kind = et_def.NodeType.Name(node.type)
                 after = list(node.data_deps), list(node.ctrl_deps)
+                types = {each.name: each.WhichOneof("value") for each in node.attr}
                 micros = node.start_time_micros, node.duration_micros
                 nodes.append(
                     SimpleNamespace(id=node.id, name=node.name, type=kind, data_deps=after[0],
-                                    ctrl_deps=after[1], micros=micros, a=attributes(node))
+                                    ctrl_deps=after[1], micros=micros, a=attributes(node), types=types)
                 )  # fmt: skip
             assert not file.read(1)
         traces[int(path.name.split(".")[1])] = Read(attributes(metadata), nodes)
@@ -216,6 +217,24 @@ def test_a_kernel_has_its_operations_and_a_collective_its_unit_and_type(exported
     gather = next(node for node in traces[0].nodes if node.name == "all_gather blocks.1")
     assert (gather.a["tag"], gather.a["comm_type"], gather.a["comm_dtype"]) == ("blocks.1", 2, "float32")
     assert gather.a["comm_size"] == 4 * gather.a["comm_count"] and gather.a["pg_desc"] == "gather"
+
+
+FEEDER = {  # ASTRA-sim's et_feeder_node.cpp reads these fields, whatever an attribute has
+    **dict.fromkeys(("num_ops", "comm_type", "comm_size"), "int64_val"),
+    **dict.fromkeys(("comm_src", "comm_dst", "comm_tag"), "int32_val"),
+    **{"is_cpu_op": "bool_val", "tensor_size": "uint64_val", "pg_name": "string_val"},
+}
+
+
+def test_attributes_have_the_types_that_the_feeder_reads_and_groups_are_numbers(exported):
+    traces, groups = read(exported("tensor and pipeline"))
+    nodes = [node for trace in traces.values() for node in trace.nodes]
+    assert FEEDER.keys() <= {name for node in nodes for name in node.types}
+    for node in nodes:
+        assert {name: node.types[name] for name in FEEDER.keys() & node.types} == {
+            name: kind for name, kind in FEEDER.items() if name in node.types
+        }
+    assert all(int(group) > 0 for group in groups)  # "0" is the world there
 
 
 def test_another_export_of_the_name_leaves_no_trace_of_the_one_before(exported, tmp_path):
