@@ -81,7 +81,7 @@ def export(folder, *words):
 def finished(traces, groups):
     """When each node ends, by rank and id, in ns: of dependencies and durations, and of what ranks share.
 
-    A node without dependencies begins with the step, or before it if it did.
+    No node begins before the step, except where the trace says so.
     """
     ends = {rank: {} for rank in traces}
     places, come, sent = dict.fromkeys(traces, 0), defaultdict(dict), {}
@@ -91,7 +91,7 @@ def finished(traces, groups):
         for rank, trace in traces.items():
             for node in trace.nodes[places[rank] :]:
                 least = trace.facts["start_ns"] + min(0, node.a["start_ns"])
-                start = max((ends[rank][d] for d in (*node.data_deps, *node.ctrl_deps)), default=least)
+                start = max([least, *(ends[rank][d] for d in (*node.data_deps, *node.ctrl_deps))])
                 if node.type == "COMM_COLL_NODE":
                     key = node.a["pg_name"], node.a["comm_tag"]
                     come[key][rank] = start
