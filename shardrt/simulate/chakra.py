@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from shardrt.device.program import (
     Wait,
     Work,
 )
-from shardrt.simulate.links import copies
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.timing import Timing, label_of
 
@@ -51,8 +51,8 @@ class Node:
             them follows from another one.
         ctrl_deps: nodes that the host waited for, or ran itself, before it issued this one; without those
             that follow from other dependencies.
-        start, stop: priced, in seconds from the start of the step. The first ones start before it where the
-            previous step still ran.
+        start, stop: priced, in seconds from the start of the step, when the previous step is over. A node
+            with a negative start ran while the previous step did; no other node starts before 0.
         values: attributes by Chakra's names, see `traces_of`.
     """
 
@@ -101,10 +101,12 @@ def traces_of(timing: Timing, machine: Machine) -> tuple[list[Trace], dict[str, 
       MEM: `tensor_size`, bytes over the link;
     - communication: `comm_size`, the bytes that this rank gives: its slice in an all-gather, and the whole
       buffer in a reduce-scatter, as in ASTRA-sim's rings and PARAM's `in_msg_nelems`. `comm_count` is the
-      same in elements of `comm_dtype`. `pg_name`, `pg_desc`, and `comm_tag`, which counts the group's
-      collectives, or tells messages of a pair of ranks apart;
-    - collectives: `comm_type` and, of a broadcast, `root`; messages: `comm_src` and `comm_dst`, world ranks,
-      and `grouped` for a send that runs at the same time as the next recv of its stream.
+      same in elements of `comm_dtype`: a NumPy dtype or "bfloat16"; 16-bit floats that are only moved are
+      "uint16". All-gathers of "uint8" are the host's, and ranks may give different lengths. `pg_name`,
+      `pg_desc`, and `comm_tag`, which counts the group's collectives, or tells messages of two ranks apart;
+    - collectives: `comm_type` and, of a broadcast, `root`, a world rank. A BARRIER has 0 bytes and no dtype;
+    - messages: `comm_src` and `comm_dst`, world ranks, and `grouped` for a send that runs at the same time as
+      the next recv of its stream.
 
     Raises:
         ValueError: if a rank has ended no step.
@@ -216,9 +218,9 @@ class _Step:
     ) -> None:
         self.nodes: list[Node] = []
         self._machine, self._groups, self._sent = machine, groups, sent
-        self._program = program = timing.programs[number]
+        self._program = timing.programs[number]
         self._began, self._ended = timing.began[number], timing.ended[number]
-        self._over_host = {} if machine.of_cpus else copies(program)
+        self._over_host = {} if machine.of_cpus else timing.copies[number]
         self._begin, end = timing.window(number)
         self._after: dict[str, tuple[int, ...]] = {}  # thread -> what its next node comes after
         self._beside: dict[str, tuple[int, ...]] = {}  # thread -> sends that run with its next message
@@ -255,14 +257,14 @@ class _Step:
         before, beside = self._after.get(thread, ()), self._beside.pop(thread, ())
         if isinstance(item, Work) or item.peer < 0:
             before, beside = (*before, *beside), ()
-        issued = self._issued - self._begin
-        if issued > self._stop_of((*before, *self._after.get(HOST, ())), 0.0) + _NOTHING:
+        start, issued = self._began[index], self._issued - self._begin
+        ready = min(0.0, start - self._begin), self._stop_of((*before, *self._after.get(HOST, ())))
+        if issued > max(ready) + _NOTHING:
             self._host_until(issued)
             before = self._after[HOST] if thread == HOST else before
         needed = self._least((*before, *self._after.get(HOST, ())))
         data = tuple(node for node in needed if node in before)
         control = tuple(node for node in needed if node not in before)
-        start = self._began[index]
         if isinstance(item, Collective):
             kind, values = self._communication(item)
             if item.call == "recv":  # the time in which it waits for the message to leave is none of it
@@ -289,7 +291,7 @@ class _Step:
     def _host_until(self, stop: float) -> None:
         """What the host does until then, since all that comes before its next node."""
         before = self._after.get(HOST, ())
-        start = self._stop_of(before, self._first)
+        start = self._stop_of(before) if before else self._first
         node = self._add("host", "COMP_NODE", (before, ()), (start, stop), True, HOST, HOST, {})
         self._after[HOST] = (node,)
 
@@ -317,8 +319,8 @@ class _Step:
         self.nodes.append(Node(number, name, kind, *after, *times, values))
         return number
 
-    def _stop_of(self, nodes: Sequence[int], least: float) -> float:
-        return max((self.nodes[node - 1].stop for node in nodes), default=least)
+    def _stop_of(self, nodes: Sequence[int]) -> float:
+        return max((self.nodes[node - 1].stop for node in nodes), default=-inf)
 
     def _follows(self, first: int, second: int) -> bool:
         """Whether the second comes after the first."""

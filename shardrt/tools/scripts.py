@@ -51,7 +51,7 @@ def of_script(options: argparse.Namespace, recorded: Callable[[Sequence[str]], R
 
 
 def name_of(command: Sequence[str]) -> str:
-    """A script's or module's short name, for files: "train" of `-- train`, train.py and shardrt.models.train."""
+    """The short name of a script or module, for files: "train" of train.py and of shardrt.models.train."""
     words = [word for word in command if word not in ("--", "-m")]
     return re.sub(r"[^\w-]", "_", Path(words[0]).name.removesuffix(".py").rpartition(".")[2])
 

@@ -42,7 +42,10 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the last step for Perfetto")
     parser.add_argument(
-        "--chakra", type=Path, metavar="DIR", help="write the last step of each recorded rank as Chakra traces"
+        "--chakra",
+        type=Path,
+        metavar="DIR",
+        help="write a Chakra trace of the last step of each recorded rank",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -129,7 +132,7 @@ def _stands_for(record: str, ranks: int) -> dict[int, range]:
 
 
 def _check_chakra(folder: Path) -> None:
-    """Raises ImportError without mlc-chakra, and OSError if traces can't be written: before minutes of work."""
+    """Raises ImportError without mlc-chakra, and OSError if traces can't be written: before the recording."""
     try:
         chakra.schema()
     except ImportError as error:
