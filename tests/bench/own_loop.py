@@ -10,7 +10,6 @@ import json
 import statistics
 import sys
 import time
-from itertools import product
 
 import numpy as np
 from mpi4py import MPI
