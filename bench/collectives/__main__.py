@@ -62,7 +62,8 @@ class Collectives(benchmark.Benchmark):
 
     def head(self, options: argparse.Namespace, control: Communicator) -> str:
         """Which rank is where, as nccl-tests says it."""
-        self._devices = schema.devices(control, self._colors[control.rank])
+        on_gpu = any(kind in CARRIERS for kind in options.communicators)
+        self._devices = schema.devices(control, self._colors[control.rank], on_gpu)
         found = [] if self._file is None else [f"# Writing JSON output to {self._file}"]
         return "\n".join([*found, "#", "# Using devices", *map(schema.device_text, self._devices)])
 
