@@ -15,7 +15,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.comm import Communicator, create, init_device_mesh, mpi_world
+from shardrt.comm import CollectiveCounter, Communicator, create, init_device_mesh, mpi_world
 from shardrt.comm import world as worlds
-from shardrt.comm.interceptors import Call, Interceptor
 from shardrt.comm.objects import all_gather_object
 from shardrt.device import timeline
 from shardrt.device.cpu import finish_streams
@@ -37,12 +36,12 @@ from ..harness.command_line import Parser
 from ..step import STRATEGIES, mesh_shape
 from ..training import Training
 from . import writer
-from .plan import Key, plan
+from .__main__ import planned
+from .plan import Key, Plan, plan
 from .run import ALONE, FILLED, GAPS, Player
 from .trace import COLLECTIVES, COMPUTE, Node, Trace, in_order
 
 NAME = "step"
-WORK = f"{FILLED} by work"
 
 
 @dataclass
@@ -71,12 +70,12 @@ class Calls:
         _Noted(communicator, self, name)
 
 
-class _Noted(Interceptor):
+class _Noted(CollectiveCounter):
     def __init__(self, communicator: Communicator, calls: Calls, group: str) -> None:
         super().__init__(communicator)
         self._calls, self._group = calls, group
 
-    def intercept(self, call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
+    def intercept(self, call: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         if call.name not in COLLECTIVES or len(self._calls.groups[self._group]) == 1:
             return run
         how = call.args[2] if call.name == "reduce_scatter" else None
@@ -204,8 +203,8 @@ def main() -> int:
         parser.add_argument("--strategy", choices=STRATEGIES, default="FULL_SHARD")
         parser.add_argument("--prefetch", type=w.natural, default=1, metavar="N", help="units ahead (1)")
         parser.add_argument("--communicator", default="auto", metavar="NAME", help="shm, mpi, ... (auto)")
-        compare = "replay each step when it has run, and print both times"
-        parser.add_argument("--compare", action="store_true", help=compare)
+        compare = "replay each step when it has run, and other traces of the same step"
+        parser.add_argument("--compare", nargs="*", type=Path, metavar="DIR", help=compare)
         options = parser.parse_args()
         workload = w.workload_of(options)
         launched = mpi_world.launch()
@@ -219,17 +218,16 @@ def main() -> int:
         training = Training(workload, mesh, options.strategy, prefetch=options.prefetch)
     for number in range(options.warmup):
         training.step(*training.batch(number))
-    control, traces = mesh.communicator("control"), []
-    ratios: dict[str, list[float]] = {GAPS: [], FILLED: [], WORK: []}
+    control, traces, ratios = mesh.communicator("control"), [], []
+    others = {folder.name: _player(*planned(folder, control), control) for folder in options.compare or ()}
     for number in range(options.steps):
         traces.append(_recorded(training, calls, number))
-        if options.compare:
-            for mode, ratio in _compared(traces[-1], control).items():
-                ratios[mode].append(ratio)
-    if options.compare and mesh.rank == 0:
-        for mode, each in ratios.items():
-            low, middle, high = np.quantile(each, (0.25, 0.5, 0.75))
-            print(f"replay over step, {mode}: {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
+        if options.compare is not None:
+            ratios.append(_compared(traces[-1], others, control))
+    if ratios and mesh.rank == 0:
+        for name in ratios[0]:
+            low, middle, high = np.quantile([each[name] for each in ratios], (0.25, 0.5, 0.75))
+            print(f"replay over step, {name}: {middle:.3f} (quartiles {low:.3f} to {high:.3f})")
     own = [sum(each.ended - each.began for each in issued) for _, issued in traces]
     totals = [sum(each) for each in zip(*all_gather_object(control, own), strict=True)]
     order = sorted(range(len(totals)), key=totals.__getitem__)
@@ -242,28 +240,40 @@ def main() -> int:
     return 0
 
 
-def _compared(step: tuple[Trace, list[Issued]], control: Communicator) -> dict[str, float]:
-    """Communication of the step's replay over that of the step, both of all ranks, by mode. Collective."""
+def _compared(
+    step: tuple[Trace, list[Issued]], others: dict[str, Player], control: Communicator
+) -> dict[str, float]:
+    """Communication of replays over that of the step, both of all ranks. Collective.
+
+    others: replays of other traces of such a step.
+    """
     trace, issued = step
-    own = sum(each.ended - each.began for each in issued)
     made = plan(trace, control.rank, control.size)
     keys = all_gather_object(control, [item.key for _, item in made.communication])
     keys = sorted({Key(tuple(members), stream) for each in keys for members, stream in each})
+    player = _player(made, keys, control)
+    found = {"step": sum(each.ended - each.began for each in issued)}
+    for name, each in {"": player, **others}.items():
+        for mode, work in ((GAPS, False), (FILLED, False), (FILLED, True)):
+            played = each.play(mode, work)
+            places = [place for place, _ in each.plan.communication]
+            label = f"{name} {mode} {'by work' if work else ''}".strip()
+            found[label] = float(np.nansum((played.ended - played.began)[places]))
+    player.close()
+    everyone = all_gather_object(control, found)
+    totals = {name: sum(each[name] for each in everyone) for name in found}
+    if control.rank == 0:
+        each = (f"{name} {1e3 * total / control.size:.3f}" for name, total in totals.items())
+        print(f"communication of a rank, ms: {', '.join(each)}")
+    return {name: total / totals["step"] for name, total in totals.items() if name != "step"}
+
+
+def _player(made: Plan, keys: Sequence[Key], control: Communicator) -> Player:
+    """A player that has played once. Collective."""
     player = Player(made, keys, create("auto"), control, device.current())
     player.zero()
     player.play(ALONE)
-    found = [own]
-    for mode, work in ((GAPS, False), (FILLED, False), (FILLED, True)):
-        played = player.play(mode, work)
-        found.append(float(np.nansum((played.ended - played.began)[[p for p, _ in made.communication]])))
-    player.close()
-    totals = [sum(each) / control.size for each in zip(*all_gather_object(control, found), strict=True)]
-    if control.rank == 0:
-        own, *each = (f"{1e3 * total:.3f}" for total in totals)
-        print(
-            f"communication of a rank, ms: {own}; replayed with {GAPS}, {FILLED}, {WORK}: {', '.join(each)}"
-        )
-    return dict(zip((GAPS, FILLED, WORK), (total / totals[0] for total in totals[1:]), strict=True))
+    return player
 
 
 def _recorded(training: Training, calls: Calls, number: int) -> tuple[Trace, list[Issued]]:

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.comm import Communicator
-from shardrt.comm.interceptors import Call, Interceptor
+from shardrt.comm import CollectiveCounter, Communicator
 from shardrt.comm.objects import all_gather_object
 from shardrt.device import Device
 from shardrt.dtypes import LOW, storage
@@ -168,14 +167,14 @@ class _Watch:
         self.ended[item] = ended - self.start
 
 
-class _Stopwatch(Interceptor):
+class _Stopwatch(CollectiveCounter):
     """Notes when the calls of a communicator ran, for the item that is being submitted."""
 
     def __init__(self, communicator: Communicator, watch: _Watch) -> None:
         super().__init__(communicator)
         self._watch = watch
 
-    def intercept(self, call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
+    def intercept(self, call: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         watch, item = self._watch, self._watch.item
 
         def timed(*args: Any) -> None:
