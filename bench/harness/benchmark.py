@@ -14,7 +14,7 @@ from shardrt.comm import Communicator, create, thread
 from shardrt.train.errors import USAGE, launched_rank, one_line
 
 from . import communicators, environment
-from .command_line import Parser, add_forms
+from .command_line import Parser, add_forms, check_least
 from .table import Output
 from .timing import Effort
 
@@ -89,9 +89,7 @@ def add_effort(add: Callable) -> None:
 def effort_of(options: argparse.Namespace, **more: Any) -> Effort:
     """How often, as the options say. Raises ValueError."""
     least = {"-w": (options.warmup_iters, 0), "-n": (options.iters, 1), "-c": (options.check, 0)}
-    for name, (value, lowest) in (least | {"--rounds": (options.rounds, 1)}).items():
-        if value < lowest:
-            raise ValueError(f"{name}: must be at least {lowest}, got {value}")
+    check_least(least | {"--rounds": (options.rounds, 1)})
     return Effort(options.warmup_iters, options.iters, options.rounds, options.check, **more)
 
 

@@ -1,0 +1,239 @@
+"""Times a collective while matmuls run, next to both alone, as PARAM's commsComputeBench and OSU's osu_i* do.
+
+    mpirun -n 2 python -m bench.overlap all_gather reduce_scatter -b 64K -e 16M
+    mpirun -n 2 python -m bench.overlap --test-calls 10 --picture overlap.png
+    python -m bench.overlap -t 2 --side 128 --matmuls 8     # ranks as threads, no MPI
+
+Never run on a GPU. docs/howto/benchmarks.md has the columns.
+"""
+
+import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from shardrt import device as devices
+from shardrt.comm import Communicator
+from shardrt.comm import world as worlds
+from shardrt.comm.objects import all_gather_object
+from shardrt.device import Device
+
+from .collectives.ops import Case
+from .collectives.started import PLACES, NonBlocking, Ours, case_of
+from .harness.benchmark import Benchmark, main
+from .harness.command_line import check_known, check_least
+from .harness.communicators import opened
+from .harness.sizes import add_sizes, sizes_of
+from .harness.timing import Contestant, Effort, Measured, measured
+from .harness.values import count_wrong, fill, poison
+
+WAYS = ("alone", "compute", "serial", "together")
+
+
+class Overlap(Benchmark):
+    """Times a collective while matmuls run, next to both alone."""
+
+    name = "overlap"
+    columns = {
+        **{"communicator": "<12", "op": "<14", "by": "<6", "bytes": "10d", "matmuls": "7d"},
+        **{f"{way}_us": "11.2f" for way in WAYS},
+        **{"overlap_pct": "11.1f", "bus_gb_s": "8.2f", "bus_together_gb_s": "17.2f"},
+        **{"gflop_s": "8.2f", "gflop_together_s": "16.2f", "wrong": "5d"},
+    }
+
+    def add_options(self, add: Callable) -> None:
+        add("ops", nargs="*", default=list(PLACES), metavar="OP", help=f"{', '.join(PLACES)} (all)")
+        add_sizes(add, "64K", "16M", 16)
+        add("--side", type=int, default=256, metavar="N", help="rows of the square float32 matrices (256)")
+        many = "matmuls per collective (as many as take about as long as the collective)"
+        add("--matmuls", type=int, metavar="N", help=many)
+        tests = "calls of Test() between the matmuls, for mpi4py's collectives (0)"
+        add("--test-calls", type=int, default=0, metavar="N", help=tests)
+        add("--picture", type=Path, metavar="FILE.png", help="draw times and overlap against size")
+
+    def cases(self, options: argparse.Namespace, ranks: int) -> list[Case]:
+        check_known("OP", options.ops, PLACES)
+        fixed = 1 if options.matmuls is None else options.matmuls
+        least = {"--side": (options.side, 1), "--matmuls": (fixed, 1)}
+        check_least(least | {"--test-calls": (options.test_calls, 0)})
+        if options.picture is not None:
+            _check_picture(options.picture)
+        sizes = sizes_of(options)
+        found = [case_of(name, size, ranks) for name in dict.fromkeys(options.ops) for size in sizes]
+        if not all(case.nbytes for case in found):
+            raise ValueError(f"-b: {options.minbytes} bytes are less than one float32 for each rank")
+        return found
+
+    def head(self, options: argparse.Namespace, control: Communicator) -> str:
+        ranks, threads = worlds.current().local_size, devices.get("cpu").kernels.threads()
+        cores = len(set().union(*all_gather_object(control, list(os.sched_getaffinity(0)))))
+        room = "" if cores >= ranks * (threads + 1) else ", too few for both at once"
+        self.threads = f"{threads} for matmuls + 1 for collectives, on each of {ranks} ranks of a node"
+        self.threads += f"; {cores} cores{room}"
+        return f"# threads: {self.threads}\n{super().head(options, control)}"
+
+    def tail(self, lines: Sequence[dict]) -> tuple[list[str], dict]:
+        text, more = super().tail(lines)
+        return text, more | {"threads": self.threads}
+
+    def lines(
+        self, options: argparse.Namespace, cases: Sequence[Case], control: Communicator
+    ) -> Iterator[dict]:
+        found = []
+        for kind in options.communicators:
+            communicator, device = opened(kind, self.wrap)
+            stream, matmuls = device.new_stream("collectives"), Matmuls(device, options.side)
+            for case in cases:
+                collectives = {"ours": Ours(case, communicator, device, stream)}
+                if worlds.current().kind == "mpi" and device.name == "cpu":
+                    collectives["mpi4py"] = NonBlocking(case, options.test_calls)
+                pairs = {by: Pair(case, each, matmuls, control) for by, each in collectives.items()}
+                for by, figures in _measured(pairs, options.matmuls, options.effort).items():
+                    found.append({"communicator": kind, "op": case.op.name, "by": by, **figures})
+                    yield found[-1]
+        if options.picture is not None and control.rank == 0:
+            draw(found, options.picture)
+
+
+class Matmuls:
+    """Square float32 matmuls of the device's own kernels. bits: of the latest result; right: of any."""
+
+    def __init__(self, device: Device, side: int) -> None:
+        self.device, self.flops = device, 2 * side**3
+        operands = np.random.default_rng(0).standard_normal((2, side, side), np.float32)
+        out = device.empty((side, side), np.float32)
+        self._one = partial(device.kernels.matmul.matmul, *map(device.asarray, operands), out)
+        self.bits = out.reshape(-1).view(np.int32)
+        self.run(2)  # the first may try several libraries
+        self.right = device.to_numpy(self.bits).copy()
+
+    def run(self, count: int, test: Callable | None = None, tests: int = 0) -> None:
+        """Run so many; `test` is called `tests` times, spread over them."""
+        for done in range(count):
+            self._one()
+            for _ in range(tests * (done + 1) // count - tests * done // count):
+                test()
+
+
+class Pair:
+    """A collective and `count` matmuls: each alone, one after the other, and both at once."""
+
+    def __init__(
+        self, case: Case, collective: Ours | NonBlocking, matmuls: Matmuls, control: Communicator
+    ) -> None:
+        self.case, self.matmuls, self.control, self.count = case, matmuls, control, 1
+        self._collective = collective
+
+    def alone(self) -> None:
+        self._collective.start()
+        self._collective.finish()
+
+    def compute(self) -> None:
+        self.matmuls.run(self.count)
+
+    def serial(self) -> None:
+        self.alone()
+        self.compute()
+
+    def together(self) -> None:
+        self._collective.start()
+        self.matmuls.run(self.count, getattr(self._collective, "test", None), self._collective.tests)
+        self._collective.finish()
+
+    def calibrate(self) -> None:
+        """Take as many matmuls as take about as long as the collective, the same number on all ranks."""
+        both = {"alone": Contestant(self.alone), "compute": Contestant(self.compute)}
+        found = measured(both, self.matmuls.device, self.control, Effort(calls=3, rounds=5, checks=0))
+        alone, one = (found[way].seconds.mean(axis=0).min() for way in both)
+        self.count = max(1, round(alone / one))
+
+    def check(self, number: int) -> int:
+        """Run both at once with the values of a round; the wrong elements of the two results."""
+        case, device, bits, right = self.case, self.matmuls.device, self.matmuls.bits, self.matmuls.right
+        source, target, rank = self._collective.source, self._collective.target, self.control.rank
+        meet = partial(self.control.barrier, stream=device.current_stream)
+        meet()  # ranks may share the target: it is poisoned when no rank reads it
+        poison(target)
+        poison(bits)
+        device.current_stream.synchronize()
+        meet()
+        fill(device, source, lambda indices: case.given(rank, indices, number))
+        self.together()
+        device.current_stream.synchronize()
+        wrong = count_wrong(device, target, lambda *span: case.expected(rank, *span, number))
+        return wrong + count_wrong(device, bits, lambda start, stop: right[start:stop])
+
+
+def _measured(pairs: dict[str, Pair], count: int | None, effort: Effort) -> dict[str, dict]:
+    """Figures by whose collective it is. All ways of all pairs alternate."""
+    contestants = {}
+    for by, pair in pairs.items():
+        if count is None:
+            pair.calibrate()
+        else:
+            pair.count = count
+        contestants |= {(by, way): Contestant(getattr(pair, way)) for way in WAYS}
+        contestants[by, "together"] = Contestant(pair.together, pair.check)
+    found = measured(contestants, pair.matmuls.device, pair.control, effort)
+    return {by: _figures(pair, {way: found[by, way] for way in WAYS}, effort) for by, pair in pairs.items()}
+
+
+def _figures(pair: Pair, found: dict[str, Measured], effort: Effort) -> dict:
+    """Medians over rounds; None where something is wrong.
+
+    overlap_pct: how much of the shorter is hidden: 100 where both take as long as the longer alone, 0 where
+    they take as long as the sum, less where they slow each other down, or ranks wait for each other longer.
+    Rates together are over the time until both are done, as PARAM's.
+    """
+    seconds = {way: effort.one(found[way].seconds) for way in WAYS}
+    alone, compute, _, together = seconds.values()
+    hidden = (alone + compute - together) / np.minimum(alone, compute)
+    moved = pair.case.nbytes * pair.case.op.bus(pair.case.ranks) / 1e9
+    flops = pair.count * pair.matmuls.flops / 1e9
+    figures = {f"{way}_us": 1e6 * each for way, each in seconds.items()}
+    figures |= {"overlap_pct": 100 * hidden, "bus_gb_s": moved / alone, "bus_together_gb_s": moved / together}
+    figures |= {"gflop_s": flops / compute, "gflop_together_s": flops / together}
+    wrong = found["together"].wrong
+    right = {name: None if wrong else round(float(np.median(each)), 3) for name, each in figures.items()}
+    return {"bytes": pair.case.nbytes, "matmuls": pair.count, **right, "wrong": wrong}
+
+
+def _check_picture(path: Path) -> None:
+    """Raise ValueError if no picture can be drawn after the measurement."""
+    if path.suffix != ".png" or not path.parent.is_dir():
+        raise ValueError(f"--picture: must be a .png in a folder that exists, got {str(path)!r}")
+    if find_spec("matplotlib") is None:
+        raise ValueError("--picture: needs matplotlib: pip install matplotlib")
+
+
+def draw(lines: Sequence[dict], path: Path) -> None:
+    """Draw times and overlap against size, a row for each collective; mpi4py's lines are dashed."""
+    from matplotlib.figure import Figure
+
+    ops = list(dict.fromkeys(line["op"] for line in lines))
+    figure = Figure(figsize=(11, 3.2 * len(ops)), layout="constrained")
+    for (times, overlap), op in zip(figure.subplots(len(ops), 2, squeeze=False), ops, strict=True):
+        for who in dict.fromkeys((line["communicator"], line["by"]) for line in lines):
+            own = [line for line in lines if (line["communicator"], line["by"]) == who and line["op"] == op]
+            own = [line for line in own if not line["wrong"]]
+            sizes, style = [line["bytes"] for line in own], "o-" if who[1] == "ours" else "s--"
+            for place, way in enumerate(("alone", "compute", "together")):
+                series, label = [line[f"{way}_us"] for line in own], f"{', '.join(who)}: {way}"
+                times.loglog(sizes, series, style, color=f"C{place}", label=label)
+            overlap.semilogx(sizes, [line["overlap_pct"] for line in own], style, label=", ".join(who))
+        times.set(title=op, xlabel="bytes", ylabel="microseconds")
+        overlap.set(title=op, xlabel="bytes", ylabel="overlap in percent")
+        times.legend(fontsize=7)
+        overlap.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Overlap()))
