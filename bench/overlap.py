@@ -114,7 +114,7 @@ class Matmuls:
         self.run(2)  # the first may try several libraries
         self.right = device.to_numpy(self.bits).copy()
 
-    def run(self, count: int, test: Callable | None = None, tests: int = 0) -> None:
+    def run(self, count: int, test: Callable = lambda: None, tests: int = 0) -> None:
         """Run so many; `test` is called `tests` times, spread over them."""
         for done in range(count):
             self._one()
@@ -144,13 +144,13 @@ class Pair:
 
     def together(self) -> None:
         self._collective.start()
-        self.matmuls.run(self.count, getattr(self._collective, "test", None), self._collective.tests)
+        self.matmuls.run(self.count, self._collective.test, self._collective.tests)
         self._collective.finish()
 
     def calibrate(self) -> None:
         """Take as many matmuls as take about as long as the collective, the same number on all ranks."""
         both = {"alone": Contestant(self.alone), "compute": Contestant(self.compute)}
-        found = measured(both, self.matmuls.device, self.control, Effort(calls=3, rounds=5, checks=0))
+        found = measured(both, self.matmuls.device, self.control, Effort(calls=3, rounds=3, checks=0))
         alone, one = (found[way].seconds.mean(axis=0).min() for way in both)
         self.count = max(1, round(alone / one))
 
@@ -214,24 +214,26 @@ def _check_picture(path: Path) -> None:
 
 
 def draw(lines: Sequence[dict], path: Path) -> None:
-    """Draw times and overlap against size, a row for each collective; mpi4py's lines are dashed."""
+    """Draw times and overlap against size, a row per communicator and collective; mpi4py's are dashed."""
     from matplotlib.figure import Figure
 
-    ops = list(dict.fromkeys(line["op"] for line in lines))
-    figure = Figure(figsize=(11, 3.2 * len(ops)), layout="constrained")
-    for (times, overlap), op in zip(figure.subplots(len(ops), 2, squeeze=False), ops, strict=True):
-        for who in dict.fromkeys((line["communicator"], line["by"]) for line in lines):
-            own = [line for line in lines if (line["communicator"], line["by"]) == who and line["op"] == op]
-            own = [line for line in own if not line["wrong"]]
-            sizes, style = [line["bytes"] for line in own], "o-" if who[1] == "ours" else "s--"
+    rows = list(dict.fromkeys((line["communicator"], line["op"]) for line in lines))
+    figure = Figure(figsize=(11, 3.2 * len(rows)), layout="constrained")
+    for (times, overlap), row in zip(figure.subplots(len(rows), 2, squeeze=False), rows, strict=True):
+        right = [line for line in lines if (line["communicator"], line["op"]) == row and not line["wrong"]]
+        for by in dict.fromkeys(line["by"] for line in right):
+            own = [line for line in right if line["by"] == by]
+            sizes, style = [line["bytes"] for line in own], "o-" if by == "ours" else "s--"
             for place, way in enumerate(("alone", "compute", "together")):
-                series, label = [line[f"{way}_us"] for line in own], f"{', '.join(who)}: {way}"
-                times.loglog(sizes, series, style, color=f"C{place}", label=label)
-            overlap.semilogx(sizes, [line["overlap_pct"] for line in own], style, label=", ".join(who))
-        times.set(title=op, xlabel="bytes", ylabel="microseconds")
-        overlap.set(title=op, xlabel="bytes", ylabel="overlap in percent")
-        times.legend(fontsize=7)
-        overlap.legend(fontsize=7)
+                series = [line[f"{way}_us"] for line in own]
+                times.loglog(sizes, series, style, color=f"C{place}", label=f"{by}: {way}")
+            overlap.semilogx(sizes, [line["overlap_pct"] for line in own], style, label=by)
+        overlap.axhspan(0, 100, color="0.94", zorder=0)
+        times.set(title=" ".join(row), xlabel="bytes", ylabel="microseconds")
+        overlap.set(title=" ".join(row), xlabel="bytes", ylabel="overlap in percent")
+        for axes in (times, overlap):
+            if right:
+                axes.legend(fontsize=7)
     figure.savefig(path, dpi=120)
 
 
