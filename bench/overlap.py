@@ -44,7 +44,8 @@ class Overlap(Benchmark):
     columns = {
         **{"communicator": "<12", "op": "<14", "by": "<6", "bytes": "10d", "matmuls": "7d"},
         **{f"{way}_us": "11.2f" for way in WAYS},
-        **{"overlap_pct": "11.1f", "bus_gb_s": "8.2f", "bus_together_gb_s": "17.2f"},
+        **{"overlap_pct": "11.1f", "min_pct": "8.1f", "max_pct": "8.1f"},
+        **{"bus_gb_s": "8.2f", "bus_together_gb_s": "17.2f"},
         **{"gflop_s": "8.2f", "gflop_together_s": "16.2f", "wrong": "5d"},
     }
 
@@ -186,7 +187,7 @@ def _measured(pairs: dict[str, Pair], count: int | None, effort: Effort) -> dict
 
 
 def _figures(pair: Pair, found: dict[str, Measured], effort: Effort) -> dict:
-    """Medians over rounds; None where something is wrong.
+    """Medians over rounds, and the least and largest overlap of a round; None where something is wrong.
 
     overlap_pct: how much of the shorter is hidden: 100 where both take as long as the longer alone, 0 where
     they take as long as the sum, less where they slow each other down, or ranks wait for each other longer.
@@ -194,11 +195,12 @@ def _figures(pair: Pair, found: dict[str, Measured], effort: Effort) -> dict:
     """
     seconds = {way: effort.one(found[way].seconds) for way in WAYS}
     alone, compute, _, together = seconds.values()
-    hidden = (alone + compute - together) / np.minimum(alone, compute)
+    hidden = 100 * (alone + compute - together) / np.minimum(alone, compute)
     moved = pair.case.nbytes * pair.case.op.bus(pair.case.ranks) / 1e9
     flops = pair.count * pair.matmuls.flops / 1e9
     figures = {f"{way}_us": 1e6 * each for way, each in seconds.items()}
-    figures |= {"overlap_pct": 100 * hidden, "bus_gb_s": moved / alone, "bus_together_gb_s": moved / together}
+    figures |= {"overlap_pct": hidden, "min_pct": hidden.min(), "max_pct": hidden.max()}
+    figures |= {"bus_gb_s": moved / alone, "bus_together_gb_s": moved / together}
     figures |= {"gflop_s": flops / compute, "gflop_together_s": flops / together}
     wrong = found["together"].wrong
     right = {name: None if wrong else round(float(np.median(each)), 3) for name, each in figures.items()}

@@ -22,8 +22,8 @@ from tests.ranks import mpirun
 SLEEP = 0.03
 FEW = ["-n", "1", "--rounds", "3", "-w", "0"]
 SLEEPING = ["-t", "2", "all_gather", "-b", "4K", "-e", "4K", "--side", "16", *FEW, "--json"]
-FIGURES = [*(f"{way}_us" for way in WAYS), "overlap_pct", "bus_gb_s", "bus_together_gb_s"]
-FIGURES += ["gflop_s", "gflop_together_s"]
+FIGURES = [*(f"{way}_us" for way in WAYS), "overlap_pct", "min_pct", "max_pct"]
+FIGURES += ["bus_gb_s", "bus_together_gb_s", "gflop_s", "gflop_together_s"]
 
 
 class Wrong(Interceptor):
@@ -141,6 +141,7 @@ def test_rates_and_overlap_are_those_of_the_times(capsys):
             flops / together
         )
         assert line["overlap_pct"] == close(100 * (alone + compute - together) / min(alone, compute), abs=0.1)
+        assert line["min_pct"] == line["overlap_pct"] == line["max_pct"]  # of one round
         assert line["by"] == "ours" and line["communicator"] == "thread" and line["wrong"] == 0
 
 
