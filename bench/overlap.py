@@ -25,19 +25,20 @@ from shardrt.comm import world as worlds
 from shardrt.comm.objects import all_gather_object
 from shardrt.device import Device
 
-from .collectives.ops import Case
-from .collectives.started import PLACES, NonBlocking, Ours, case_of
-from .harness.benchmark import Benchmark, main
+from .collectives.ops import NONE, OPS, Case, rounded
+from .collectives.started import InStream, NonBlocking
+from .harness import benchmark
 from .harness.command_line import check_known, check_least
-from .harness.communicators import opened
+from .harness.communicators import opened, under_mpi
 from .harness.sizes import add_sizes, sizes_of
 from .harness.timing import Contestant, Effort, Measured, measured
-from .harness.values import count_wrong, fill, poison
+from .harness.values import count_wrong, poison
 
+PLACES = {"all_gather": "in", "reduce_scatter": "out", "all_reduce": "in", "all_to_all": "out"}  # as in FSDP
 WAYS = ("alone", "compute", "serial", "together")
 
 
-class Overlap(Benchmark):
+class Overlap(benchmark.Benchmark):
     """Times a collective while matmuls run, next to both alone."""
 
     name = "overlap"
@@ -87,20 +88,21 @@ class Overlap(Benchmark):
     def lines(
         self, options: argparse.Namespace, cases: Sequence[Case], control: Communicator
     ) -> Iterator[dict]:
-        found = []
+        most = max(case.nbytes for case in cases)
         for kind in options.communicators:
-            communicator, device = opened(kind, self.wrap)
-            stream, matmuls = device.new_stream("collectives"), Matmuls(device, options.side)
+            communicator, device = opened(kind)
+            libraries = {"ours": InStream(self.wrap(communicator), device, most)}
+            if under_mpi() and device.in_host_memory:
+                libraries["mpi4py"] = NonBlocking(device, most, options.test_calls)
+            matmuls = Matmuls(device, options.side)
             for case in cases:
-                collectives = {"ours": Ours(case, communicator, device, stream)}
-                if worlds.current().kind == "mpi" and device.name == "cpu":
-                    collectives["mpi4py"] = NonBlocking(case, options.test_calls)
-                pairs = {by: Pair(case, each, matmuls, control) for by, each in collectives.items()}
+                pairs = {by: Pair(case, each, matmuls, control) for by, each in libraries.items()}
                 for by, figures in _measured(pairs, options.matmuls, options.effort).items():
-                    found.append({"communicator": kind, "op": case.op.name, "by": by, **figures})
-                    yield found[-1]
-        if options.picture is not None and control.rank == 0:
-            draw(found, options.picture)
+                    yield {"communicator": kind, "op": case.op.name, "by": by, **figures}
+
+    def close(self, options: argparse.Namespace, lines: Sequence[dict]) -> None:
+        if options.picture is not None:
+            draw(lines, options.picture)
 
 
 class Matmuls:
@@ -127,14 +129,17 @@ class Pair:
     """A collective and `count` matmuls: each alone, one after the other, and both at once."""
 
     def __init__(
-        self, case: Case, collective: Ours | NonBlocking, matmuls: Matmuls, control: Communicator
+        self, case: Case, library: InStream | NonBlocking, matmuls: Matmuls, control: Communicator
     ) -> None:
         self.case, self.matmuls, self.control, self.count = case, matmuls, control, 1
-        self._collective = collective
+        self._library, self._arrays = library, library.arrays(case)
+        for array in self._arrays:
+            array.fill(0)  # sums of what was summed before would run out of their type
+        self._start = partial(library.start, getattr(library, case.op.name)(*self._arrays, case))
 
     def alone(self) -> None:
-        self._collective.start()
-        self._collective.finish()
+        self._start()
+        self._library.finish()
 
     def compute(self) -> None:
         self.matmuls.run(self.count)
@@ -144,9 +149,9 @@ class Pair:
         self.compute()
 
     def together(self) -> None:
-        self._collective.start()
-        self.matmuls.run(self.count, self._collective.test, self._collective.tests)
-        self._collective.finish()
+        self._start()
+        self.matmuls.run(self.count, self._library.test, self._library.tests)
+        self._library.finish()
 
     def calibrate(self) -> None:
         """Take as many matmuls as take about as long as the collective, the same number on all ranks."""
@@ -157,19 +162,17 @@ class Pair:
 
     def check(self, number: int) -> int:
         """Run both at once with the values of a round; the wrong elements of the two results."""
-        case, device, bits, right = self.case, self.matmuls.device, self.matmuls.bits, self.matmuls.right
-        source, target, rank = self._collective.source, self._collective.target, self.control.rank
-        meet = partial(self.control.barrier, stream=device.current_stream)
-        meet()  # ranks may share the target: it is poisoned when no rank reads it
-        poison(target)
+        bits, right = self.matmuls.bits, self.matmuls.right
         poison(bits)
-        device.current_stream.synchronize()
-        meet()
-        fill(device, source, lambda indices: case.given(rank, indices, number))
-        self.together()
-        device.current_stream.synchronize()
-        wrong = count_wrong(device, target, lambda *span: case.expected(rank, *span, number))
-        return wrong + count_wrong(device, bits, lambda start, stop: right[start:stop])
+        wrong = self._library.wrong(*self._arrays, self.together, self.case, self.control, number)
+        return wrong + count_wrong(self.matmuls.device, bits, lambda start, stop: right[start:stop])
+
+
+def case_of(name: str, nbytes: int, ranks: int) -> Case:
+    """A sum of float32, or what is no sum, of about so many bytes."""
+    op = OPS[name]
+    size = rounded(op, "float32", nbytes, ranks)
+    return Case(op, "float32", PLACES[name], size, ranks, "sum" if op.reduces else NONE)
 
 
 def _measured(pairs: dict[str, Pair], count: int | None, effort: Effort) -> dict[str, dict]:
@@ -239,5 +242,10 @@ def draw(lines: Sequence[dict], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it on this rank; gives the exit code."""
+    return benchmark.main(Overlap(), arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(main(Overlap()))
+    sys.exit(main())
