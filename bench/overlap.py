@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +26,10 @@ from shardrt.device import Device
 
 from .collectives.ops import NONE, OPS, Case, rounded
 from .collectives.started import InStream, NonBlocking
-from .harness import benchmark
+from .harness import benchmark, picture
 from .harness.command_line import check_known, check_least
 from .harness.communicators import opened, under_mpi
+from .harness.picture import Curve
 from .harness.sizes import add_sizes, sizes_of
 from .harness.timing import Contestant, Effort, Measured, measured
 from .harness.values import count_wrong, poison
@@ -58,15 +58,14 @@ class Overlap(benchmark.Benchmark):
         add("--matmuls", type=int, metavar="N", help=many)
         tests = "calls of Test() between the matmuls, for mpi4py's collectives (0)"
         add("--test-calls", type=int, default=0, metavar="N", help=tests)
-        add("--picture", type=Path, metavar="FILE.png", help="draw times and overlap against size")
+        picture.add_option(add, "times and overlap over size")
 
     def cases(self, options: argparse.Namespace, ranks: int) -> list[Case]:
         check_known("OP", options.ops, PLACES)
         fixed = 1 if options.matmuls is None else options.matmuls
         least = {"--side": (options.side, 1), "--matmuls": (fixed, 1)}
         check_least(least | {"--test-calls": (options.test_calls, 0)})
-        if options.picture is not None:
-            _check_picture(options.picture)
+        picture.check(options)
         sizes = sizes_of(options)
         found = [case_of(name, size, ranks) for name in dict.fromkeys(options.ops) for size in sizes]
         if not all(case.nbytes for case in found):
@@ -210,36 +209,22 @@ def _figures(pair: Pair, found: dict[str, Measured], effort: Effort) -> dict:
     return {"bytes": pair.case.nbytes, "matmuls": pair.count, **right, "wrong": wrong}
 
 
-def _check_picture(path: Path) -> None:
-    """Raise ValueError if no picture can be drawn after the measurement."""
-    if path.suffix != ".png" or not path.parent.is_dir():
-        raise ValueError(f"--picture: must be a .png in a folder that exists, got {str(path)!r}")
-    if find_spec("matplotlib") is None:
-        raise ValueError("--picture: needs matplotlib: pip install matplotlib")
-
-
 def draw(lines: Sequence[dict], path: Path) -> None:
-    """Draw times and overlap against size, a row per communicator and collective; mpi4py's are dashed."""
-    from matplotlib.figure import Figure
-
+    """Draw times and overlap over size, a row for each communicator and collective; mpi4py's are dashed."""
     rows = list(dict.fromkeys((line["communicator"], line["op"]) for line in lines))
-    figure = Figure(figsize=(11, 3.2 * len(rows)), layout="constrained")
-    for (times, overlap), row in zip(figure.subplots(len(rows), 2, squeeze=False), rows, strict=True):
-        right = [line for line in lines if (line["communicator"], line["op"]) == row and not line["wrong"]]
-        for by in dict.fromkeys(line["by"] for line in right):
-            own = [line for line in right if line["by"] == by]
-            sizes, style = [line["bytes"] for line in own], "o-" if by == "ours" else "s--"
-            for place, way in enumerate(("alone", "compute", "together")):
-                series = [line[f"{way}_us"] for line in own]
-                times.loglog(sizes, series, style, color=f"C{place}", label=f"{by}: {way}")
-            overlap.semilogx(sizes, [line["overlap_pct"] for line in own], style, label=by)
-        overlap.axhspan(0, 100, color="0.94", zorder=0)
-        times.set(title=" ".join(row), xlabel="bytes", ylabel="microseconds")
-        overlap.set(title=" ".join(row), xlabel="bytes", ylabel="overlap in percent")
-        for axes in (times, overlap):
-            if right:
-                axes.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
+    made, axes = picture.figure(2, len(rows))
+    for place, row in enumerate(rows):
+        times, overlaps = {}, {}
+        for by, name in (("ours", ""), ("mpi4py", ", raw")):
+            own = [line for line in lines if (line["communicator"], line["op"], line["by"]) == (*row, by)]
+            own = [line for line in own if not line["wrong"]]
+            curve = partial(Curve, [line["bytes"] for line in own], dashed=by != "ours")
+            for way in ("alone", "compute", "together") if own else ():
+                times[way + name] = curve([line[f"{way}_us"] for line in own])
+                overlaps["overlap" + name] = curve([line["overlap_pct"] for line in own])
+        picture.curves(axes[2 * place], times, f"{' '.join(row)}, us", log=True)
+        picture.curves(axes[2 * place + 1], overlaps, f"{' '.join(row)}, overlap in %")
+    picture.save(made, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

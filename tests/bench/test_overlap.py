@@ -187,8 +187,14 @@ NONSENSE = {
     "side": (["--side", "0"], "--side: must be at least 1, got 0"),
     "no matmul": (["--matmuls", "0"], "--matmuls: must be at least 1, got 0"),
     "tests": (["--test-calls", "-1"], "--test-calls: must be at least 0, got -1"),
-    "picture": (["--picture", "no/such/folder.png"], "--picture: must be a .png in a folder that exists"),
-    "no picture": (["--picture", "overlap.txt"], "--picture: must be a .png in a folder that exists"),
+    "picture": (
+        ["--picture", "no/such/folder.png"],
+        "--picture: must be a .png or .svg file in a folder that exists",
+    ),
+    "no picture": (
+        ["--picture", "overlap.txt"],
+        "--picture: must be a .png or .svg file in a folder that exists",
+    ),
     "communicator": (["-k", "gloo"], "-k: 'gloo' is unknown"),
     "rounds": (["--rounds", "0"], "--rounds: must be at least 1, got 0"),
 }
