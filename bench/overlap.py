@@ -155,8 +155,9 @@ class Pair:
     def calibrate(self) -> None:
         """Take as many matmuls as take about as long as the collective, the same number on all ranks."""
         both = {"alone": Contestant(self.alone), "compute": Contestant(self.compute)}
-        found = measured(both, self.matmuls.device, self.control, Effort(calls=3, rounds=3, checks=0))
-        alone, one = (found[way].seconds.mean(axis=0).min() for way in both)
+        effort = Effort(calls=4, rounds=3, checks=0, each=True)
+        found = measured(both, self.matmuls.device, self.control, effort)
+        alone, one = (found[way].each.mean(axis=0).min() for way in both)  # the call disturbed least
         self.count = max(1, round(alone / one))
 
     def check(self, number: int) -> int:
@@ -219,9 +220,10 @@ def draw(lines: Sequence[dict], path: Path) -> None:
             own = [line for line in lines if (line["communicator"], line["op"], line["by"]) == (*row, by)]
             own = [line for line in own if not line["wrong"]]
             curve = partial(Curve, [line["bytes"] for line in own], dashed=by != "ours")
-            for way in ("alone", "compute", "together") if own else ():
-                times[way + name] = curve([line[f"{way}_us"] for line in own])
+            if own:
                 overlaps["overlap" + name] = curve([line["overlap_pct"] for line in own])
+                for way in ("alone", "compute", "together"):
+                    times[way + name] = curve([line[f"{way}_us"] for line in own])
         picture.curves(axes[2 * place], times, f"{' '.join(row)}, us", log=True)
         picture.curves(axes[2 * place + 1], overlaps, f"{' '.join(row)}, overlap in %")
     picture.save(made, path)
