@@ -17,8 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import psutil
+
 from shardrt.comm import Communicator
 from shardrt.comm.backends import CARRIERS
+from shardrt.comm.objects import all_gather_object
+from shardrt.train.errors import USAGE, one_line
 
 from ..harness import benchmark, communicators, picture
 from ..harness.timing import measured
@@ -28,6 +32,9 @@ from .contestants import Contestant, Ours, RawMPI, RawNCCL
 from .ops import OPS
 from .options import Group
 from .picture import draw
+
+_BUFFERS = 7  # of the largest size, that ours and the raw library have together
+_FREE = 0.9  # the part of the free memory that may be taken
 
 
 class Collectives(benchmark.Benchmark):
@@ -62,15 +69,19 @@ class Collectives(benchmark.Benchmark):
 
     def head(self, options: argparse.Namespace, control: Communicator) -> str:
         """Which rank is where, as nccl-tests says it."""
+        self._room = _room(options, control)
         on_gpu = any(kind in CARRIERS for kind in options.communicators)
         self._devices = schema.devices(control, self._colors[control.rank], on_gpu)
         found = [] if self._file is None else [f"# Writing JSON output to {self._file}"]
+        if self._room < options.maxbytes:
+            found.append(f"# Reducing maxBytes to {self._room} due to memory limitation")
         return "\n".join([*found, "#", "# Using devices", *map(schema.device_text, self._devices)])
 
     def lines(
         self, options: argparse.Namespace, cases: Sequence[Group], control: Communicator
     ) -> Iterator[dict]:
         """A record for each place, communicator after communicator."""
+        cases = [group for group in cases if group[0].nbytes <= self._room]
         largest = max(case.nbytes for group in cases for case in group)
         color = self._colors[control.rank]
         among = self._split(control, color)
@@ -140,6 +151,16 @@ class Collectives(benchmark.Benchmark):
             draw(lines, options.picture)
         if self._file is not None:
             schema.write(self._file, schema.document(options, self._devices, lines, self._started))
+
+
+def _room(options: argparse.Namespace, control: Communicator) -> int:
+    """The largest size for which each rank has memory. Collective."""
+    own = int(_FREE * psutil.virtual_memory().available / _BUFFERS / communicators.ranks_here(options))
+    room = min(all_gather_object(control, own))
+    with one_line(USAGE):
+        if room < options.minbytes:
+            raise ValueError(f"-b: {options.minbytes} bytes are more than {room}, for which there is memory")
+    return room
 
 
 def main(arguments: Sequence[str] | None = None, wrap: communicators.Wrap | None = None) -> int:

@@ -31,6 +31,12 @@ def ranks_of(options: argparse.Namespace) -> tuple[int, int]:
     return (threads, threads) if threads > 1 else (launched.size if launched else 1, 0)
 
 
+def ranks_here(options: argparse.Namespace) -> int:
+    """The ranks of this run on this machine."""
+    launched = mpi_world.launch()
+    return ranks_of(options)[1] or (launched.local_size if launched else 1)
+
+
 def check(options: argparse.Namespace) -> None:
     """Replace `options.communicators` by the kinds to time. Raises ValueError where one can't be."""
     for flag, value in (("-t", options.nthreads), ("-g", options.ngpus)):

@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from bench.collectives import schema
@@ -178,6 +180,18 @@ def test_command_lines_of_its_readme_run(line, capsys):
     assert all(float(words[5]) > 0 and words[8] == "0" for words in rows(printed))
     assert re.search(r"^# Out of bounds values : 0 OK", printed, re.MULTILINE)
     assert re.search(r"^# Avg bus bandwidth    : [\d.e-]+$", printed, re.MULTILINE)
+
+
+def test_sizes_for_which_there_is_no_memory_are_left_out_as_in_nccl_tests(monkeypatch, capsys):
+    """-e 8G of its README."""
+    free = SimpleNamespace(available=2 * 7 * 1024 / 0.9)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    assert main("all_reduce -b 8 -e 8G -f 2 -t 2 -c 0 -w 0 -n 1 --rounds 1".split()) == 0
+    printed = capsys.readouterr().out
+    assert "# Reducing maxBytes to 1024 due to memory limitation" in printed
+    assert [words[0] for words in rows(printed)] == [str(8 << k) for k in range(8)]
+    free.available /= 2
+    assert_refused(main, ["-b", "2K"], "-b: 2048 bytes are more than 1024, for which there is", capsys)
 
 
 def test_the_columns_are_nccl_tests_own(capsys):
