@@ -12,7 +12,7 @@ import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads o
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +84,8 @@ class PointToPoint(Benchmark):
     def tail(self, lines: Sequence[dict]) -> tuple[list[str], dict]:
         found = matrices(lines)
         text, more = super().tail(lines)
-        return [*(each.text() for each in found), *text], {
-            "matrices": [each.data() for each in found],
-            **more,
-        }
+        more = {"matrices": [asdict(each) for each in found], **more}
+        return [*(each.text() for each in found), *text], more
 
 
 def _contestant(way: Way, case: Case, rank: int, device: Device, own: Array, theirs: Array) -> Contestant:
@@ -142,27 +140,28 @@ def _measured(
 
 def _lines(kind: str, case: Case, found: Mapping[Way, Measured]) -> list[dict]:
     """A line for each way; what is wrong has no figures."""
-    lines, raw = [], None
     pair = "-".join(map(str, case.pairs[0])) if len(case.pairs) == 1 else f"{len(case.pairs)} pairs"
+    lines = []
     for way, each in found.items():
-        seconds = each.each[case.firsts].ravel() / (2 if case.does == "latency" else 1)
-        us = stats(1e6 * seconds)
         what = {"test": case.test, "communicator": kind, "how": way.name, "pair": pair, "bytes": case.nbytes}
         what |= {"window": case.window, "iterations": each.each.shape[1]}
-        figures = {"avg_us": us.avg, "p50_us": us.p50, "p99_us": us.p99}
-        figures |= {
-            "gb_s": case.messages * case.nbytes / us.avg / 1e3,
-            "messages_s": 1e6 * case.messages / us.avg,
-        }
+        figures = _figures(case, each)
         if each.wrong:
             figures = dict.fromkeys(figures)
-        elif way.raw:
-            raw = us.p50
         lines.append({**what, **figures, "wrong": each.wrong, "ours_raw": None})
+    raw = next((line["p50_us"] for way, line in zip(found, lines, strict=True) if way.raw), None)
     for way, line in zip(found, lines, strict=True):
-        if not way.raw and raw and line["p50_us"] is not None:
+        if raw and line["p50_us"] and not way.raw:
             line["ours_raw"] = line["p50_us"] / raw
     return lines
+
+
+def _figures(case: Case, found: Measured) -> dict[str, float]:
+    """Times of iterations (latency: of half of one) on the ranks that send first; rates by their average."""
+    seconds = found.each[case.firsts].ravel() / (2 if case.does == "latency" else 1)
+    us = stats(1e6 * seconds)
+    rates = {"gb_s": case.messages * case.nbytes / us.avg / 1e3, "messages_s": 1e6 * case.messages / us.avg}
+    return {"avg_us": us.avg, "p50_us": us.p50, "p99_us": us.p99, **rates}
 
 
 if __name__ == "__main__":

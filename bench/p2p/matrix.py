@@ -1,7 +1,7 @@
 """The matrix of ranks as text, as data and as a picture."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,13 @@ class Matrix:
 
     def text(self) -> str:
         """With numbers of rows and columns."""
-        head = f"{self.test} {self.communicator} {self.how}, {self.bytes} bytes, {self.unit}: row to column"
         lines = [
-            f"{name:>6}" + "".join(number(value, 10) for value in row) for name, row in enumerate(self.rows)
+            f"\n{self.test} {self.communicator} {self.how}, {self.bytes} bytes, {self.unit}: row to column",
+            " " * 6 + "".join(f"{name:>10}" for name in range(len(self.rows))),
         ]
-        return "\n".join([head, " " * 6 + "".join(f"{name:>10}" for name in range(len(self.rows))), *lines])
-
-    def data(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        for name, row in enumerate(self.rows):
+            lines.append(f"{name:>6}" + "".join(number(value, 10) for value in row))
+        return "\n".join(lines)
 
 
 def matrices(lines: Iterable[dict]) -> list[Matrix]:

