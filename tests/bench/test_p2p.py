@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bench.harness.benchmark import main
-from bench.harness.timing import Effort, Measured
+from bench.harness.timing import Contestant, Effort, Measured
 from bench.p2p.__main__ import PointToPoint, _lines, _measured
 from bench.p2p.cases import Case
 from bench.p2p.matrix import matrices
@@ -92,10 +92,8 @@ def test_a_wrong_message_has_no_figure_and_exit_code_1(kind, hows, cells, capsys
     for line in result["lines"]:
         assert (line["how"] in hows) == bool(line["wrong"])
         assert all((line[name] is None) == bool(line["wrong"]) for name in FIGURES)
-        if line["wrong"]:  # one byte of each message: of 3 in a window, or of the answer alone
-            messages = 3 if line["test"] in ("bandwidth", "bibw", "message_rate") else 1
-            answered = line["pair"] == "1-0" or line["test"] == "matrix_latency"
-            assert line["wrong"] == 4 * (1 if answered else 3 if "bandwidth" in line["test"] else messages)
+        if line["wrong"]:  # a byte of each message that rank 1 receives: of a window, or of an answer
+            assert line["wrong"] == 4 * (3 if line["window"] == 3 and line["pair"] == "0-1" else 1)
     empty = sum(matrix["rows"][a][b] is None for matrix in result["matrices"] for a, b in ((0, 1), (1, 0)))
     assert empty == 2 * cells
     assert point_to_point([*words, "bibw"], wrap=wrap_of(kind)) == 1
@@ -144,8 +142,6 @@ def test_the_first_iteration_of_a_round_is_not_counted():
         def swap(self, outputs, arrays, peer): ...
 
     def body():
-        from bench.harness.timing import Contestant
-
         control, way = create("auto"), Counting()
         effort = Effort(warmup=0, calls=3, rounds=2, checks=0)
         contestants = {way: Contestant(lambda: calls.append(control.rank))}
