@@ -84,3 +84,9 @@ def _unfit(kind: str, ranks: int, threads: bool, launched: mpi_world.Launch | No
     if kind == "nccl" and cuda.count() < launched.local_size:
         return "needs a GPU for each rank"
     return ""
+
+
+def under_mpi() -> bool:
+    """Whether this process is one of several ranks of mpirun."""
+    launched = mpi_world.launch()
+    return launched is not None and launched.size > 1

@@ -1,8 +1,8 @@
 """Times messages between pairs of ranks in the manner of OSU's micro-benchmarks, and the matrix of all pairs.
 
-    mpirun -n 2 python -m bench.p2p                       # latency, bandwidth, bibw, message_rate, matrix
-    mpirun -n 4 python -m bench.p2p matrix -e 4M --picture matrix.png
-    python -m bench.p2p latency -t 2 -e 64K               # ranks as threads
+    mpirun -n 2 shardrt bench p2p                # latency, bandwidth, bibw, message_rate, matrix
+    mpirun -n 4 shardrt bench p2p matrix -e 4M --picture matrix.png
+    shardrt bench p2p latency -t 2 -e 64K        # ranks as threads
 
 Exit code 1 where a byte was wrong, 2 for options that make no sense.
 """
@@ -21,20 +21,19 @@ import numpy as np
 from shardrt.comm import Communicator
 from shardrt.device import Device
 
-from ..harness import communicators
-from ..harness.benchmark import Benchmark, main
+from ..harness import benchmark, communicators
 from ..harness.command_line import nbytes
 from ..harness.stats import stats
 from ..harness.timing import Contestant, Effort, Measured, measured
 from ..harness.values import count_wrong, fill, poison, values
 from .cases import ANSWER, TESTS, Case, cases_of
 from .matrix import FIGURES, draw, matrices
-from .ways import Call, Way, in_order, ways_of
+from .ways import RAW, Call, Way, in_order, ways_of
 
 Array = Any
 
 
-class PointToPoint(Benchmark):
+class PointToPoint(benchmark.Benchmark):
     """Time messages between pairs of ranks: OSU's micro-benchmarks, and the matrix of all pairs."""
 
     name = "p2p"
@@ -46,6 +45,7 @@ class PointToPoint(Benchmark):
     }
 
     def add_options(self, add: Callable) -> None:
+        """Tests, sizes, pairs."""
         add("tests", nargs="*", metavar="TEST", help=f"{', '.join(TESTS)} (all)")
         add("-b", "--minbytes", type=nbytes, default=1, metavar="SIZE", help="smallest message (1)")
         add("-e", "--maxbytes", type=nbytes, metavar="SIZE", help="largest message (1M)")
@@ -55,37 +55,42 @@ class PointToPoint(Benchmark):
         add("--picture", type=Path, metavar="FILE", help="draw the matrix there, as .png or .svg")
 
     def cases(self, options: argparse.Namespace, ranks: int) -> Sequence[Case]:
+        """Test after test, from small to large."""
         return cases_of(options, ranks)
 
     def lines(
         self, options: argparse.Namespace, cases: Sequence[Case], control: Communicator
     ) -> Iterator[dict]:
+        """A line for each way, communicator after communicator."""
         most = max(ANSWER, *(case.window * case.nbytes for case in cases))
-        of_matrix = []
         for kind in options.communicators:
             communicator, device = communicators.opened(kind, self.wrap)
             ways = ways_of(kind, communicator, device)
             own, theirs = (device.buffer(most, np.uint8) for _ in range(2))
             for case in cases:
                 contestants = {
-                    way: _contestant(way, case, control.rank, device, own, theirs)
+                    way.name: _contestant(way, case, control.rank, device, own, theirs)
                     for way in ways
                     if case.does in way.tests
                 }
-                for line in _lines(kind, case, _measured(case, contestants, device, control, options.effort)):
-                    of_matrix += [line] if case.test in FIGURES else []
-                    yield line
-        if options.picture is not None and control.rank == 0:
-            draw(matrices(of_matrix), options.picture)
+                found = _measured(case, contestants, device, control, options.effort)
+                yield from _lines(kind, case, found)
 
     def text(self, line: dict) -> str | None:
+        """Pairs of a matrix wait until all are there."""
         return None if line["test"] in FIGURES else super().text(line)
 
     def tail(self, lines: Sequence[dict]) -> tuple[list[str], dict]:
+        """Matrices, and the verdict."""
         found = matrices(lines)
         text, more = super().tail(lines)
         more = {"matrices": [asdict(each) for each in found], **more}
         return [*(each.text() for each in found), *text], more
+
+    def close(self, options: argparse.Namespace, lines: Sequence[dict]) -> None:
+        """Draw the picture."""
+        if options.picture is not None:
+            draw(matrices(lines), options.picture)
 
 
 def _contestant(way: Way, case: Case, rank: int, device: Device, own: Array, theirs: Array) -> Contestant:
@@ -127,31 +132,31 @@ def _expected(sender: int, start: int, stop: int, round_: int) -> np.ndarray:
 
 
 def _measured(
-    case: Case, contestants: Mapping[Way, Contestant], device: Device, control: Communicator, effort: Effort
-) -> dict[Way, Measured]:
+    case: Case, contestants: Mapping[str, Contestant], device: Device, control: Communicator, effort: Effort
+) -> dict[str, Measured]:
     """Without the first iteration of a round, for which ranks leave a barrier one after the other."""
     calls = case.iterations(effort.calls)
     found = measured(contestants, device, control, replace(effort, each=True, calls=calls + 1))
-    for way, each in found.items():
+    for how, each in found.items():
         rounds = each.each.reshape(control.size, effort.rounds, calls + 1)[:, :, 1:]
-        found[way] = replace(each, each=rounds.reshape(control.size, -1))
+        found[how] = replace(each, each=rounds.reshape(control.size, -1))
     return found
 
 
-def _lines(kind: str, case: Case, found: Mapping[Way, Measured]) -> list[dict]:
+def _lines(kind: str, case: Case, found: Mapping[str, Measured]) -> list[dict]:
     """A line for each way; what is wrong has no figures."""
     pair = "-".join(map(str, case.pairs[0])) if len(case.pairs) == 1 else f"{len(case.pairs)} pairs"
     lines = []
-    for way, each in found.items():
-        what = {"test": case.test, "communicator": kind, "how": way.name, "pair": pair, "bytes": case.nbytes}
+    for how, each in found.items():
+        what = {"test": case.test, "communicator": kind, "how": how, "pair": pair, "bytes": case.nbytes}
         what |= {"window": case.window, "iterations": each.each.shape[1]}
         figures = _figures(case, each)
         if each.wrong:
             figures = dict.fromkeys(figures)
         lines.append({**what, **figures, "wrong": each.wrong, "ours_raw": None})
-    raw = next((line["p50_us"] for way, line in zip(found, lines, strict=True) if way.raw), None)
-    for way, line in zip(found, lines, strict=True):
-        if raw and line["p50_us"] and not way.raw:
+    raw = next((line["p50_us"] for line in lines if line["how"] in RAW), None)
+    for line in lines:
+        if raw and line["p50_us"] and line["how"] not in RAW:
             line["ours_raw"] = line["p50_us"] / raw
     return lines
 
@@ -164,5 +169,10 @@ def _figures(case: Case, found: Measured) -> dict[str, float]:
     return {"avg_us": us.avg, "p50_us": us.p50, "p99_us": us.p99, **rates}
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    return benchmark.main(PointToPoint(), arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(main(PointToPoint()))
+    sys.exit(main())

@@ -15,6 +15,7 @@ from shardrt.device import Device
 
 Array = Any
 Call = Callable[[], Any]
+RAW = ("mpi4py", "nccl")
 ONE_WAY = ("latency", "bandwidth", "message_rate")
 
 
@@ -42,13 +43,12 @@ class Way(ABC):
     """Prepares calls. Several arrays are a window: messages that are under way at once, where there are such.
 
     Attributes:
+        name: as lines have it; one of RAW calls a library without shardrt.
         tests: those that it can do.
-        raw: whether it calls a library without shardrt.
     """
 
     name = ""
     tests: Sequence[str] = (*ONE_WAY, "bibw")
-    raw = False
 
     @abstractmethod
     def send(self, arrays: Sequence[Array], peer: int) -> Call:
@@ -110,7 +110,6 @@ class MPI(Way):
     """mpi4py's Send and Recv; of a window Isend and Irecv."""
 
     name = "mpi4py"
-    raw = True
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -141,7 +140,6 @@ class NCCL(Way):
     """cupy.cuda.nccl's send and recv, a window in one group. Never run on a GPU."""
 
     name = "nccl"
-    raw = True
 
     def __init__(self, communicator: Any, device: Device) -> None:
         from shardrt.comm.nccl import TYPES
