@@ -20,13 +20,14 @@ from dataclasses import replace
 from shardrt.comm import Communicator
 from shardrt.comm.backends import CARRIERS
 
-from ..harness import benchmark, communicators
+from ..harness import benchmark, communicators, picture
 from ..harness.timing import measured
 from . import options as command_line
 from . import report, schema, splits
 from .contestants import Contestant, Ours, RawMPI, RawNCCL
 from .ops import OPS
 from .options import Group
+from .picture import draw
 
 
 class Collectives(benchmark.Benchmark):
@@ -44,11 +45,13 @@ class Collectives(benchmark.Benchmark):
         self._each = self._stamps = False
 
     def add_options(self, add: Callable) -> None:
-        """nccl-tests' options."""
+        """nccl-tests' options, and --picture."""
         command_line.add_options(add)
+        picture.add_option(add, "bandwidth over size, and percentiles with -I")
 
     def cases(self, options: argparse.Namespace, ranks: int) -> list[Group]:
         """Lines of the table, each a case in each place."""
+        picture.check(options)
         self._colors = splits.colors(ranks)
         found = command_line.groups(options, self._colors.count(self._colors[0]))
         effort = {"each": bool(options.per_iter_timing), "blocking": options.blocking}
@@ -59,7 +62,8 @@ class Collectives(benchmark.Benchmark):
 
     def head(self, options: argparse.Namespace, control: Communicator) -> str:
         """Which rank is where, as nccl-tests says it."""
-        self._devices = schema.devices(control, self._colors[control.rank])
+        on_gpu = any(kind in CARRIERS for kind in options.communicators)
+        self._devices = schema.devices(control, self._colors[control.rank], on_gpu)
         found = [] if self._file is None else [f"# Writing JSON output to {self._file}"]
         return "\n".join([*found, "#", "# Using devices", *map(schema.device_text, self._devices)])
 
@@ -131,7 +135,9 @@ class Collectives(benchmark.Benchmark):
         return text, {"fits": fits, "verdict": [line.strip("# ") for line in verdict]}
 
     def close(self, options: argparse.Namespace, lines: Sequence[dict]) -> None:
-        """Write nccl-tests' file."""
+        """Write nccl-tests' file and the picture."""
+        if options.picture is not None:
+            draw(lines, options.picture)
         if self._file is not None:
             schema.write(self._file, schema.document(options, self._devices, lines, self._started))
 

@@ -307,14 +307,12 @@ class RawMPI(Contestant):
     def reduce_scatter(self, source: Array, target: Array, case: Case) -> Call:
         scaled, source = self._scaled(source, case)
         arrays = (source, target) if case.place == "out" else (self._in_place, source)
-        return in_order(
-            *scaled, partial(self._mpi.Reduce_scatter_block, *arrays, op=self._ops[case.reduction])
-        )
+        return in_order(*scaled, partial(self._mpi.Reduce_scatter_block, *arrays, self._ops[case.reduction]))
 
     def all_reduce(self, source: Array, target: Array, case: Case) -> Call:
         scaled, source = self._scaled(source, case)
         arrays = self._from(source, case), target
-        return in_order(*scaled, partial(self._mpi.Allreduce, *arrays, op=self._ops[case.reduction]))
+        return in_order(*scaled, partial(self._mpi.Allreduce, *arrays, self._ops[case.reduction]))
 
     def broadcast(self, source: Array, target: Array, case: Case) -> Call:
         copied = case.place == "out" and self.rank == case.root  # MPI knows one buffer

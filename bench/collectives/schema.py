@@ -18,6 +18,7 @@ from shardrt.comm import Communicator
 from shardrt.comm import world as worlds
 from shardrt.comm.objects import all_gather_object
 
+from ..harness import communicators
 from ..harness.environment import processor
 from .ops import DTYPES, OPS
 from .report import STAMP, bus_of
@@ -27,11 +28,15 @@ _SHOWN = ("NCCL_", "SHARDRT_", "OMP_", "OPENBLAS_", "NUMBA_", "MPICH_", "OMPI_",
 _PLACES = {"out": "out_of_place", "in": "in_place"}
 
 
-def devices(control: Communicator, color: int) -> list[dict]:
+def devices(control: Communicator, color: int, on_gpu: bool) -> list[dict]:
     """Which rank is where. Collective; the same on all ranks."""
-    world = worlds.current()
     own = {"rank": control.rank, "group": color, "pid": os.getpid(), "hostname": socket.gethostname()}
-    own |= {"device": world.local_rank, "device_hex": "cpu", "device_info": processor()}
+    device = communicators.device_of("nccl" if on_gpu else "cpu")
+    if on_gpu:
+        bus = device.identity.decode().split()[-1].rpartition(".")[0]  # 0000:8A:00.0 without the function
+        own |= {"device": device.index, "device_hex": bus, "device_info": "GPU"}
+    else:
+        own |= {"device": worlds.current().local_rank, "device_hex": "cpu", "device_info": processor()}
     return all_gather_object(control, own)
 
 
