@@ -49,7 +49,7 @@ class PointToPoint(benchmark.Benchmark):
         add("tests", nargs="*", metavar="TEST", help=f"{', '.join(TESTS)} (all)")
         add("-b", "--minbytes", type=nbytes, default=1, metavar="SIZE", help="smallest message (1)")
         add("-e", "--maxbytes", type=nbytes, metavar="SIZE", help="largest message (1M)")
-        add("-f", "--stepfactor", type=int, default=4, metavar="N", help="between sizes (4)")
+        add("-f", "--stepfactor", type=int, default=16, metavar="N", help="between sizes (16)")
         add("-W", "--window", type=int, default=64, metavar="N", help="messages before an answer (64)")
         add("--pair", metavar="A,B", help="ranks of latency, bandwidth and bibw (0 and the last)")
         add("--picture", type=Path, metavar="FILE", help="draw the matrix there, as .png or .svg")
