@@ -64,7 +64,10 @@ class Benchmark(ABC):
 
     def tail(self, lines: Sequence[dict]) -> tuple[list[str], dict]:
         """What follows the table: for a reader, and in the JSON object."""
-        wrong = sum(line["wrong"] or 0 for line in lines)
+        checked = [line["wrong"] for line in lines if line["wrong"] is not None]
+        if not checked:
+            return ["# wrong: not checked"], {"wrong": None}
+        wrong = sum(checked)
         return [f"# wrong: {wrong}{'' if wrong else ' OK'}"], {"wrong": wrong}
 
     def close(self, options: argparse.Namespace, lines: Sequence[dict]) -> None:  # noqa: B027

@@ -59,21 +59,18 @@ def cases_of(options: argparse.Namespace, ranks: int) -> list[Case]:
     tests = list(dict.fromkeys(options.tests or TESTS))
     check_known("test", tests, TESTS)
     if ranks < 2:
-        raise ValueError(
-            "p2p: needs 2 ranks or more, and this run has one; start it with mpirun -n 2, or -t 2"
-        )
+        raise ValueError("p2p: needs 2 ranks, and this run has one; start it with mpirun -n 2, or -t 2")
     if options.window < 1:
         raise ValueError(f"-W: must be at least 1, got {options.window}")
-    pair, sizes = _pair(options.pair, ranks), _sizes(options)
+    pair, sizes, largest = _pair(options.pair, ranks), *_sizes(options)
     if options.picture is not None:
         _check_picture(options.picture, tests)
     halves = tuple((rank, rank + ranks // 2) for rank in range(ranks // 2))
     found = []
     for test in tests:
         if test == "matrix":
-            found += _matrix("latency", sizes[0], ranks, 1) + _matrix(
-                "bandwidth", sizes[-1], ranks, options.window
-            )
+            found += _matrix("latency", sizes[0], ranks, 1)
+            found += _matrix("bandwidth", largest, ranks, options.window)
         else:
             pairs = halves if test == "message_rate" else (pair,)
             found += [Case(test, size, pairs, 1 if test == "latency" else options.window) for size in sizes]
@@ -94,7 +91,8 @@ def _pair(text: str | None, ranks: int) -> tuple[int, int]:
     return pair
 
 
-def _sizes(options: argparse.Namespace) -> list[int]:
+def _sizes(options: argparse.Namespace) -> tuple[list[int], int]:
+    """(sizes by the factor, largest that is allowed), in bytes."""
     least, most, factor = options.minbytes, options.maxbytes, options.stepfactor
     most = max(1 << 20, least) if most is None else most
     for name, value, lowest in (("-b", least, 1), ("-e", most, least), ("-f", factor, 2)):
@@ -103,7 +101,7 @@ def _sizes(options: argparse.Namespace) -> list[int]:
     sizes = [least]
     while sizes[-1] * factor <= most:
         sizes.append(sizes[-1] * factor)
-    return sizes
+    return sizes, most
 
 
 def _check_picture(path: Path, tests: Sequence[str]) -> None:

@@ -163,6 +163,11 @@ def test_the_matrix_of_three_ranks_has_every_pair_and_a_picture(tmp_path, capsys
     assert all(word in drawn for word in ("GB/s", "us", "sender", "receiver", "latency, 8 bytes"))
 
 
+def test_what_is_not_checked_is_not_said_to_be_right(capsys):
+    assert point_to_point([*"-t 2 latency -b 8 -e 8 -c 0".split(), *ONCE]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "# wrong: not checked"
+
+
 def test_a_matrix_is_row_to_column():
     line = {"test": "matrix_bandwidth", "communicator": "shm", "how": "direct", "bytes": 4, "p50_us": 9.0}
     (found,) = matrices([line | {"pair": "0-1", "gb_s": 1.0}, line | {"pair": "1-0", "gb_s": 2.0}])
@@ -171,8 +176,8 @@ def test_a_matrix_is_row_to_column():
 
 NONSENSE = {
     "test": (["osu_latency"], "test: unknown 'osu_latency'; known: latency, bandwidth"),
-    "no peer": ([], "p2p: needs 2 ranks or more, and this run has one"),
-    "one thread": (["-t", "1"], "p2p: needs 2 ranks or more, and this run has one"),
+    "no peer": ([], "p2p: needs 2 ranks, and this run has one"),
+    "one thread": (["-t", "1"], "p2p: needs 2 ranks, and this run has one"),
     "far": (["-t", "2", "--pair", "0,2"], "--pair: must be two ranks of 2 (0 to 1) such as 0,1, got '0,2'"),
     "itself": (["-t", "2", "--pair", "1,1"], "--pair: must be two ranks of 2"),
     "negative": (["-t", "2", "--pair=-1,0"], "--pair: must be two ranks of 2"),
@@ -196,7 +201,7 @@ def test_nonsense_is_one_line_and_exit_code_2(words, message, capsys):
 @pytest.mark.mpi
 def test_two_processes_next_to_mpi4py(tmp_path):
     picture = tmp_path / "matrix.png"
-    words = ["-k", "mpi,shm", "-b", "1", "-e", "64K", "-f", "64", "-W", "4", "--picture", str(picture)]
+    words = ["-k", "mpi,shm", "-b", "1", "-e", "64K", "-f", "65536", "-W", "4", "--picture", str(picture)]
     done = mpirun(2, ["-m", "bench.p2p", *words, *ONCE, "--csv"], **ONE_THREAD)
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader(done.stdout.splitlines()))

@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from bench.harness.benchmark import effort_of, parser_of, run
-from bench.p2p.__main__ import PointToPoint
+from bench.p2p.__main__ import main
 from bench.p2p.ways import NCCL
-from shardrt.comm import thread
 
 pytest.importorskip("cupy")
 
@@ -25,10 +23,7 @@ def test_messages_arrive_by_nccl_and_through_the_host(broken, software, capsys, 
         words = "latency -b 16 -e 16 -n 2 --json"
     else:
         words = "-b 16 -e 1K -f 64 -n 2 -W 3 --json"
-    benchmark = PointToPoint()
-    options = parser_of(benchmark).parse_args(words.split())
-    options.given, options.communicators, options.effort = "", ["nccl", "staged"], effort_of(options)
-    code = max(thread.run(2, run, benchmark, options, benchmark.cases(options, 2)))
+    code = main([*"-t 2 -k nccl,staged".split(), *words.split()])
     found = {}
     for line in json.loads(capsys.readouterr().out)["lines"]:
         found[line["communicator"], line["test"], line["how"]] = line["wrong"]
