@@ -26,11 +26,13 @@ class Benchmark(ABC):
     Attributes:
         name: of the command: `shardrt bench NAME`, or `python -m bench.NAME` in a checkout.
         columns: of the table: the name of a figure in a line, and the format of its column.
+        iters: -n where it is not given.
         short_output: whether -o is --output.
         wrap: put around the communicators that are timed.
     """
 
     name = ""
+    iters = 20
     columns: Mapping[str, str] = {}
     short_output = True
     wrap: communicators.Wrap = staticmethod(lambda communicator: communicator)
@@ -62,7 +64,10 @@ class Benchmark(ABC):
 
     def tail(self, lines: Sequence[dict]) -> tuple[list[str], dict]:
         """What follows the table: for a reader, and in the JSON object."""
-        wrong = sum(line["wrong"] or 0 for line in lines)
+        checked = [line["wrong"] for line in lines if line["wrong"] is not None]
+        if not checked:
+            return ["# wrong: not checked"], {"wrong": None}
+        wrong = sum(checked)
         return [f"# wrong: {wrong}{'' if wrong else ' OK'}"], {"wrong": wrong}
 
     def close(self, options: argparse.Namespace, lines: Sequence[dict]) -> None:  # noqa: B027
@@ -74,14 +79,14 @@ def parser_of(benchmark: Benchmark) -> Parser:
     parser = Parser(prog=program(benchmark.name), description=benchmark.__doc__, allow_abbrev=False)
     benchmark.add_options(parser.add_argument)
     communicators.add_options(parser.add_argument)
-    add_effort(parser.add_argument)
+    add_effort(parser.add_argument, benchmark.iters)
     add_forms(parser, short=benchmark.short_output)
     return parser
 
 
-def add_effort(add: Callable) -> None:
+def add_effort(add: Callable, iters: int = 20) -> None:
     """Add -n, -w, -c and --rounds: how often each case is measured and checked."""
-    add("-n", "--iters", type=int, default=20, metavar="N", help="timed calls in a row (20)")
+    add("-n", "--iters", type=int, default=iters, metavar="N", help=f"timed calls in a row ({iters})")
     add("-w", "--warmup_iters", type=int, default=1, metavar="N", help="untimed calls (1)")
     add("-c", "--check", type=int, default=1, metavar="N", help="rounds of checking, 0 for none (1)")
     add("--rounds", type=int, default=3, metavar="N", help="of -n calls, contestants alternating (3)")
