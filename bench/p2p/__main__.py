@@ -13,7 +13,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,8 @@ import numpy as np
 from shardrt.comm import Communicator
 from shardrt.device import Device
 
-from ..harness import benchmark, communicators
-from ..harness.command_line import nbytes
+from ..harness import benchmark, communicators, picture
+from ..harness.sizes import add_sizes
 from ..harness.stats import stats
 from ..harness.timing import Contestant, Effort, Measured, measured
 from ..harness.values import count_wrong, fill, poison, values
@@ -47,12 +46,10 @@ class PointToPoint(benchmark.Benchmark):
     def add_options(self, add: Callable) -> None:
         """Tests, sizes, pairs."""
         add("tests", nargs="*", metavar="TEST", help=f"{', '.join(TESTS)} (all)")
-        add("-b", "--minbytes", type=nbytes, default=1, metavar="SIZE", help="smallest message (1)")
-        add("-e", "--maxbytes", type=nbytes, metavar="SIZE", help="largest message (1M)")
-        add("-f", "--stepfactor", type=int, default=16, metavar="N", help="between sizes (16)")
+        add_sizes(add, "1", "1M", 16)
         add("-W", "--window", type=int, default=64, metavar="N", help="messages before an answer (64)")
         add("--pair", metavar="A,B", help="ranks of latency, bandwidth and bibw (0 and the last)")
-        add("--picture", type=Path, metavar="FILE", help="draw the matrix there, as .png or .svg")
+        picture.add_option(add, "the matrix")
 
     def cases(self, options: argparse.Namespace, ranks: int) -> Sequence[Case]:
         """Test after test, from small to large."""

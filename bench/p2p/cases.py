@@ -1,15 +1,12 @@
 """What is measured: a test at one size between given pairs of ranks. Planned before MPI starts."""
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from pathlib import Path
 
-from shardrt.train.errors import launched_rank
-
+from ..harness import picture
 from ..harness.command_line import check_known
-from .matrix import FORMATS
+from ..harness.sizes import sizes_of
 
 TESTS = ("latency", "bandwidth", "bibw", "message_rate", "matrix")
 ANSWER = 4  # bytes with which the receiver of a window answers, as in osu_bw
@@ -62,15 +59,16 @@ def cases_of(options: argparse.Namespace, ranks: int) -> list[Case]:
         raise ValueError("p2p: needs 2 ranks, and this run has one; start it with mpirun -n 2, or -t 2")
     if options.window < 1:
         raise ValueError(f"-W: must be at least 1, got {options.window}")
-    pair, sizes, largest = _pair(options.pair, ranks), *_sizes(options)
-    if options.picture is not None:
-        _check_picture(options.picture, tests)
+    pair, sizes = _pair(options.pair, ranks), sizes_of(options)
+    if options.picture is not None and "matrix" not in tests:
+        raise ValueError("--picture: draws the matrix, which is not among the tests; add matrix")
+    picture.check(options)
     halves = tuple((rank, rank + ranks // 2) for rank in range(ranks // 2))
     found = []
     for test in tests:
         if test == "matrix":
             found += _matrix("latency", sizes[0], ranks, 1)
-            found += _matrix("bandwidth", largest, ranks, options.window)
+            found += _matrix("bandwidth", options.maxbytes, ranks, options.window)
         else:
             pairs = halves if test == "message_rate" else (pair,)
             found += [Case(test, size, pairs, 1 if test == "latency" else options.window) for size in sizes]
@@ -89,26 +87,3 @@ def _pair(text: str | None, ranks: int) -> tuple[int, int]:
     if len(pair) != 2 or max(pair) >= ranks or pair[0] == pair[1]:
         raise ValueError(f"--pair: must be two ranks of {ranks} (0 to {ranks - 1}) such as 0,1, got {text!r}")
     return pair
-
-
-def _sizes(options: argparse.Namespace) -> tuple[list[int], int]:
-    """(sizes by the factor, largest that is allowed), in bytes."""
-    least, most, factor = options.minbytes, options.maxbytes, options.stepfactor
-    most = max(1 << 20, least) if most is None else most
-    for name, value, lowest in (("-b", least, 1), ("-e", most, least), ("-f", factor, 2)):
-        if value < lowest:
-            raise ValueError(f"{name}: must be at least {lowest}, got {value}")
-    sizes = [least]
-    while sizes[-1] * factor <= most:
-        sizes.append(sizes[-1] * factor)
-    return sizes, most
-
-
-def _check_picture(path: Path, tests: Sequence[str]) -> None:
-    """Now, not after the measurement."""
-    if "matrix" not in tests:
-        raise ValueError("--picture: draws the matrix, which is not among the tests; add matrix")
-    if path.suffix not in FORMATS:
-        raise ValueError(f"--picture: must end in {' or '.join(FORMATS)}, got {str(path)!r}")
-    if launched_rank() == 0:
-        path.touch()

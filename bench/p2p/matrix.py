@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ..harness import picture
 from ..harness.table import number
 
 FIGURES = {"matrix_latency": ("p50_us", "us"), "matrix_bandwidth": ("gb_s", "GB/s")}
-FORMATS = (".png", ".svg")
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,16 @@ def draw(found: Sequence[Matrix], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    from shardrt.train.charts import look
-
     rows: dict[tuple, list[Matrix]] = {}
     for matrix in found:
         rows.setdefault((matrix.test, matrix.communicator, matrix.bytes), []).append(matrix)
     wide, side = max(map(len, rows.values())), max(3.0, 0.6 * len(found[0].rows))
-    with look():
-        figure = Figure(figsize=(wide * side + 1, len(rows) * (side + 0.4)))
-        for place, own in enumerate(rows.values()):
-            panels = [figure.add_subplot(len(rows), wide, place * wide + i + 1) for i in range(len(own))]
-            images = [_panel(axes, matrix, _most(own)) for axes, matrix in zip(panels, own, strict=True)]
-            figure.colorbar(images[0], ax=panels, label=own[0].unit)
-        figure.savefig(path, dpi=144)
+    figure = Figure(figsize=(wide * side + 1, len(rows) * (side + 1)), layout="constrained")
+    for place, own in enumerate(rows.values()):
+        panels = [figure.add_subplot(len(rows), wide, place * wide + i + 1) for i in range(len(own))]
+        images = [_panel(axes, matrix, _most(own)) for axes, matrix in zip(panels, own, strict=True)]
+        figure.colorbar(images[0], ax=panels, label=own[0].unit)
+    picture.save(figure, path)
 
 
 def _panel(axes: Any, matrix: Matrix, most: float) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Bar", "Series", "bars", "lines", "look", "schedule", "svg"]
+__all__ = ["Bar", "Series", "bars", "lines", "schedule", "svg"]
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#8a8a8a")
 _MOST = 400  # stretches of a curve

@@ -184,10 +184,13 @@ NONSENSE = {
     "three": (["-t", "4", "--pair", "0,1,2"], "--pair: must be two ranks of 4"),
     "no window": (["-t", "2", "-W", "0"], "-W: must be at least 1, got 0"),
     "no bytes": (["-t", "2", "-b", "0"], "-b: must be at least 1, got 0"),
-    "backwards": (["-t", "2", "-b", "1K", "-e", "8"], "-e: must be at least 1024, got 8"),
+    "backwards": (["-t", "2", "-b", "1K", "-e", "8"], "-e: 8 bytes is less than -b, 1024"),
     "factor": (["-t", "2", "-f", "1"], "-f: must be at least 2, got 1"),
-    "format": (["-t", "2", "--picture", "x.bmp"], "--picture: must end in .png or .svg, got 'x.bmp'"),
-    "folder": (["-t", "2", "--picture", "/no/x.png"], "/no/x.png: No such file or directory"),
+    "format": (
+        ["-t", "2", "--picture", "x.bmp"],
+        "--picture: must be a .png or .svg file in a folder that exists, got x.bmp",
+    ),
+    "folder": (["-t", "2", "--picture", "/no/x.png"], "in a folder that exists, got /no/x.png"),
     "no matrix": (["-t", "2", "latency", "--picture", "x.png"], "--picture: draws the matrix, which is not"),
     "no GPU": (["-t", "2", "-k", "nccl"], "-k: 'nccl' is for arrays of a GPU, and there is none here"),
 }
