@@ -26,11 +26,12 @@ from shardrt.train.errors import USAGE, launched_rank, one_line
 from shardrt.untrusted import printable
 
 from ..harness import communicators, environment
-from ..harness.command_line import Parser, add_forms, check_known, program, words
+from ..harness.command_line import Parser, add_forms, check_known, check_least, program, words
 from ..harness.table import Output
 from . import chakra, param, report
 from .check import wrong_elements
-from .plan import Key, Plan, plan, prove, shown
+from .plan import Key, Plan, plan
+from .proof import prove, shown
 from .run import FILLED, MODES, Player, refuse_without_memory
 from .trace import in_order
 
@@ -73,9 +74,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.given = " ".join([program("replay"), *given])
     communicators.check(options)
     check_known("--modes", options.modes, MODES)
-    for name, value, least in (("-n", options.iters, 1), ("-w", options.warmup_iters, 0)):
-        if value < least:
-            raise ValueError(f"{name}: must be at least {least}, got {value}")
+    check_least({"-n": (options.iters, 1), "-w": (options.warmup_iters, 0)})
     if not options.modes or len(options.communicators) != 1:
         raise ValueError("--modes, -k: name at least one mode and one communicator")
     if options.communicators[0] in CARRIERS:

@@ -12,7 +12,8 @@ import pytest
 from bench.collectives.__main__ import main as collectives
 from bench.replay import chakra, param, report, writer
 from bench.replay.__main__ import _own, main
-from bench.replay.plan import Item, Key, Plan, plan, prove, shown
+from bench.replay.plan import Item, Key, Plan, plan
+from bench.replay.proof import prove, shown
 from bench.replay.run import ALONE, FILLED, GAPS, Player, Round
 from bench.replay.trace import COMPUTE, Node, Trace, in_order
 from shardrt import device
