@@ -70,6 +70,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("-w", "--warmup_iters", type=int, default=1, metavar="N", help="untimed replays of each mode (1)")
     add_forms(parser)
     options = parser.parse_args(given)
+    if options.replay and options.folder:
+        raise ValueError(f"--replay: takes no more than its folder, got {str(options.folder)!r}")
     options.folder = options.replay or options.folder
     options.given = " ".join([program("replay"), *given])
     communicators.check(options)

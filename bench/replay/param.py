@@ -20,7 +20,7 @@ from shardrt.untrusted import natural, number, open_regular, strict_json
 from .trace import COMPUTE, LARGEST, LONGEST, MOST_NODES, MOST_RANKS, Node, Trace, ranks_of
 
 _FILE = re.compile(r"(?:.*?\D)?(\d{1,9})\.json(?:\.gz)?")
-_LARGEST_FILE = 64 << 20  # bytes of JSON
+_LARGEST_FILE = 32 << 20  # bytes of JSON
 _CALLS = {
     "allgather": "all_gather",
     "allgatherbase": "all_gather",

@@ -6,7 +6,6 @@ rank's slice keeps its bytes, as in PARAM.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

@@ -265,6 +265,7 @@ def test_folders_groups_and_options_that_make_no_sense_are_refused(tmp_path, cap
         assert_refused(main, [str(tmp_path), "-t", "2", *words], message, capsys)
 
     assert_refused(main, [str(tmp_path / "none")], "no such folder", capsys)
+    assert_refused(collectives, ["all_gather", "--replay", str(tmp_path)], "no more than its folder", capsys)
     refused("has no traces")
     written(tmp_path / "idle", 2, of=lambda rank: [Node(1, "c", COMPUTE, COMPUTE, seconds=1.0)])
     assert_refused(main, [str(tmp_path / "idle"), "-t", "2"], "has no communication between the 2", capsys)
