@@ -30,10 +30,11 @@ class Output:
         if self._as_text:
             print("\n".join(lines), flush=True)
 
-    def add(self, line: dict, text: str) -> None:
-        """A line by the names of its columns, and for a reader."""
+    def add(self, line: dict, text: str | None) -> None:
+        """A line by the names of its columns, and for a reader, unless that is None."""
         self.lines.append(line)
-        self.say(text)
+        if text is not None:
+            self.say(text)
 
     def close(self, **more: Any) -> None:
         """more: what the object has besides facts and lines."""

@@ -1,0 +1,136 @@
+"""What a benchmark is, and how one runs: options, ranks, lines as they come, exit code.
+
+A benchmark is a subclass of Benchmark in a file of its own; bench/overlap.py is a short one. `main` runs it
+on the ranks of mpirun, or on threads (-t).
+"""
+
+import argparse
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from shardrt.comm import Communicator, create, thread
+from shardrt.train.errors import USAGE, launched_rank, one_line
+
+from . import communicators, environment
+from .command_line import Parser, add_forms
+from .table import Output
+from .timing import Effort
+
+
+class Benchmark(ABC):
+    """A table of cases, each measured and checked.
+
+    Attributes:
+        name: of the command: `shardrt bench NAME`, or `python -m bench.NAME` in a checkout.
+        columns: of the table: the name of a figure in a line, and the format of its column.
+    """
+
+    name = ""
+    columns: Mapping[str, str] = {}
+    wrap: communicators.Wrap = staticmethod(lambda communicator: communicator)  # around what is timed
+
+    @abstractmethod
+    def add_options(self, add: Callable) -> None:
+        """Add this benchmark's own options; `add` is argparse's add_argument."""
+
+    @abstractmethod
+    def cases(self, options: argparse.Namespace, ranks: int) -> Sequence[Any]:
+        """All that is to be measured. Raises ValueError for options that make no sense."""
+
+    @abstractmethod
+    def lines(
+        self, options: argparse.Namespace, cases: Sequence[Any], control: Communicator
+    ) -> Iterator[dict]:
+        """Measure; a line each, by the names of figures. "wrong" is more than 0 where a check failed.
+
+        Collective. `control` is a communicator over all ranks for all that is not timed.
+        """
+
+    def head(self, options: argparse.Namespace, control: Communicator) -> str:
+        """What stands above the lines. Collective."""
+        return "# " + " ".join(f"{name:{_width(form)}}" for name, form in self.columns.items())
+
+    def text(self, line: dict) -> str | None:
+        """A line for a reader; None: it is kept for a later one."""
+        return "  " + " ".join(_cell(line[name], form) for name, form in self.columns.items())
+
+    def tail(self, lines: Sequence[dict]) -> tuple[list[str], dict]:
+        """What follows the table: for a reader, and in the JSON object."""
+        wrong = sum(line["wrong"] or 0 for line in lines)
+        return [f"# wrong: {wrong}{'' if wrong else ' OK'}"], {"wrong": wrong}
+
+
+def program(name: str) -> str:
+    """How a benchmark was started: it is shardrt.bench in a wheel, and bench in a checkout."""
+    here = __package__.removesuffix(".harness")
+    return f"python -m {here}.{name}" if here == "bench" else f"shardrt bench {name}"
+
+
+def parser_of(benchmark: Benchmark) -> Parser:
+    """Its own options, and those of all benchmarks."""
+    parser = Parser(prog=program(benchmark.name), description=benchmark.__doc__, allow_abbrev=False)
+    benchmark.add_options(parser.add_argument)
+    communicators.add_options(parser.add_argument)
+    add_effort(parser.add_argument)
+    add_forms(parser)
+    return parser
+
+
+def add_effort(add: Callable) -> None:
+    """Add -n, -w, -c and --rounds: how often each case is measured and checked."""
+    add("-n", "--iters", type=int, default=20, metavar="N", help="timed calls in a row (20)")
+    add("-w", "--warmup_iters", type=int, default=1, metavar="N", help="untimed calls (1)")
+    add("-c", "--check", type=int, default=1, metavar="N", help="rounds of checking, 0 for none (1)")
+    add("--rounds", type=int, default=3, metavar="N", help="of -n calls, contestants alternating (3)")
+
+
+def effort_of(options: argparse.Namespace, **more: Any) -> Effort:
+    """How often, as the options say. Raises ValueError."""
+    least = {"-w": (options.warmup_iters, 0), "-n": (options.iters, 1), "-c": (options.check, 0)}
+    for name, (value, lowest) in (least | {"--rounds": (options.rounds, 1)}).items():
+        if value < lowest:
+            raise ValueError(f"{name}: must be at least {lowest}, got {value}")
+    return Effort(options.warmup_iters, options.iters, options.rounds, options.check, **more)
+
+
+def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
+    """Run it; gives the exit code: 1 where a check failed. Options that make no sense exit with 2."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    with one_line(USAGE):
+        options = parser_of(benchmark).parse_args(given)
+        options.given = " ".join([program(benchmark.name), *given])
+        communicators.check(options)
+        options.effort = effort_of(options)
+        ranks, threads = communicators.ranks_of(options)
+        cases = benchmark.cases(options, ranks)
+        if options.output is not None and launched_rank() == 0:
+            options.output.touch()  # now, not after the measurement
+    if threads:
+        return max(thread.run(threads, run, benchmark, options, cases))
+    return run(benchmark, options, cases)
+
+
+def run(benchmark: Benchmark, options: argparse.Namespace, cases: Sequence[Any]) -> int:
+    """This rank's part: every line, printed by rank 0 as it is measured."""
+    control = create("auto")
+    facts = environment.facts(options.given) | {"ranks": control.size}
+    output = Output(options, facts, benchmark.head(options, control), speaks=control.rank == 0)
+    for line in benchmark.lines(options, cases, control):
+        output.add(line, benchmark.text(line))
+    text, more = benchmark.tail(output.lines)
+    output.say(*text)
+    output.close(**more)
+    return int(any(line["wrong"] for line in output.lines))
+
+
+def _width(form: str) -> str:
+    """Of a column: "<14" of "<14", ">10" of "10.2f"."""
+    digits = form.rstrip("fd").partition(".")[0]
+    return digits if digits[0] in "<>" else f">{digits}"
+
+
+def _cell(value: Any, form: str) -> str:
+    """A value, or "-" where there is none."""
+    return format("-", _width(form)) if value is None else format(value, form)

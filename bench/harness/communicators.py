@@ -1,0 +1,86 @@
+"""Which communicators a run can time (-k), which ranks it has (-t, -g), and the communicators themselves."""
+
+import argparse
+from collections.abc import Callable
+
+from shardrt import device as devices
+from shardrt.comm import Communicator, create, mpi_world
+from shardrt.comm import world as worlds
+from shardrt.comm.backends import CARRIERS, for_device, kinds
+from shardrt.device import Device, cuda
+
+from .command_line import words
+
+Wrap = Callable[[Communicator], Communicator]
+
+
+def add_options(add: Callable) -> None:
+    """Add -k, -t and -g."""
+    known = f"{', '.join(kinds())}, or all that fit this run (auto)"
+    add("-k", "--communicators", type=words, default=["auto"], metavar="A,B", help=known)
+    threads = "ranks as threads, without mpirun (1)"
+    add("-t", "--nthreads", type=int, default=1, metavar="N", help=threads)
+    gpus = "GPUs of a thread: -t times -g ranks are threads of this process (1)"
+    add("-g", "--ngpus", type=int, default=1, metavar="N", help=gpus)
+
+
+def ranks_of(options: argparse.Namespace) -> tuple[int, int]:
+    """(ranks of this run, of which so many are threads of this process or 0)."""
+    threads = options.nthreads * options.ngpus
+    launched = mpi_world.launch()
+    return (threads, threads) if threads > 1 else (launched.size if launched else 1, 0)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Replace `options.communicators` by the kinds to time. Raises ValueError where one can't be."""
+    for flag, value in (("-t", options.nthreads), ("-g", options.ngpus)):
+        if value < 1:
+            raise ValueError(f"{flag}: must be at least 1, got {value}")
+    ranks, threads = ranks_of(options)
+    launched = mpi_world.launch()
+    if threads and launched is not None and launched.size > 1:
+        flag = "-t" if options.nthreads > 1 else "-g"
+        raise ValueError(f"{flag}: ranks are threads or processes, not both; leave out mpirun or {flag}")
+    unfit = {kind: _unfit(kind, ranks, bool(threads), launched) for kind in kinds() if kind != "auto"}
+    fitting = [kind for kind, why in unfit.items() if not why]
+    if options.communicators == ["all"]:
+        options.communicators = fitting
+        return
+    for kind in options.communicators:
+        if kind not in kinds():
+            raise ValueError(f"-k: {kind!r} is unknown; known are {', '.join(kinds())}, all")
+        if why := unfit.get(kind):
+            raise ValueError(f"-k: {kind!r} {why}")
+    alone = fitting[0] if len(fitting) == 1 else "auto"  # what "auto" is there
+    options.communicators = [alone if kind == "auto" else kind for kind in options.communicators]
+
+
+def opened(kind: str, wrap: Wrap = lambda communicator: communicator) -> tuple[Communicator, Device]:
+    """A communicator over all ranks of this world, and the device of its arrays, now current. Collective."""
+    if kind not in CARRIERS:
+        device = devices.get("cpu")
+        devices.set_current(device)
+        return wrap(create(kind)), device
+    device = devices.get(f"cuda:{worlds.current().local_rank % devices.KINDS['cuda'].count()}")
+    devices.set_current(device)
+    return wrap(for_device(create("auto"), device, kind, "gather")), device
+
+
+def _unfit(kind: str, ranks: int, threads: bool, launched: mpi_world.Launch | None) -> str:
+    """Why a communicator can't carry the ranks of this run; "" where it can."""
+    if kind in CARRIERS and not cuda.count():
+        return "is for arrays of a GPU, and there is none here"
+    if threads:
+        return "" if kind == "thread" else "does not fit ranks that are threads (-t, -g); 'thread' does"
+    if kind == "thread":
+        return "needs ranks that are threads: -t N, without mpirun"
+    if ranks == 1:
+        why = "has no peer to talk to: this run is of one rank; start it with mpirun -n 2"
+        return "" if kind == "single" else why
+    if kind == "single":
+        return f"is of one rank, and this run is of {ranks}"
+    if kind in ("shm", "ipc") and launched.local_size != launched.size:
+        return "needs all ranks on one node"
+    if kind == "nccl" and cuda.count() < launched.local_size:
+        return "needs a GPU for each rank"
+    return ""
