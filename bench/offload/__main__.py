@@ -23,13 +23,16 @@ from shardrt.train.errors import USAGE, one_line
 from ..gpu.report import Row, table
 from ..harness import environment
 from ..harness.command_line import Parser, check_known, nbytes, words
-from . import copies, disk, optimizer
+from . import copies, disk, optimizer, storage
 
 SECTIONS = ("copies", "optimizer", "disk")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["storage"]:
+        return storage.main(arguments[1:])
     with one_line(USAGE):
         options = parse(arguments)
     device = devices.get(options.device)

@@ -7,13 +7,13 @@ from shardrt.comm.objects import all_gather_object
 
 
 class Ranks:
-    """All ranks of this run; one without mpirun. Collective to make.
+    """All ranks of this run; one without mpirun. Collective to make, without `control`.
 
     `shardrt.train.errors.one_line` takes it for a mesh.
     """
 
-    def __init__(self) -> None:
-        self._control = create("auto")
+    def __init__(self, control: Communicator | None = None) -> None:
+        self._control = control or create("auto")
         self.rank, self.size = self._control.rank, self._control.size
 
     def communicator(self, role: str) -> Communicator:
