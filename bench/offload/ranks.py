@@ -1,9 +1,13 @@
-"""The ranks of a run: they start together, and bring their figures together."""
+"""The ranks of a run: they start together, and bring their figures together; and the room for their files."""
 
+import os
+import shutil
+from pathlib import Path
 from typing import Any
 
-from shardrt.comm import Communicator, create
+from shardrt.comm import Communicator, create, mpi_world
 from shardrt.comm.objects import all_gather_object
+from shardrt.comm.single import SingleCommunicator
 
 
 class Ranks:
@@ -32,3 +36,22 @@ class Ranks:
     def gathered_bytes(self, data: bytes) -> list[bytes]:
         """The `data` of each rank, in order. Collective."""
         return self._control.all_gather_bytes(data)
+
+
+class Alone(Ranks):
+    """One rank that measures by itself, whatever world it is in."""
+
+    def __init__(self) -> None:
+        super().__init__(SingleCommunicator())
+
+
+def check_room(option: str, folder: Path, nbytes: int) -> None:
+    """Raise ValueError unless each rank of this host can write `nbytes` into new files in `folder`."""
+    if not folder.is_dir():
+        raise ValueError(f"{option}: {folder} is no directory")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{option}: {folder} is not writable")
+    launched = mpi_world.launch()
+    needed, free = nbytes * (launched.local_size if launched else 1), shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(f"{option}: {folder} has {free} bytes free, and this run needs {needed}")

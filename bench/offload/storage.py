@@ -8,8 +8,6 @@ run has read or written is compared.
 """
 
 import argparse
-import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +28,7 @@ from ..harness.command_line import Parser, add_forms, nbytes, words
 from ..harness.stats import stats
 from . import numa
 from .io import SECTOR, File, GPUSlot, Pattern, Run, Slot, Worker, run
-from .ranks import Ranks
+from .ranks import Ranks, check_room
 
 FAILED = 1  # exit code of a run whose reads or writes failed
 _GIB = 1 << 30
@@ -69,6 +67,7 @@ class Storage(benchmark.Benchmark):
         "Threads": "7d",
         "depth": "5d",
         "open": "<8",
+        "moved_KiB": "10d",
         "DataSetSize_KiB": "15d",
         "IOSize_KiB": "10.1f",
         "Throughput_GiB_s": "16.3f",
@@ -183,8 +182,8 @@ def _check(options: argparse.Namespace, ranks: int) -> None:
     for short, _, why in _REFUSED:
         if getattr(options, f"refused{short}") is not None:
             raise ValueError(f"{short}: not taken here: {why}")
-    _check_path(options, ranks)
     _check_sizes(options)
+    _check_path(options, ranks)
     for name in options.types or ():
         if name not in _TYPES:
             raise ValueError(f"-I: must be of 0, 1, 2, 3, got {name!r}")
@@ -205,12 +204,9 @@ def _check_path(options: argparse.Namespace, ranks: int) -> None:
         raise ValueError("-f, -D: give a file or a directory, not both")
     if options.file is None:
         options.directory = options.directory or Path(tempfile.gettempdir())
-    folder = options.directory if options.file is None else options.file.parent
-    option = "-D" if options.file is None else "-f"
-    if not folder.is_dir():
-        raise ValueError(f"{option}: {folder} is no directory")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{option}: {folder} is not writable")
+    files = options.workers if options.file is None else 1
+    folder, option = (options.directory, "-D") if options.file is None else (options.file.parent, "-f")
+    check_room(option, folder, files * options.size)
     if options.file is not None:
         for rank in range(ranks):
             path = _path(options.file, rank, ranks)
@@ -241,13 +237,6 @@ def _check_sizes(options: argparse.Namespace) -> None:
                 f"--queue-depth: {options.queue_depth} requests in flight need as many blocks of {size} "
                 f"bytes for each worker, got {blocks}; make -s larger"
             )
-    files = 1 if options.file is not None else options.workers
-    launched = mpi_world.launch()
-    local = launched.local_size if launched else 1
-    folder = options.directory if options.file is None else options.file.parent
-    free, needed = shutil.disk_usage(folder).free, local * files * options.size
-    if free < needed:
-        raise ValueError(f"-s: {local * files} files of this host need {needed} bytes; {folder} has {free}")
 
 
 def _check_gpu(options: argparse.Namespace) -> None:
@@ -366,6 +355,7 @@ def _line(
         "Threads": ranks.size * options.workers,
         "depth": options.queue_depth,
         "open": "O_DIRECT" if all(one["direct"] for one in each) else "buffered",
+        "moved_KiB": moved // 1024,
         "DataSetSize_KiB": ranks.size * files * options.size // 1024,
         "IOSize_KiB": case.size / 1024,
         **{name: None if wrong else value for name, value in figures.items()},
