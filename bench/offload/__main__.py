@@ -5,8 +5,9 @@
     python -m bench.offload storage -D /data -s 1G -w 4         # as gdsio: storage.py
     python -m bench.offload bandwidth -t host_to_device_memcpy_ce      # as nvbandwidth: bandwidth.py
 
-Each figure stands next to a ceiling measured in the same run. A machine without a GPU has the CPU device only.
-Exit code 1 where a check failed, 2 for options that make no sense. docs/howto/benchmarks.md has the columns.
+Each figure stands next to a ceiling measured in the same run. A machine without a GPU has the CPU device
+only. Exit code 1 where a check failed, 2 for options that make no sense.
+docs/howto/benchmarks.md has the columns.
 """
 
 import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS

@@ -3,9 +3,9 @@
     python -m bench.offload bandwidth -t host_to_device_memcpy_ce device_to_host_memcpy_ce
     python -m bench.offload bandwidth -b 64              # all tests that this machine can do
 
-Differences: a row of a host is a NUMA node, whose cores start the copies and whose memory is used; nvbandwidth
-has one row, of the node next to the GPU. Arrows point where the bytes go. Time is the host's, over
---loopCount copies in a row. host_to_host_memcpy is our own. The tests of GPUs never ran on a GPU.
+Differences: a row of a host is a NUMA node, whose cores start the copies and whose memory is used.
+nvbandwidth has one row, of the node next to the GPU. Arrows point where the bytes go. The host takes the
+time, over --loopCount copies in a row. host_to_host_memcpy is our own. The tests of GPUs never ran on a GPU.
 """
 
 import argparse
@@ -33,6 +33,9 @@ from . import numa
 _SM = "copies by kernels are not here; tests that end in _ce copy by the copy engine"
 # nvbandwidth's options that are not here: short, long, why
 _REFUSED = (("-s", "--skipVerification", "every copy is verified, after its time is taken"),)
+
+
+Nodes = dict[int, set[int] | None]  # cores of a NUMA node; None: any
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,9 @@ class Copy:
             )
 
 
+Make = Callable[[int, int, int, Nodes], list[Copy]]
+
+
 @dataclass(frozen=True)
 class Test:
     """A matrix. gpus: how many it needs. rows, columns: "CPU" or "GPU". make: copies of a cell.
@@ -93,7 +99,7 @@ class Test:
     gpus: int
     rows: str
     columns: str
-    make: Callable[[int, int, int], list[Copy]]
+    make: Make
     total: bool = False
 
 
@@ -123,30 +129,30 @@ def _between(source: int, target: int, by: int, nbytes: int) -> Copy:
     return Copy(_gpu(by), stream, there, here, _gpu(source), _gpu(target))
 
 
-def _nodes(row: int, column: int, nbytes: int) -> list[Copy]:
+def _nodes(row: int, column: int, nbytes: int, nodes: Nodes) -> list[Copy]:
     """A copy from memory of one node to memory of another, by a core of the first."""
-    cpu, cores = devices.get("cpu"), numa.nodes()
+    cpu = devices.get("cpu")
     arrays = []
     for node in (column, row):
-        with numa.on(cores[node]):
+        with numa.on(nodes[node]):
             array = np.empty(nbytes, np.uint8)
             array.fill(1)  # the first touch
         arrays.append(array)
     return [Copy(cpu, None, *arrays, cpu, cpu)]
 
 
-def _host_gpu(up: bool, disturbed: bool) -> Callable[[int, int, int], list[Copy]]:
-    def make(row: int, column: int, nbytes: int) -> list[Copy]:
+def _host_gpu(up: bool, disturbed: bool) -> Make:
+    def make(row: int, column: int, nbytes: int, nodes: Nodes) -> list[Copy]:
         copies = [_host_device(column, nbytes, up)]
         return [*copies, _host_device(column, 2 * nbytes, not up)] if disturbed else copies
 
     return make
 
 
-def _gpu_gpu(reads: bool, both: bool) -> Callable[[int, int, int], list[Copy]]:
+def _gpu_gpu(reads: bool, both: bool) -> Make:
     """The row's GPU starts copies: it reads from the column's GPU, or writes to it."""
 
-    def make(row: int, column: int, nbytes: int) -> list[Copy]:
+    def make(row: int, column: int, nbytes: int, nodes: Nodes) -> list[Copy]:
         if row == column:
             return []
         pairs = [(column, row), (row, column)] if reads else [(row, column), (column, row)]
@@ -155,7 +161,7 @@ def _gpu_gpu(reads: bool, both: bool) -> Callable[[int, int, int], list[Copy]]:
     return make
 
 
-def _local(row: int, column: int, nbytes: int) -> list[Copy]:
+def _local(row: int, column: int, nbytes: int, nodes: Nodes) -> list[Copy]:
     return [_between(column, column, column, nbytes)]
 
 
@@ -246,14 +252,14 @@ class Bandwidth(benchmark.Benchmark):
         self, options: argparse.Namespace, cases: Sequence[str], control: Communicator
     ) -> Iterator[dict]:
         """A line for each cell, row by row."""
+        nodes: Nodes = {0: None} if options.anywhere else {**numa.nodes()}
         for name in cases:
             test = TESTS[name]
-            nodes, gpus = list(numa.nodes()), list(range(cuda.count()))
-            of = {"CPU": nodes[:1] if options.anywhere else nodes, "GPU": gpus, "": [0]}
+            of = {"CPU": list(nodes), "GPU": list(range(cuda.count())), "": [0]}
             places = list(product(of[test.rows], of[test.columns]))
             self._size = len(places)
             for row, column in places:
-                yield {"test": name, "row": row, "column": column, **_cell(test, row, column, options)}
+                yield {"test": name, "row": row, "column": column, **_cell(test, row, column, nodes, options)}
 
     def text(self, line: dict) -> str | None:
         """The matrix, at its last cell."""
@@ -310,11 +316,10 @@ def _chosen(options: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(given)) or [name for name in names if TESTS[name].gpus <= count]
 
 
-def _cell(test: Test, row: int, column: int, options: argparse.Namespace) -> dict[str, Any]:
+def _cell(test: Test, row: int, column: int, nodes: Nodes, options: argparse.Namespace) -> dict[str, Any]:
     """Measure and verify; nothing for a GPU and itself."""
-    pinned = test.rows == "CPU" and not options.anywhere
-    with numa.on(numa.nodes()[row] if pinned else None):
-        copies = test.make(row, column, options.bufferSize << 20)
+    with numa.on(nodes[row] if test.rows == "CPU" else None):
+        copies = test.make(row, column, options.bufferSize << 20, nodes)
         if not copies:
             return {"GB_s": None, "samples_GB_s": [], "wrong": 0}
         _sample(copies, 1, test.total)  # addresses, streams and peers are set up

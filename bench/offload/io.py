@@ -203,6 +203,7 @@ class GPUSlot(Slot):
         return count
 
     def arrived(self) -> np.ndarray:
+        """The block that was copied to the GPU."""
         return self._device.to_numpy(self._target)
 
 

@@ -25,10 +25,10 @@ def line(
     ceiling: float | None = None,
     check: str = "",
 ) -> dict[str, Any]:
-    """A line by the names of its figures; None where ranks found something wrong, or nothing was measured.
+    """A line by the names of its figures; None where a rank found a wrong byte, or nothing was measured.
 
-    rates: bytes per second of each rank; their sum counts. wrong: ranks whose check failed. ceiling: bytes per
-    second over all ranks, of what `beside` names.
+    rates: bytes per second of each rank; their sum counts. wrong: ranks whose check failed. ceiling: bytes
+    per second over all ranks, of what `beside` names.
     """
     total = sum(rates) if rates and not wrong else None
     return {

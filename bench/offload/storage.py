@@ -45,7 +45,7 @@ _REFUSED = (
     ("-U", False, "offsets are multiples of the I/O size, so that each block is used once and checked"),
     ("-a", True, "offsets are multiples of the I/O size"),
     ("-P", True, "files are local paths"),
-    ("-J", False, "JSON has figures of each rank (--json)"),
+    ("-J", False, "lines are over all ranks; --json has the slowest"),
 )
 
 
