@@ -142,17 +142,15 @@ class Slot:
         self._words[:] = np.random.default_rng(number).integers(0, 1 << 64, nbytes // _WORD, np.uint64)
         self._stamps = self._words[:: SECTOR // _WORD]
         self._ramp = np.arange(self._stamps.size, dtype=np.uint64) * np.uint64(_ODD)
-        self._number = number
         self.seen = memoryview(self.into).cast("Q")  # the words that were read
         self.last = (nbytes - SECTOR) // _WORD  # the place of the last stamp
 
     def _memory(self, nbytes: int) -> np.ndarray:
         return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
 
-    def stamp(self, offset: int, round_: int) -> None:
-        """Make the block to be written that of `offset` and `round_`."""
-        start = np.uint64(stamp(self._number, offset // SECTOR, round_))
-        np.add(self._ramp, start, out=self._stamps)
+    def stamp(self, first: np.uint64) -> None:
+        """Make the block to be written the block whose first stamp is `first`: one of `stamps`."""
+        np.add(self._ramp, first, self._stamps)
 
     def write(self, fd: int, offset: int) -> int:
         """The timed part of a write; bytes written."""
@@ -163,7 +161,7 @@ class Slot:
         return os.preadv(fd, [self.into], offset)
 
     def right(self) -> bool:
-        """Whether the block that was read is what `stamp` made."""
+        """Whether the block that was read is the block that `stamp` made."""
         return np.array_equal(self.arrived().view(np.uint64), self._words)
 
     def arrived(self) -> np.ndarray:
@@ -180,7 +178,6 @@ class GPUSlot(Slot):
         self._source, self._target = (device.buffer(nbytes, np.uint8) for _ in range(2))
         device.copy(self._source, self.out)
         device.current_stream.synchronize()
-        self._offset, self._round = 0, 0
 
     def _memory(self, nbytes: int) -> np.ndarray:
         memory = self._device.pinned(nbytes + mmap.PAGESIZE, np.uint8)
@@ -189,10 +186,10 @@ class GPUSlot(Slot):
 
     def write(self, fd: int, offset: int) -> int:
         """A copy from the GPU, the stamps, and the write."""
-        stamps = self._stamps.copy()
+        kept = self._stamps.copy()
         self._device.copy(self.out, self._source)
         self._device.current_stream.synchronize()
-        self._stamps[:] = stamps
+        self._stamps[:] = kept
         return super().write(fd, offset)
 
     def read(self, fd: int, offset: int) -> int:
@@ -207,22 +204,23 @@ class GPUSlot(Slot):
         return self._device.to_numpy(self._target)
 
 
-def stamp(number: int, sector: int, round_: int) -> int:
-    """The first word of a sector: modulo 2^64, a step of an odd number for each sector, file and round."""
-    return (number * _FILE + round_ * _ROUND + sector * _ODD) % (1 << 64)
+def stamps(number: int, sectors: np.ndarray, rounds: np.ndarray) -> np.ndarray:
+    """First words of sectors: modulo 2^64, a step of an odd number for each sector, round and file."""
+    steps = sectors.astype(np.uint64) * np.uint64(_ODD) + rounds.astype(np.uint64) * np.uint64(_ROUND)
+    return steps + np.uint64(number * _FILE % (1 << 64))
 
 
 @dataclass
 class Lap:
     """One pass over the blocks of a worker. Arrays are by request; a request that was not made stops at 0.
 
-    round_: what its writes carry. before: rounds of the blocks until then, by block.
+    round_: what its writes carry. firsts: the first stamps of the blocks, as they are to be read or written.
     """
 
     order: list[int]
     reading: list[bool]
     round_: int
-    before: np.ndarray
+    firsts: np.ndarray
     turns: Iterator[int] = field(init=False)  # shared by threads; Python's lock makes each turn go to one
     starts: array = field(init=False)  # nanoseconds
     stops: array = field(init=False)
@@ -278,7 +276,13 @@ class Worker:
     def _lap(self, pattern: Pattern) -> Lap:
         order = pattern.order(self.blocks, self._random)
         reading = pattern.reading(self.blocks, self._random)
-        return Lap(order.tolist(), reading.tolist(), int(self.rounds.max()) + 1, self.rounds.copy())
+        round_ = int(self.rounds.max()) + 1
+        firsts = self._firsts(order, np.where(reading, self.rounds[order], round_))
+        return Lap(order.tolist(), reading.tolist(), round_, firsts)
+
+    def _firsts(self, blocks: np.ndarray, rounds: np.ndarray) -> np.ndarray:
+        """The first stamps of blocks."""
+        return stamps(self.file.number, (self.first + blocks * self.size) // SECTOR, rounds)
 
     def serve(self, slot: Slot) -> None:
         """A thread's part of a run."""
@@ -309,7 +313,7 @@ class Worker:
             offset = self.first + lap.order[turn] * size
             reads = lap.reading[turn]
             if not reads:
-                slot.stamp(offset, lap.round_)
+                slot.stamp(lap.firsts[turn])
             start = now()
             if start >= self.deadline:
                 return
@@ -330,23 +334,17 @@ class Worker:
         """Reads of the last run whose first or last sector was of another place, round or file."""
         wrong = 0
         for lap in self.laps:
-            reads = lap.done & np.array(lap.reading)
-            blocks = np.array(lap.order)[reads]
-            first = self.first // SECTOR + blocks * (self.size // SECTOR)
-            base = lap.before[blocks].astype(np.uint64) * np.uint64(_ROUND)
-            base += np.uint64(stamp(self.file.number, 0, 0))
-            off = np.zeros(blocks.size, bool)
-            for seen, sector in ((lap.first, first), (lap.last, first + self.size // SECTOR - 1)):
-                off |= np.asarray(seen)[reads] != base + sector.astype(np.uint64) * np.uint64(_ODD)
-            wrong += int(off.sum())
+            to_last = np.uint64((self.size // SECTOR - 1) * _ODD % (1 << 64))
+            off = (np.asarray(lap.first) != lap.firsts) | (np.asarray(lap.last) != lap.firsts + to_last)
+            wrong += int((off & lap.done & np.array(lap.reading)).sum())
         return wrong
 
     def wrong_blocks(self) -> int:
         """Read all blocks once more, and compare every byte. Blocks that are wrong."""
         slot, wrong = self.slots[0], 0
-        for block, round_ in enumerate(self.rounds.tolist()):
+        for block, first in enumerate(self._firsts(np.arange(self.blocks), self.rounds)):
             offset = self.first + block * self.size
-            slot.stamp(offset, round_)
+            slot.stamp(first)
             wrong += slot.read(self.file.fd, offset) != self.size or not slot.right()
         return wrong
 
