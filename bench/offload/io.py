@@ -272,6 +272,7 @@ class Worker:
         self.deadline = _NEVER
         self._again = threading.Barrier(len(self.slots), self._next)
         self._more = False
+        self._read_the_disk()
 
     def _lap(self, pattern: Pattern) -> Lap:
         order = pattern.order(self.blocks, self._random)
@@ -300,6 +301,12 @@ class Worker:
         self._more = time.perf_counter_ns() < self.deadline
         if self._more:
             self.laps.append(self._lap(self._pattern))
+            self._read_the_disk()
+
+    def _read_the_disk(self) -> None:
+        """Let reads come from the disk and not from the page cache, which O_DIRECT does not use."""
+        if not self.file.direct and self._pattern.reads:
+            self.file.forget()
 
     def settle(self) -> None:
         """Note what the last lap has written."""
@@ -372,8 +379,6 @@ def run(
     """
     for worker in workers:
         worker.begin(pattern, duration)
-        if not worker.file.direct and pattern.reads:
-            worker.file.forget()
     errors: list[BaseException] = []
     jobs = [(worker, slot) for worker in workers for slot in worker.slots]
     gate = threading.Barrier(len(jobs) + 1)
@@ -392,9 +397,9 @@ def run(
                 each.abort()
 
     threads = [threading.Thread(target=work, args=job) for job in jobs]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         begin = time.perf_counter_ns()
         for worker in workers:
             worker.deadline = begin + round(1e9 * duration) if duration else _NEVER
@@ -405,6 +410,9 @@ def run(
         gate.abort()
         for worker in workers:
             worker.abort()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()  # its file is closed next
         raise
     if errors:
         raise errors[0]
