@@ -44,6 +44,13 @@ COMMANDS = {
         Command("plan", "shardrt.tools.plan", "find the fastest way to train within a memory limit"),
         Command("races", "shardrt.tools.races", "prove that the waits of a script order all uses of memory"),
     ),
+    "Measure": (
+        Command(
+            "bench",
+            "shardrt.tools.bench",
+            "time collectives, offload and kernels, and check each result",
+        ),
+    ),
     "Learn": (Command("learn", "shardrt.learn.command", "list twelve exercises, or grade an answer"),),
     "Checkpoints and data": (
         Command("ckpt", "shardrt.checkpoint.command", "list, verify, compare, prune or export checkpoints"),

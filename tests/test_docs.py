@@ -183,7 +183,7 @@ NOT_RUN = {
     r"\. \.venv/bin/activate": "changes a shell",
     r"((mpirun -n \S+|torchrun --nproc-per-node \d+) )?python( -m shardrt)?": "the beginning of a command",
     r"mpirun (-\w|-n \S+|.* \.\.\.)": "the beginning of a command",
-    r"shardrt (config convert|run|trace|train)": "the name of a command",
+    r"shardrt (bench|config convert|run|trace|train)": "the name of a command",
     r"shardrt \w+ --help": "tests/test_shell.py",
     r"srun --mpi=list": "Slurm's",
     r"torchrun .*": "PyTorch's",
@@ -222,6 +222,8 @@ def without_launcher(command: str) -> list[str]:
         words.pop(0)
     if words[0] in ("mpirun", "srun"):
         words = words[next(i for i, word in enumerate(words) if word in ("python", "shardrt")) :]
+    if words[:2] == ["shardrt", "bench"]:  # the same module
+        return [f"bench.{words[2]}", *words[3:]]
     if words[0] == "shardrt":
         return words
     assert words[0] in ("python", "python3"), command

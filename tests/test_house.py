@@ -50,7 +50,7 @@ FOLDERS = {"shardrt": "shardrt", "kernels": "shardrt.kernels", "models": "models
 
 
 def sources():
-    """(module name, path) of every source file; the links bench, kernels and models inside shardrt not followed."""
+    """(module name, path) of every source file; the links in shardrt are not followed."""
     for folder, package in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             relative = path.relative_to(ROOT / folder)

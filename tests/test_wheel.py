@@ -176,6 +176,22 @@ def test_the_training_command_trains_where_only_the_wheel_is(installed):
 
 
 @pytest.mark.slow
+def test_benchmarks_run_where_only_the_wheel_is(installed):
+    command = ("mpirun", "-n", "2", installed.folder / "venv" / "bin" / "shardrt", "bench")
+    small = ("-b", "1K", "-e", "1K", "-n", "2", "--rounds", "1")
+    printed = installed(*command, "collectives", "all_reduce_perf", *small, "-J", "nccl.json")
+    assert "# Out of bounds values : 0 OK" in printed and "# commit: none" in printed
+    assert '"version": 3' in (installed.folder / "nccl.json").read_text()
+    words = ("copies", "--megabytes", "1", "--blocks", "256K", "--rounds", "1")
+    printed = installed("shardrt", "bench", "offload", *words)
+    assert "memcpy" in printed and "DIFFER" not in printed
+    listed = re.findall(r"^  ([a-z0-9]+) {2,}", installed("shardrt", "bench", "--help"), re.MULTILINE)
+    assert {"collectives", "offload", "kernels", "machine"} <= set(listed)
+    for name in listed:
+        assert f"usage: shardrt bench {name} " in installed("shardrt", "bench", name, "--help")
+
+
+@pytest.mark.slow
 def test_tools_read_a_run_where_only_the_wheel_is(installed):
     run = installed.folder / "run"
     run.mkdir()

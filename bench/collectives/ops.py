@@ -1,7 +1,7 @@
 """What each collective takes, gives, and counts as bandwidth. Knows no communicator and no library.
 
 All of them go from a `source` to a `target`, as in MPI. In place, one is part of the other. Formulas and the
-meaning of size and count are those of nccl-tests (doc/PERFORMANCE.md; gather, scatter and sendrecv: src/).
+meaning of size and count are those of nccl-tests (doc/PERFORMANCE.md and GetBw in src/*.cu).
 """
 
 from collections.abc import Callable
@@ -10,17 +10,24 @@ from functools import reduce
 
 import numpy as np
 
-from shardrt import dtypes
-
-from ..harness.values import factors, values
+from ..harness.values import NARROW, decoded, encoded, factors, sparse, storage, values
+from .traffic import Traffic
 
 PLACES = ("out", "in")
-REDUCTIONS = ("sum", "prod", "min", "max", "avg")
+REDUCTIONS = ("sum", "prod", "min", "max", "avg", "mulsum")
 NONE, NOBODY = "none", -1  # reduction and root of what has none, as nccl-tests prints them
 _ALIGNED = 16  # bytes of which nccl-tests makes a rank's slice a multiple
 # by NumPy's name: nccl-tests' name
-DTYPES = {name: name for name in ("int8", "uint8", "int32", "uint32", "int64", "uint64")}
+_WHOLE = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
+DTYPES = {name: name for name in _WHOLE}
 DTYPES |= {"float16": "half", "float32": "float", "float64": "double", "bfloat16": "bfloat16"}
+DTYPES |= {"float8_e4m3fn": "f8e4m3", "float8_e5m2": "f8e5m2"}
+_UNIT = {
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-11,
+    "float8_e4m3fn": 2.0**-4,
+    "float8_e5m2": 2.0**-3,
+}  # roundoff
 Expected = Callable[["Case", int, np.ndarray, int], np.ndarray]
 
 
@@ -28,12 +35,14 @@ Expected = Callable[["Case", int, np.ndarray, int], np.ndarray]
 class Op:
     """One collective. `of_slices`: its count is that of a rank's slice, and its size that of all slices.
 
-    bus: what the algorithm bandwidth is multiplied by, for so many ranks. expected: the target's elements at
-    some indices, from (case, rank, indices, round). from_root: only the root gives. to_root: only it gets.
-    widens: the sums of 16-bit types are float32.
+    title: nccl-tests' name of it. bus: what the algorithm bandwidth is multiplied by, for so many ranks.
+    expected: the target's elements at some indices, from (case, rank, indices, round); numbers where it
+    reduces. from_root: only the root gives. to_root: only it gets. alg: the part of size that counts as
+    moved.
     """
 
     name: str
+    title: str
     of_slices: bool
     whole_source: bool
     whole_target: bool
@@ -41,27 +50,23 @@ class Op:
     expected: Expected
     places: tuple[str, ...] = PLACES
     reduces: bool = False
-    widens: bool = False
     from_root: bool = False
     to_root: bool = False
+    alg: Callable[[int], float] = lambda ranks: 1.0
 
     @property
     def rooted(self) -> bool:
         """Whether one rank has a role of its own."""
         return self.from_root or self.to_root
 
-    def source_size(self, count: int, ranks: int) -> int:
-        """Elements that a rank puts in."""
-        return count * ranks if self.whole_source else count
-
-    def target_size(self, count: int, ranks: int) -> int:
-        """Elements that a rank gets."""
-        return count * ranks if self.whole_target else count
-
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table. nbytes: of the larger of source and target, a whole number of elements."""
+    """One place of a line of the table.
+
+    nbytes: of the larger of source and target, a whole number of elements; of uneven ops that of the rank
+    that has most. traffic: bytes from rank to rank, where they are uneven.
+    """
 
     op: Op
     dtype: str
@@ -70,21 +75,48 @@ class Case:
     ranks: int
     reduction: str = NONE
     root: int = NOBODY
+    traffic: Traffic | None = None
 
     @property
     def count(self) -> int:
-        """Elements as the library's call takes them."""
+        """Elements as the library's call takes them; of uneven ops those of a pair on average."""
+        if self.traffic is not None:
+            return self.traffic.per_pair // itemsize(self.dtype)
         return self.nbytes // (itemsize(self.dtype) * (self.ranks if self.op.of_slices else 1))
 
-    @property
-    def target_dtype(self) -> str:
-        """Of what comes out, by name: sums of bfloat16 are float32."""
-        return "float32" if self.op.widens and self.dtype in dtypes.LOW else self.dtype
+    def sent(self, rank: int) -> list[int]:
+        """Elements that a rank sends to each rank, of an uneven op."""
+        return [nbytes // itemsize(self.dtype) for nbytes in self.traffic.sent(rank)]
+
+    def received(self, rank: int) -> list[int]:
+        """Elements that it receives from each."""
+        return [nbytes // itemsize(self.dtype) for nbytes in self.traffic.received(rank)]
+
+    def source_size(self, rank: int) -> int:
+        """Elements that a rank puts in."""
+        if self.traffic is not None:
+            return sum(self.sent(rank))
+        return self.count * self.ranks if self.op.whole_source else self.count
+
+    def target_size(self, rank: int) -> int:
+        """Elements that a rank gets."""
+        if self.traffic is not None:
+            return sum(self.received(rank))
+        return self.count * self.ranks if self.op.whole_target else self.count
 
     @property
     def tolerance(self) -> float:
-        """A mean is no small integer: it is rounded."""
-        return 1e-6 if self.reduction == "avg" else 0.0
+        """Relative, of a mean of floats, which is no small integer.
+
+        Of NARROW types two ranks' elements are multiplied by 1/n and added, and each of these rounds.
+        """
+        if self.reduction != "avg" or self.dtype in _WHOLE:
+            return 0.0
+        return 3 * _UNIT[self.dtype] if self.dtype in NARROW else 1e-7 * max(10, self.ranks)
+
+    def scalar(self, rank: int) -> int:
+        """What "mulsum" multiplies a rank's elements by before they are summed (NCCL's PreMulSum)."""
+        return 1 + rank % 2 if self.reduction == "mulsum" else 1
 
     def gives(self, rank: int) -> bool:
         """Whether it puts anything in."""
@@ -94,20 +126,26 @@ class Case:
         """Whether it gets anything out."""
         return not self.op.to_root or rank == self.root
 
-    def given(self, rank: int | np.ndarray, indices: np.ndarray, round_: int, dtype: str = "") -> np.ndarray:
-        """What a rank puts in there, as `dtype` (the case's)."""
+    def given(self, rank: int | np.ndarray, indices: np.ndarray, round_: int) -> np.ndarray:
+        """The elements that a rank puts in there."""
         if self.reduction == "prod":
-            return factors(rank, self.ranks, indices, round_, dtype or self.dtype)
-        return values(rank, indices, round_, dtype or self.dtype)
+            return encoded(factors(rank, self.ranks, indices, round_), self.dtype)
+        if self.reduction in ("sum", "avg", "mulsum") and self.dtype in NARROW:
+            return encoded(sparse(rank, self.ranks, indices, round_), self.dtype)
+        return values(rank, indices, round_, self.dtype)
 
-    def expected(self, rank: int, start: int, stop: int, round_: int) -> np.ndarray:
-        """Elements [start, stop) of what must come out on a rank, as `target_dtype`; a mean as float64."""
-        return self.op.expected(self, rank, np.arange(start, stop, dtype=np.uint64), round_)
+    def expected(self, rank: int, start: int, stop: int, round_: int, dtype: str = "") -> np.ndarray:
+        """Elements [start, stop) of what must come out on a rank, as `dtype` (the case's).
+
+        Of a mean the numbers, float64.
+        """
+        found = self.op.expected(self, rank, np.arange(start, stop, dtype=np.uint64), round_)
+        return encoded(found, dtype or self.dtype) if self.op.reduces and not self.tolerance else found
 
 
 def itemsize(dtype: str) -> int:
     """Bytes of an element on the wire."""
-    return dtypes.storage(dtype).itemsize
+    return storage(dtype).itemsize
 
 
 def rounded(op: Op, dtype: str, nbytes: int, ranks: int) -> int:
@@ -123,11 +161,16 @@ def _gathered(case: Case, rank: int, indices: np.ndarray, round_: int) -> np.nda
 
 
 def _reduced(case: Case, rank: int, indices: np.ndarray, round_: int) -> np.ndarray:
-    parts = [case.given(peer, indices, round_, case.target_dtype) for peer in range(case.ranks)]
-    if case.reduction == "avg":
+    def part(peer: int) -> np.ndarray:
+        numbers = decoded(case.given(peer, indices, round_), case.dtype)
+        return numbers if case.reduction == "prod" else numbers * numbers.dtype.type(case.scalar(peer))
+
+    parts = [part(peer) for peer in range(case.ranks)]
+    if case.reduction == "avg" and case.tolerance:
         return sum(part.astype(np.float64) for part in parts) / case.ranks
-    pairwise = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
-    return reduce(pairwise[case.reduction], parts)
+    pairwise = {"prod": np.multiply, "min": np.minimum, "max": np.maximum}
+    found = reduce(pairwise.get(case.reduction, np.add), parts)
+    return found // found.dtype.type(case.ranks) if case.reduction == "avg" else found
 
 
 def _own_reduced(case: Case, rank: int, indices: np.ndarray, round_: int) -> np.ndarray:
@@ -147,6 +190,15 @@ def _exchanged(case: Case, rank: int, indices: np.ndarray, round_: int) -> np.nd
     return case.given(indices // count, indices % count + np.uint64(rank) * count, round_)
 
 
+def _exchanged_unevenly(case: Case, rank: int, indices: np.ndarray, round_: int) -> np.ndarray:
+    """Of each rank the elements behind those that it sends to lower ranks."""
+    ends = np.cumsum(case.received(rank), dtype=np.uint64)
+    peers = np.searchsorted(ends, indices, side="right")
+    first = ends - np.array(case.received(rank), np.uint64)
+    there = np.array([sum(case.sent(peer)[:rank]) for peer in range(case.ranks)], np.uint64)
+    return case.given(peers, indices - first[peers] + there[peers], round_)
+
+
 def _of_neighbour(case: Case, rank: int, indices: np.ndarray, round_: int) -> np.ndarray:
     return case.given((rank - 1) % case.ranks, indices, round_)
 
@@ -159,17 +211,24 @@ def _one(ranks: int) -> float:
     return 1.0
 
 
+def _twice(ranks: int) -> float:
+    return 2 * _others(ranks)
+
+
+_OUT = ("out",)
 OPS = {
     op.name: op
     for op in (
-        Op("all_gather", True, False, True, _others, _gathered),
-        Op("reduce_scatter", True, True, False, _others, _own_reduced, reduces=True, widens=True),
-        Op("all_reduce", False, False, False, lambda ranks: 2 * _others(ranks), _reduced, reduces=True),
-        Op("broadcast", False, False, False, _one, _of_root, from_root=True),
-        Op("all_to_all", True, True, True, _others, _exchanged, places=("out",)),
-        Op("reduce", False, False, False, _one, _reduced, reduces=True, to_root=True),
-        Op("gather", True, False, True, _others, _gathered, to_root=True),
-        Op("scatter", True, True, False, _others, _own_of_root, from_root=True),
-        Op("sendrecv", False, False, False, _one, _of_neighbour, places=("out",)),
+        Op("all_gather", "AllGather", True, False, True, _others, _gathered),
+        Op("reduce_scatter", "ReduceScatter", True, True, False, _others, _own_reduced, reduces=True),
+        Op("all_reduce", "AllReduce", False, False, False, _twice, _reduced, reduces=True),
+        Op("broadcast", "Broadcast", False, False, False, _one, _of_root, from_root=True),
+        Op("all_to_all", "AlltoAll", True, True, True, _others, _exchanged, places=_OUT),
+        Op("alltoallv", "AlltoAllv", True, True, True, _others, _exchanged_unevenly, places=_OUT),
+        Op("reduce", "Reduce", False, False, False, _one, _reduced, reduces=True, to_root=True),
+        Op("gather", "Gather", True, False, True, _others, _gathered, to_root=True),
+        Op("scatter", "Scatter", True, True, False, _others, _own_of_root, from_root=True),
+        Op("sendrecv", "SendRecv", False, False, False, _one, _of_neighbour, places=_OUT),
+        Op("hypercube", "HyperCube", True, False, True, _one, _gathered, alg=_others),
     )
 }

@@ -23,10 +23,13 @@ class Events:
 
         self._cuda = cupy.cuda
 
-    def __call__(self) -> Any:
+    def now(self) -> Any:
+        """A reading."""
         event = self._cuda.Event()
         event.record()
         return event
+
+    __call__ = now
 
     def seconds(self, stop: Any, start: Any) -> float:
         """Between two readings; waits for the later."""

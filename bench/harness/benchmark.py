@@ -8,13 +8,14 @@ import argparse
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 from shardrt.comm import Communicator, create, thread
 from shardrt.train.errors import USAGE, launched_rank, one_line
 
 from . import communicators, environment
-from .command_line import Parser, add_forms
+from .command_line import Parser, add_forms, program
 from .table import Output
 from .timing import Effort
 
@@ -25,11 +26,14 @@ class Benchmark(ABC):
     Attributes:
         name: of the command: `shardrt bench NAME`, or `python -m bench.NAME` in a checkout.
         columns: of the table: the name of a figure in a line, and the format of its column.
+        short_output: whether -o is --output.
+        wrap: put around the communicators that are timed.
     """
 
     name = ""
     columns: Mapping[str, str] = {}
-    wrap: communicators.Wrap = staticmethod(lambda communicator: communicator)  # around what is timed
+    short_output = True
+    wrap: communicators.Wrap = staticmethod(lambda communicator: communicator)
 
     @abstractmethod
     def add_options(self, add: Callable) -> None:
@@ -61,11 +65,8 @@ class Benchmark(ABC):
         wrong = sum(line["wrong"] or 0 for line in lines)
         return [f"# wrong: {wrong}{'' if wrong else ' OK'}"], {"wrong": wrong}
 
-
-def program(name: str) -> str:
-    """How a benchmark was started: it is shardrt.bench in a wheel, and bench in a checkout."""
-    here = __package__.removesuffix(".harness")
-    return f"python -m {here}.{name}" if here == "bench" else f"shardrt bench {name}"
+    def close(self, options: argparse.Namespace, lines: Sequence[dict]) -> None:  # noqa: B027
+        """Write what else the options ask for. Rank 0 calls it, when all is measured."""
 
 
 def parser_of(benchmark: Benchmark) -> Parser:
@@ -74,7 +75,7 @@ def parser_of(benchmark: Benchmark) -> Parser:
     benchmark.add_options(parser.add_argument)
     communicators.add_options(parser.add_argument)
     add_effort(parser.add_argument)
-    add_forms(parser)
+    add_forms(parser, short=benchmark.short_output)
     return parser
 
 
@@ -114,6 +115,7 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
 
 def run(benchmark: Benchmark, options: argparse.Namespace, cases: Sequence[Any]) -> int:
     """This rank's part: every line, printed by rank 0 as it is measured."""
+    benchmark = copy(benchmark)  # ranks may be threads
     control = create("auto")
     facts = environment.facts(options.given) | {"ranks": control.size}
     output = Output(options, facts, benchmark.head(options, control), speaks=control.rank == 0)
@@ -122,6 +124,8 @@ def run(benchmark: Benchmark, options: argparse.Namespace, cases: Sequence[Any])
     text, more = benchmark.tail(output.lines)
     output.say(*text)
     output.close(**more)
+    if control.rank == 0:
+        benchmark.close(options, output.lines)
     return int(any(line["wrong"] for line in output.lines))
 
 

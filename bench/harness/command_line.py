@@ -16,6 +16,12 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+def program(name: str) -> str:
+    """How a benchmark was started: it is shardrt.bench in a wheel, and bench in a checkout."""
+    here = __package__.removesuffix(".harness")
+    return f"python -m {here}.{name}" if here == "bench" else f"shardrt bench {name}"
+
+
 def words(text: str) -> list[str]:
     """An argparse type: a,b,c, each once."""
     return list(dict.fromkeys(word for word in text.split(",") if word))
@@ -37,10 +43,10 @@ def check_known(what: str, given: Collection[str], known: Collection[str]) -> No
             raise ValueError(f"{what}: unknown {name!r}; known: {', '.join(known)}")
 
 
-def add_forms(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Add --csv, --json and --output, which has other `names` too (-o)."""
+def add_forms(parser: argparse.ArgumentParser, short: bool = True) -> None:
+    """Add --csv, --json and --output; short: which has -o for a short name."""
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print the lines as CSV")
     form.add_argument("--json", action="store_true", help="print one JSON object")
-    output = ("--output", *(names or ("-o",)))
+    output = ("--output", "-o") if short else ("--output",)
     parser.add_argument(*output, type=Path, metavar="FILE", help="write the JSON object there, too")

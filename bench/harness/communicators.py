@@ -16,7 +16,7 @@ Wrap = Callable[[Communicator], Communicator]
 
 def add_options(add: Callable) -> None:
     """Add -k, -t and -g."""
-    known = f"{', '.join(kinds())}, or all that fit this run (auto)"
+    known = f"{', '.join(kinds())}, or all that fit this run (auto: nccl where each rank has a GPU)"
     add("-k", "--communicators", type=words, default=["auto"], metavar="A,B", help=known)
     threads = "ranks as threads, without mpirun (1)"
     add("-t", "--nthreads", type=int, default=1, metavar="N", help=threads)
@@ -29,6 +29,12 @@ def ranks_of(options: argparse.Namespace) -> tuple[int, int]:
     threads = options.nthreads * options.ngpus
     launched = mpi_world.launch()
     return (threads, threads) if threads > 1 else (launched.size if launched else 1, 0)
+
+
+def ranks_here(options: argparse.Namespace) -> int:
+    """The ranks of this run on this machine."""
+    launched = mpi_world.launch()
+    return ranks_of(options)[1] or (launched.local_size if launched else 1)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -51,27 +57,34 @@ def check(options: argparse.Namespace) -> None:
             raise ValueError(f"-k: {kind!r} is unknown; known are {', '.join(kinds())}, all")
         if why := unfit.get(kind):
             raise ValueError(f"-k: {kind!r} {why}")
-    alone = fitting[0] if len(fitting) == 1 else "auto"  # what "auto" is there
-    options.communicators = [alone if kind == "auto" else kind for kind in options.communicators]
+    auto = fitting[0] if len(fitting) == 1 else "nccl" if "nccl" in fitting else "auto"  # what it is here
+    options.communicators = [auto if kind == "auto" else kind for kind in options.communicators]
+
+
+def device_of(kind: str) -> Device:
+    """The device of the arrays that a communicator of this kind carries, on this rank; now current."""
+    index = worlds.current().local_rank % devices.KINDS["cuda"].count() if kind in CARRIERS else 0
+    device = devices.get(f"cuda:{index}" if kind in CARRIERS else "cpu")
+    devices.set_current(device)
+    return device
 
 
 def opened(kind: str, wrap: Wrap = lambda communicator: communicator) -> tuple[Communicator, Device]:
-    """A communicator over all ranks of this world, and the device of its arrays, now current. Collective."""
-    if kind not in CARRIERS:
-        device = devices.get("cpu")
-        devices.set_current(device)
-        return wrap(create(kind)), device
-    device = devices.get(f"cuda:{worlds.current().local_rank % devices.KINDS['cuda'].count()}")
-    devices.set_current(device)
-    return wrap(for_device(create("auto"), device, kind, "gather")), device
+    """A communicator over all ranks of this world, and the device of its arrays. Collective."""
+    device = device_of(kind)
+    host = create("auto" if kind in CARRIERS else kind)
+    return wrap(for_device(host, device, kind, "gather") if kind in CARRIERS else host), device
 
 
 def _unfit(kind: str, ranks: int, threads: bool, launched: mpi_world.Launch | None) -> str:
     """Why a communicator can't carry the ranks of this run; "" where it can."""
     if kind in CARRIERS and not cuda.count():
         return "is for arrays of a GPU, and there is none here"
+    if kind == "nccl" and cuda.count() < (ranks if threads else launched.local_size if launched else 1):
+        return "needs a GPU for each rank"
     if threads:
-        return "" if kind == "thread" else "does not fit ranks that are threads (-t, -g); 'thread' does"
+        fits = kind == "thread" or kind in CARRIERS
+        return "" if fits else "does not fit ranks that are threads (-t, -g); 'thread' does"
     if kind == "thread":
         return "needs ranks that are threads: -t N, without mpirun"
     if ranks == 1:
@@ -81,6 +94,10 @@ def _unfit(kind: str, ranks: int, threads: bool, launched: mpi_world.Launch | No
         return f"is of one rank, and this run is of {ranks}"
     if kind in ("shm", "ipc") and launched.local_size != launched.size:
         return "needs all ranks on one node"
-    if kind == "nccl" and cuda.count() < launched.local_size:
-        return "needs a GPU for each rank"
     return ""
+
+
+def under_mpi() -> bool:
+    """Whether this process is one of several ranks of mpirun."""
+    launched = mpi_world.launch()
+    return launched is not None and launched.size > 1

@@ -19,7 +19,7 @@ def facts(command: str) -> dict[str, str]:
     return {
         "command": re.sub(r"(?<![^\s='\"])/[^\s'\"]+", "FILE", command),
         "date": datetime.date.today().isoformat(),
-        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "processor": f"{processor()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "commit": _commit(),
         "versions": ", ".join(f"{name} {version}" for name in PACKAGES if (version := _version(name))),
@@ -37,8 +37,8 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     path.write_text("{\n" + ",\n".join(entries) + "\n}\n")
 
 
-def _processor() -> str:
-    """Its name where the system tells it."""
+def processor() -> str:
+    """The processor's name where the system says it, else its architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
@@ -48,8 +48,11 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Of this checkout, with "-dirty" where files differ from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    """Of this checkout, with "-dirty" where files differ from it; "none" where shardrt comes from a wheel."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return "none"
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

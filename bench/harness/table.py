@@ -5,6 +5,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from .environment import write_result
@@ -50,12 +51,25 @@ class Output:
 
 
 def as_csv(records: Sequence[dict]) -> str:
-    """With a head, one line each."""
+    """With a head, one line each. Figures in a dict get names such as each_p50; lists are left out."""
+    flat = [_flat(record) for record in records]
     file = io.StringIO()
-    writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
+    writer = csv.DictWriter(file, list(dict.fromkeys(chain.from_iterable(flat))), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(records)
+    writer.writerows(flat)
     return file.getvalue().rstrip("\n")
+
+
+def _flat(record: dict) -> dict:
+    found = {}
+    for name, value in record.items():
+        inner = (
+            {f"{name}_{key}": each for key, each in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
+        found |= {key: each for key, each in inner.items() if not isinstance(each, dict | list)}
+    return found
 
 
 def number(value: float | None, width: int) -> str:

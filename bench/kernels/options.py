@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from shardrt.comm import mpi_world
 from shardrt.device import cuda
 
-from ..harness.command_line import Parser, add_forms, check_known, nbytes, words
+from ..harness.command_line import Parser, add_forms, check_known, nbytes, program, words
 from .case import Sizes
 from .ops import OPS
 
@@ -16,7 +16,7 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options; `sizes` among them. Raises ValueError."""
-    parser = Parser(prog="python -m bench.kernels", description="Times kernels.", allow_abbrev=False)
+    parser = Parser(prog=program("kernels"), description="Times kernels.", allow_abbrev=False)
     add, default = parser.add_argument, Sizes()
     add("--op", type=words, default=["all"], metavar="A,B", help=f"{', '.join(OPS)}, all (all)")
     add("--device", default="cpu", help="cpu or cuda (cpu)")
@@ -27,7 +27,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_forms(parser)
     options = parser.parse_args(arguments)
     given = sys.argv[1:] if arguments is None else arguments
-    options.given = " ".join(["python -m bench.kernels", *given])
+    options.given = " ".join([program("kernels"), *given])
     _check(options)
     options.sizes = Sizes(**{name: getattr(options, name) for name in _SIZES})
     return options

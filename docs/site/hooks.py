@@ -229,7 +229,10 @@ def commands() -> str:
         lines += ["", f"## {group}"]
         for command in members:
             lines += ["", f"### shardrt {command.name}", ""]
-            if hasattr(importlib.import_module(command.module), "main"):
+            module = importlib.import_module(command.module)
+            if hasattr(module, "page"):
+                lines += [block(module.page())]
+            elif hasattr(module, "main"):
                 lines += [f"{command.help[:1].upper()}{command.help[1:]}: [its options](options.md)."]
             else:
                 lines += [block(parser.format_help()) for parser in parsers(command_line.parser_of(command))]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from bench.collectives.contestants import Ours, RawNCCL
-from bench.collectives.measure import wrong_elements
 from bench.collectives.ops import OPS as BENCH_OPS
 from bench.collectives.ops import Case, rounded
+from bench.collectives.traffic import spread
 from shardrt import device
 from shardrt.comm import CollectiveMismatch, create, init_device_mesh, thread
 from tests.mpi.contract import PATTERNS, added, packed, tree, unpacked, values
@@ -172,19 +172,24 @@ def test_control_carries_host_arrays(gpu, kind):
 
 
 @pytest.mark.parametrize("kind", ["nccl"])  # tests/gpu, with one GPU for all threads, leaves it out
-def test_the_benchmarks_own_gather_scatter_and_ring_are_right(gpu, kind):
-    size = 3
+def test_the_benchmarks_own_calls_and_raw_nccls_are_right(gpu, kind):
+    size = 4
+    reductions = {True: ("sum", "avg", "max", "mulsum"), False: ("none",)}
 
     def body(comm, here, stream):
-        control = create("auto")
+        control, asked = create("auto"), set()
         contestants = (Ours(comm, here, 1 << 10), RawNCCL(comm, 1 << 10))
-        for name, dtype, place in product(
-            ("gather", "scatter", "sendrecv"), ("bfloat16", "int8"), ("out", "in")
-        ):
-            if place in BENCH_OPS[name].places:
-                nbytes = rounded(BENCH_OPS[name], dtype, 1 << 10, size)
-                case = Case(BENCH_OPS[name], dtype, place, nbytes, size, root=size - 1)
+        for op, dtype, place in product(BENCH_OPS.values(), ("bfloat16", "float32", "int8"), ("out", "in")):
+            for reduction in reductions[op.reduces] if place in op.places else ():
+                nbytes = rounded(op, dtype, 1 << 10, size)
+                uneven = spread(size, 1.0, 1 << 10) if op.name == "alltoallv" else None
+                root = size - 1 if op.rooted else -1
+                case = Case(op, dtype, place, nbytes, size, reduction, root, uneven)
                 for contestant in contestants:
-                    assert contestant.offers(case) and wrong_elements(contestant, case, control, 2) == 0
+                    if contestant.offers(case):
+                        asked.add((type(contestant), op.name))
+                        assert contestant.bind(case, control).check(2) == 0, case
+        assert {name for who, name in asked if who is RawNCCL} == set(BENCH_OPS)
+        assert {name for who, name in asked if who is Ours} == set(BENCH_OPS) - {"reduce"}
 
     on_ranks(size, kind, body)

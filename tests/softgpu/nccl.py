@@ -180,6 +180,16 @@ class NcclCommunicator:
         self._touches((send, nbytes * self._size), (recv, nbytes))
         self._collective(stream, ("reduceScatter", count, kind, op), (send, nbytes * self._size), finish)
 
+    def reduce(self, send, recv, count, kind, op, root, stream):
+        def finish(given):
+            if self._rank == root:
+                parts = [np.frombuffer(given[rank], ring.TYPES[kind]) for rank in sorted(given)]
+                ring.view(recv, count, kind)[:] = ring.reduced(parts, op, root)
+
+        nbytes = count * _SIZES[kind]
+        self._touches((send, nbytes), (recv, nbytes if self._rank == root else 0))
+        self._collective(stream, ("reduce", count, kind, op, root), (send, nbytes), finish)
+
     def broadcast(self, send, recv, count, kind, root, stream):
         nbytes = count * _SIZES[kind]
 

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from bench.collectives.__main__ import main
 from shardrt import device
 from shardrt.comm import init_device_mesh, thread
 from shardrt.device.cpu import ThreadStream
@@ -278,3 +279,14 @@ def test_pinned_memory_that_is_collected_while_a_thread_chooses_gpu_0_changes_no
     assert (current, compute) == (0, 0)
     if made is not None:
         assert software._event(made.handle.ptr).device == 0
+
+
+def test_the_benchmark_of_collectives_has_a_gpu_for_each_of_g_ranks(software, capsys):
+    """nccl-tests' -g in one process, with each call timed by events."""
+    words = "all_reduce reduce_scatter hypercube -g 2 -b 64 -e 1K -f 16 -d float,half -n 2 --rounds 1 -I 1"
+    assert main(words.split()) == 0
+    printed = capsys.readouterr().out
+    assert "device  1 [" in printed and "[cpu]" not in printed
+    assert "# nccl: AllReduce" in printed and "# Out of bounds values : 0 OK" in printed
+    lines = [line.split() for line in printed.splitlines() if line and line[0] != "#"]
+    assert len(lines) == 12 and all("-" not in line[-2:] for line in lines if line[2] == "float")

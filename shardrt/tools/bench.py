@@ -1,0 +1,47 @@
+"""`shardrt bench NAME ...`: a benchmark on the ranks that mpirun starts, from a wheel as from a checkout."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from shardrt.untrusted import say
+
+__all__ = ["main"]
+
+USAGE = 2
+# Those that need nothing of a checkout: name, module in shardrt.bench, help. A benchmark more is a line here.
+BENCHMARKS = (
+    ("collectives", "collectives.__main__", "collectives as nccl-tests times them, next to MPI's or NCCL's"),
+    ("offload", "offload.__main__", "copies, storage, and updates streamed from the host or from files"),
+    ("kernels", "kernels.__main__", "kernels next to PyTorch's and the roofline"),
+    ("machine", "machine", "what this machine does, for `shardrt simulate`"),
+)
+PAGE = """usage: shardrt bench NAME ...
+
+Times what training is made of, and checks every result.
+
+{}
+
+Examples:
+  mpirun -n 2 shardrt bench collectives all_reduce -b 8 -e 128M -f 2
+  shardrt bench offload copies
+
+`shardrt bench NAME --help` lists the options of a benchmark."""
+
+
+def page() -> str:
+    """What `shardrt bench --help` prints."""
+    return PAGE.format("\n".join(f"  {name:12} {summary}" for name, _, summary in BENCHMARKS))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one benchmark; gives its exit code."""
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        say(page(), lines=True)
+        return 0
+    modules = {known: module for known, module, _ in BENCHMARKS}
+    if name not in modules:
+        say(f"error: shardrt bench: no benchmark {name!r}; known: {', '.join(modules)}", file=sys.stderr)
+        return USAGE
+    return import_module(f"shardrt.bench.{modules[name]}").main(arguments[1:])
