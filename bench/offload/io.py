@@ -30,6 +30,7 @@ from . import numa
 
 SECTOR = 512  # bytes
 _WORD = 8
+_HUGE = 1 << 21  # bytes of a huge page
 _LARGEST = 1 << 16  # bytes: no file system asks for larger pieces of O_DIRECT
 _ODD, _FILE, _ROUND = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9  # of xxHash (Collet)
 _NEVER = (1 << 63) - 1
@@ -132,11 +133,13 @@ def _granularity(fd: int) -> int:
 class Slot:
     """Memory of one request in flight: a block that is written, and a block that is read.
 
-    number: of the file. Buffers begin at a page, as O_DIRECT wants it.
+    number: of the file. huge: buffers are in huge pages where the kernel has some: a request to the disk
+    then has fewer pieces. Buffers begin at a page, as O_DIRECT wants it.
     """
 
-    def __init__(self, nbytes: int, number: int) -> None:
+    def __init__(self, nbytes: int, number: int, huge: bool = False) -> None:
         self.nbytes = nbytes
+        self._huge = huge
         self.out, self.into = self._memory(nbytes), self._memory(nbytes)
         self._words = self.out.view(np.uint64)
         self._words[:] = np.random.default_rng(number).integers(0, 1 << 64, nbytes // _WORD, np.uint64)
@@ -146,7 +149,16 @@ class Slot:
         self.last = (nbytes - SECTOR) // _WORD  # the place of the last stamp
 
     def _memory(self, nbytes: int) -> np.ndarray:
-        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        if not self._huge:
+            array = np.frombuffer(mmap.mmap(-1, nbytes, flags=kind), np.uint8)
+        else:
+            memory = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE + _HUGE, flags=kind)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            start = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE
+            array = np.frombuffer(memory, np.uint8)[start : start + nbytes]
+        array.fill(1)  # the first touch, by this thread
+        return array
 
     def stamp(self, first: np.uint64) -> None:
         """Make the block to be written the block whose first stamp is `first`: one of `stamps`."""

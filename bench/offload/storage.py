@@ -32,6 +32,7 @@ from .ranks import Ranks, check_room
 
 FAILED = 1  # exit code of a run whose reads or writes failed
 _GIB = 1 << 30
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _TYPES = {"0": (False, 100), "1": (False, 0), "2": (True, 100), "3": (True, 0)}
 _XFER = {1: "CPUONLY", 2: "CPU_GPU"}
 _NO_CUFILE = "it needs cuFile, and nothing here calls cuFile"
@@ -100,6 +101,8 @@ class Storage(benchmark.Benchmark):
         add("-d", "--gpu", type=int, metavar="N", help="of -x 2 (that of the rank)")
         add("-n", "--numa-node", dest="node", type=int, metavar="N", help="where threads and buffers are")
         add("-O", "--buffered", type=int, default=0, choices=(0, 1), help="1: without O_DIRECT (0)")
+        huge = "buffers of -x 1 are in huge pages, as fio's iomem=mmaphuge has them"
+        add("--huge-pages", dest="huge", action="store_true", help=huge)
         add("-V", "--verify", action="store_true", help="accepted: every block is verified")
         add("-R", "-F", dest="random", action="store_true", help="accepted: blocks look random")
         add("--no-verify", action="store_true", help="check first and last sectors only")
@@ -246,6 +249,10 @@ def _check_gpu(options: argparse.Namespace) -> None:
         raise ValueError(f"-x: must be 1 or 2, got {options.xfer}")
     if options.xfer == 2 and not cuda.count():
         raise ValueError("-x: 2 copies to and from a GPU, and there is none here")
+    if options.huge and options.xfer == 2:
+        raise ValueError("--huge-pages: buffers of -x 2 are pinned memory, which the driver makes")
+    if options.huge and "[never]" in _HUGE_PAGES.read_text():
+        raise ValueError(f"--huge-pages: this kernel gives none: {_HUGE_PAGES} says never")
     if options.gpu is not None and not (options.xfer == 2 and 0 <= options.gpu < cuda.count()):
         why = f"must be below {cuda.count()}" if options.xfer == 2 else "names a GPU, and only -x 2 uses one"
         raise ValueError(f"-d: {why}, got {options.gpu}")
@@ -300,13 +307,14 @@ def _workers(
         for number in range(options.workers):
             file = files[number % len(files)]
             first = 0 if len(files) == options.workers else number * blocks * size
-            slots = [
-                Slot(size, file.number) if device is None else GPUSlot(size, file.number, device)
-                for _ in range(options.queue_depth)
-            ]
+            slots = [_slot(options, size, file.number, device) for _ in range(options.queue_depth)]
             seed = (options.seed, rank, number)
             found.append(Worker(file, first, blocks, size, slots, seed, cores))
     return found
+
+
+def _slot(options: argparse.Namespace, size: int, number: int, device: Device | None) -> Slot:
+    return Slot(size, number, options.huge) if device is None else GPUSlot(size, number, device)
 
 
 def _wrong(workers: Sequence[Worker], stamps_only: bool) -> int:

@@ -260,9 +260,12 @@ def test_a_size_that_o_direct_does_not_take_is_refused(monkeypatch, tmp_path, ca
     assert list(tmp_path.iterdir()) == []
 
 
-def test_buffers_begin_at_a_page():
-    slot = Slot(BLOCK, 0)
-    assert slot.out.ctypes.data % 4096 == slot.into.ctypes.data % 4096 == 0
+@pytest.mark.parametrize("huge", [False, True])
+def test_buffers_begin_at_a_page(huge):
+    slot = Slot(BLOCK, 0, huge)
+    page = 1 << 21 if huge else 4096
+    assert slot.out.ctypes.data % page == slot.into.ctypes.data % page == 0
+    assert slot.out.nbytes == slot.into.nbytes == BLOCK
 
 
 def test_a_request_that_fails_ends_the_run_in_one_line(monkeypatch, tmp_path, capsys):
