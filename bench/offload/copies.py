@@ -46,6 +46,7 @@ def rows(
     ceilings: dict[str, float] = {}
     ranks = ranks or Alone()
     on_gpu = device.name != "cpu"
+    whole_copy = "one pinned copy" if on_gpu else "memcpy"
     for memory in ("pinned", "pageable") if on_gpu else ("host",):
         ways = _ways(device, nbytes, memory)
         for direction, names in DIRECTIONS.items():
@@ -61,21 +62,22 @@ def rows(
             if memory != "pageable":
                 top = rates.pop()
                 ceilings[direction] = sum(top)
-                beside = "one pinned copy" if on_gpu else "memcpy"
-                found.append(line(SECTION, f"{beside}, {direction}", top))
+                found.append(line(SECTION, f"{whole_copy}, {direction}", top))
             for size, each in zip(blocks, rates, strict=True):
                 wrong = sum(ranks.gathered(int(not _same(device, chosen, size))))
                 name = f"{memory}, {direction}, {shown(size)} blocks"
-                found.append(against(SECTION, name, each, wrong, ceilings[direction]))
+                found.append(against(SECTION, name, each, wrong, whole_copy, ceilings[direction]))
     if not on_gpu:
         found.append(line(SECTION, "pinned and pageable, to and from a GPU", check="no GPU here"))
     return found, ceilings
 
 
-def against(section: str, name: str, rates: Sequence[float], wrong: int, ceiling: float) -> dict:
+def against(
+    section: str, name: str, rates: Sequence[float], wrong: int, ceiling: str, ceiling_rate: float
+) -> dict:
     """A line whose result was compared."""
     check = "DIFFER" if wrong else "equal"
-    return line(section, name, rates, wrong=wrong, beside="ceiling", ceiling=ceiling, check=check)
+    return line(section, name, rates, wrong=wrong, ceiling=ceiling, ceiling_rate=ceiling_rate, check=check)
 
 
 def memory(device: Device, nbytes: int) -> Work:

@@ -51,12 +51,12 @@ def _rows(
     failed = np.sum(ranks.gathered(wrong.tolist()), axis=0).tolist()  # ranks, by size
     found = []
     for what, ceiling, (top, *spilled) in zip(
-        ("write", "read"), ("fdatasync of all", "preadv of all"), rates.tolist(), strict=True
+        ("write", "read"), ("fdatasync", "preadv"), rates.tolist(), strict=True
     ):
-        found.append(line(SECTION, f"{what}, {ceiling}", top, wrong=failed[0]))
+        found.append(line(SECTION, f"{what}, {ceiling} of all", top, wrong=failed[0]))
         for size, each, bad in zip(blocks, spilled, failed[1:], strict=True):
             name = f"{what}, spilled, {shown(size)} blocks"
-            found.append(against(SECTION, name, each, bad, sum(top)))
+            found.append(against(SECTION, name, each, bad, ceiling, sum(top)))
     return found, float(rates[0, 0].sum())
 
 

@@ -28,7 +28,7 @@ UP, DOWN = 16, 12  # bytes per parameter on the link when all is on the host (do
 
 
 class Stack(nn.Module):
-    """Square layers, whose product with one row is cheap beside their update."""
+    """Square layers, whose matmul with one row is cheap next to their update."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -93,12 +93,18 @@ def rows(
     count = LAYERS * width**2
     bits = contestants[0].bits()
     ceilings = _ceilings(device, 4 * copied / copying, links, disk)
-    for contestant, seconds, (moved, rate, beside) in zip(contestants, steps, ceilings, strict=True):
+    for contestant, seconds, (moved, rate, ceiling) in zip(contestants, steps, ceilings, strict=True):
         same = contestant.bits() == bits
         check = f"same bits, {1e3 * seconds:.1f} ms" if same else "OTHER BITS"
         rates = [count * moved / seconds]
         yield line(
-            SECTION, contestant.name, rates, wrong=int(not same), beside=beside, ceiling=rate, check=check
+            SECTION,
+            contestant.name,
+            rates,
+            wrong=int(not same),
+            ceiling=ceiling,
+            ceiling_rate=rate,
+            check=check,
         )
 
 

@@ -29,7 +29,7 @@ def test_every_line_has_a_figure_a_ceiling_and_a_check(tmp_path, capsys):
     updates = [line for line in measured if line["section"] == "optimizer"]
     assert len(updates) == 5 and all(line["check"].startswith("same bits, ") for line in updates)
     for line in measured:
-        assert line["percent"] == pytest.approx(100 * line["GB_s"] / line["beside_GB_s"])
+        assert line["percent"] == pytest.approx(100 * line["GB_s"] / line["ceiling_GB_s"])
         assert line["slowest_rank_GB_s"] == line["GB_s"] > 0
     assert all(line["check"] == "equal" for line in measured if line["section"] != "optimizer")
     assert [line["check"] for line in lines if line["GB_s"] is None] == ["no GPU here"]
