@@ -15,7 +15,7 @@ from shardrt.comm import Communicator, create, thread
 from shardrt.train.errors import USAGE, launched_rank, one_line
 
 from . import communicators, environment
-from .command_line import Parser, add_forms, program
+from .command_line import Parser, add_forms, check_least, program
 from .table import Output
 from .timing import Effort
 
@@ -26,11 +26,13 @@ class Benchmark(ABC):
     Attributes:
         name: of the command: `shardrt bench NAME`, or `python -m bench.NAME` in a checkout.
         columns: of the table: the name of a figure in a line, and the format of its column.
+        iters: -n where it is not given.
         short_output: whether -o is --output.
         wrap: put around the communicators that are timed.
     """
 
     name = ""
+    iters = 20
     columns: Mapping[str, str] = {}
     short_output = True
     wrap: communicators.Wrap = staticmethod(lambda communicator: communicator)
@@ -62,7 +64,10 @@ class Benchmark(ABC):
 
     def tail(self, lines: Sequence[dict]) -> tuple[list[str], dict]:
         """What follows the table: for a reader, and in the JSON object."""
-        wrong = sum(line["wrong"] or 0 for line in lines)
+        checked = [line["wrong"] for line in lines if line["wrong"] is not None]
+        if not checked:
+            return ["# wrong: not checked"], {"wrong": None}
+        wrong = sum(checked)
         return [f"# wrong: {wrong}{'' if wrong else ' OK'}"], {"wrong": wrong}
 
     def close(self, options: argparse.Namespace, lines: Sequence[dict]) -> None:  # noqa: B027
@@ -74,14 +79,14 @@ def parser_of(benchmark: Benchmark) -> Parser:
     parser = Parser(prog=program(benchmark.name), description=benchmark.__doc__, allow_abbrev=False)
     benchmark.add_options(parser.add_argument)
     communicators.add_options(parser.add_argument)
-    add_effort(parser.add_argument)
+    add_effort(parser.add_argument, benchmark.iters)
     add_forms(parser, short=benchmark.short_output)
     return parser
 
 
-def add_effort(add: Callable) -> None:
+def add_effort(add: Callable, iters: int = 20) -> None:
     """Add -n, -w, -c and --rounds: how often each case is measured and checked."""
-    add("-n", "--iters", type=int, default=20, metavar="N", help="timed calls in a row (20)")
+    add("-n", "--iters", type=int, default=iters, metavar="N", help=f"timed calls in a row ({iters})")
     add("-w", "--warmup_iters", type=int, default=1, metavar="N", help="untimed calls (1)")
     add("-c", "--check", type=int, default=1, metavar="N", help="rounds of checking, 0 for none (1)")
     add("--rounds", type=int, default=3, metavar="N", help="of -n calls, contestants alternating (3)")
@@ -90,9 +95,7 @@ def add_effort(add: Callable) -> None:
 def effort_of(options: argparse.Namespace, **more: Any) -> Effort:
     """How often, as the options say. Raises ValueError."""
     least = {"-w": (options.warmup_iters, 0), "-n": (options.iters, 1), "-c": (options.check, 0)}
-    for name, (value, lowest) in (least | {"--rounds": (options.rounds, 1)}).items():
-        if value < lowest:
-            raise ValueError(f"{name}: must be at least {lowest}, got {value}")
+    check_least(least | {"--rounds": (options.rounds, 1)})
     return Effort(options.warmup_iters, options.iters, options.rounds, options.check, **more)
 
 

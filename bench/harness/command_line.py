@@ -1,7 +1,7 @@
 """What the command lines of the benchmarks share: one line for nonsense, lists, sizes, forms of output."""
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,6 +41,13 @@ def check_known(what: str, given: Collection[str], known: Collection[str]) -> No
     for name in given:
         if name not in known:
             raise ValueError(f"{what}: unknown {name!r}; known: {', '.join(known)}")
+
+
+def check_least(given: Mapping[str, tuple[int, int]]) -> None:
+    """Raise ValueError for the first option whose (value, least value) are in the wrong order."""
+    for name, (value, least) in given.items():
+        if value < least:
+            raise ValueError(f"{name}: must be at least {least}, got {value}")
 
 
 def add_forms(parser: argparse.ArgumentParser, short: bool = True) -> None:

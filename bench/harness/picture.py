@@ -39,11 +39,13 @@ def curves(axes: Any, found: Mapping[str, Curve], ylabel: str, *, log: bool = Fa
     axes.set_xscale("log", base=2)
     if log:
         axes.set_yscale("log")
-    ticks = sorted({x for curve in found.values() for x in curve.x})
-    axes.set_xticks(ticks[:: -(-len(ticks) // 8)], [short(x) for x in ticks[:: -(-len(ticks) // 8)]])
+    sizes = sorted({x for curve in found.values() for x in curve.x})
+    ticks = sizes[:: max(1, -(-len(sizes) // 8))]
+    axes.set_xticks(ticks, [short(x) for x in ticks])
     axes.set(xlabel="bytes", ylabel=ylabel)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    if found:
+        axes.legend(fontsize="small")
 
 
 def short(nbytes: float) -> str:
@@ -54,12 +56,12 @@ def short(nbytes: float) -> str:
     return f"{nbytes:g}"
 
 
-def figure(columns: int) -> tuple[Any, Sequence[Any]]:
-    """A figure and its axes, in a row."""
+def figure(columns: int, rows: int = 1) -> tuple[Any, Sequence[Any]]:
+    """A figure and its axes, row by row."""
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(5.2 * columns, 3.6), layout="constrained")
-    return made, made.subplots(1, columns, squeeze=False)[0]
+    made = Figure(figsize=(5.2 * columns, 3.6 * rows), layout="constrained")
+    return made, made.subplots(rows, columns, squeeze=False).ravel()
 
 
 def save(made: Any, path: Path) -> None:

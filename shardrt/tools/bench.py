@@ -12,6 +12,8 @@ USAGE = 2
 # Those that need nothing of a checkout: name, module in shardrt.bench, help. A benchmark more is a line here.
 BENCHMARKS = (
     ("collectives", "collectives.__main__", "collectives as nccl-tests times them, next to MPI's or NCCL's"),
+    ("p2p", "p2p.__main__", "messages between ranks as OSU times them, and the matrix of all pairs"),
+    ("overlap", "overlap", "a collective while matmuls run, next to both alone"),
     ("offload", "offload.__main__", "copies, storage, and updates streamed from the host or from files"),
     ("kernels", "kernels.__main__", "kernels next to PyTorch's and the roofline"),
     ("machine", "machine", "what this machine does, for `shardrt simulate`"),
