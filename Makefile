@@ -39,6 +39,10 @@ train: $(FOR_TRAINING) ## train a small Llama on NP=2 ranks (CONFIG=models/confi
 INSTALL_TORCH := $(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet torch==2.13.0 >/dev/null 2>&1 \
 	|| echo 'torch==2.13.0 could not be installed: the tests against PyTorch are skipped'
 
+# Without its dependencies, of which only protobuf is used: `shardrt simulate --chakra`.
+INSTALL_CHAKRA := $(BIN)/pip install --quiet --no-deps 'mlc-chakra>=1.0' protobuf >/dev/null 2>&1 \
+	|| echo 'mlc-chakra could not be installed: the tests of Chakra traces are skipped'
+
 test: $(FOR_TESTS) ## run the tests, JOBS=3 at a time; against PyTorch if it can be installed (ARGS="tests/fsdp ...")
 	@$(INSTALL_TORCH)
 	$(BIN)/python -m tests -n $(JOBS) $(ARGS)
@@ -88,6 +92,7 @@ $(FOR_TRAINING): setup.cfg pyproject.toml
 
 $(FOR_TESTS): $(FOR_TRAINING)
 	$(BIN)/pip install --quiet -e '.[mpi,train,test]'
+	@$(INSTALL_CHAKRA)
 	@touch $@
 
 $(FOR_DOCS): $(FOR_TRAINING)

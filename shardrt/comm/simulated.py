@@ -27,6 +27,7 @@ from shardrt.comm.transport import Transport
 from shardrt.device.addresses import block_of, joined, ranges_of
 from shardrt.device.program import HOST, Collective, Group
 from shardrt.device.simulated import SimulatedDevice, site
+from shardrt.dtypes import name_of
 
 __all__ = ["run"]
 
@@ -134,8 +135,14 @@ class Channel:
         peer: int = -1,
         launches: int = 1,
         grouped: bool = False,
+        root: int = -1,
+        kind: str = "",
     ) -> int:
-        """Record a call and return its number. Arrays with elements have no ranges."""
+        """Record a call and return its number. Arrays with elements have no ranges.
+
+        kind: the type of sums, whose arrays may hold its bits.
+        """
+        dtype = kind or next((name_of(array.dtype) for array in (*reads, *writes)), "")
         counted = (call, peer) if peer >= 0 else None
         number = self._numbers[counted]
         self._numbers[counted] += 1
@@ -149,7 +156,7 @@ class Channel:
             )
             for arrays in (reads, writes)
         )
-        ends = peer, launches, self.device.label, site(), grouped
+        ends = peer, launches, self.device.label, site(), grouped, dtype, root
         self.device.add(Collective(stream, call, self.name, number, nbytes, reads, writes, *ends))
         return number
 
@@ -177,14 +184,14 @@ class SimulatedTransport(Transport):
         self._keep("all_gather", buffer, own, others)
 
     def reduce_scatter(self, output: Array, buffer: Array, op: str, kind: str) -> None:
-        self._keep("reduce_scatter", buffer, [buffer], [output])
+        self._keep("reduce_scatter", buffer, [buffer], [output], kind=kind)
 
     def all_reduce(self, buffer: Array, op: str) -> None:
         self._keep("all_reduce", buffer, [buffer], [buffer])
 
     def broadcast(self, buffer: Array, root: int) -> None:
         both = [[buffer], []]
-        self._keep("broadcast", buffer, *(both if root == self._rank else both[::-1]))
+        self._keep("broadcast", buffer, *(both if root == self._rank else both[::-1]), root=root)
 
     def swap(self, output: Array, buffer: Array, received: Sequence[slice], sent: Sequence[slice]) -> None:
         messages = sum(part.stop > part.start for part in (*received, *sent))
@@ -299,7 +306,7 @@ class SimulatedCommunicator(Communicator):
 
     def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, tag: str) -> None:
         reads = [buffer, output] if how.accumulate else [buffer]
-        number = self._keep("reduce_scatter", buffer.nbytes, reads, [output])
+        number = self._keep("reduce_scatter", buffer.nbytes, reads, [output], kind=how.kind)
         if _has_values(output):
             own = slice(self.rank * output.size, (self.rank + 1) * output.size)
             total = how.scale * self._combined(number, buffer, how.op)[own]
@@ -322,7 +329,8 @@ class SimulatedCommunicator(Communicator):
 
     def _broadcast(self, buffer: Array, root: int, tag: str) -> None:
         both = [[buffer], []]
-        number = self._keep("broadcast", buffer.nbytes, *(both if root == self.rank else both[::-1]))
+        both = both if root == self.rank else both[::-1]
+        number = self._keep("broadcast", buffer.nbytes, *both, root=root)
         if _has_values(buffer):
             buffer[...] = self._reported(number, buffer.copy())[self._speakers[root]]
 

@@ -72,6 +72,9 @@ class Collective:
         nbytes: bytes of the whole buffer on this rank.
         peer: rank in the group at the other end of a message ("send" or "recv"), else -1.
         grouped: a message runs with the next message of its stream, at the same time.
+        dtype: of the elements; "uint16" for 16-bit floats that are only moved, "" for bytes of the host and
+            for a barrier.
+        root: rank in the group that a broadcast begins with, else -1.
     """
 
     stream: str
@@ -86,6 +89,8 @@ class Collective:
     label: str = ""
     site: str = ""
     grouped: bool = False
+    dtype: str = ""
+    root: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from shardrt.device.program import (
     Wait,
     Work,
 )
-from shardrt.simulate.links import Transfer, copies, transfer
+from shardrt.simulate.links import Transfer, transfer
 from shardrt.simulate.machine import Machine, Processor
 from shardrt.simulate.timing import Timing
 
@@ -128,7 +128,6 @@ class _Clock:
         self.ranks = {program.rank: number for number, program in enumerate(programs)}
         self.own = {HOST, *machine.host_streams}
         self.lanes: dict[tuple[int, str], _Lane] = {}
-        self.copies = [copies(program) for program in programs]
         self.kernels: dict[Hashable, Cost] = {}  # models repeat theirs
         self.transfers: dict[Hashable, Transfer] = {}
         self.recorded: dict[Sequence[int], int] = {}  # how many of a group's ranks are
@@ -384,7 +383,7 @@ class _Clock:
     def _cost(self, lane: _Lane, index: int, work: Work) -> Cost:
         """Seconds of a kernel or a copy alone, and which part of its rank's resources it uses."""
         machine, number = self.machine, lane.number
-        if machine.host_link is not None and (way := self.copies[number].get(index)):
+        if machine.host_link is not None and (way := self.timing.copies[number].get(index)):
             direction, nbytes = way
             moving = nbytes / machine.host_link.bandwidth
             seconds = machine.host_link.latency + moving

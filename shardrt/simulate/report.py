@@ -24,7 +24,7 @@ from shardrt.device.program import (
 )
 from shardrt.device.timeline import Span
 from shardrt.simulate.clock import price
-from shardrt.simulate.links import copies, transfer
+from shardrt.simulate.links import transfer
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.memory import Peak, by_category, by_module, peaks
 from shardrt.simulate.phases import PRODUCTS, family, part_of, phases_of
@@ -145,7 +145,7 @@ def report(
         exposed={label: 1e3 * s for label, s in timing.exposed(0).items()},
         memory=memories[0],
         modules={place: by_module(peak) for place, peak in most.items()},
-        links=_links(program, items, machine),
+        links=_links(timing, items, machine),
         waits=_waits(timing, items),
         assumptions=_assumptions(machine, len(programs)),
         device_bytes={
@@ -237,11 +237,12 @@ def _peaks(timing: Timing, number: int) -> dict[str, Peak]:
     return peaks(timing.programs[number], items[0][0], items[-1][0])
 
 
-def _links(program: Program, items: list[tuple[int, Item]], machine: Machine) -> dict[str, dict[str, int]]:
-    """Bytes that this rank sends in the step: within its node, out of it, to and from the host."""
+def _links(timing: Timing, items: list[tuple[int, Item]], machine: Machine) -> dict[str, dict[str, int]]:
+    """Bytes that the first rank sends in the step: within its node, out of it, to and from the host."""
+    program = timing.programs[0]
     found: dict[str, Counter[str]] = defaultdict(Counter)
     known = {}
-    over_host = {} if machine.of_cpus else copies(program)
+    over_host = {} if machine.of_cpus else timing.copies[0]
     for index, item in items:
         if isinstance(item, Collective):
             ranks = program.groups[item.group].ranks

@@ -20,6 +20,7 @@ from shardrt.device.program import (
     Work,
 )
 from shardrt.device.timeline import Passed, Recording, Span
+from shardrt.simulate.links import copies
 
 
 @dataclass
@@ -38,6 +39,11 @@ class Timing:
     def seconds(self) -> float:
         """When the last of all ranks has ended."""
         return max((max(ended, default=0.0) for ended in self.ended), default=0.0)
+
+    @cached_property
+    def copies(self) -> list[dict[int, tuple[str, int]]]:
+        """Of each program, the copies between host and device memory by item: see `links.copies`."""
+        return [copies(program) for program in self.programs]
 
     @cached_property
     def recordings(self) -> list[Recording]:

@@ -1,10 +1,12 @@
 """Shared by the commands that record a script: the script, the number of ranks, the meaning of its end."""
 
 import argparse
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from math import inf
+from pathlib import Path
 from typing import TypeVar
 
 from shardrt.simulate.report import NoStep
@@ -46,6 +48,12 @@ def of_script(options: argparse.Namespace, recorded: Callable[[Sequence[str]], R
     except (Exception, SystemExit):
         traceback.print_exc()
         return FAILED, None
+
+
+def name_of(command: Sequence[str]) -> str:
+    """The short name of a script or module, for files: "train" of train.py and of shardrt.models.train."""
+    words = [word for word in command if word not in ("--", "-m")]
+    return re.sub(r"[^\w-]", "_", Path(words[0]).name.removesuffix(".py").rpartition(".")[2])
 
 
 def positive(text: str) -> int:

@@ -1,11 +1,13 @@
 """`python -m shardrt simulate --ranks N --machine M -- SCRIPT ...`: a step on simulated ranks.
 
-Exit code 0; 2 where there is no such script, machine or rank, 65 where the script fails or makes no step.
+Exit code 0; 2 where there is no such script, machine or rank, or a file can't be written; 65 where the script
+fails or makes no step.
 """
 
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -13,11 +15,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from shardrt.simulate import chakra
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.phases import traced
 from shardrt.simulate.step import Simulated, simulated
 from shardrt.simulate.values import Values
-from shardrt.tools.scripts import USAGE, add_machine, add_script, of_script, positive, seconds
+from shardrt.tools.scripts import USAGE, add_machine, add_script, name_of, of_script, positive, seconds
 from shardrt.train.trace import events_of, names_of, write
 from shardrt.untrusted import say
 
@@ -38,6 +41,12 @@ def add_to(commands: Any) -> None:
         "--mesh", type=_shape, metavar="512x8", help="the shape, where the script says none: copies x shards"
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the last step for Perfetto")
+    parser.add_argument(
+        "--chakra",
+        type=Path,
+        metavar="DIR",
+        help="write a Chakra trace of the last step of each recorded rank",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--norm", choices=("large", "small"), default="large", help="of gradients: clipped or not (large)"
@@ -69,7 +78,9 @@ def simulate(options: argparse.Namespace) -> int:
                 f"--mesh: {options.mesh} has {prod(options.mesh)} ranks, but --ranks is {options.ranks}"
             )
         stands_for = _stands_for(options.record, options.ranks) if options.record else None
-    except (OSError, ValueError) as error:
+        if options.chakra:
+            _check_chakra(options.chakra)
+    except (ImportError, OSError, ValueError) as error:
         say(f"error: {error}", file=sys.stderr)
         return USAGE
 
@@ -92,6 +103,12 @@ def simulate(options: argparse.Namespace) -> int:
     found = done.report
     if options.trace:
         _write_trace(done, options.trace)
+    if options.chakra:
+        try:
+            chakra.write(done.timing, machine, options.chakra, name_of(options.command))
+        except OSError as error:
+            say(f"error: --chakra: {error}", file=sys.stderr)
+            return USAGE
     if options.json:
         say(json.dumps(asdict(found) | {"tokens_per_s": found.tokens_per_s}, indent=1), lines=True)
     else:
@@ -112,6 +129,20 @@ def _stands_for(record: str, ranks: int) -> dict[int, range]:
     if firsts[0] != 0 or firsts[-1] >= ranks:
         raise ValueError(f"--record: must be ranks from 0 to {ranks - 1}, with 0 among them, got {record}")
     return {rank: range(rank, stop) for rank, stop in pairwise([*firsts, ranks])}
+
+
+def _check_chakra(folder: Path) -> None:
+    """Raises ImportError without mlc-chakra, and OSError if traces can't be written: before the recording."""
+    try:
+        chakra.schema()
+    except ImportError as error:
+        raise ImportError(f"--chakra: {error}; pip install 'shardrt[chakra]'") from None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(f"--chakra: can't write to {folder}: {error.strerror}") from None
 
 
 def _write_trace(done: Simulated, path: Path) -> None:
