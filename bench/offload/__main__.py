@@ -1,91 +1,121 @@
 """Times what offload is made of: copies to and from the device, updates streamed through it, spill to disk.
 
     python -m bench.offload
-    python -m bench.offload copies disk --megabytes 1024 --blocks 1M,16M
+    mpirun -n 2 python -m bench.offload copies disk --megabytes 1024 --blocks 1M,16M
+    python -m bench.offload storage -D /data -s 1G -w 4         # as gdsio: storage.py
+    python -m bench.offload bandwidth -t host_to_device_memcpy_ce      # as nvbandwidth: bandwidth.py
 
-Each figure stands beside a ceiling measured in the same run. A machine without a GPU has the CPU device only.
-Exit code 1 where a check failed, 2 for options that make no sense. docs/howto/benchmarks.md has the columns.
+Each figure stands next to a ceiling measured in the same run. A machine without a GPU has the CPU device
+only. Exit code 1 where a check failed, 2 for options that make no sense.
+docs/howto/benchmarks.md has the columns.
 """
 
 import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS
 
 import argparse
-import json
 import sys
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from shardrt import device as devices
-from shardrt.comm import mpi_world
+from shardrt.comm import Communicator, mpi_world
 from shardrt.device import Device, cuda
-from shardrt.train.errors import USAGE, one_line
+from shardrt.train.errors import USAGE, launched_rank, one_line
 
-from ..gpu.report import Row, table
-from ..harness import environment
-from ..harness.command_line import Parser, check_known, nbytes, words
-from . import copies, disk, optimizer
+from ..harness import benchmark
+from ..harness.command_line import Parser, add_forms, check_known, nbytes, words
+from . import bandwidth, copies, disk, lines, optimizer, storage
+from .ranks import Ranks, check_room
 
 SECTIONS = ("copies", "optimizer", "disk")
+COMMANDS = {"storage": storage.main, "bandwidth": bandwidth.main}  # sections with options of their own
+
+
+class Offload(benchmark.Benchmark):
+    """Times what offload is made of."""
+
+    name = "offload"
+    columns = lines.COLUMNS
+
+    def add_options(self, add: Callable) -> None:
+        """What is measured, and how much of it."""
+        alone = ", ".join(f"{name} -h" for name in COMMANDS)
+        add("sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)} (all); or {alone}")
+        add("--device", default="auto", help="cpu or cuda (auto)")
+        add("--megabytes", type=int, default=256, metavar="N", help="MiB that a rank copies or writes (256)")
+        add("--blocks", type=words, default="64K,1M,4M,16M,64M", metavar="A,B", help="(64K,1M,4M,16M,64M)")
+        add("--parameters", type=nbytes, default="16M", metavar="N", help="of the optimizer's model (16M)")
+        add("--rounds", type=int, default=5, metavar="N", help="timed turns of each (5)")
+        add("--directory", type=Path, metavar="DIR", help="on the disk to measure (that of temporary files)")
+
+    def cases(self, options: argparse.Namespace, ranks: int) -> list[str]:
+        """The sections."""
+        _check(options, ranks)
+        return options.sections
+
+    def lines(
+        self, options: argparse.Namespace, cases: Sequence[str], control: Communicator
+    ) -> Iterator[dict]:
+        """A line each; ceilings come first."""
+        device = _device(options)
+        devices.set_current(device)
+        ranks = Ranks(control)
+        with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+            yield from _measured(options, device, Path(directory), ranks)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] and given[0] in COMMANDS:
+        return COMMANDS[given[0]](given[1:])
+    offload = Offload()
     with one_line(USAGE):
-        options = parse(arguments)
-    device = devices.get(options.device)
-    devices.set_current(device)
-    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        rows = measured(options, device, Path(directory))
-    given = sys.argv[1:] if arguments is None else arguments
-    facts = environment.facts(" ".join(["python -m bench.offload", *given]))
-    result = {**facts, "device": options.device, "rows": [row.as_json() for row in rows]}
-    if options.json:
-        print(json.dumps(result))
-    else:
-        print("\n".join(f"# {name}: {value}" for name, value in facts.items()))
-        print(table(rows))
-    if options.output is not None:
-        environment.write_result(options.output, result)
-    return int(any(row.check[:6] in ("DIFFER", "OTHER ") for row in rows))
+        parser = Parser(prog=benchmark.program(offload.name), description=offload.__doc__)
+        offload.add_options(parser.add_argument)
+        add_forms(parser)
+        options = parser.parse_args(given)
+        options.given = " ".join([benchmark.program(offload.name), *given])
+        launched = mpi_world.launch()
+        sections = offload.cases(options, launched.size if launched else 1)
+        if options.output is not None and launched_rank() == 0:
+            options.output.touch()
+    return benchmark.run(offload, options, sections)
 
 
-def measured(options: argparse.Namespace, device: Device, directory: Path) -> list[Row]:
-    """The rows of the sections that were asked for; their ceilings come first."""
+def _measured(options: argparse.Namespace, device: Device, directory: Path, ranks: Ranks) -> Iterator[dict]:
     size, blocks, rounds = options.nbytes, options.blocks, options.rounds
-    found: list[Row] = []
+    spilled: list[dict] = []
     wanted = set(options.sections)
     if "optimizer" in wanted or "copies" in wanted:
-        rows, links = copies.rows(device, size, blocks, rounds)
-        found += rows if "copies" in wanted else []
+        found, links = copies.rows(device, size, blocks, rounds, ranks)
+        yield from found if "copies" in wanted else []
     if "optimizer" in wanted or "disk" in wanted:
-        rows, rate = disk.rows(directory, size, blocks, rounds)
-        spilled = rows if "disk" in wanted else []
+        found, rate = disk.rows(directory, size, blocks, rounds, ranks)
+        spilled = found if "disk" in wanted else []
     if "optimizer" in wanted:
-        found += optimizer.rows(device, options.parameters, directory, rounds, links, rate)
-    return found + spilled if "disk" in wanted else found
+        yield from optimizer.rows(device, options.parameters, directory, rounds, links, rate)
+    yield from spilled
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options. Raises ValueError for what makes no sense."""
-    parser = Parser(prog="python -m bench.offload", description="Times what offload is made of.")
-    add = parser.add_argument
-    add("sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)} (all)")
-    add("--device", default="auto", help="cpu or cuda (auto)")
-    add("--megabytes", type=int, default=256, metavar="N", help="MiB that are copied or written (256)")
-    add("--blocks", type=words, default="64K,1M,4M,16M,64M", metavar="A,B", help="sizes (64K,1M,4M,16M,64M)")
-    add("--parameters", type=nbytes, default="16M", metavar="N", help="of the optimizer's model (16M)")
-    add("--rounds", type=int, default=5, metavar="N", help="timed turns of each (5)")
-    add("--directory", type=Path, metavar="DIR", help="on the disk to measure (that of temporary files)")
-    add("--json", action="store_true", help="print one JSON object")
-    add("-o", "--output", type=Path, metavar="FILE", help="write it there, too")
-    options = parser.parse_args(arguments)
-    _check(options)
-    return options
+def _device(options: argparse.Namespace) -> Device:
+    """This rank's."""
+    if options.device == "cpu":
+        return devices.get("cpu")
+    launched = mpi_world.launch()
+    return devices.get(f"cuda:{(launched.local_rank if launched else 0) % cuda.count()}")
 
 
-def _check(options: argparse.Namespace) -> None:
-    options.sections = options.sections or list(SECTIONS)
-    check_known("section", options.sections, SECTIONS)
+def _check(options: argparse.Namespace, ranks: int) -> None:
+    """Raise ValueError for what makes no sense; put in what follows from what was given."""
+    for name in options.sections:
+        if name in COMMANDS:
+            raise ValueError(f"section: {name!r} has options of its own: `bench.offload {name}` starts it")
+    check_known("section", options.sections, (*SECTIONS, *COMMANDS))
+    if ranks > 1 and "optimizer" in options.sections:
+        raise ValueError("section: 'optimizer' measures one process; start it without mpirun")
+    options.sections = options.sections or [name for name in SECTIONS if ranks == 1 or name != "optimizer"]
     for name in ("megabytes", "parameters", "rounds"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name}: must be at least 1, got {getattr(options, name)}")
@@ -99,16 +129,14 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"--blocks: {copies.shown(options.nbytes)} is no multiple of {copies.shown(block)}"
             )
-    if options.directory is not None and not options.directory.is_dir():
-        raise ValueError(f"--directory: {options.directory} is no directory")
+    folder = options.directory or Path(tempfile.gettempdir())
+    on_disk = {"disk": options.nbytes, "optimizer": 2 * optimizer.FILES * options.parameters}
+    check_room("--directory", folder, max([0, *(on_disk.get(name, 0) for name in options.sections)]))
     check_known("--device", [options.device], ("auto", "cpu", "cuda"))
     if options.device == "cuda" and not cuda.count():
         raise ValueError("--device: 'cuda' needs a GPU, and there is none here")
     if options.device == "auto":
         options.device = "cuda" if cuda.count() else "cpu"
-    launched = mpi_world.launch()
-    if launched is not None and launched.size > 1:
-        raise ValueError("bench.offload measures one process; start it without mpirun")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import ctypes
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ import numpy as np
 
 from shardrt.device import Device, Stream
 
-from ..gpu.report import Row
+from .lines import line
+from .ranks import Alone, Ranks
 
 Array = Any
 Work = Callable[[], None]
@@ -34,11 +35,18 @@ class Way:
     source: Array
 
 
-def rows(device: Device, nbytes: int, blocks: list[int], rounds: int) -> tuple[list[Row], dict[str, float]]:
-    """Rows, and the ceilings of "host to device", "device to host" and "both at once" in bytes per second."""
-    found: list[Row] = []
+def rows(
+    device: Device, nbytes: int, blocks: list[int], rounds: int, ranks: Ranks | None = None
+) -> tuple[list[dict], dict[str, float]]:
+    """Lines, and the ceilings of "host to device", "device to host" and "both at once" in bytes per second.
+
+    All ranks copy at once; rates and ceilings are sums over ranks. ranks: None measures this process alone.
+    """
+    found: list[dict] = []
     ceilings: dict[str, float] = {}
+    ranks = ranks or Alone()
     on_gpu = device.name != "cpu"
+    whole_copy = "one pinned copy" if on_gpu else "memcpy"
     for memory in ("pinned", "pageable") if on_gpu else ("host",):
         ways = _ways(device, nbytes, memory)
         for direction, names in DIRECTIONS.items():
@@ -49,19 +57,27 @@ def rows(device: Device, nbytes: int, blocks: list[int], rounds: int) -> tuple[l
                     (lambda c=chosen: _copy(device, c, nbytes)) if on_gpu else (lambda c=chosen: _memcpy(c))
                 )
                 works.append(whole)
-            rates = [len(names) * nbytes / seconds for seconds in by_turns(works, rounds)]
+            own = [len(names) * nbytes / seconds for seconds in by_turns(works, rounds, ranks.start)]
+            rates = list(zip(*ranks.gathered(own), strict=True))  # by work, then by rank
             if memory != "pageable":
-                ceilings[direction] = rates.pop()
-                beside = "one pinned copy" if on_gpu else "memcpy"
-                found.append(_row(f"{beside}, {direction}", ceilings[direction]))
-            for size, rate in zip(blocks, rates, strict=True):
-                check = _check(device, chosen, size)
-                found.append(
-                    _row(f"{memory}, {direction}, {shown(size)} blocks", rate, ceilings[direction], check)
-                )
+                top = rates.pop()
+                ceilings[direction] = sum(top)
+                found.append(line(SECTION, f"{whole_copy}, {direction}", top))
+            for size, each in zip(blocks, rates, strict=True):
+                wrong = sum(ranks.gathered(int(not _same(device, chosen, size))))
+                name = f"{memory}, {direction}, {shown(size)} blocks"
+                found.append(against(SECTION, name, each, wrong, whole_copy, ceilings[direction]))
     if not on_gpu:
-        found.append(Row(SECTION, "pinned and pageable, to and from a GPU", check="no GPU here"))
+        found.append(line(SECTION, "pinned and pageable, to and from a GPU", check="no GPU here"))
     return found, ceilings
+
+
+def against(
+    section: str, name: str, rates: Sequence[float], wrong: int, ceiling: str, ceiling_rate: float
+) -> dict:
+    """A line whose result was compared."""
+    check = "DIFFER" if wrong else "equal"
+    return line(section, name, rates, wrong=wrong, ceiling=ceiling, ceiling_rate=ceiling_rate, check=check)
 
 
 def memory(device: Device, nbytes: int) -> Work:
@@ -70,11 +86,15 @@ def memory(device: Device, nbytes: int) -> Work:
     return lambda: _memcpy(ways)
 
 
-def by_turns(works: list[Work], rounds: int) -> list[float]:
-    """Seconds of each, the median over rounds; a round more, at first, is not counted."""
+def by_turns(works: list[Work], rounds: int, meet: Work = lambda: None) -> list[float]:
+    """Seconds of each, the median over rounds; a round more, at first, is not counted.
+
+    meet: called before each, so that ranks start at once.
+    """
     times: list[list[float]] = [[] for _ in works]
     for _ in range(rounds + 1):
         for work, taken in zip(works, times, strict=True):
+            meet()
             start = time.perf_counter()
             work()
             taken.append(time.perf_counter() - start)
@@ -87,13 +107,6 @@ def shown(nbytes: int) -> str:
         if nbytes >= size and nbytes % size == 0:
             return f"{nbytes // size}{unit}"
     return str(nbytes)
-
-
-def _row(name: str, rate: float, ceiling: float | None = None, check: str = "") -> Row:
-    beside = "" if ceiling is None else "ceiling"
-    theirs = None if ceiling is None else ceiling / 1e9
-    figure = rate / 1e9 if check in ("", "equal") else None
-    return Row(SECTION, name, figure, "GB/s", beside=beside, theirs=theirs, check=check)
 
 
 def _ways(device: Device, nbytes: int, memory: str) -> dict[str, Way]:
@@ -135,8 +148,8 @@ def _memcpy_one(way: Way) -> None:
     ctypes.CDLL(None).memcpy(to, source, ctypes.c_size_t(way.target.nbytes))
 
 
-def _check(device: Device, ways: list[Way], size: int) -> str:
-    """Copy other values once more, and compare."""
+def _same(device: Device, ways: list[Way], size: int) -> bool:
+    """Whether a copy of other values arrives."""
     random = np.random.default_rng(size)
     for way in ways:
         values = random.integers(0, 256, way.source.size, np.uint8)
@@ -145,5 +158,4 @@ def _check(device: Device, ways: list[Way], size: int) -> str:
     device.wait_here()
     device.current_stream.synchronize()
     _copy(device, ways, size)
-    same = all(np.array_equal(device.to_numpy(way.target), device.to_numpy(way.source)) for way in ways)
-    return "equal" if same else "DIFFER"
+    return all(np.array_equal(device.to_numpy(way.target), device.to_numpy(way.source)) for way in ways)

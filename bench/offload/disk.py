@@ -4,7 +4,6 @@ The ceiling of writing is one fdatasync of the same dirty pages, that of reading
 """
 
 import os
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -13,52 +12,58 @@ import numpy as np
 
 from shardrt.device import host
 
-from ..gpu.report import Row
-from .copies import shown
+from .copies import against, shown
+from .lines import line
+from .ranks import Alone, Ranks
 
 SECTION = "disk"
 
 
-def rows(directory: Path, nbytes: int, blocks: list[int], rounds: int) -> tuple[list[Row], float]:
-    """Rows, and the bytes per second that the disk takes."""
+def rows(
+    directory: Path, nbytes: int, blocks: list[int], rounds: int, ranks: Ranks | None = None
+) -> tuple[list[dict], float]:
+    """Lines, and the bytes per second that the disk takes.
+
+    All ranks write at once, and read at once, each its own file of `nbytes`; rates are sums over ranks.
+    """
     with tempfile.TemporaryFile(dir=directory) as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
         array = np.memmap(file, np.uint8, "r+", shape=(nbytes,))
-        return _rows(file.fileno(), array, blocks, rounds)
+        return _rows(file.fileno(), array, blocks, rounds, ranks or Alone())
 
 
-def _rows(file: int, array: np.memmap, blocks: list[int], rounds: int) -> tuple[list[Row], float]:
-    values = np.random.default_rng(0).integers(0, 256, array.size, np.uint8)
+def _rows(
+    file: int, array: np.memmap, blocks: list[int], rounds: int, ranks: Ranks
+) -> tuple[list[dict], float]:
+    values = np.random.default_rng(ranks.rank).integers(0, 256, array.size, np.uint8)
     sizes = [array.size, *blocks]  # the first by the ceiling's calls
-    taken: dict[tuple[str, int, bool], list[float]] = {}
-    wrong: set[int] = set()
+    writing, reading = (np.zeros((rounds + 1, len(sizes))) for _ in range(2))  # seconds
+    wrong = np.zeros(len(sizes), int)
     for round_ in range(rounds + 1):
         for number, size in enumerate(sizes):
             raw = number == 0
             values += np.uint8(1)  # what an earlier turn wrote would not pass
-            writing = _write(file, array, values, size, raw)
-            reading, right = _read(file, array, values, size, raw)
-            if not right:
-                wrong.add(number)
-            if round_:
-                taken.setdefault(("write", number), []).append(writing)
-                taken.setdefault(("read", number), []).append(reading)
-    rates = {key: array.size / statistics.median(seconds) for key, seconds in taken.items()}
+            writing[round_, number] = _write(file, array, values, size, raw, ranks)
+            reading[round_, number], right = _read(file, array, values, size, raw, ranks)
+            wrong[number] |= not right
+    own = [(array.size / np.median(each[1:], axis=0)).tolist() for each in (writing, reading)]
+    rates = np.array(ranks.gathered(own)).transpose(1, 2, 0)  # write and read; sizes; ranks
+    failed = np.sum(ranks.gathered(wrong.tolist()), axis=0).tolist()  # ranks, by size
     found = []
-    for what, ceiling in (("write", "fdatasync of all"), ("read", "preadv of all")):
-        top = rates[what, 0] / 1e9
-        found.append(Row(SECTION, f"{what}, {ceiling}", None if 0 in wrong else top, "GB/s"))
-        for number, size in enumerate(blocks, 1):
-            figure = None if number in wrong else rates[what, number] / 1e9
-            check = "DIFFER" if number in wrong else "equal"
+    for what, ceiling, (top, *spilled) in zip(
+        ("write", "read"), ("fdatasync", "preadv"), rates.tolist(), strict=True
+    ):
+        found.append(line(SECTION, f"{what}, {ceiling} of all", top, wrong=failed[0]))
+        for size, each, bad in zip(blocks, spilled, failed[1:], strict=True):
             name = f"{what}, spilled, {shown(size)} blocks"
-            found.append(Row(SECTION, name, figure, "GB/s", beside="ceiling", theirs=top, check=check))
-    return found, rates["write", 0]
+            found.append(against(SECTION, name, each, bad, ceiling, sum(top)))
+    return found, float(rates[0, 0].sum())
 
 
-def _write(file: int, array: np.memmap, values: np.ndarray, size: int, raw: bool) -> float:
+def _write(file: int, array: np.memmap, values: np.ndarray, size: int, raw: bool, ranks: Ranks) -> float:
     """Seconds until pages that were just written are on the disk."""
     array[:] = values
+    ranks.start()
     start = time.perf_counter()
     if raw:
         os.fdatasync(file)
@@ -68,12 +73,15 @@ def _write(file: int, array: np.memmap, values: np.ndarray, size: int, raw: bool
     return time.perf_counter() - start
 
 
-def _read(file: int, array: np.memmap, values: np.ndarray, size: int, raw: bool) -> tuple[float, bool]:
+def _read(
+    file: int, array: np.memmap, values: np.ndarray, size: int, raw: bool, ranks: Ranks
+) -> tuple[float, bool]:
     """(Seconds to bring everything from the disk to memory, whether it is `values`)."""
     host.drop(array)  # from this process
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # from the page cache
     target = np.zeros_like(values)
     target.fill(1)
+    ranks.start()
     start = time.perf_counter()
     if raw:
         os.preadv(file, [target], 0)

@@ -17,17 +17,18 @@ from shardrt.comm import DeviceMesh, init_device_mesh
 from shardrt.device import Device
 from shardrt.fsdp import CPUOffloadPolicy, fully_shard
 
-from ..gpu.report import Row
 from . import copies
+from .lines import line
 
 SECTION = "optimizer"
 LAYERS = 4
 UPDATE = 28  # bytes of memory per parameter: AdamW reads four arrays of float32 and writes three
+FILES = 16  # bytes per parameter in files, of each contestant that has them there
 UP, DOWN = 16, 12  # bytes per parameter on the link when all is on the host (docs/howto/fit_in_memory.md)
 
 
 class Stack(nn.Module):
-    """Square layers, whose product with one row is cheap beside their update."""
+    """Square layers, whose matmul with one row is cheap next to their update."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -70,8 +71,8 @@ class Contestant:
 
 def rows(
     device: Device, parameters: int, directory: Path, rounds: int, links: dict[str, float], disk: float
-) -> Iterator[Row]:
-    """A row each. `links`: of copies.rows. `disk`: bytes per second that the disk takes.
+) -> Iterator[dict]:
+    """A line each. `links`: of copies.rows. `disk`: bytes per second that the disk takes.
 
     Of the CPU, whose link is its memory, the ceiling is measured again in each round.
     """
@@ -92,17 +93,18 @@ def rows(
     count = LAYERS * width**2
     bits = contestants[0].bits()
     ceilings = _ceilings(device, 4 * copied / copying, links, disk)
-    for contestant, seconds, (moved, rate, beside) in zip(contestants, steps, ceilings, strict=True):
+    for contestant, seconds, (moved, rate, ceiling) in zip(contestants, steps, ceilings, strict=True):
         same = contestant.bits() == bits
-        check = f"{'same bits' if same else 'OTHER BITS'}, {1e3 * seconds:.1f} ms"
-        yield Row(
+        check = f"same bits, {1e3 * seconds:.1f} ms" if same else "OTHER BITS"
+        rates = [count * moved / seconds]
+        yield line(
             SECTION,
             contestant.name,
-            count * moved / seconds / 1e9 if same else None,
-            "GB/s",
-            beside=beside,
-            theirs=rate / 1e9 if rate else None,
-            check=check if same else "OTHER BITS",
+            rates,
+            wrong=int(not same),
+            ceiling=ceiling,
+            ceiling_rate=rate,
+            check=check,
         )
 
 
