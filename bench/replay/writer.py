@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardrt.simulate.chakra import with_length
+
 from .chakra import schema
 from .trace import COMPUTE, MESSAGES, Node, Trace
 
@@ -25,9 +27,9 @@ def messages(trace: Trace) -> Iterator[bytes]:
     alike = ",".join(map(str, trace.alike or [trace.rank]))
     facts = {"schema": "shardrt", "world_size": trace.world, "rank": trace.rank, "ranks": alike}
     facts |= {"nodes": len(trace.nodes)}
-    yield _with_length(made.GlobalMetadata(version="0.0.4", attr=_attributes(made, facts)))
+    yield with_length(made.GlobalMetadata(version="0.0.4", attr=_attributes(made, facts)))
     for node in trace.nodes:
-        yield _with_length(_message(made, node, trace))
+        yield with_length(_message(made, node, trace))
 
 
 def _message(made: Any, node: Node, trace: Trace) -> Any:
@@ -65,12 +67,3 @@ def _attributes(made: Any, values: dict[str, Any]) -> list[Any]:
         kind = "bool" if isinstance(value, bool) else "string" if isinstance(value, str) else "int64"
         found.append(made.AttributeProto(name=name, **{f"{kind}_val": value}))
     return found
-
-
-def _with_length(message: Any) -> bytes:
-    data = message.SerializeToString()
-    length, head = len(data), bytearray()
-    while length > 0x7F:
-        head.append(length & 0x7F | 0x80)
-        length >>= 7
-    return bytes([*head, length]) + data

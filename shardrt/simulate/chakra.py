@@ -32,7 +32,7 @@ from shardrt.device.program import (
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.timing import Timing, label_of
 
-__all__ = ["Node", "Trace", "schema", "traces_of", "write"]
+__all__ = ["Node", "Trace", "schema", "traces_of", "with_length", "write"]
 
 VERSION = "0.0.4"  # of the schema
 _NOTHING = 0.5e-9  # seconds; attributes have nanoseconds
@@ -363,7 +363,7 @@ def _unit(item: Work | Collective) -> str:
 
 
 def _messages(trace: Trace, machine: Machine) -> Iterator[bytes]:
-    """Each message with its length before it, as mlc-chakra's protolib writes them."""
+    """Each message behind its length."""
     made = schema()
     facts = {
         "schema": "shardrt",
@@ -372,15 +372,16 @@ def _messages(trace: Trace, machine: Machine) -> Iterator[bytes]:
         "ranks": _runs(trace.stands_for),
         "machine": machine.name,
         "step": trace.step,
+        "nodes": len(trace.nodes),  # a reader finds by it that a file is cut off between two of them
         "start_ns": round(1e9 * trace.start),
         "duration_ns": round(1e9 * trace.seconds),
     }
     attributes = _Attributes(made)
-    yield from _with_length(made.GlobalMetadata(version=VERSION, attr=attributes.of(facts)))
+    yield with_length(made.GlobalMetadata(version=VERSION, attr=attributes.of(facts)))
     for node in trace.nodes:
         start, stop = round(1e9 * node.start), round(1e9 * node.stop)
         values = node.values | {"start_ns": start, "duration_ns": stop - start}
-        yield from _with_length(
+        yield with_length(
             made.Node(
                 id=node.id,
                 name=node.name,
@@ -424,16 +425,14 @@ class _Attributes:
         return {"string_val" if isinstance(value, str) else self._KINDS.get(name, "int64_val"): value}
 
 
-def _with_length(message: Any) -> Iterator[bytes]:
-    """Its length, as a varint, and the message."""
+def with_length(message: Any) -> bytes:
+    """A message behind its length, a varint: how the files of mlc-chakra's protolib hold it."""
     data = message.SerializeToString()
     length, head = len(data), bytearray()
     while length > 0x7F:
         head.append(length & 0x7F | 0x80)
         length >>= 7
-    head.append(length)
-    yield bytes(head)
-    yield data
+    return bytes([*head, length]) + data
 
 
 def _runs(ranks: Sequence[int]) -> str:
