@@ -15,6 +15,7 @@ BENCHMARKS = (
     ("p2p", "p2p.__main__", "messages between ranks as OSU times them, and the matrix of all pairs"),
     ("overlap", "overlap", "a collective while matmuls run, next to both alone"),
     ("replay", "replay.__main__", "the communication of a recorded job, with its gaps and with compute"),
+    ("barrier", "barrier", "a barrier of each communicator, next to MPI's"),
     ("offload", "offload.__main__", "copies, storage, and updates streamed from the host or from files"),
     ("kernels", "kernels.__main__", "kernels next to PyTorch's and the roofline"),
     ("machine", "machine", "what this machine does, for `shardrt simulate`"),

@@ -1,10 +1,12 @@
 """What benchmarks share: percentiles as nccl-tests counts them, contestants that alternate, cheap clocks."""
 
+import json
 import time
 
 import numpy as np
 import pytest
 
+from bench.barrier import Barrier
 from bench.harness import command_line
 from bench.harness.benchmark import Benchmark, main
 from bench.harness.fit import fit
@@ -14,6 +16,7 @@ from bench.harness.values import FLOAT8, count_wrong, decoded, encoded, poison, 
 from shardrt import device
 from shardrt.comm import thread
 from shardrt.comm.backends import create
+from shardrt.comm.interceptors import Interceptor
 
 
 def test_percentiles_are_nccl_tests():
@@ -171,3 +174,27 @@ def test_sizes_are_read_as_they_are_written():
         *(12, 1024, 1024),
         *(16 << 20, 2 << 30),
     ]
+
+
+class Open(Interceptor):
+    """A barrier that waits for no rank."""
+
+    def intercept(self, call, run):
+        return (lambda *args: None) if call.name == "barrier" else run
+
+
+def opened(communicator):
+    Open(communicator)
+    return communicator
+
+
+def test_a_barrier_that_does_not_wait_is_found(capsys):
+    words = ["-t", "3", "-n", "5", "--rounds", "1", "-c", "3", "--json"]
+    assert main(Barrier(), words) == 0
+    (line,) = json.loads(capsys.readouterr().out)["lines"]
+    assert line["wrong"] == 0 < line["p50_us"] <= line["p99_us"] <= line["max_us"]
+    broken = Barrier()
+    broken.wrap = opened
+    assert main(broken, words) == 1
+    (line,) = json.loads(capsys.readouterr().out)["lines"]
+    assert line["wrong"] > 0 and line["p50_us"] is None
