@@ -1,6 +1,6 @@
 """What a benchmark is, and how one runs: options, ranks, lines as they come, exit code.
 
-A benchmark is a subclass of Benchmark in a file of its own; bench/overlap.py is a short one. `main` runs it
+A benchmark is a subclass of Benchmark in a file of its own; bench/barrier.py is a short one. `main` runs it
 on the ranks of mpirun, or on threads (-t).
 """
 
@@ -27,6 +27,7 @@ class Benchmark(ABC):
         name: of the command: `shardrt bench NAME`, or `python -m bench.NAME` in a checkout.
         columns: of the table: the name of a figure in a line, and the format of its column.
         iters: -n where it is not given.
+        communicates: whether it has -k, -t, -g, -n, -w, -c and --rounds: it times calls of communicators.
         short_output: whether -o is --output.
         wrap: put around the communicators that are timed.
     """
@@ -34,6 +35,7 @@ class Benchmark(ABC):
     name = ""
     iters = 20
     columns: Mapping[str, str] = {}
+    communicates = True
     short_output = True
     wrap: communicators.Wrap = staticmethod(lambda communicator: communicator)
 
@@ -78,8 +80,9 @@ def parser_of(benchmark: Benchmark) -> Parser:
     """Its own options, and those of all benchmarks."""
     parser = Parser(prog=program(benchmark.name), description=benchmark.__doc__, allow_abbrev=False)
     benchmark.add_options(parser.add_argument)
-    communicators.add_options(parser.add_argument)
-    add_effort(parser.add_argument, benchmark.iters)
+    if benchmark.communicates:
+        communicators.add_options(parser.add_argument)
+        add_effort(parser.add_argument, benchmark.iters)
     add_forms(parser, short=benchmark.short_output)
     return parser
 
@@ -105,9 +108,11 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
     with one_line(USAGE):
         options = parser_of(benchmark).parse_args(given)
         options.given = " ".join([program(benchmark.name), *given])
-        communicators.check(options)
-        options.effort = effort_of(options)
-        ranks, threads = communicators.ranks_of(options)
+        ranks, threads = communicators.launched_ranks(), 0
+        if benchmark.communicates:
+            communicators.check(options)
+            options.effort = effort_of(options)
+            ranks, threads = communicators.ranks_of(options)
         cases = benchmark.cases(options, ranks)
         if options.output is not None and launched_rank() == 0:
             options.output.touch()  # now, not after the measurement

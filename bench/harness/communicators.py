@@ -27,8 +27,13 @@ def add_options(add: Callable) -> None:
 def ranks_of(options: argparse.Namespace) -> tuple[int, int]:
     """(ranks of this run, of which so many are threads of this process or 0)."""
     threads = options.nthreads * options.ngpus
+    return (threads, threads) if threads > 1 else (launched_ranks(), 0)
+
+
+def launched_ranks() -> int:
+    """The processes that the launcher started; 1 without one."""
     launched = mpi_world.launch()
-    return (threads, threads) if threads > 1 else (launched.size if launched else 1, 0)
+    return launched.size if launched else 1
 
 
 def ranks_here(options: argparse.Namespace) -> int:
@@ -99,5 +104,4 @@ def _unfit(kind: str, ranks: int, threads: bool, launched: mpi_world.Launch | No
 
 def under_mpi() -> bool:
     """Whether this process is one of several ranks of mpirun."""
-    launched = mpi_world.launch()
-    return launched is not None and launched.size > 1
+    return launched_ranks() > 1

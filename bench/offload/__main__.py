@@ -21,10 +21,9 @@ from pathlib import Path
 from shardrt import device as devices
 from shardrt.comm import Communicator, mpi_world
 from shardrt.device import Device, cuda
-from shardrt.train.errors import USAGE, launched_rank, one_line
 
 from ..harness import benchmark
-from ..harness.command_line import Parser, add_forms, check_known, nbytes, words
+from ..harness.command_line import check_known, nbytes, words
 from . import bandwidth, copies, disk, lines, optimizer, storage
 from .ranks import Ranks, check_room
 
@@ -36,6 +35,7 @@ class Offload(benchmark.Benchmark):
     """Times what offload is made of."""
 
     name = "offload"
+    communicates = False
     columns = lines.COLUMNS
 
     def add_options(self, add: Callable) -> None:
@@ -70,18 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] and given[0] in COMMANDS:
         return COMMANDS[given[0]](given[1:])
-    offload = Offload()
-    with one_line(USAGE):
-        parser = Parser(prog=benchmark.program(offload.name), description=offload.__doc__)
-        offload.add_options(parser.add_argument)
-        add_forms(parser)
-        options = parser.parse_args(given)
-        options.given = " ".join([benchmark.program(offload.name), *given])
-        launched = mpi_world.launch()
-        sections = offload.cases(options, launched.size if launched else 1)
-        if options.output is not None and launched_rank() == 0:
-            options.output.touch()
-    return benchmark.run(offload, options, sections)
+    return benchmark.main(Offload(), given)
 
 
 def _measured(options: argparse.Namespace, device: Device, directory: Path, ranks: Ranks) -> Iterator[dict]:

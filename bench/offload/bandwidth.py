@@ -21,12 +21,11 @@ from typing import Any
 import numpy as np
 
 from shardrt import device as devices
-from shardrt.comm import Communicator, mpi_world
+from shardrt.comm import Communicator
 from shardrt.device import Array, Device, Stream, cuda
-from shardrt.train.errors import USAGE, one_line
 
 from ..harness import benchmark
-from ..harness.command_line import Parser, add_forms, check_known
+from ..harness.command_line import check_known
 from ..harness.values import count_wrong, fill, poison, values
 from . import numa
 
@@ -200,6 +199,7 @@ class Bandwidth(benchmark.Benchmark):
     """Times copies between NUMA nodes and GPUs."""
 
     name = "offload bandwidth"
+    communicates = False
 
     def __init__(self) -> None:
         self._cells: list[dict] = []  # of the matrix that is under way
@@ -225,6 +225,13 @@ class Bandwidth(benchmark.Benchmark):
     def cases(self, options: argparse.Namespace, ranks: int) -> list[str]:
         """Names of tests."""
         self._options = options
+        if options.list:
+            print(
+                "\n".join(
+                    f"{place}, {name}: {test.title}" for place, (name, test) in enumerate(TESTS.items())
+                )
+            )
+            sys.exit(0)
         for short, _, why in _REFUSED:
             if getattr(options, f"refused{short}"):
                 raise ValueError(f"{short}: not taken here: {why}")
@@ -271,25 +278,8 @@ class Bandwidth(benchmark.Benchmark):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code of `python -m bench.offload bandwidth` with these options."""
-    bandwidth = Bandwidth()
-    with one_line(USAGE):
-        parser = Parser(
-            prog=benchmark.program(bandwidth.name), description=bandwidth.__doc__, allow_abbrev=False
-        )
-        bandwidth.add_options(parser.add_argument)
-        add_forms(parser)
-        options = parser.parse_args(arguments)
-        options.given = " ".join([benchmark.program(bandwidth.name), *arguments])
-        launched = mpi_world.launch()
-        cases = bandwidth.cases(options, launched.size if launched else 1)
-        if options.output is not None:
-            options.output.touch()
-    if options.list:
-        for place, (name, test) in enumerate(TESTS.items()):
-            print(f"{place}, {name}: {test.title}")
-        return 0
-    return benchmark.run(bandwidth, options, cases)
+    """The exit code of `bench.offload bandwidth` with these options."""
+    return benchmark.main(Bandwidth(), arguments)
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:

@@ -21,10 +21,10 @@ import numpy as np
 from shardrt import device as devices
 from shardrt.comm import Communicator, mpi_world
 from shardrt.device import Device, cuda
-from shardrt.train.errors import USAGE, launched_rank, one_line
+from shardrt.train.errors import USAGE, one_line
 
 from ..harness import benchmark
-from ..harness.command_line import Parser, add_forms, nbytes, words
+from ..harness.command_line import nbytes, words
 from ..harness.stats import stats
 from . import numa
 from .io import SECTOR, File, GPUSlot, Pattern, Run, Slot, Worker, run
@@ -62,6 +62,7 @@ class Storage(benchmark.Benchmark):
     """Times reads and writes of files."""
 
     name = "offload storage"
+    communicates = False
     columns = {  # noqa: RUF012 (the harness declares it)
         "IoType": "<9",
         "XferType": "<8",
@@ -153,19 +154,8 @@ class Storage(benchmark.Benchmark):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code of `python -m bench.offload storage` with these options."""
-    storage = Storage()
-    with one_line(USAGE):
-        parser = Parser(prog=benchmark.program(storage.name), description=storage.__doc__, allow_abbrev=False)
-        storage.add_options(parser.add_argument)
-        add_forms(parser)
-        options = parser.parse_args(arguments)
-        options.given = " ".join([benchmark.program(storage.name), *arguments])
-        launched = mpi_world.launch()
-        cases = storage.cases(options, launched.size if launched else 1)
-        if options.output is not None and launched_rank() == 0:
-            options.output.touch()
-    return benchmark.run(storage, options, cases)
+    """The exit code of `bench.offload storage` with these options."""
+    return benchmark.main(Storage(), arguments)
 
 
 def _sizes(text: str) -> list[int]:
