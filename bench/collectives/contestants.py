@@ -50,6 +50,7 @@ class Contestant(ABC):
 
     sources: Array
     targets: Array
+    _scratch: Array  # as large, where there is a "mulsum" of two steps
     carriers = offers.RAW_CARRIERS
 
     def __init__(self, rank: int, device: Device) -> None:
@@ -122,6 +123,13 @@ class Contestant(ABC):
     def _pieces(self, array: Array, case: Case) -> list[Array]:
         """The slices of all ranks."""
         return [array[peer * case.count : (peer + 1) * case.count] for peer in range(case.ranks)]
+
+    def _scaled(self, source: Array, case: Case) -> tuple[list[Call], Array]:
+        """What multiplies a source by this rank's scalar, and where that is then."""
+        if case.reduction != "mulsum":
+            return [], source
+        scaled = source if case.place == "in" else self._as(self._scratch, case.dtype)[: source.size]
+        return [partial(np.multiply, source, source.dtype.type(case.scalar(self.rank)), scaled)], scaled
 
     def _doubling(self, target: Array, case: Case) -> list[tuple[Array, Array, int]]:
         """The exchanges of a hypercube's all-gather: (what is sent, what is received, with whom)."""
@@ -198,13 +206,6 @@ class Ours(Contestant):
         if case.reduction == "avg":
             calls.append(partial(np.multiply, target, target.dtype.type(1 / case.ranks), target))
         return in_order(*calls)
-
-    def _scaled(self, source: Array, case: Case) -> tuple[list[Call], Array]:
-        """What multiplies a source by this rank's scalar, and where that is then."""
-        if case.reduction != "mulsum":
-            return [], source
-        scaled = source if case.place == "in" else self._as(self._scratch, case.dtype)[: source.size]
-        return [partial(np.multiply, source, source.dtype.type(case.scalar(self.rank)), scaled)], scaled
 
     def _reduce_narrow(self, source: Array, target: Array, case: Case) -> None:
         """Slices to their owners, sums in float32, one rounding; for all_reduce the slices to all."""
@@ -293,13 +294,6 @@ class RawMPI(Contestant):
 
     def _from(self, source: Array, case: Case) -> Any:
         return self._in_place if case.place == "in" else source
-
-    def _scaled(self, source: Array, case: Case) -> tuple[list[Call], Array]:
-        """What multiplies a source by this rank's scalar, and where that is then."""
-        if case.reduction != "mulsum":
-            return [], source
-        scaled = source if case.place == "in" else self._as(self._scratch, case.dtype)[: source.size]
-        return [partial(np.multiply, source, source.dtype.type(case.scalar(self.rank)), scaled)], scaled
 
     def all_gather(self, source: Array, target: Array, case: Case) -> Call:
         return partial(self._mpi.Allgather, self._from(source, case), target)
