@@ -29,12 +29,11 @@ from ..harness.timing import measured
 from . import options as command_line
 from . import report, schema, splits
 from .contestants import Contestant, Ours, RawMPI, RawNCCL
-from .ops import OPS
+from .ops import ALIGNED, OPS
 from .options import Group
 from .picture import draw
 
 _BUFFERS = 7  # of the largest size, that ours and the raw library have together
-_WIDEST = 8  # bytes of the widest element
 _FREE = 0.9  # the part of the free memory that may be taken
 
 
@@ -83,8 +82,7 @@ class Collectives(benchmark.Benchmark):
     ) -> Iterator[dict]:
         """A record for each place, communicator after communicator."""
         cases = [group for group in cases if group[0].nbytes <= self._room]
-        largest = max(case.nbytes for group in cases for case in group)
-        largest += -largest % _WIDEST  # it is viewed as elements of each type
+        largest = -(-max(case.nbytes for group in cases for case in group) // ALIGNED) * ALIGNED
         color = self._colors[control.rank]
         among = self._split(control, color)
         for kind in options.communicators:

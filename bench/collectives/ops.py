@@ -16,7 +16,7 @@ from .traffic import Traffic
 PLACES = ("out", "in")
 REDUCTIONS = ("sum", "prod", "max", "min", "avg", "mulsum")  # in nccl-tests' order
 NONE, NOBODY = "none", -1  # reduction and root of what has none, as nccl-tests prints them
-_ALIGNED = 16  # bytes of which nccl-tests makes a rank's slice a multiple
+ALIGNED = 16  # bytes of which nccl-tests makes a rank's slice a multiple
 # by NumPy's name: nccl-tests' name
 _WHOLE = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
 DTYPES = {name: name for name in _WHOLE}
@@ -152,7 +152,7 @@ def rounded(op: Op, dtype: str, nbytes: int, ranks: int) -> int:
     """`nbytes` down to whole elements; a slice down to 16 bytes, or to elements where that is nothing."""
     parts = ranks if op.of_slices else 1
     whole = nbytes // parts // itemsize(dtype) * itemsize(dtype)
-    return parts * (whole // _ALIGNED * _ALIGNED or whole) if op.of_slices else whole
+    return parts * (whole // ALIGNED * ALIGNED or whole) if op.of_slices else whole
 
 
 def _gathered(case: Case, rank: int, indices: np.ndarray, round_: int) -> np.ndarray:
