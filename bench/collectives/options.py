@@ -106,7 +106,10 @@ def _groups(op: Op, options: argparse.Namespace, ranks: int) -> Iterator[Group]:
     roots = _roots(options.root, ranks) if op.rooted else [NOBODY]
     places = [place for place in options.places if place in op.places]
     uneven = traffic(ranks) if op.name == "alltoallv" else None
-    for dtype, reduction, root, size in product(options.dtypes, reductions, roots, _sizes(options)):
+    sizes = _sizes(options)
+    if uneven and not uneven(options.maxbytes).per_pair:
+        sizes = sizes[-1:]  # a matrix says all sizes itself
+    for dtype, reduction, root, size in product(options.dtypes, reductions, roots, sizes):
         moved = uneven(size) if uneven else None
         nbytes = _whole(moved, dtype) if moved else rounded(op, dtype, size, ranks)
         if moved and not moved.per_pair and nbytes > options.maxbytes:
@@ -175,6 +178,8 @@ def _check_files_and_iterations(options: argparse.Namespace) -> None:
         raise ValueError("-K: leaves calls out of the figures of -I, and there is no -I 1")
     if options.output_file is not None and options.output_file.suffix != ".json":
         raise ValueError(f"-J: the name must end in .json, got {options.output_file}")
+    if options.output_file is not None and not options.output_file.absolute().parent.is_dir():
+        raise ValueError(f"-J: must be in a folder that exists, got {options.output_file}")
 
 
 def _check_sizes(options: argparse.Namespace) -> None:

@@ -110,6 +110,7 @@ def head(columns: Columns) -> str:
         lines[2] += 2 * _raw_cells("(us)", "raw")
     if columns.stamps:
         lines[1] += f"{'timestamp':>21}"
+        lines[2] += f"{STAMP:>21}"
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -160,7 +161,7 @@ def _short(value: float | None, width: int) -> str:
     """As nccl-tests prints a figure: with as many decimals, two at most, as fit."""
     if value is None:
         return "-"
-    shapes = (f"{value:.2f}", f"{value:.1f}", f"{value:.0f}", f"{value:.0e}")
+    shapes = (f"{value:.2f}", f"{value:.1f}", f"{value:.0f}", f"{value:.{int(width >= 7)}e}")
     return next((shape for shape in shapes if len(shape) <= width), shapes[-1])
 
 
@@ -246,4 +247,5 @@ def verdict(lines: Sequence[dict]) -> list[str]:
 
 
 def _rounded(value: float | None) -> float | None:
-    return value if value is None or isinstance(value, int) else round(float(value), 3)
+    """As many decimals as nccl-tests' JSON has."""
+    return value if value is None or isinstance(value, int) else round(float(value), 6)

@@ -1,7 +1,8 @@
 """nccl-tests' JSON, schema 3 (src/util.cu), of a run of ours: -J FILE.json.
 
 Its own tool reads it (tools/analyze_perf_json.py). What is ours besides: `communicator` and `raw` of a
-result. `env` has the variables of the libraries that run here and no other: the rest may be secret.
+result, `p90_us` of single calls, and the name of the op in `experiment_name`. `env` has the variables of the
+libraries that run here and no other: the rest may be secret.
 """
 
 import argparse
@@ -30,10 +31,11 @@ _PLACES = {"out": "out_of_place", "in": "in_place"}
 
 def devices(control: Communicator, color: int, on_gpu: bool) -> list[dict]:
     """Which rank is where. Collective; the same on all ranks."""
-    own = {"rank": control.rank, "group": color, "pid": os.getpid(), "hostname": socket.gethostname()}
+    host = socket.gethostname().partition(".")[0]
+    own = {"rank": control.rank, "group": color, "pid": os.getpid(), "hostname": host}
     device = communicators.device_of("nccl" if on_gpu else "cpu")
     if on_gpu:
-        bus = device.identity.decode().split()[-1].rpartition(".")[0]  # 0000:8A:00.0 without the function
+        bus = device.identity.decode().split()[-1].rpartition(".")[0].lower()  # no function
         own |= {"device": device.index, "device_hex": bus, "device_info": "GPU"}
     else:
         own |= {"device": worlds.current().local_rank, "device_hex": "cpu", "device_info": processor()}
@@ -90,21 +92,20 @@ def config(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def results(lines: Sequence[dict], iterations: int) -> list[dict]:
-    """A result for each line of the table: records that differ in their place alone."""
-    grouped: dict[tuple, dict] = {}
+    """A result for each line of the table: records in a row that differ in their place alone."""
+    found: list[dict] = []
+    last = None
     for line in lines:
         names = ("communicator", "op", "dtype", "reduction", "root", "bytes")
-        key = tuple(line[name] for name in names)
-        result = grouped.setdefault(key, _empty(line))
-        place = _PLACES[line["place"]]
+        key, place = tuple(line[name] for name in names), _PLACES[line["place"]]
+        if key != last or found[-1][place] is not None:  # sizes may be equal, as in the sweeps of -N
+            found.append(_empty(line) | {"actual_iterations": iterations})
+        last, result = key, found[-1]
         result[place] = _figures(line)
         if line.get("each"):
             result[f"{place}_per_iter"] = _each(line["each"])
         result["raw"][place] = {"time": line["raw_us"], "nwrong": line["raw_wrong"]}
-    return [
-        result | {"actual_iterations": iterations, "experiment_name": OPS[key[1]].title}
-        for key, result in grouped.items()
-    ]
+    return found
 
 
 def _empty(line: dict) -> dict:
@@ -118,6 +119,7 @@ def _empty(line: dict) -> dict:
         "out_of_place": None,
         "in_place": None,
         "raw": {},
+        "experiment_name": OPS[line["op"]].title,
     }
 
 

@@ -53,9 +53,11 @@ def spread(ranks: int, share: float, nbytes: int) -> Traffic:
     total, distances = per_pair * ranks, ranks * (ranks - 1) // 2
 
     def to(distance: int) -> int:
-        near = (1 - share) * total / ranks
-        return int(near + share * distance * total / distances) // _ALIGNED * _ALIGNED if ranks > 1 else total
+        near, far = total / ranks, distance * total / distances  # in this order, for equal rounding
+        return int((1 - share) * near + share * far) // _ALIGNED * _ALIGNED
 
+    if ranks == 1:
+        return Traffic(((total,),), per_pair)
     rows = tuple(tuple(to((j - i) % ranks) for j in range(ranks)) for i in range(ranks))
     return Traffic(rows, per_pair)
 

@@ -134,7 +134,7 @@ def run(benchmark: Benchmark, options: argparse.Namespace, cases: Sequence[Any])
     output.close(**more)
     if control.rank == 0:
         benchmark.close(options, output.lines)
-    return int(any(line["wrong"] for line in output.lines))
+    return int(any(line["wrong"] or line.get("raw_wrong") for line in output.lines))
 
 
 def _width(form: str) -> str:

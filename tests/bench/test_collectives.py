@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +14,13 @@ import numpy as np
 import psutil
 import pytest
 
-from bench.collectives import schema
+from bench.collectives import report, schema
 from bench.collectives.__main__ import Collectives, main
 from bench.collectives.ops import DTYPES, OPS, REDUCTIONS, Case, rounded
 from bench.collectives.splits import colors
 from bench.collectives.traffic import spread, traffic
 from bench.harness import benchmark, communicators
-from bench.harness.timing import Effort
+from bench.harness.timing import Effort, measured
 from bench.harness.values import count_wrong, fill, values
 from bench.peers.launch import ONE_THREAD
 from shardrt import device
@@ -99,6 +100,18 @@ def test_no_figure_of_a_communicator_that_is_wrong_is_printed(capsys):
     found = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     figures = [name for name in found[0] if name.endswith(("_us", "_gb_s", "ratio"))]
     assert len(figures) >= 9 and all(not row[name] for row in found for name in figures)
+
+
+def test_a_wrong_raw_call_is_exit_code_1(monkeypatch, capsys):
+    def with_raw(bound, *more):
+        found = measured(bound, *more)
+        return found | {"raw": replace(found["ours"], wrong=1)}
+
+    monkeypatch.setattr("bench.collectives.__main__.measured", with_raw)
+    assert main(["-t", "2", "all_gather", "-b", "64", "-e", "64", *ONCE]) == 1
+    assert (
+        "# Out of bounds values : 0 FAILED (2 of 2 places checked; raw calls: 2)" in capsys.readouterr().out
+    )
 
 
 def test_a_piece_in_the_wrong_place_or_from_another_round_is_found():
@@ -211,7 +224,8 @@ def test_sizes_are_rounded_to_slices_as_in_nccl_tests():
     gather, reduce = OPS["all_gather"], OPS["all_reduce"]
     assert rounded(gather, "float32", 1 << 20, 3) == 3 * (((1 << 20) // 4 // 3) & ~3) * 4
     assert rounded(gather, "float32", 20, 3) == 12 and rounded(gather, "float32", 8, 3) == 0
-    assert rounded(reduce, "float64", 1001, 3) == 992
+    assert rounded(reduce, "float64", 1001, 3) == 1000  # whole elements: it has no slices
+    assert rounded(gather, "float64", 1001, 3) == 3 * 320
     found = planned("all_gather -t 3 -b 8 -e 32 -f 2 --place in", ranks=3)
     assert [case.nbytes for case in found] == [12, 24]  # 8 bytes are nothing for each of 3
 
@@ -232,9 +246,10 @@ NONSENSE = {
     "op": (["allgatherv"], "op: unknown 'allgatherv'; known: all_gather"),
     "skips all": (["-I", "1", "-K", "60"], "-K: must be from 0 to 59 of 60 calls, got 60"),
     "skips nothing": (["-K", "3"], "-K: leaves calls out of the figures of -I"),
+    "no folder": (["-J", "none/result.json"], "-J: must be in a folder that exists, got none/result.json"),
     "no JSON": (["-J", "result.csv"], "-J: the name must end in .json, got result.csv"),
     "no power of two": (["-t", "3", "hypercube"], "3 ranks are no power of two"),
-    "reduction": (["-o", "xor"], "-o: unknown 'xor'; known: sum, prod, min, max, avg, mulsum"),
+    "reduction": (["-o", "xor"], "-o: unknown 'xor'; known: sum, prod, max, min, avg, mulsum"),
     "dtype": (["-d", "f4e2m1"], "-d: unknown 'f4e2m1'"),
     "root": (["-t", "2", "-r", "2", "broadcast"], "-r: must be a rank of 2 (0 to 1) or all, got '2'"),
     "no GPU": (["-g", "0"], "-g: must be at least 1, got 0"),
@@ -298,6 +313,31 @@ def test_single_calls_are_printed_and_nvidias_analyser_reads_them(tmp_path, caps
     assert schema.free(file).name == "result.json.0"
 
 
+def test_each_sweep_has_its_lines_in_the_file(tmp_path, capsys):
+    file = tmp_path / "result.json"
+    words = ["-t", "2", "all_gather", "all_to_all", "-b", "64", "-e", "64", "-N", "3", "-J", str(file)]
+    assert main([*words, *ONCE]) == 0
+    found = json.loads(file.read_text())["results"]
+    assert [result["experiment_name"] for result in found] == ["AllGather", "AlltoAll"] * 3
+    assert all(result["out_of_place"]["time"] > 0 for result in found)
+    assert [result["in_place"] is None for result in found] == [False, True] * 3
+
+
+def test_types_of_all_widths_run_at_an_odd_size(capsys):
+    """-d all over a size that is no multiple of the widest type."""
+    assert main(["-t", "3", "all_reduce", "gather", "-d", "int8,double", "-b", "33", "-e", "33", *ONCE]) == 0
+    found = [words[:3] for words in rows(capsys.readouterr().out)]
+    assert found[:2] == [["33", "33", "int8"], ["32", "4", "double"]]
+    assert found[2:] == [["33", "11", "int8"], ["24", "1", "double"]]
+
+
+def test_a_figure_is_as_wide_as_in_nccl_tests():
+    """Its getFloatStr; the widths are those of time and of algbw."""
+    long = {7: "1.2e+07 9999999 1234.50 0.00".split(), 6: ["1e+07", "1e+07", "1234.5", "0.00"]}
+    for width, texts in long.items():
+        assert [report._short(value, width) for value in (1.24e7, 9999999, 1234.5, 0.001)] == texts
+
+
 def test_the_file_names_no_secret_of_the_environment(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MY_TOKEN", "hunter2")
     monkeypatch.setenv("NCCL_ALGO", "Ring")
@@ -355,6 +395,7 @@ def test_uneven_traffic_is_nccl_tests(tmp_path, monkeypatch):
     assert found.largest == 6 * 1024 and found.per_pair == 1536
     assert spread(4, 0.0, 6 * 1024).rows[2] == (1536,) * 4
     assert spread(1, 1.0, 100).rows == ((96,),)
+    assert spread(3, 0.3, 1024).rows[0] == (224, 336, 432)  # in its order of operations: else 320
     monkeypatch.setenv("NCCL_TESTS_ALLTOALLV_SPREAD", "0.5")
     assert traffic(4)(6 * 1024).rows[0] == (768, 1280, 1792, 2304)
     file = tmp_path / "matrix"
@@ -363,6 +404,8 @@ def test_uneven_traffic_is_nccl_tests(tmp_path, monkeypatch):
     assert traffic(3)(1).rows == ((96, 192, 144), (48, 96, 64), (288, 144, 192))
     assert traffic(2)(1).received(1) == (192, 96)
     assert main(["-t", "3", "alltoallv", "-b", "4K", "-e", "4K", *ONCE]) == 0
+    (case,) = planned("alltoallv -t 3", ranks=3)  # one line, for all sizes of -b to -e
+    assert (case.nbytes, case.count) == (624, 0)
     for text in ("1 2\n3", "1 -2\n3 4", "1 x\n2 3", "", "nan 1\n1 1", "1e30 1\n1 1"):
         file.write_text(text)
         with pytest.raises(ValueError, match="MATRIX_FILE"):
