@@ -60,6 +60,7 @@ class Collectives(benchmark.Benchmark):
     def cases(self, options: argparse.Namespace, ranks: int) -> list[Group]:
         """Lines of the table, each a case in each place."""
         picture.check(options)
+        self._least = report.least_bandwidth()
         self._colors = splits.colors(ranks)
         found = command_line.groups(options, self._colors.count(self._colors[0]))
         effort = {"each": bool(options.per_iter_timing), "blocking": options.blocking}
@@ -142,9 +143,14 @@ class Collectives(benchmark.Benchmark):
 
     def tail(self, lines: Sequence[dict]) -> tuple[list[str], dict]:
         """Fits, single calls, the verdict; and nccl-tests' file."""
-        fits, verdict = report.fits(lines), report.verdict(lines)
+        fits, verdict = report.fits(lines), report.verdict(lines, self._least)
         text = [*map(report.fit_text, fits), *report.each_texts(lines), *verdict]
         return text, {"fits": fits, "verdict": [line.strip("# ") for line in verdict]}
+
+    def failed(self, lines: Sequence[dict]) -> bool:
+        """Whether elements are wrong, or a bandwidth is below NCCL_TESTS_MIN_BW."""
+        slow = self._least is not None and min(report.bandwidths(lines).values()) < self._least
+        return slow or super().failed(lines)
 
     def close(self, options: argparse.Namespace, lines: Sequence[dict]) -> None:
         """Write nccl-tests' file and the picture."""

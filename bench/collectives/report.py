@@ -4,6 +4,7 @@ A record is of one place; a line of the table has both, each with nccl-tests' co
 what is ours: the time of the raw library's call, and the ratio to it.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -228,22 +229,38 @@ def bus_of(lines: Sequence[dict]) -> float:
     return sum(rates) / len(rates) if rates else 0.0
 
 
-def verdict(lines: Sequence[dict]) -> list[str]:
+def least_bandwidth() -> float | None:
+    """The average bus bandwidth below which a run fails: 0.9 of NCCL_TESTS_MIN_BW. Raises ValueError."""
+    text = os.environ.get("NCCL_TESTS_MIN_BW")
+    if not text:
+        return None
+    try:
+        return 0.9 * float(text)
+    except ValueError:
+        raise ValueError(f"NCCL_TESTS_MIN_BW: must be GB/s, got {text!r}") from None
+
+
+def bandwidths(lines: Sequence[dict]) -> dict[tuple[str, str], float]:
+    """The average bus bandwidth of each communicator and op."""
+    sections: dict[tuple[str, str], list[dict]] = {}
+    for line in lines:
+        sections.setdefault((line["communicator"], OPS[line["op"]].title), []).append(line)
+    return {section: bus_of(own) for section, own in sections.items()}
+
+
+def verdict(lines: Sequence[dict], least: float | None = None) -> list[str]:
     """nccl-tests' last lines: wrong elements and the average bus bandwidth; of several ops one for each."""
     checked = sum((line["wrong"], line["raw_wrong"]) != (None, None) for line in lines)
     wrong, raw_wrong = (sum(line[name] or 0 for line in lines) for name in ("wrong", "raw_wrong"))
     right = "FAILED" if wrong or raw_wrong else "OK"
     more = f" ({checked} of {len(lines)} places checked; raw calls: {raw_wrong})"
-    bounds = f"# {'Out of bounds values':20} : {wrong} {right if checked else 'unchecked'}{more}"
-    sections: dict[tuple[str, str], list[dict]] = {}
-    for line in lines:
-        sections.setdefault((line["communicator"], OPS[line["op"]].title), []).append(line)
-    names = [f"  ({' '.join(section)})" if len(sections) > 1 else "" for section in sections]
-    rates = map(bus_of, sections.values())
-    return [
-        bounds,
-        *(f"# {'Avg bus bandwidth':20} : {rate:g}{name}" for rate, name in zip(rates, names, strict=True)),
-    ]
+    found = [f"# {'Out of bounds values':20} : {wrong} {right if checked else 'unchecked'}{more}"]
+    rates = bandwidths(lines)
+    for section, rate in rates.items():
+        name = f"  ({' '.join(section)})" if len(rates) > 1 else ""
+        enough = "" if least is None else " OK" if rate >= least else " FAILED"
+        found.append(f"# {'Avg bus bandwidth':20} : {rate:g}{enough}{name}")
+    return found
 
 
 def _rounded(value: float | None) -> float | None:

@@ -72,6 +72,10 @@ class Benchmark(ABC):
         wrong = sum(checked)
         return [f"# wrong: {wrong}{'' if wrong else ' OK'}"], {"wrong": wrong}
 
+    def failed(self, lines: Sequence[dict]) -> bool:
+        """Whether the exit code is 1: something is wrong."""
+        return any(line["wrong"] or line.get("raw_wrong") for line in lines)
+
     def close(self, options: argparse.Namespace, lines: Sequence[dict]) -> None:  # noqa: B027
         """Write what else the options ask for. Rank 0 calls it, when all is measured."""
 
@@ -134,7 +138,7 @@ def run(benchmark: Benchmark, options: argparse.Namespace, cases: Sequence[Any])
     output.close(**more)
     if control.rank == 0:
         benchmark.close(options, output.lines)
-    return int(any(line["wrong"] or line.get("raw_wrong") for line in output.lines))
+    return int(benchmark.failed(output.lines))
 
 
 def _width(form: str) -> str:

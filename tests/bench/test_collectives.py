@@ -346,6 +346,19 @@ def test_the_file_names_no_secret_of_the_environment(tmp_path, monkeypatch, caps
     assert "hunter2" not in file.read_text() and "NCCL_ALGO=Ring" in json.loads(file.read_text())["env"]
 
 
+@pytest.mark.parametrize("least, code, word", [("1e-9", 0, "OK"), ("1e9", 1, "FAILED")])
+def test_a_run_below_the_least_bandwidth_fails(least, code, word, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NCCL_TESTS_MIN_BW", least)
+    file = tmp_path / "result.json"
+    assert main(["-t", "2", "broadcast", "-b", "64", "-e", "64", "-J", str(file), *ONCE]) == code
+    assert re.search(rf"^# Avg bus bandwidth    : \S+ {word}$", capsys.readouterr().out, re.MULTILINE)
+    assert json.loads(file.read_text())["average_bus_bandwidth"]["okay"] == (
+        "true" if word == "OK" else "false"
+    )
+    monkeypatch.setenv("NCCL_TESTS_MIN_BW", "fast")
+    assert_refused(main, ["-t", "2", "broadcast"], "NCCL_TESTS_MIN_BW: must be GB/s, got 'fast'", capsys)
+
+
 SPLITS = {
     "AND 0x1": [0, 1, 0, 1],
     "&1": [0, 1, 0, 1],
