@@ -29,7 +29,7 @@ from ..harness.timing import measured
 from . import options as command_line
 from . import report, schema, splits
 from .contestants import Contestant, Ours, RawMPI, RawNCCL
-from .ops import OPS
+from .ops import ALIGNED, OPS
 from .options import Group
 from .picture import draw
 
@@ -82,7 +82,7 @@ class Collectives(benchmark.Benchmark):
     ) -> Iterator[dict]:
         """A record for each place, communicator after communicator."""
         cases = [group for group in cases if group[0].nbytes <= self._room]
-        largest = max(case.nbytes for group in cases for case in group)
+        largest = -(-max(case.nbytes for group in cases for case in group) // ALIGNED) * ALIGNED
         color = self._colors[control.rank]
         among = self._split(control, color)
         for kind in options.communicators:

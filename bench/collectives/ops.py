@@ -16,7 +16,7 @@ from .traffic import Traffic
 PLACES = ("out", "in")
 REDUCTIONS = ("sum", "prod", "min", "max", "avg", "mulsum")
 NONE, NOBODY = "none", -1  # reduction and root of what has none, as nccl-tests prints them
-_ALIGNED = 16  # bytes of which nccl-tests makes a rank's slice a multiple
+ALIGNED = 16  # bytes of which nccl-tests makes a rank's slice a multiple
 # by NumPy's name: nccl-tests' name
 _WHOLE = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
 DTYPES = {name: name for name in _WHOLE}
@@ -151,7 +151,7 @@ def itemsize(dtype: str) -> int:
 def rounded(op: Op, dtype: str, nbytes: int, ranks: int) -> int:
     """`nbytes` down to slices of a whole number of 16 bytes, or of elements where that is nothing."""
     parts = ranks if op.of_slices else 1
-    aligned = nbytes // parts // _ALIGNED * _ALIGNED
+    aligned = nbytes // parts // ALIGNED * ALIGNED
     return parts * (aligned or nbytes // parts // itemsize(dtype) * itemsize(dtype))
 
 

@@ -21,12 +21,13 @@ from pathlib import Path
 from shardrt import device as devices
 from shardrt.comm import Communicator, mpi_world
 from shardrt.device import Device, cuda
-from shardrt.train.errors import USAGE, launched_rank, one_line
+from shardrt.train.errors import USAGE, one_line
 
 from ..harness import benchmark
-from ..harness.command_line import Parser, add_forms, check_known, nbytes, words
+from ..harness.command_line import Parser, add_forms, check_known, check_memory, nbytes, words
+from ..harness.ranks import Ranks
 from . import bandwidth, copies, disk, lines, optimizer, storage
-from .ranks import Ranks, check_room
+from .ranks import check_room
 
 SECTIONS = ("copies", "optimizer", "disk")
 COMMANDS = {"storage": storage.main, "bandwidth": bandwidth.main}  # sections with options of their own
@@ -79,9 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.given = " ".join([benchmark.program(offload.name), *given])
         launched = mpi_world.launch()
         sections = offload.cases(options, launched.size if launched else 1)
-        if options.output is not None and launched_rank() == 0:
-            options.output.touch()
-    return benchmark.run(offload, options, sections)
+    return benchmark.start(offload, options, sections)
 
 
 def _measured(options: argparse.Namespace, device: Device, directory: Path, ranks: Ranks) -> Iterator[dict]:
@@ -120,6 +119,10 @@ def _check(options: argparse.Namespace, ranks: int) -> None:
         if getattr(options, name) < 1:
             raise ValueError(f"--{name}: must be at least 1, got {getattr(options, name)}")
     options.nbytes = options.megabytes << 20
+    launched = mpi_world.launch()
+    check_memory("--megabytes", 2 * options.nbytes, launched.local_size if launched else 1)
+    if "optimizer" in options.sections:
+        check_memory("--parameters", 16 * options.parameters)
     try:
         options.blocks = [nbytes(word) for word in options.blocks]
     except argparse.ArgumentTypeError as error:

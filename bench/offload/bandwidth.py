@@ -26,7 +26,7 @@ from shardrt.device import Array, Device, Stream, cuda
 from shardrt.train.errors import USAGE, one_line
 
 from ..harness import benchmark
-from ..harness.command_line import Parser, add_forms, check_known
+from ..harness.command_line import Parser, add_forms, check_known, check_memory
 from ..harness.values import count_wrong, fill, poison, values
 from . import numa
 
@@ -237,6 +237,7 @@ class Bandwidth(benchmark.Benchmark):
         ):
             if value < 1:
                 raise ValueError(f"{name}: must be at least 1, got {value}")
+        check_memory("-b", 2 * options.bufferSize << 20)
         return _chosen(options)
 
     def head(self, options: argparse.Namespace, control: Communicator) -> str:
@@ -283,13 +284,11 @@ def main(arguments: Sequence[str]) -> int:
         options.given = " ".join([benchmark.program(bandwidth.name), *arguments])
         launched = mpi_world.launch()
         cases = bandwidth.cases(options, launched.size if launched else 1)
-        if options.output is not None:
-            options.output.touch()
     if options.list:
         for place, (name, test) in enumerate(TESTS.items()):
             print(f"{place}, {name}: {test.title}")
         return 0
-    return benchmark.run(bandwidth, options, cases)
+    return benchmark.start(bandwidth, options, cases)
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:
@@ -297,7 +296,7 @@ def _chosen(options: argparse.Namespace) -> list[str]:
     count = cuda.count()
     names = list(TESTS)
     given = [
-        names[int(name)] if name.isdigit() and int(name) < len(names) else name for name in options.tests
+        names[int(name)] if name.isdecimal() and int(name) < len(names) else name for name in options.tests
     ]
     for name in given:
         if name.endswith("_sm"):

@@ -21,17 +21,19 @@ import numpy as np
 from shardrt import device as devices
 from shardrt.comm import Communicator, mpi_world
 from shardrt.device import Device, cuda
-from shardrt.train.errors import USAGE, launched_rank, one_line
+from shardrt.train.errors import USAGE, one_line
 
 from ..harness import benchmark
 from ..harness.command_line import Parser, add_forms, nbytes, words
+from ..harness.ranks import Ranks
 from ..harness.stats import stats
 from . import numa
 from .io import SECTOR, File, GPUSlot, Pattern, Run, Slot, Worker, run
-from .ranks import Ranks, check_room
+from .ranks import check_room
 
 FAILED = 1  # exit code of a run whose reads or writes failed
 _GIB = 1 << 30
+_MOST_SIZES = 100_000
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _TYPES = {"0": (False, 100), "1": (False, 0), "2": (True, 100), "3": (True, 0)}
 _XFER = {1: "CPUONLY", 2: "CPU_GPU"}
@@ -163,9 +165,7 @@ def main(arguments: Sequence[str]) -> int:
         options.given = " ".join([benchmark.program(storage.name), *arguments])
         launched = mpi_world.launch()
         cases = storage.cases(options, launched.size if launched else 1)
-        if options.output is not None and launched_rank() == 0:
-            options.output.touch()
-    return benchmark.run(storage, options, cases)
+    return benchmark.start(storage, options, cases)
 
 
 def _sizes(text: str) -> list[int]:
@@ -178,6 +178,8 @@ def _sizes(text: str) -> list[int]:
     first, most, step = (nbytes(word) for word in (least, *more))
     if step < 1 or most < first:
         raise argparse.ArgumentTypeError(f"least:most:step has no size in {text!r}")
+    if (most - first) // step >= _MOST_SIZES:
+        raise argparse.ArgumentTypeError(f"least:most:step has more than {_MOST_SIZES} sizes in {text!r}")
     return list(range(first, most + 1, step))
 
 
