@@ -26,6 +26,10 @@ _MOST = 10_000_000  # calls whose times are kept
 FAILED = 1  # a check, or a file that could not be written after all
 
 
+class Refused(ValueError):
+    """What all ranks find alike, once MPI has started: one line, exit code 2."""
+
+
 class Benchmark(ABC):
     """A table of cases, each measured and checked.
 
@@ -131,9 +135,10 @@ def start(benchmark: Benchmark, options: argparse.Namespace, cases: Sequence[Any
         with one_line(USAGE, None if threads else Ranks()):
             if launched_rank() == 0:
                 check_files(options)  # now, not after the measurement
-        if threads:
-            return max(thread.run(threads, run, benchmark, options, cases))
-        return run(benchmark, options, cases)
+        with one_line(USAGE, kinds=(Refused,)):
+            if threads:
+                return max(thread.run(threads, run, benchmark, options, cases))
+            return run(benchmark, options, cases)
     except (BrokenPipeError, KeyboardInterrupt) as error:
         if not quiet:
             raise

@@ -8,7 +8,7 @@ from typing import NoReturn
 import psutil
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_LARGEST = 1 << 50  # bytes; Python counts them exactly as floats
+_LARGEST = 1 << 60  # bytes
 
 
 class Parser(argparse.ArgumentParser):

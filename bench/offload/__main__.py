@@ -29,6 +29,7 @@ from ..harness.ranks import Ranks
 from . import bandwidth, copies, disk, lines, optimizer, storage
 from .ranks import check_room
 
+_MOST_ROUNDS = 1_000_000
 SECTIONS = ("copies", "optimizer", "disk")
 COMMANDS = {"storage": storage.main, "bandwidth": bandwidth.main}  # sections with options of their own
 
@@ -118,6 +119,10 @@ def _check(options: argparse.Namespace, ranks: int) -> None:
     for name in ("megabytes", "parameters", "rounds"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name}: must be at least 1, got {getattr(options, name)}")
+    if options.parameters < optimizer.LAYERS:
+        raise ValueError(f"--parameters: must be at least {optimizer.LAYERS}, got {options.parameters}")
+    if options.rounds > _MOST_ROUNDS:
+        raise ValueError(f"--rounds: must be at most {_MOST_ROUNDS}, got {options.rounds}")
     options.nbytes = options.megabytes << 20
     launched = mpi_world.launch()
     check_memory("--megabytes", 2 * options.nbytes, launched.local_size if launched else 1)

@@ -34,6 +34,7 @@ from .ranks import check_room
 FAILED = 1  # exit code of a run whose reads or writes failed
 _GIB = 1 << 30
 _MOST_SIZES = 100_000
+_LONGEST = 1_000_000  # seconds of a line
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _TYPES = {"0": (False, 100), "1": (False, 0), "2": (True, 100), "3": (True, 0)}
 _XFER = {1: "CPUONLY", 2: "CPU_GPU"}
@@ -194,8 +195,8 @@ def _check(options: argparse.Namespace, ranks: int) -> None:
             raise ValueError(f"-I: must be of 0, 1, 2, 3, got {name!r}")
     if options.mixed is not None and not 0 <= options.mixed <= 100:
         raise ValueError(f"-M: must be a percentage of 0 to 100, got {options.mixed}")
-    if not 0 <= options.duration < float("inf"):
-        raise ValueError(f"-T: must be seconds, 0 or more, got {options.duration:g}")
+    if not 0 <= options.duration <= _LONGEST:
+        raise ValueError(f"-T: must be seconds, from 0 to {_LONGEST}, got {options.duration:g}")
     if options.seed < 0:
         raise ValueError(f"-k: must be at least 0, got {options.seed}")
     if options.node is not None and options.node not in numa.nodes():
