@@ -97,6 +97,22 @@ def test_numbers_out_of_range_are_one_line_and_exit_code_2(run, words, message, 
     assert_refused(run, words, message, capsys)
 
 
+ENVIRONMENT = (
+    ("NCCL_TESTS_SPLIT", "OR 4294967295", "numbers of groups must be at most 2147483647"),
+    ("NCCL_TESTS_ALLTOALLV_MATRIX_SCALE", "1e308", "MATRIX_SCALE: must be a number from 0 to 1e+12"),
+    ("NCCL_TESTS_ALLTOALLV_MATRIX_FILE", "/dev/zero", "MATRIX_FILE /dev/zero: is no regular file"),
+)
+
+
+@pytest.mark.parametrize("name, value, message", ENVIRONMENT)
+def test_nonsense_in_the_environment_is_refused(name, value, message, monkeypatch, tmp_path, capsys):
+    matrix = tmp_path / "matrix"
+    matrix.write_text("16 16\n16 16\n")
+    monkeypatch.setenv("NCCL_TESTS_ALLTOALLV_MATRIX_FILE", str(matrix))
+    monkeypatch.setenv(name, value)
+    assert_refused(collectives, ["alltoallv", "-t", "2"], message, capsys)
+
+
 def test_sizes_that_are_no_multiple_of_each_type(capsys):
     words = "-t 3 -b 1 -e 3 -i 1 -d all -n 1 --rounds 1 -w 0".split()
     assert collectives(words) == 0
