@@ -124,8 +124,6 @@ def _check(options: argparse.Namespace, ranks: int) -> None:
     if options.rounds > _MOST_ROUNDS:
         raise ValueError(f"--rounds: must be at most {_MOST_ROUNDS}, got {options.rounds}")
     options.nbytes = options.megabytes << 20
-    launched = mpi_world.launch()
-    check_memory("--megabytes", 2 * options.nbytes, launched.local_size if launched else 1)
     if "optimizer" in options.sections:
         check_memory("--parameters", 16 * options.parameters)
     try:
@@ -140,6 +138,8 @@ def _check(options: argparse.Namespace, ranks: int) -> None:
     folder = options.directory or Path(tempfile.gettempdir())
     on_disk = {"disk": options.nbytes, "optimizer": 2 * optimizer.FILES * options.parameters}
     check_room("--directory", folder, max([0, *(on_disk.get(name, 0) for name in options.sections)]))
+    launched = mpi_world.launch()
+    check_memory("--megabytes", 2 * options.nbytes, launched.local_size if launched else 1)
     check_known("--device", [options.device], ("auto", "cpu", "cuda"))
     if options.device == "cuda" and not cuda.count():
         raise ValueError("--device: 'cuda' needs a GPU, and there is none here")

@@ -81,7 +81,7 @@ HUGE = {
     "window": (p2p, ["-t", "2", "-W", "9" * 12], "-e, -W: this run needs"),
     "side": (overlap, ["-t", "2", "--side", "9" * 7], "--side: this run needs"),
     "overlap": (overlap, ["-t", "2", "-e", "999G"], "-e: this run needs"),
-    "copies": (offload, ["copies", "--megabytes", "9" * 7], "--megabytes: this run needs"),
+    "copies": (offload, ["copies", "--megabytes", "9" * 7, "--blocks", "1M"], "--megabytes: this run needs"),
     "parameters": (offload, ["optimizer", "--parameters", "9" * 12], "--parameters: this run needs"),
     "no layer": (offload, ["optimizer", "--parameters", "1"], "--parameters: must be at least 4"),
     "rounds": (offload, ["disk", "--rounds", "9" * 12], "--rounds: must be at most"),
