@@ -27,8 +27,8 @@ from shardrt.device import Device
 from .collectives.ops import NONE, OPS, Case, rounded
 from .collectives.started import InStream, NonBlocking
 from .harness import benchmark, picture
-from .harness.command_line import check_known, check_least
-from .harness.communicators import opened, under_mpi
+from .harness.command_line import check_known, check_least, check_memory
+from .harness.communicators import opened, ranks_here, under_mpi
 from .harness.picture import Curve
 from .harness.sizes import add_sizes, sizes_of
 from .harness.timing import Contestant, Effort, Measured, measured
@@ -66,6 +66,8 @@ class Overlap(benchmark.Benchmark):
         least = {"--side": (options.side, 1), "--matmuls": (fixed, 1)}
         check_least(least | {"--test-calls": (options.test_calls, 0)})
         picture.check(options)
+        check_memory("-e", 4 * options.maxbytes, ranks_here(options))
+        check_memory("--side", 12 * options.side**2, ranks_here(options))
         sizes = sizes_of(options)
         found = [case_of(name, size, ranks) for name in dict.fromkeys(options.ops) for size in sizes]
         if not all(case.nbytes for case in found):

@@ -22,7 +22,6 @@ import psutil
 from shardrt.comm import Communicator
 from shardrt.comm.backends import CARRIERS
 from shardrt.comm.objects import all_gather_object
-from shardrt.train.errors import USAGE, one_line
 
 from ..harness import benchmark, communicators, picture
 from ..harness.timing import measured
@@ -164,9 +163,9 @@ def _room(options: argparse.Namespace, control: Communicator) -> int:
     """The largest size for which each rank has memory. Collective."""
     own = int(_FREE * psutil.virtual_memory().available / _BUFFERS / communicators.ranks_here(options))
     room = min(all_gather_object(control, own))
-    with one_line(USAGE):
-        if room < options.minbytes:
-            raise ValueError(f"-b: {options.minbytes} bytes are more than {room}, for which there is memory")
+    if room < options.minbytes:
+        least = f"-b: {options.minbytes} bytes are more than {room}, for which there is memory"
+        raise benchmark.Refused(least)
     return room
 
 

@@ -14,6 +14,7 @@ from .ops import DTYPES, NOBODY, NONE, OPS, PLACES, REDUCTIONS, Case, Op, itemsi
 from .traffic import Traffic, traffic
 
 _LEAST, _MOST, _FACTOR = 1 << 10, 32 << 20, 4  # what is swept when nothing is said
+_MOST_SIZES = 100_000
 _DTYPES = {theirs: ours for ours, theirs in DTYPES.items()} | {name: name for name in DTYPES}
 _OPS = {"alltoall": "all_to_all"}
 # nccl-tests' options of which only the value that changes nothing is taken: short, long, value, why
@@ -137,7 +138,7 @@ def _why_not(op: Op, options: argparse.Namespace, asked: list[Group], reasons: l
 def _roots(text: str, ranks: int) -> list[int]:
     if text in ("all", "-1"):
         return list(range(ranks))
-    if not text.isdigit() or int(text) >= ranks:
+    if not text.isdecimal() or int(text) >= ranks:
         raise ValueError(f"-r: must be a rank of {ranks} (0 to {ranks - 1}) or all, got {text!r}")
     return [int(text)]
 
@@ -198,6 +199,8 @@ def _check_sizes(options: argparse.Namespace) -> None:
         options.maxbytes = max(_MOST, options.minbytes)
     if options.maxbytes < options.minbytes:
         raise ValueError(f"-e: {options.maxbytes} bytes is less than -b, {options.minbytes}")
+    if options.stepbytes and (options.maxbytes - options.minbytes) // options.stepbytes >= _MOST_SIZES:
+        raise ValueError(f"-i: must make at most {_MOST_SIZES} sizes, got {options.stepbytes}")
 
 
 def _known(what: str, given: list[str], known: Collection[str]) -> list[str]:

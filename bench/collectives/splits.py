@@ -11,6 +11,7 @@ _CALLS = {
     "MOD": lambda rank, value: rank % value,
     "DIV": lambda rank, value: rank // value,
 }
+_MOST = (1 << 31) - 1  # MPI's, an int
 _SHORT = {"&": "AND", "|": "OR", "%": "MOD", "/": "DIV"}
 
 
@@ -27,6 +28,8 @@ def colors(ranks: int) -> list[int]:
         found = _split(split, ranks)
     else:
         return [0] * ranks
+    if max(found) > _MOST:
+        raise ValueError(f"NCCL_TESTS_SPLIT: numbers of groups must be at most {_MOST}, got {max(found)}")
     sizes = Counter(found)
     if len(set(sizes.values())) > 1:
         groups = ", ".join(f"{size} in group {color}" for color, size in sorted(sizes.items()))

@@ -15,6 +15,7 @@ from pathlib import Path
 _PREFIX = "NCCL_TESTS_ALLTOALLV_"
 _ALIGNED = 16  # bytes of which each rank sends a multiple to each
 _LARGEST = 1 << 20  # bytes of a matrix file
+_MOST = 1e12  # by which its bytes are multiplied
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def traffic(ranks: int) -> Callable[[int], Traffic]:
     """Gives the traffic for a size in bytes. Raises ValueError for what the environment says wrongly."""
     file = os.environ.get(f"{_PREFIX}MATRIX_FILE")
     if file:
-        found = of_matrix(_matrix(Path(file), ranks), _number("MATRIX_SCALE", 1.0, math.inf))
+        found = of_matrix(_matrix(Path(file), ranks), _number("MATRIX_SCALE", 1.0, _MOST))
         return lambda nbytes: found
     return partial(spread, ranks, _number("SPREAD", 1.0, 1.0))
 
@@ -73,15 +74,16 @@ def _number(name: str, default: float, most: float) -> float:
         number = float(text) if text else default
     except ValueError:
         number = math.nan
-    if not 0 <= number <= most or math.isinf(number):
-        limits = f"from 0 to {most:g}" if math.isfinite(most) else "of at least 0"
-        raise ValueError(f"{_PREFIX}{name}: must be a number {limits}, got {text!r}")
+    if not 0 <= number <= most:
+        raise ValueError(f"{_PREFIX}{name}: must be a number from 0 to {most:g}, got {text!r}")
     return number
 
 
 def _matrix(file: Path, ranks: int) -> list[list[float]]:
     """The first rows and columns of a file of numbers, one for each rank."""
     name = f"{_PREFIX}MATRIX_FILE {file}"
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{name}: is no regular file")
     if file.stat().st_size > _LARGEST:
         raise ValueError(f"{name}: is larger than {_LARGEST} bytes")
     try:

@@ -5,19 +5,29 @@ on the ranks of mpirun, or on threads (-t).
 """
 
 import argparse
+import os
+import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
-from shardrt.comm import Communicator, create, thread
+from shardrt.comm import Communicator, create, mpi_world, thread
 from shardrt.train.errors import USAGE, launched_rank, one_line
 
 from . import communicators, environment
-from .command_line import Parser, add_forms, check_least, program
+from .command_line import Parser, add_forms, check_files, check_least, program
+from .ranks import Ranks
 from .table import Output
 from .timing import Effort
+
+_MOST = 10_000_000  # calls whose times are kept
+FAILED = 1  # a check, or a file that could not be written after all
+
+
+class Refused(ValueError):
+    """What all ranks find alike, once MPI has started: one line, exit code 2."""
 
 
 class Benchmark(ABC):
@@ -103,6 +113,8 @@ def effort_of(options: argparse.Namespace, **more: Any) -> Effort:
     """How often, as the options say. Raises ValueError."""
     least = {"-w": (options.warmup_iters, 0), "-n": (options.iters, 1), "-c": (options.check, 0)}
     check_least(least | {"--rounds": (options.rounds, 1)})
+    if options.iters * options.rounds > _MOST:
+        raise ValueError(f"-n: {options.rounds} rounds of {options.iters} calls are more than {_MOST} in all")
     return Effort(options.warmup_iters, options.iters, options.rounds, options.check, **more)
 
 
@@ -118,11 +130,31 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
             options.effort = effort_of(options)
             ranks, threads = communicators.ranks_of(options)
         cases = benchmark.cases(options, ranks)
-        if options.output is not None and launched_rank() == 0:
-            options.output.touch()  # now, not after the measurement
-    if threads:
-        return max(thread.run(threads, run, benchmark, options, cases))
-    return run(benchmark, options, cases)
+    return start(benchmark, options, cases, threads)
+
+
+def start(benchmark: Benchmark, options: argparse.Namespace, cases: Sequence[Any], threads: int = 0) -> int:
+    """Run it on this process, or on threads of it; gives the exit code.
+
+    Without MPI, Ctrl-C and a closed pipe (`| head`) end it silently, with the exit codes of the two signals.
+    """
+    launched = mpi_world.launch()
+    quiet = launched is None or launched.size == 1  # else all ranks must end: shardrt.faults sees to it
+    try:
+        with one_line(USAGE, None if threads else Ranks()):
+            if launched_rank() == 0:
+                check_files(options)  # now, not after the measurement
+        with one_line(USAGE, kinds=(Refused,)):
+            if threads:
+                return max(thread.run(threads, run, benchmark, options, cases))
+            return run(benchmark, options, cases)
+    except (BrokenPipeError, KeyboardInterrupt) as error:
+        if not quiet:
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            return 128 + signal.SIGINT
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in its buffer
+        return 128 + signal.SIGPIPE
 
 
 def run(benchmark: Benchmark, options: argparse.Namespace, cases: Sequence[Any]) -> int:
@@ -137,7 +169,8 @@ def run(benchmark: Benchmark, options: argparse.Namespace, cases: Sequence[Any])
     output.say(*text)
     output.close(**more)
     if control.rank == 0:
-        benchmark.close(options, output.lines)
+        with one_line(FAILED):
+            benchmark.close(options, output.lines)
     return int(benchmark.failed(output.lines))
 
 

@@ -11,6 +11,7 @@ from shardrt.device import Device, cuda
 
 from .command_line import words
 
+_MOST_THREADS = 128  # ranks of a thread world (shardrt.comm.thread)
 Wrap = Callable[[Communicator], Communicator]
 
 
@@ -48,6 +49,8 @@ def check(options: argparse.Namespace) -> None:
         if value < 1:
             raise ValueError(f"{flag}: must be at least 1, got {value}")
     ranks, threads = ranks_of(options)
+    if threads > _MOST_THREADS:
+        raise ValueError(f"-t, -g: must make at most {_MOST_THREADS} ranks, got {threads}")
     launched = mpi_world.launch()
     if threads and launched is not None and launched.size > 1:
         flag = "-t" if options.nthreads > 1 else "-g"

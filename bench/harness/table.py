@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+from shardrt.train.errors import one_line
+
 from .environment import write_result
 
 
@@ -43,11 +45,12 @@ class Output:
             return
         result = {**self.facts, "lines": self.lines, **more}
         if self._options.json:
-            print(json.dumps(result))
+            print(json.dumps(result), flush=True)
         elif self._options.csv:
-            print(as_csv(self.lines))
+            print(as_csv(self.lines), flush=True)
         if self._options.output is not None:
-            write_result(self._options.output, result)
+            with one_line(1):
+                write_result(self._options.output, result)
 
 
 def as_csv(records: Sequence[dict]) -> str:

@@ -17,6 +17,7 @@ Array = Any
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 NARROW = (*LOW, *FLOAT8)  # floats that travel as bits: NumPy has no arithmetic of bfloat16 and of 8 bits
 PIECE = 1 << 20  # elements that are made or compared at a time
+_ROUNDS = 1 << 12  # that have values of their own: seeds are 64 bits
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: Fibonacci hashing (Knuth, TAOCP 3, 6.4)
 
 
@@ -57,7 +58,7 @@ def sparse(rank: int, ranks: int, indices: np.ndarray, round_: int) -> np.ndarra
 
 
 def _small(rank: int | np.ndarray, indices: np.ndarray, round_: int) -> np.ndarray:
-    seed = (np.asarray(rank).astype(np.uint64) << np.uint64(40)) + np.uint64(round_ << 52)
+    seed = (np.asarray(rank).astype(np.uint64) << np.uint64(40)) + np.uint64(round_ % _ROUNDS << 52)
     mixed = (indices + seed) * _ODD
     return ((mixed ^ (mixed >> np.uint64(32))) * _ODD) >> np.uint64(61)
 

@@ -23,10 +23,12 @@ from shardrt.comm import Communicator, mpi_world
 from shardrt.device import Device, cuda
 
 from ..harness import benchmark
-from ..harness.command_line import check_known, nbytes, words
+from ..harness.command_line import check_known, check_memory, nbytes, words
+from ..harness.ranks import Ranks
 from . import bandwidth, copies, disk, lines, optimizer, storage
-from .ranks import Ranks, check_room
+from .ranks import check_room
 
+_MOST_ROUNDS = 1_000_000
 SECTIONS = ("copies", "optimizer", "disk")
 COMMANDS = {"storage": storage.main, "bandwidth": bandwidth.main}  # sections with options of their own
 
@@ -108,7 +110,13 @@ def _check(options: argparse.Namespace, ranks: int) -> None:
     for name in ("megabytes", "parameters", "rounds"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name}: must be at least 1, got {getattr(options, name)}")
+    if options.parameters < optimizer.LAYERS:
+        raise ValueError(f"--parameters: must be at least {optimizer.LAYERS}, got {options.parameters}")
+    if options.rounds > _MOST_ROUNDS:
+        raise ValueError(f"--rounds: must be at most {_MOST_ROUNDS}, got {options.rounds}")
     options.nbytes = options.megabytes << 20
+    if "optimizer" in options.sections:
+        check_memory("--parameters", 16 * options.parameters)
     try:
         options.blocks = [nbytes(word) for word in options.blocks]
     except argparse.ArgumentTypeError as error:
@@ -121,6 +129,8 @@ def _check(options: argparse.Namespace, ranks: int) -> None:
     folder = options.directory or Path(tempfile.gettempdir())
     on_disk = {"disk": options.nbytes, "optimizer": 2 * optimizer.FILES * options.parameters}
     check_room("--directory", folder, max([0, *(on_disk.get(name, 0) for name in options.sections)]))
+    launched = mpi_world.launch()
+    check_memory("--megabytes", 2 * options.nbytes, launched.local_size if launched else 1)
     check_known("--device", [options.device], ("auto", "cpu", "cuda"))
     if options.device == "cuda" and not cuda.count():
         raise ValueError("--device: 'cuda' needs a GPU, and there is none here")

@@ -25,7 +25,7 @@ from shardrt.comm import Communicator
 from shardrt.device import Array, Device, Stream, cuda
 
 from ..harness import benchmark
-from ..harness.command_line import check_known
+from ..harness.command_line import check_known, check_memory
 from ..harness.values import count_wrong, fill, poison, values
 from . import numa
 
@@ -244,6 +244,7 @@ class Bandwidth(benchmark.Benchmark):
         ):
             if value < 1:
                 raise ValueError(f"{name}: must be at least 1, got {value}")
+        check_memory("-b", 2 * options.bufferSize << 20)
         return _chosen(options)
 
     def head(self, options: argparse.Namespace, control: Communicator) -> str:
@@ -287,7 +288,7 @@ def _chosen(options: argparse.Namespace) -> list[str]:
     count = cuda.count()
     names = list(TESTS)
     given = [
-        names[int(name)] if name.isdigit() and int(name) < len(names) else name for name in options.tests
+        names[int(name)] if name.isdecimal() and int(name) < len(names) else name for name in options.tests
     ]
     for name in given:
         if name.endswith("_sm"):

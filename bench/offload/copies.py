@@ -16,8 +16,9 @@ import numpy as np
 
 from shardrt.device import Device, Stream
 
+from ..harness.ranks import Ranks
 from .lines import line
-from .ranks import Alone, Ranks
+from .ranks import Alone
 
 Array = Any
 Work = Callable[[], None]

@@ -12,9 +12,10 @@ import numpy as np
 
 from shardrt.device import host
 
+from ..harness.ranks import Ranks
 from .copies import against, shown
 from .lines import line
-from .ranks import Alone, Ranks
+from .ranks import Alone
 
 SECTION = "disk"
 

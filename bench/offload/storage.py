@@ -25,13 +25,16 @@ from shardrt.train.errors import USAGE, one_line
 
 from ..harness import benchmark
 from ..harness.command_line import nbytes, words
+from ..harness.ranks import Ranks
 from ..harness.stats import stats
 from . import numa
 from .io import SECTOR, File, GPUSlot, Pattern, Run, Slot, Worker, run
-from .ranks import Ranks, check_room
+from .ranks import check_room
 
 FAILED = 1  # exit code of a run whose reads or writes failed
 _GIB = 1 << 30
+_MOST_SIZES = 100_000
+_LONGEST = 1_000_000  # seconds of a line
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _TYPES = {"0": (False, 100), "1": (False, 0), "2": (True, 100), "3": (True, 0)}
 _XFER = {1: "CPUONLY", 2: "CPU_GPU"}
@@ -168,6 +171,8 @@ def _sizes(text: str) -> list[int]:
     first, most, step = (nbytes(word) for word in (least, *more))
     if step < 1 or most < first:
         raise argparse.ArgumentTypeError(f"least:most:step has no size in {text!r}")
+    if (most - first) // step >= _MOST_SIZES:
+        raise argparse.ArgumentTypeError(f"least:most:step has more than {_MOST_SIZES} sizes in {text!r}")
     return list(range(first, most + 1, step))
 
 
@@ -182,8 +187,8 @@ def _check(options: argparse.Namespace, ranks: int) -> None:
             raise ValueError(f"-I: must be of 0, 1, 2, 3, got {name!r}")
     if options.mixed is not None and not 0 <= options.mixed <= 100:
         raise ValueError(f"-M: must be a percentage of 0 to 100, got {options.mixed}")
-    if not 0 <= options.duration < float("inf"):
-        raise ValueError(f"-T: must be seconds, 0 or more, got {options.duration:g}")
+    if not 0 <= options.duration <= _LONGEST:
+        raise ValueError(f"-T: must be seconds, from 0 to {_LONGEST}, got {options.duration:g}")
     if options.seed < 0:
         raise ValueError(f"-k: must be at least 0, got {options.seed}")
     if options.node is not None and options.node not in numa.nodes():

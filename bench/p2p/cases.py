@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from ..harness import picture
-from ..harness.command_line import check_known
+from ..harness.command_line import check_known, check_memory
+from ..harness.communicators import ranks_here
 from ..harness.sizes import sizes_of
 
 TESTS = ("latency", "bandwidth", "bibw", "message_rate", "matrix")
@@ -63,6 +64,7 @@ def cases_of(options: argparse.Namespace, ranks: int) -> list[Case]:
     if options.picture is not None and "matrix" not in tests:
         raise ValueError("--picture: draws the matrix, which is not among the tests; add matrix")
     picture.check(options)
+    check_memory("-e, -W", 2 * options.window * options.maxbytes, ranks_here(options))
     halves = tuple((rank, rank + ranks // 2) for rank in range(ranks // 2))
     found = []
     for test in tests:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from shardrt.untrusted import say
@@ -42,7 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run one benchmark; gives its exit code."""
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
-        say(page(), lines=True)
+        with suppress(BrokenPipeError):  # `| head` has seen enough
+            say(page(), lines=True)
         return 0
     modules = {known: module for known, module, _ in BENCHMARKS}
     if name not in modules:

@@ -359,7 +359,7 @@ NONSENSE = {
     "deep": (["-s", "2M", "--queue-depth", "3"], "--queue-depth: 3 requests in flight need as many blocks"),
     "type": (["-I", "4"], "-I: must be of 0, 1, 2, 3, got '4'"),
     "share": (["-M", "101"], "-M: must be a percentage of 0 to 100, got 101"),
-    "time": (["-T", "nan"], "-T: must be seconds, 0 or more, got nan"),
+    "time": (["-T", "nan"], "-T: must be seconds, from 0 to 1000000, got nan"),
     "seed": (["-k", "-1"], "-k: must be at least 0, got -1"),
     "node": (["-n", "99"], "-n: no NUMA node 99; known: 0"),
     "cuFile": (["-x", "0"], "-x: 0 is not taken: it needs cuFile"),
