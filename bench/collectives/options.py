@@ -179,8 +179,6 @@ def _check_files_and_iterations(options: argparse.Namespace) -> None:
         raise ValueError("-K: leaves calls out of the figures of -I, and there is no -I 1")
     if options.output_file is not None and options.output_file.suffix != ".json":
         raise ValueError(f"-J: the name must end in .json, got {options.output_file}")
-    if options.output_file is not None and not options.output_file.absolute().parent.is_dir():
-        raise ValueError(f"-J: must be in a folder that exists, got {options.output_file}")
 
 
 def _check_sizes(options: argparse.Namespace) -> None:

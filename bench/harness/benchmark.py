@@ -151,6 +151,8 @@ def start(benchmark: Benchmark, options: argparse.Namespace, cases: Sequence[Any
     except (BrokenPipeError, KeyboardInterrupt) as error:
         if not quiet:
             raise
+        if isinstance(error, KeyboardInterrupt) and threads:
+            os._exit(128 + signal.SIGINT)  # Python would end while the ranks' threads print, and abort
         if isinstance(error, KeyboardInterrupt):
             return 128 + signal.SIGINT
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in its buffer

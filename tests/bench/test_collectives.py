@@ -246,7 +246,7 @@ NONSENSE = {
     "op": (["allgatherv"], "op: unknown 'allgatherv'; known: all_gather"),
     "skips all": (["-I", "1", "-K", "60"], "-K: must be from 0 to 59 of 60 calls, got 60"),
     "skips nothing": (["-K", "3"], "-K: leaves calls out of the figures of -I"),
-    "no folder": (["-J", "none/result.json"], "-J: must be in a folder that exists, got none/result.json"),
+    "no folder": (["-J", "none/result.json"], "-J: none/result.json can't be written: No such file"),
     "no JSON": (["-J", "result.csv"], "-J: the name must end in .json, got result.csv"),
     "no power of two": (["-t", "3", "hypercube"], "3 ranks are no power of two"),
     "reduction": (["-o", "xor"], "-o: unknown 'xor'; known: sum, prod, max, min, avg, mulsum"),
