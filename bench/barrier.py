@@ -40,19 +40,24 @@ class Barrier(benchmark.Benchmark):
     ) -> Iterator[dict]:
         """A line for ours and one for MPI's, of single calls on the slowest rank."""
         for kind in cases:
-            communicator, device = communicators.opened(kind, self.wrap)
-            calls = {"ours": partial(communicator.barrier, stream=device.current_stream)}
-            if communicators.under_mpi():
-                from mpi4py import MPI
-
-                calls["mpi4py"] = MPI.COMM_WORLD.Dup().Barrier
-            rivals = {how: Contestant(call, checked(call, control)) for how, call in calls.items()}
-            found = measured(rivals, device, control, replace(options.effort, each=True))
+            with communicators.opened(kind, self.wrap) as (communicator, device):
+                calls = {"ours": partial(communicator.barrier, stream=device.current_stream)}
+                if communicators.under_mpi():
+                    calls["mpi4py"] = mpi_barrier()
+                rivals = {how: Contestant(call, checked(call, control)) for how, call in calls.items()}
+                found = measured(rivals, device, control, replace(options.effort, each=True))
             for how, each in found.items():
                 of = stats(1e6 * slowest(each.each))
                 figures = {"p50_us": of.p50, "p99_us": of.p99, "max_us": of.max}
                 figures = dict.fromkeys(figures) if each.wrong else figures
                 yield {"communicator": kind, "how": how, **figures, "wrong": each.wrong}
+
+
+def mpi_barrier() -> Callable:
+    """MPI's own, over all ranks. Collective."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Dup().Barrier
 
 
 def checked(barrier: Callable, control: Communicator) -> Callable[[int], int] | None:

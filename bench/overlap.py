@@ -91,15 +91,15 @@ class Overlap(benchmark.Benchmark):
     ) -> Iterator[dict]:
         most = max(case.nbytes for case in cases)
         for kind in options.communicators:
-            communicator, device = opened(kind)
-            libraries = {"ours": InStream(self.wrap(communicator), device, most)}
-            if under_mpi() and device.in_host_memory:
-                libraries["mpi4py"] = NonBlocking(device, most, options.test_calls)
-            matmuls = Matmuls(device, options.side)
-            for case in cases:
-                pairs = {by: Pair(case, each, matmuls, control) for by, each in libraries.items()}
-                for by, figures in _measured(pairs, options.matmuls, options.effort).items():
-                    yield {"communicator": kind, "op": case.op.name, "by": by, **figures}
+            with opened(kind) as (communicator, device):
+                libraries = {"ours": InStream(self.wrap(communicator), device, most)}
+                if under_mpi() and device.in_host_memory:
+                    libraries["mpi4py"] = NonBlocking(device, most, options.test_calls)
+                matmuls = Matmuls(device, options.side)
+                for case in cases:
+                    pairs = {by: Pair(case, each, matmuls, control) for by, each in libraries.items()}
+                    for by, figures in _measured(pairs, options.matmuls, options.effort).items():
+                        yield {"communicator": kind, "op": case.op.name, "by": by, **figures}
 
     def close(self, options: argparse.Namespace, lines: Sequence[dict]) -> None:
         if options.picture is not None:

@@ -22,6 +22,7 @@ import psutil
 from shardrt.comm import Communicator
 from shardrt.comm.backends import CARRIERS
 from shardrt.comm.objects import all_gather_object
+from shardrt.device import Device
 
 from ..harness import benchmark, communicators, picture
 from ..harness.timing import measured
@@ -85,13 +86,15 @@ class Collectives(benchmark.Benchmark):
         cases = [group for group in cases if group[0].nbytes <= self._room]
         largest = -(-max(case.nbytes for group in cases for case in group) // ALIGNED) * ALIGNED
         color = self._colors[control.rank]
-        among = self._split(control, color)
+        among = control if len(set(self._colors)) == 1 else control.split(color, control.rank)
+        grouped = color if among is not control else None
         for kind in options.communicators:
-            rivals = self._rivals(kind, largest, color)
-            self._raw = "raw" in rivals
-            for _ in range(options.run_cycles) if options.run_cycles else itertools.count():
-                for group in cases:
-                    yield from self._records(kind, group, rivals, control, among, options)
+            with communicators.opened(kind, color=grouped) as (communicator, device):
+                rivals = self._rivals(kind, communicator, device, largest, color)
+                self._raw = "raw" in rivals
+                for _ in range(options.run_cycles) if options.run_cycles else itertools.count():
+                    for group in cases:
+                        yield from self._records(kind, group, rivals, control, among, options)
 
     def _records(
         self,
@@ -110,20 +113,16 @@ class Collectives(benchmark.Benchmark):
             self._left = len(offered) - place - 1
             yield report.record(kind, case, found, options.effort.one, options.per_iter_skip)
 
-    def _rivals(self, kind: str, nbytes: int, color: int) -> dict[str, Contestant]:
+    def _rivals(
+        self, kind: str, communicator: Communicator, device: Device, nbytes: int, color: int
+    ) -> dict[str, Contestant]:
         """Ours and, where there is one of the same work, the raw library. Collective."""
-        communicator, device = communicators.opened(kind)
-        communicator = self._split(communicator, color)
         found: dict[str, Contestant] = {"ours": Ours(self.wrap(communicator), device, nbytes)}
         if kind == "nccl":
             found["raw"] = RawNCCL(communicator, nbytes)
         elif kind not in CARRIERS and communicators.under_mpi():
             found["raw"] = RawMPI(device, nbytes, color)
         return found
-
-    def _split(self, communicator: Communicator, color: int) -> Communicator:
-        """This rank's group of a communicator. Collective."""
-        return communicator if len(set(self._colors)) == 1 else communicator.split(color, communicator.rank)
 
     def text(self, line: dict) -> str | None:
         """A line of the table when its places are complete, under its head where another op begins."""

@@ -1,7 +1,8 @@
 """Which communicators a run can time (-k), which ranks it has (-t, -g), and the communicators themselves."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from shardrt import device as devices
 from shardrt.comm import Communicator, create, mpi_world
@@ -77,11 +78,22 @@ def device_of(kind: str) -> Device:
     return device
 
 
-def opened(kind: str, wrap: Wrap = lambda communicator: communicator) -> tuple[Communicator, Device]:
-    """A communicator over all ranks of this world, and the device of its arrays. Collective."""
+@contextmanager
+def opened(
+    kind: str, wrap: Wrap = lambda communicator: communicator, color: int | None = None
+) -> Iterator[tuple[Communicator, Device]]:
+    """A with block that has a communicator, and the device of its arrays; it is closed then. Collective.
+
+    color: of this rank's group, for a communicator over that group; None: over all ranks of this world.
+    """
     device = device_of(kind)
     host = create("auto" if kind in CARRIERS else kind)
-    return wrap(for_device(host, device, kind, "gather") if kind in CARRIERS else host), device
+    made = [for_device(host, device, kind, "gather") if kind in CARRIERS else host]
+    if color is not None:
+        made.append(made[0].split(color, made[0].rank))
+    yield wrap(made[-1]), device
+    for each in reversed(made):  # not after an error: other ranks may not come
+        each.close()
 
 
 def _unfit(kind: str, ranks: int, threads: bool, launched: mpi_world.Launch | None) -> str:

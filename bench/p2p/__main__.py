@@ -61,17 +61,17 @@ class PointToPoint(benchmark.Benchmark):
         """A line for each way, communicator after communicator."""
         most = max(ANSWER, *(case.window * case.nbytes for case in cases))
         for kind in options.communicators:
-            communicator, device = communicators.opened(kind, self.wrap)
-            ways = ways_of(kind, communicator, device)
-            own, theirs = (device.buffer(most, np.uint8) for _ in range(2))
-            for case in cases:
-                contestants = {
-                    way.name: _contestant(way, case, control.rank, device, own, theirs)
-                    for way in ways
-                    if case.does in way.tests
-                }
-                found = _measured(case, contestants, device, control, options.effort)
-                yield from _lines(kind, case, found)
+            with communicators.opened(kind, self.wrap) as (communicator, device):
+                ways = ways_of(kind, communicator, device)
+                own, theirs = (device.buffer(most, np.uint8) for _ in range(2))
+                for case in cases:
+                    contestants = {
+                        way.name: _contestant(way, case, control.rank, device, own, theirs)
+                        for way in ways
+                        if case.does in way.tests
+                    }
+                    found = _measured(case, contestants, device, control, options.effort)
+                    yield from _lines(kind, case, found)
 
     def text(self, line: dict) -> str | None:
         """Pairs of a matrix wait until all are there."""
