@@ -197,7 +197,7 @@ NOT_RUN = {
 # tests/bench, tests/failures, tests/checkpoint, tests/train and tests/test_beyond_memory.py run them. So are
 # the doctor without a run, and `run`, which start ranks: tests/test_doctor.py, tests/test_run.py; and plans,
 # which take minutes.
-ONLY_READ = r"(bench\.\w+|tests\.[\w.]+|models\.beyond_memory)"
+ONLY_READ = r"(bench\.[\w.]+|tests\.[\w.]+|models\.beyond_memory)"
 BRIEF = ["--steps", "1", "--batch-size", "2", "--report.eval-samples", "2", "--optimizer.warmup-steps", "0"]
 SMALL = [*BRIEF, "--model.n-layer", "1", "--model.n-head", "2", "--model.n-embd", "16"]
 

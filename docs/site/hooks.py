@@ -230,7 +230,7 @@ def commands() -> str:
         for command in members:
             lines += ["", f"### shardrt {command.name}", ""]
             module = importlib.import_module(command.module)
-            if hasattr(module, "page"):
+            if hasattr(module, "BENCHMARKS"):
                 lines += [block(module.page())]
             elif hasattr(module, "main"):
                 lines += [f"{command.help[:1].upper()}{command.help[1:]}: [its options](options.md)."]
