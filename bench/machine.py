@@ -41,7 +41,7 @@ from shardrt.train.errors import USAGE, one_line
 from . import curves
 from . import workload as w
 from .curves import COPY
-from .harness.command_line import Parser, program
+from .harness.command_line import Parser
 from .harness.environment import facts
 from .kernels.case import Maker, Sizes
 from .kernels.ops import OPS
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = measured(mesh, models, ops=(_SMALL,) if options.tiny else OP_SIZES, tiny=options.tiny)
     if mesh.rank == 0:
         given = " ".join(arguments if arguments is not None else sys.argv[1:])
-        command = f"mpirun -n {mesh.size} {program('machine')} {given}".rstrip()
+        command = f"mpirun -n {mesh.size} python -m bench.machine {given}".rstrip()
         options.out.write_text(text_of(found, options.out.stem, facts(command), mesh.size, not options.tiny))
         Machine.load(options.out)  # what is written can be read
         print(f"{options.out}: {mesh.size} ranks, {len(found['device']['kernels'])} kernels", file=sys.stderr)
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options. Raises ValueError."""
-    parser = Parser(prog=program("machine"), description="Calibrates a machine file.")
+    parser = Parser(prog="python -m bench.machine", description="Calibrates a machine file.")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the TOML file to write")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(cpu)")
     parser.add_argument(

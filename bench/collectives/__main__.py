@@ -39,7 +39,10 @@ _FREE = 0.9  # the part of the free memory that may be taken
 
 
 class Collectives(benchmark.Benchmark):
-    """Times collectives as nccl-tests does, next to MPI's or NCCL's own calls."""
+    """Times collectives as nccl-tests does, next to MPI's or NCCL's own calls.
+
+    Names of ops such as all_reduce_perf work, too. NCCL_TESTS_SPLIT="MOD 2" runs groups of ranks at once.
+    """
 
     name = "collectives"
     short_output = False  # -o is nccl-tests' --op

@@ -83,6 +83,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         raise ValueError(f"-k: {options.communicators[0]} is for arrays of a GPU; a replay is of the CPU's")
     if options.folder is None or not options.folder.is_dir():
         raise ValueError(f"{options.folder or 'DIR'}: no such folder of traces")
+    if communicators.ranks_of(options)[0] < 2:
+        raise ValueError("replay: needs 2 ranks, and this run has one; start it with mpirun -n 2, or -t 2")
     return options
 
 

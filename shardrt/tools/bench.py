@@ -19,7 +19,6 @@ BENCHMARKS = (
     ("barrier", "barrier", "a barrier of each communicator, next to MPI's"),
     ("offload", "offload.__main__", "copies, storage, and updates streamed from the host or from files"),
     ("kernels", "kernels.__main__", "kernels next to PyTorch's and the roofline"),
-    ("machine", "machine", "what this machine does, for `shardrt simulate`"),
 )
 PAGE = """usage: shardrt bench NAME ...
 

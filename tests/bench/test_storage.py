@@ -316,7 +316,9 @@ def test_of_several_ranks_one_refuses(tmp_path):
 
 def test_ctrl_c_leaves_no_file(tmp_path):
     options = ["-D", str(tmp_path), "-s", "64K", "-i", "4K", "-w", "2", "--queue-depth", "2", "-T", "60"]
-    command = [sys.executable, "-m", "bench.offload", "storage", *options]
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from bench.offload.__main__ import main; sys.exit(main(['storage', *sys.argv[1:]]))"
+    command = [sys.executable, "-c", code, *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=clean_environment(), **pipes) as process:
         while (line := process.stdout.readline()) and not line.startswith("# IoType"):
