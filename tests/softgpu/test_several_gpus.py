@@ -12,6 +12,7 @@ import pytest
 from bench.collectives.__main__ import main
 from shardrt import device
 from shardrt.comm import init_device_mesh, thread
+from shardrt.device import threads
 from shardrt.device.cpu import ThreadStream
 from tests import lab
 from tests.cuda.small_gpt import VARIANTS, agree, train
@@ -147,9 +148,10 @@ def test_a_thread_of_the_host_that_waits_for_a_gpu_makes_no_context_on_another(s
 
 @pytest.mark.parametrize("how", ["last reference", "collector"])
 @pytest.mark.parametrize("what", ["stream", "event", "buffer"])
-def test_what_ends_in_a_thread_of_the_host_makes_no_context_on_another_gpu(software, what, how):
+def test_what_ends_in_a_thread_of_the_host_makes_no_context_on_another_gpu(software, what, how, monkeypatch):
     """A worker, begun before the GPU was chosen, drops the last reference, or the collector runs in it."""
     gc.collect()
+    monkeypatch.setattr(threads, "_gpu", None)  # an earlier test may have chosen one
     worker = ThreadStream("worker")
     worker.synchronize()
 
