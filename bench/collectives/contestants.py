@@ -17,28 +17,12 @@ from shardrt.device import Device
 from shardrt.dtypes import LOW
 
 from ..harness import timing
-from ..harness.timing import Call
+from ..harness.timing import Call, in_order
 from ..harness.values import NARROW, count_wrong, decoded, encoded, fill, poison
 from . import offers
 from .ops import Case
 
 Array = Any
-
-
-def in_order(*calls: Call) -> Call:
-    """One call of several."""
-    if len(calls) == 1:
-        return calls[0]
-
-    def call() -> None:
-        for each in calls:
-            each()
-
-    return call
-
-
-def nothing() -> None:
-    """What a rank without a part in a collective calls."""
 
 
 class Contestant(ABC):
@@ -243,14 +227,14 @@ class Ours(Contestant):
             return self._swap(self._token[:1], source, case.root)
         copies = self._copy(target[self._own(case)], source, case.place == "out")
         swaps = [self._swap(piece, self._token[1:], peer) for peer, piece in self._others(target, case)]
-        return in_order(*copies, *swaps) if copies or swaps else nothing
+        return in_order(*copies, *swaps)
 
     def scatter(self, source: Array, target: Array, case: Case) -> Call:
         if self.rank != case.root:
             return self._swap(target, self._token[1:], case.root)
         copies = self._copy(target, source[self._own(case)], case.place == "out")
         swaps = [self._swap(self._token[:1], piece, peer) for peer, piece in self._others(source, case)]
-        return in_order(*copies, *swaps) if copies or swaps else nothing
+        return in_order(*copies, *swaps)
 
     def sendrecv(self, source: Array, target: Array, case: Case) -> Call:
         to, come_from = (self.rank + 1) % case.ranks, (self.rank - 1) % case.ranks
@@ -346,7 +330,7 @@ class RawMPI(Contestant):
         calls = [] if case.place == "in" else [partial(np.copyto, target[self._own(case)], source)]
         for mine, theirs, peer in self._doubling(target, case):
             calls.append(partial(self._mpi.Sendrecv, mine, peer, recvbuf=theirs, source=peer))
-        return in_order(*calls) if calls else nothing
+        return in_order(*calls)
 
 
 class RawNCCL(Contestant):
@@ -413,7 +397,7 @@ class RawNCCL(Contestant):
             self._messages([(peer, mine)], [(peer, theirs)], case)
             for mine, theirs, peer in self._doubling(target, case)
         ]
-        return in_order(*copies, *swaps) if copies or swaps else nothing
+        return in_order(*copies, *swaps)
 
     def _messages(self, sent: Any, received: Any, case: Case) -> Call:
         """All of them at once, each the rank that it goes to or comes from and an array."""

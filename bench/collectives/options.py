@@ -7,8 +7,9 @@ from pathlib import Path
 
 from shardrt.comm.backends import CARRIERS
 
-from ..harness.command_line import check_known, nbytes, words
+from ..harness.command_line import check_known, check_least, nbytes, words
 from ..harness.communicators import under_mpi
+from ..harness.sizes import multiplied
 from . import offers
 from .ops import DTYPES, NOBODY, NONE, OPS, PLACES, REDUCTIONS, Case, Op, itemsize, rounded
 from .traffic import Traffic, traffic
@@ -146,10 +147,7 @@ def _roots(text: str, ranks: int) -> list[int]:
 def _sizes(options: argparse.Namespace) -> list[int]:
     if options.stepbytes:
         return list(range(options.minbytes, options.maxbytes + 1, options.stepbytes))
-    sizes = [options.minbytes]
-    while sizes[-1] * options.stepfactor <= options.maxbytes:
-        sizes.append(sizes[-1] * options.stepfactor)
-    return sizes
+    return multiplied(options.minbytes, options.maxbytes, options.stepfactor)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -168,8 +166,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _check_files_and_iterations(options: argparse.Namespace) -> None:
-    if options.run_cycles < 0:
-        raise ValueError(f"-N: must be at least 0, got {options.run_cycles}")
+    check_least({"-N": (options.run_cycles, 0)})
     if not options.run_cycles and len(options.communicators) > 1:
         raise ValueError("-N: 0 never ends, so it takes one communicator (-k)")
     calls = options.iters * options.rounds
@@ -188,9 +185,7 @@ def _check_sizes(options: argparse.Namespace) -> None:
     lowest = {"-f": (options.stepfactor, 2)}
     lowest |= {"-i": (1 if options.stepbytes is None else options.stepbytes, 1)}
     lowest |= {"-b": (1 if options.minbytes is None else options.minbytes, 1)}
-    for name, (value, least) in lowest.items():
-        if value < least:
-            raise ValueError(f"{name}: must be at least {least}, got {value}")
+    check_least(lowest)
     if options.minbytes is None:
         options.minbytes = min(_LEAST, options.maxbytes or _LEAST)
     if options.maxbytes is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
-from shardrt.comm import Communicator, create, mpi_world, thread
+from shardrt.comm import Communicator, create, thread
 from shardrt.train.errors import USAGE, launched_rank, one_line
 
 from . import communicators, environment
@@ -138,8 +138,7 @@ def start(benchmark: Benchmark, options: argparse.Namespace, cases: Sequence[Any
 
     Without MPI, Ctrl-C and a closed pipe (`| head`) end it silently, with the exit codes of the two signals.
     """
-    launched = mpi_world.launch()
-    quiet = launched is None or launched.size == 1  # else all ranks must end: shardrt.faults sees to it
+    quiet = not communicators.under_mpi()  # else all ranks must end: shardrt.faults sees to it
     try:
         with one_line(USAGE, None if threads else Ranks()):
             if launched_rank() == 0:

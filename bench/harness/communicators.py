@@ -10,7 +10,7 @@ from shardrt.comm import world as worlds
 from shardrt.comm.backends import CARRIERS, for_device, kinds
 from shardrt.device import Device, cuda
 
-from .command_line import words
+from .command_line import check_least, words
 
 _MOST_THREADS = 128  # ranks of a thread world (shardrt.comm.thread)
 Wrap = Callable[[Communicator], Communicator]
@@ -46,14 +46,12 @@ def ranks_here(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> None:
     """Replace `options.communicators` by the kinds to time. Raises ValueError where one can't be."""
-    for flag, value in (("-t", options.nthreads), ("-g", options.ngpus)):
-        if value < 1:
-            raise ValueError(f"{flag}: must be at least 1, got {value}")
+    check_least({"-t": (options.nthreads, 1), "-g": (options.ngpus, 1)})
     ranks, threads = ranks_of(options)
     if threads > _MOST_THREADS:
         raise ValueError(f"-t, -g: must make at most {_MOST_THREADS} ranks, got {threads}")
     launched = mpi_world.launch()
-    if threads and launched is not None and launched.size > 1:
+    if threads and under_mpi():
         flag = "-t" if options.nthreads > 1 else "-g"
         raise ValueError(f"{flag}: ranks are threads or processes, not both; leave out mpirun or {flag}")
     unfit = {kind: _unfit(kind, ranks, bool(threads), launched) for kind in kinds() if kind != "auto"}
@@ -72,8 +70,10 @@ def check(options: argparse.Namespace) -> None:
 
 def device_of(kind: str) -> Device:
     """The device of the arrays that a communicator of this kind carries, on this rank; now current."""
-    index = worlds.current().local_rank % devices.KINDS["cuda"].count() if kind in CARRIERS else 0
-    device = devices.get(f"cuda:{index}" if kind in CARRIERS else "cpu")
+    name = "cpu"
+    if kind in CARRIERS:
+        name = f"cuda:{worlds.current().local_rank % devices.KINDS['cuda'].count()}"
+    device = devices.get(name)
     devices.set_current(device)
     return device
 

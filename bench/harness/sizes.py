@@ -18,7 +18,12 @@ def sizes_of(options: argparse.Namespace) -> list[int]:
     check_least({"-b": (options.minbytes, 1), "-f": (options.stepfactor, 2)})
     if options.maxbytes < options.minbytes:
         raise ValueError(f"-e: {options.maxbytes} bytes is less than -b, {options.minbytes}")
-    sizes = [options.minbytes]
-    while sizes[-1] * options.stepfactor <= options.maxbytes:
-        sizes.append(sizes[-1] * options.stepfactor)
+    return multiplied(options.minbytes, options.maxbytes, options.stepfactor)
+
+
+def multiplied(least: int, most: int, factor: int) -> list[int]:
+    """Sizes from `least` up to `most`, each `factor` times the one before."""
+    sizes = [least]
+    while sizes[-1] * factor <= most:
+        sizes.append(sizes[-1] * factor)
     return sizes

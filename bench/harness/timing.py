@@ -106,6 +106,26 @@ def measured(
     return {who: _measured(found[:, :, place], wrong[who]) for place, who in enumerate(contestants)}
 
 
+def in_order(*calls: Call) -> Call:
+    """One call that makes all of these, or none. A loop over two would cost 40 ns, 3 % of a short message."""
+    if len(calls) == 1:
+        return calls[0]
+    if len(calls) == 2:
+        first, second = calls
+
+        def both() -> None:
+            first()
+            second()
+
+        return both
+
+    def everyone() -> None:
+        for call in calls:
+            call()
+
+    return everyone
+
+
 def _measured(figures: np.ndarray, wrong: int | None) -> Measured:
     """figures: (ranks, rounds, seconds of a call by the whole round, then those of each call)."""
     each = figures[:, :, 1:].reshape(len(figures), -1)

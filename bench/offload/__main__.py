@@ -23,7 +23,7 @@ from shardrt.comm import Communicator, mpi_world
 from shardrt.device import Device, cuda
 
 from ..harness import benchmark
-from ..harness.command_line import check_known, check_memory, nbytes, words
+from ..harness.command_line import check_known, check_least, check_memory, nbytes, words
 from ..harness.ranks import Ranks
 from . import bandwidth, copies, disk, lines, optimizer, storage
 from .ranks import check_room
@@ -107,11 +107,8 @@ def _check(options: argparse.Namespace, ranks: int) -> None:
     if ranks > 1 and "optimizer" in options.sections:
         raise ValueError("section: 'optimizer' measures one process; start it without mpirun")
     options.sections = options.sections or [name for name in SECTIONS if ranks == 1 or name != "optimizer"]
-    for name in ("megabytes", "parameters", "rounds"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name}: must be at least 1, got {getattr(options, name)}")
-    if options.parameters < optimizer.LAYERS:
-        raise ValueError(f"--parameters: must be at least {optimizer.LAYERS}, got {options.parameters}")
+    check_least({f"--{name}": (getattr(options, name), 1) for name in ("megabytes", "parameters", "rounds")})
+    check_least({"--parameters": (options.parameters, optimizer.LAYERS)})
     if options.rounds > _MOST_ROUNDS:
         raise ValueError(f"--rounds: must be at most {_MOST_ROUNDS}, got {options.rounds}")
     options.nbytes = options.megabytes << 20

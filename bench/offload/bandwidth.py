@@ -25,7 +25,7 @@ from shardrt.comm import Communicator
 from shardrt.device import Array, Device, Stream, cuda
 
 from ..harness import benchmark
-from ..harness.command_line import check_known, check_memory
+from ..harness.command_line import check_known, check_least, check_memory
 from ..harness.values import count_wrong, fill, poison, values
 from . import numa
 
@@ -237,13 +237,8 @@ class Bandwidth(benchmark.Benchmark):
                 raise ValueError(f"{short}: not taken here: {why}")
         if ranks > 1:
             raise ValueError("bandwidth: one process copies between all pairs; start it without mpirun")
-        for name, value in (
-            ("-b", options.bufferSize),
-            ("-i", options.samples),
-            ("--loopCount", options.loops),
-        ):
-            if value < 1:
-                raise ValueError(f"{name}: must be at least 1, got {value}")
+        counts = {"-b": options.bufferSize, "-i": options.samples, "--loopCount": options.loops}
+        check_least({name: (value, 1) for name, value in counts.items()})
         check_memory("-b", 2 * options.bufferSize << 20)
         return _chosen(options)
 

@@ -24,7 +24,7 @@ from shardrt.device import Device, cuda
 from shardrt.train.errors import USAGE, one_line
 
 from ..harness import benchmark
-from ..harness.command_line import nbytes, words
+from ..harness.command_line import check_least, nbytes, words
 from ..harness.ranks import Ranks
 from ..harness.stats import stats
 from . import numa
@@ -189,8 +189,7 @@ def _check(options: argparse.Namespace, ranks: int) -> None:
         raise ValueError(f"-M: must be a percentage of 0 to 100, got {options.mixed}")
     if not 0 <= options.duration <= _LONGEST:
         raise ValueError(f"-T: must be seconds, from 0 to {_LONGEST}, got {options.duration:g}")
-    if options.seed < 0:
-        raise ValueError(f"-k: must be at least 0, got {options.seed}")
+    check_least({"-k": (options.seed, 0)})
     if options.node is not None and options.node not in numa.nodes():
         raise ValueError(f"-n: no NUMA node {options.node}; known: {', '.join(map(str, numa.nodes()))}")
     _check_gpu(options)
@@ -218,10 +217,8 @@ def _path(file: Path, rank: int, ranks: int) -> Path:
 
 
 def _check_sizes(options: argparse.Namespace) -> None:
-    lowest = {"-w": options.workers, "--queue-depth": options.queue_depth, "-s": options.size}
-    for name, value in lowest.items():
-        if value < 1:
-            raise ValueError(f"{name}: must be at least 1, got {value}")
+    counts = {"-w": options.workers, "--queue-depth": options.queue_depth, "-s": options.size}
+    check_least({name: (value, 1) for name, value in counts.items()})
     sharing = options.workers if options.file is not None else 1
     among = f" for each of {sharing} workers" if sharing > 1 else ""
     for size in options.sizes:

@@ -23,11 +23,11 @@ from shardrt.device import Device
 from ..harness import benchmark, communicators, picture
 from ..harness.sizes import add_sizes
 from ..harness.stats import stats
-from ..harness.timing import Contestant, Effort, Measured, measured
+from ..harness.timing import Call, Contestant, Effort, Measured, in_order, measured
 from ..harness.values import count_wrong, fill, poison, values
 from .cases import ANSWER, TESTS, Case, cases_of
 from .matrix import FIGURES, draw, matrices
-from .ways import RAW, Call, Way, in_order, ways_of
+from .ways import RAW, Way, ways_of
 
 Array = Any
 

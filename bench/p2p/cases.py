@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from ..harness import picture
-from ..harness.command_line import check_known, check_memory
+from ..harness.command_line import check_known, check_least, check_memory
 from ..harness.communicators import ranks_here
 from ..harness.sizes import sizes_of
 
@@ -58,8 +58,7 @@ def cases_of(options: argparse.Namespace, ranks: int) -> list[Case]:
     check_known("test", tests, TESTS)
     if ranks < 2:
         raise ValueError("p2p: needs 2 ranks, and this run has one; start it with mpirun -n 2, or -t 2")
-    if options.window < 1:
-        raise ValueError(f"-W: must be at least 1, got {options.window}")
+    check_least({"-W": (options.window, 1)})
     pair, sizes = _pair(options.pair, ranks), sizes_of(options)
     if options.picture is not None and "matrix" not in tests:
         raise ValueError("--picture: draws the matrix, which is not among the tests; add matrix")

@@ -4,7 +4,7 @@ A way prepares calls: what can be done before a message is done when its call is
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,30 +13,11 @@ from shardrt.comm import world as worlds
 from shardrt.comm.backends import CARRIERS
 from shardrt.device import Device
 
+from ..harness.timing import Call, in_order
+
 Array = Any
-Call = Callable[[], Any]
 RAW = ("mpi4py", "nccl")
 ONE_WAY = ("latency", "bandwidth", "message_rate")
-
-
-def in_order(*calls: Call) -> Call:
-    """One call that makes all of these. A loop over two would cost 40 ns, 3 % of a short message."""
-    if len(calls) == 1:
-        return calls[0]
-    if len(calls) == 2:
-        first, second = calls
-
-        def both() -> None:
-            first()
-            second()
-
-        return both
-
-    def everyone() -> None:
-        for call in calls:
-            call()
-
-    return everyone
 
 
 class Way(ABC):

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
+from shardrt.simulate import chakra as written
 from shardrt.untrusted import Refused, open_regular
 
 from .trace import COMPUTE, LARGEST, LONGEST, MOST_NODES, MOST_RANKS, Node, Trace, ranks_of, read_groups
@@ -80,12 +81,11 @@ def _hosted(nodes: list[Node]) -> list[Node]:
 def schema() -> ModuleType:
     """mlc-chakra's messages. Raises ValueError where it is not installed."""
     try:
-        from chakra.schema.protobuf import et_def_pb2
+        return written.schema()
     except ImportError as error:
         raise ValueError(
             f"Chakra traces need mlc-chakra and protobuf: pip install 'shardrt[chakra]' ({error})"
         ) from None
-    return et_def_pb2
 
 
 def _group_files(path: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
     mpirun -n 2 python -m bench.replay.record DIR --size small
     mpirun -n 2 python -m bench.collectives --replay DIR
-    mpirun -n 2 python -m bench.replay.record DIR --compare     # each step and its replays, by turns
+    mpirun -n 2 python -m bench.replay.record DIR --compare     # each step and its replays, alternating
 
 Of the timed steps it writes the one whose communication took the median time. Durations of collectives have
 the wait for other ranks in them, as those of bench.step; computing is what the rank's thread did between its
