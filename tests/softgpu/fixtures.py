@@ -17,6 +17,8 @@ if not missing():
 
     plugged(0)
 
+    import cupy
+
 
 @pytest.fixture(scope="session")
 def without_cudnn():
@@ -37,6 +39,7 @@ def software(monkeypatch, request):
     cuda.choose("late")
     cuda.log.clear()
     cuda.rank.error = None  # of a test that failed
+    cupy.cuda.get_current_stream().use()  # CuPy counts a thread's GPUs once: now, before a test hides some
     device._get.cache_clear()
     backend = request.getfixturevalue("without_cudnn")
     monkeypatch.setattr("shardrt.kernels.cuda._cupy.CuPyBackend", backend)
