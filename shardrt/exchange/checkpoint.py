@@ -1,0 +1,88 @@
+"""What all formats have in common: named tensors that are read in ranges, and the state of training.
+
+A format is a module in formats/ with three functions:
+
+    recognises(path) -> bool              looks at names of files alone
+    read(path) -> Checkpoint              reads headers; tensors are read when a writer asks for elements
+    write(checkpoint, output, options)    asks for elements in the order in which its files hold them
+
+So a conversion never holds a model, nor one tensor: a writer asks for at most CHUNK bytes at a time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+CHUNK = 16 << 20  # bytes that are asked for at a time
+PARAMETER, FIRST_MOMENT, SECOND_MOMENT = "parameter", "exp_avg", "exp_avg_sq"  # kinds of tensors
+
+
+class BadCheckpoint(ValueError):
+    """A checkpoint can't be read or written. The message names the file and its fault, in one line."""
+
+
+class Tensor(Protocol):
+    """A tensor in a file, or a view of others.
+
+    Attributes:
+        dtype: of its elements; bfloat16 is ml_dtypes'.
+        shape: of the whole tensor.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Its elements [start, stop) in C order.
+
+        Returns:
+            A 1-D array of `dtype`, valid until the next call.
+
+        Raises:
+            BadCheckpoint: if the file is damaged or has changed.
+            OSError: if the file system fails.
+        """
+        ...
+
+
+@dataclass
+class Training:
+    """The state of training apart from tensors.
+
+    Attributes:
+        step: updates done; None if the checkpoint does not say.
+        steps: updates of each parameter that has optimizer state, by name.
+        groups: the optimizer's parameter groups in PyTorch's words: "lr", "betas", "eps", "weight_decay" and
+            "params", a list of names.
+        extra: other plain values (numbers, strings, lists, tables), as the format names them.
+    """
+
+    step: int | None = None
+    steps: dict[str, int] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint that is open for reading.
+
+    Attributes:
+        path: where it is.
+        tensors: (kind, name) -> tensor. The kind is PARAMETER or the name of optimizer state in PyTorch's
+            words; names are those in the files without the format's own prefixes ("model.", "optim.state.").
+        training: see there.
+        config: a config.json of Hugging Face's, if one is with the checkpoint.
+        files: other small files that go along (a tokenizer's), name -> content.
+        left: what the format holds and a Checkpoint can't, one line each: `convert` prints them.
+    """
+
+    path: Path
+    tensors: Mapping[tuple[str, str], Tensor]
+    training: Training = field(default_factory=Training)
+    config: dict[str, Any] | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
