@@ -324,8 +324,11 @@ def settle(reader: Reader, table: Mapping[str, Any], ranks: int | None) -> int |
                 reader.no_effect(name, "DeepSpeed's default, and the only way here")
             else:
                 reader.refuse(name, why)
-        elif reader.left[name] in (None, {}) and any(each.startswith(f"{name}.") for each in known()):
-            reader.no_effect(name, "it is empty")
+        elif any(each.startswith(f"{name}.") for each in known()):
+            if reader.left[name] in (None, {}):
+                reader.no_effect(name, "it is empty")
+            else:
+                reader.refuse(name, "must be a table of keys")
     return ranks
 
 
@@ -345,13 +348,21 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping) and value:
             todo.extend(reversed([(f"{name}\0{inner}", each) for inner, each in value.items()]))
             continue
-        whole = name.replace("\0", ".")
-        for other, ours in _ALIASES.items():
-            whole = ours + whole.removeprefix(other) if whole.startswith(other) else whole
+        whole = whole_name(name.replace("\0", "."))
         if whole in found:
             raise Unconverted([f"{whole}: it stands there twice"])
         found[whole] = value
     return found
+
+
+def whole_name(name: str) -> str:
+    """A key by the newer of its names."""
+    for other, ours in _ALIASES.items():
+        if name.startswith(other) or f"{name}." == other:
+            return (
+                (ours + name.removeprefix(other)).removesuffix(".") if name.startswith(other) else ours[:-1]
+            )
+    return name
 
 
 def _sections(reader: Reader) -> None:
@@ -578,9 +589,10 @@ def _optimizer(reader: Reader, table: Mapping[str, Any]) -> None:
         notes = ["biases and norms have no weight decay"]
         notes += [] if "scheduler.type" in table else ["without a scheduler, the recipe's schedule"]
         reader.setting(name, reader.take(name), ", ".join(notes), optimizer__name=kinds[chosen], **settings)
-    elif table.get(name) is not None:  # its numbers are another algorithm's
+    else:  # its numbers would be another algorithm's
+        why = "there is no optimizer.type" if table.get(name) is None else "optimizer.type has no setting"
         for each in [each for each in reader.left if each.startswith(_OPTIMIZER)]:
-            reader.no_effect(each, "the optimizer is refused")
+            reader.no_effect(each, why)
     for each in ("lr", "weight_decay"):
         _number(reader, _OPTIMIZER + each, f"optimizer__{each}")
     betas = reader.left.get(_OPTIMIZER + "betas")
@@ -626,9 +638,9 @@ def _schedule(reader: Reader, table: Mapping[str, Any]) -> None:
     chosen = reader.choice(name, kinds)
     prefix = _SCHEDULER
     if chosen is None or name not in reader.left:
-        if table.get(name) is not None:
-            for each in [each for each in reader.left if each.startswith(prefix)]:
-                reader.no_effect(each, "the scheduler is refused")
+        why = "there is no scheduler.type" if table.get(name) is None else "scheduler.type has no setting"
+        for each in [each for each in reader.left if each.startswith(prefix)]:
+            reader.no_effect(each, why)
         return
     settings = dict(kinds[chosen])
     rate = table.get(prefix + "warmup_max_lr") if chosen != "WarmupCosineLR" else None
