@@ -347,12 +347,16 @@ def test_without_pyyaml_a_line_says_what_to_install(file, monkeypatch, capsys):
     assert "pip install 'shardrt[yaml]'" in jobs.tool_refuses(capsys, "config", "convert", file(DDP))
 
 
-def test_the_page_shows_a_file_and_what_the_command_prints_for_it(file, tmp_path, monkeypatch, capsys):
+SHOWN = {"yaml": "accelerate.yaml -o recipe.toml", "json": "ds_config.json -o zero2.toml"}
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_the_page_shows_a_file_and_what_the_command_prints_for_it(kind, tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "howto" / "from_accelerate.md").read_text()
     text, shown = re.search(
-        r"^```yaml\n(.*?)^```.*?^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE
+        rf"^```{kind}\n(.*?)^```.*?^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE
     ).groups()
-    file(text)
     monkeypatch.chdir(tmp_path)
-    assert main("config convert accelerate.yaml -o recipe.toml".split()) == 0
+    (tmp_path / SHOWN[kind].split()[0]).write_text(text)
+    assert main(f"config convert {SHOWN[kind]}".split()) == 0
     assert capsys.readouterr().out == shown
