@@ -4,6 +4,7 @@ Exit code 0; 65 where a key has no counterpart, or the file can't be read: nothi
 """
 
 import argparse
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from shardrt.train.conversion import Converted, Key, Unconverted
 from shardrt.untrusted import Refused, open_regular, say
 
 REFUSED = 65
+_SECTION = re.compile(r"^(zero_optimization|\w+_config)\.")  # no two of their keys have one name
 _SHOWN = 20  # refusals, and letters of a value
 
 
@@ -76,7 +78,7 @@ def _converted(path: Path, drop: list[str], ranks: int | None) -> Converted:
 
 
 def _rows(keys: list[Key]) -> list[str]:
-    named = [f"{key.name.rpartition('.')[2]} = {_short(key.value)}" for key in keys]
+    named = [f"{_SECTION.sub('', key.name)} = {_short(key.value)}" for key in keys]
     width = max(map(len, named))
     return [f"  {name:{width}}  {_meaning(key)}" for name, key in zip(named, keys, strict=True)]
 
