@@ -274,6 +274,9 @@ def furnished(tmp_path_factory):
     (folder / "accelerate.yaml").write_text(
         re.search(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
     )
+    (folder / "ds_config.json").write_text(
+        re.search(r"^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
+    )
     (folder / "models").symlink_to(ROOT / "models")
     options = ["--name", "NAME", "--data", "my.txt", "--checkpoint.every", "10", "--report.trace", "20:22"]
     with pytest.MonkeyPatch.context() as patch:
