@@ -23,6 +23,7 @@ from shardrt.nn.public import Module
 from shardrt.optim import warmup_cosine, warmup_linear, warmup_stable_decay
 from shardrt.parallel.schedules import SCHEDULES
 from shardrt.recompute import checkpoint_blocks
+from shardrt.train.trackers.protocol import TRACKERS
 from shardrt.untrusted import read_regular
 
 __all__ = ["SampleConfig", "check_numbers", "load", "plain", "read_toml"]
@@ -348,6 +349,7 @@ class ReportConfig:
     eval_samples: int = 128  # held-out samples for these
     final_samples: int = 0  # held-out samples for the last evaluation; 0: all
     trace: str = ""  # steps FIRST:LAST, counted from 1, of which a trace is kept; or one step
+    trackers: tuple[str, ...] = ()  # trackio, wandb, mlflow, tensorboard, or your own package.module:Class
 
     def __post_init__(self) -> None:
         for name in ("log_interval", "eval_interval", "eval_samples"):
@@ -355,6 +357,12 @@ class ReportConfig:
         _at_least("report.final_samples", self.final_samples, 0)
         if self.trace and not self.traced:
             raise ValueError(f"report.trace must be FIRST:LAST, steps from 1 on, got {self.trace!r}")
+        for name in self.trackers:
+            module, _, made = name.partition(":")
+            own = all(map(str.isidentifier, (*module.split("."), made)))
+            if name not in TRACKERS and not own:
+                known = f"one of {', '.join(TRACKERS)}, or package.module:Class"
+                raise ValueError(f"report.trackers must be {known}, got {name!r}")
 
     def evaluated(self, *, last: bool) -> int | None:
         """How many held-out samples an evaluation takes; None: all."""
