@@ -288,15 +288,18 @@ class LoRAConfig:
     alpha: float = 0.0  # their outputs are scaled by alpha / rank; 0 for 2 * rank
     dropout: float = 0.0  # of their inputs
     targets: tuple[str, ...] = ("*",)  # patterns for the paths of the layers that get one
+    adapter: Path | None = None  # a folder of PEFT's whose matrices and settings it begins with
 
     def __post_init__(self) -> None:
+        if self.adapter is not None and replace(self, adapter=None) != LoRAConfig():
+            raise ValueError("lora.adapter brings rank, alpha, dropout and targets: leave these out")
         _at_least("lora.rank", self.rank, 0)
         _at_least("lora.alpha", self.alpha, 0)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout must be in [0, 1), got {self.dropout}")
 
     def prepare(self, model: Module) -> None:
-        """Freeze `model` and give it adapters, if there are to be any."""
+        """Freeze `model` and give it new adapters, if there are to be any."""
         if self.rank:
             how = {"targets": self.targets, "dropout": self.dropout}
             add_lora(model, self.rank, alpha=self.alpha or None, **how)
