@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: a Language task that learns the answers alone, of examples that are packed."""
+"""Fine-tuning on conversations: a Language task that learns the answers alone, of packed examples."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -126,7 +126,7 @@ class Chat(Language):
         return self.sampled(model, run)
 
     def _write_sample(self, model: nn.Module, run: RunLog, sample: settings.SampleConfig) -> str | None:
-        """As Language: an answer to sample.prompt, or to the first held-out question where that is not set."""
+        """As Language: an answer to sample.prompt, or to the first held-out question if that is not set."""
         words = self._words
         if sample.prompt == settings.SampleConfig.prompt and len(self.kept_out):
             self._words = _Question(words, self.kept_out.question())

@@ -128,8 +128,8 @@ class ChatFolder:
         chosen = "tool_use" if tools and "tool_use" in self._templates else "default"
         if chosen not in self._templates:
             raise BadTokens(
-                f"{needs}: messages need a chat template, and {self.folder} has none: it stands in {TEMPLATE} "
-                f"or in {CONFIG}; or pass --text.chat-template FILE"
+                f"{needs}: messages need a chat template, and {self.folder} has none in {TEMPLATE} or {CONFIG}; "
+                "pass --text.chat-template FILE"
             )
         return self._templates[chosen]
 
@@ -180,9 +180,9 @@ def conversation(record: Any, place: str) -> Record:
         before, after = (_messages(each, name, place) for name, each in parts.items())
         messages, first = before + after, len(before)
     else:
-        keys = ", ".join(map(repr, list(record)[:5]))
+        keys = ", ".join(repr(key[:40]) for key in list(record)[:5]) or "none"
         raise BadTokens(
-            f"{place}: expected 'messages', 'conversations', or 'prompt' and 'completion'; got {keys or 'none'}"
+            f"{place}: expected 'messages', 'conversations', or 'prompt' and 'completion'; got {keys}"
         )
     answers = [
         number

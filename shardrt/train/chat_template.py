@@ -24,7 +24,7 @@ from jinja2.utils import Namespace
 
 SECONDS = 5.0  # of processor time for a record
 LONGEST = 1 << 24  # characters that a template makes of it
-# Around what {% generation %} marks. No text of a record can hold them: the number is another in each process.
+# Around what {% generation %} marks. The number is another in each process, so no record can hold these.
 _OPEN, _CLOSE = (f"\ue000{os.urandom(8).hex()}{end}" for end in "+-")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -43,8 +43,8 @@ def answer(tokenizer: Any, given: dict[str, Any]) -> tuple[dict[str, Any], bytes
     """Tokens of records, and which of them are answers.
 
     Args:
-        given: "template": its text, or None; "special": names of special tokens -> texts; "records" (chat.py);
-            "prompt": they are prompts, behind which the model goes on.
+        given: "template": its text, or None; "special": names of special tokens -> texts; "records", as
+            chat.conversation makes them; "prompt": they are prompts, behind which the model goes on.
 
     Returns:
         ({"sizes": tokens of each record, "special": ids of special tokens, "refused": None, or the number of
@@ -59,7 +59,8 @@ def answer(tokenizer: Any, given: dict[str, Any]) -> tuple[dict[str, Any], bytes
         if given["template"] is not None:
             with _limited():
                 template = Template(given["template"], given["special"])
-        for number, record in enumerate(given["records"]):
+        for record in given["records"]:
+            number += 1
             with _limited():
                 if "messages" not in record:
                     text, own = _plain(tokenizer, record, given["special"])
@@ -140,7 +141,7 @@ def _plain(tokenizer: Any, record: dict[str, str], special: dict[str, str]) -> t
 
 
 def _without_tail(text: str, span: tuple[int, int], ends: tuple[str, ...]) -> tuple[int, int]:
-    """A turn without the white space behind the token that ends it: that is the template's, not the answer's."""
+    """A turn without the white space behind the token that ends it, which no model has to say."""
     first, last = span
     turn = text[first:last].rstrip()
     return (first, first + len(turn)) if ends and turn.endswith(ends) else span

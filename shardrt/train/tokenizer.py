@@ -71,7 +71,7 @@ class Tokenizer:
     def chat(
         self, given: dict[str, Any], size: int, what: str
     ) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
-        """Tokens of records of conversations (chat_template.answer): (facts, ids, bytes that are 1 for answers).
+        """Tokens of conversations (chat_template.answer): (facts, ids, bytes that are 1 for answers).
 
         Args:
             size: characters of them all.
