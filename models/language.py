@@ -58,12 +58,6 @@ class LanguageRecipe(PretrainedRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.text.chat and not self.pretrained:
-            raise ValueError(
-                "text.chat needs init_from: a folder with a model, its tokenizer and its template"
-            )
-        if self.text.chat and not self.data:
-            raise ValueError("text.chat needs --data FILE.jsonl: conversations to learn from")
         as_bytes = not self.pretrained and not any(path.suffix == SUFFIX for path in self.data)
         if as_bytes and 0 < self.model.vocab_size < VOCABULARY:
             raise ValueError(
@@ -79,6 +73,10 @@ class LanguageRecipe(PretrainedRecipe):
 
     def chat_folder(self) -> ChatFolder:
         """The tokenizer and template of init_from. Raises ValueError, OSError."""
+        if not self.pretrained:
+            raise ValueError(
+                "text.chat needs init_from: a folder with a model, its tokenizer and its template"
+            )
         return ChatFolder(self.init_from, tokenizer=self.text.tokenizer, template=self.text.chat_template)
 
     def network(self) -> nn.Module:

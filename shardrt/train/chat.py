@@ -128,8 +128,8 @@ class ChatFolder:
         chosen = "tool_use" if tools and "tool_use" in self._templates else "default"
         if chosen not in self._templates:
             raise BadTokens(
-                f"{needs}: messages need a chat template, and {self.folder} has none in {TEMPLATE} or {CONFIG}; "
-                "pass --text.chat-template FILE"
+                f"{needs}: messages need a chat template, and {self.folder} has none in {TEMPLATE} or "
+                f"{CONFIG}; pass --text.chat-template FILE"
             )
         return self._templates[chosen]
 
