@@ -33,8 +33,10 @@ class Chat(Language):
             raise ValueError(
                 "text.chat: positions of a GPT begin again in each conversation, so leave parallel.cp at 1"
             )
+        if not recipe.data:
+            raise ValueError("text.chat needs data: pass --data FILE.jsonl")
         self._words: Text = recipe.words()
-        self.examples: Examples = read_examples(recipe.data, recipe.chat_folder())
+        self.examples: Examples = read_examples(recipe.data, self._words.folder)
         if (most := int(self.examples.tokens.max())) >= self.shape.vocab_size:
             raise BadTokens(
                 f"{recipe.init_from}: its tokenizer makes token {most}, which is not below the model's "

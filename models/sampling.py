@@ -78,18 +78,18 @@ class ChatText:
 
     def __init__(self, folder: ChatFolder, ends: Collection[int] = ()) -> None:
         """Raises ValueError that names the file."""
-        self._folder, self.size = folder, folder.tokenizer.vocabulary
+        self.folder, self.size = folder, folder.tokenizer.vocabulary
         self.ends = frozenset([*ends, *folder.end_of_turn()])
         folder.tokenizer.close()
 
     def encode(self, text: str) -> np.ndarray:
-        ids = self._folder.prompt([{"role": "user", "content": text}])
-        self._folder.tokenizer.close()
+        ids = self.folder.prompt([{"role": "user", "content": text}])
+        self.folder.tokenizer.close()
         return ids.astype(np.int64)
 
     def decode(self, tokens: np.ndarray) -> str:
-        text = self._folder.tokenizer.decode(tokens.tolist())
-        self._folder.tokenizer.close()
+        text = self.folder.tokenizer.decode(tokens.tolist())
+        self.folder.tokenizer.close()
         return text
 
 

@@ -26,6 +26,7 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _SHAREGPT = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
 _LARGEST = {TEMPLATE: 1 << 20, CONFIG: 64 << 20}  # bytes
 _LINE = 64 << 20  # bytes of a record
+SECONDS = 5.0  # of processor time for what the template makes of a record
 _BATCH = 1 << 19  # characters of records that go to the tokenizer together
 _TOGETHER = 1 << 14  # examples that are looked at together
 
@@ -109,6 +110,7 @@ class ChatFolder:
         size = sum(_characters(record) for record in records)
         what = f"{places[0]} to {places[-1]}: {self.path}: the template or the tokenizer crashed"
         given = {"records": list(records), "special": self._special, "prompt": prompt}
+        given["seconds"] = SECONDS
         given["template"] = self._template(records, places)
         facts, ids, answers = self.tokenizer.chat(given, size, what)
         if facts["refused"]:
@@ -280,8 +282,8 @@ def read_examples(paths: Sequence[Path], folder: ChatFolder) -> Examples:
         sizes += map(len, found)
     folder.tokenizer.close()
     source = ", ".join(map(str, paths))
-    if not ids:
-        raise BadTokens(f"{source}: no records")
+    if not sum(sizes):
+        raise BadTokens(f"{source}: no records with a text")
     arrays = np.concatenate(ids), np.concatenate(answers), np.cumsum(sizes, dtype=np.int64)
     hasher = xxh3_128()
     for array in arrays:

@@ -22,8 +22,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-SECONDS = 5.0  # of processor time for a record
-LONGEST = 1 << 24  # characters that a template makes of it
+LONGEST = 1 << 24  # characters that a template makes of a record
 # Around what {% generation %} marks. The number is another in each process, so no record can hold these.
 _OPEN, _CLOSE = (f"\ue000{os.urandom(8).hex()}{end}" for end in "+-")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -44,7 +43,8 @@ def answer(tokenizer: Any, given: dict[str, Any]) -> tuple[dict[str, Any], bytes
 
     Args:
         given: "template": its text, or None; "special": names of special tokens -> texts; "records", as
-            chat.conversation makes them; "prompt": they are prompts, behind which the model goes on.
+            chat.conversation makes them; "prompt": they are prompts, behind which the model goes on;
+            "seconds": of processor time for each.
 
     Returns:
         ({"sizes": tokens of each record, "special": ids of special tokens, "refused": None, or the number of
@@ -57,11 +57,11 @@ def answer(tokenizer: Any, given: dict[str, Any]) -> tuple[dict[str, Any], bytes
     try:
         template = None
         if given["template"] is not None:
-            with _limited():
+            with _limited(given["seconds"]):
                 template = Template(given["template"], given["special"])
         for record in given["records"]:
             number += 1
-            with _limited():
+            with _limited(given["seconds"]):
                 if "messages" not in record:
                     text, own = _plain(tokenizer, record, given["special"])
                 elif given.get("prompt"):
@@ -254,10 +254,10 @@ def _compiled(source: str) -> Any:
 
 
 @contextmanager
-def _limited() -> Iterator[None]:
-    """A block that gets SECONDS of processor time, in whatever function of Python it spends it."""
+def _limited(seconds: float) -> Iterator[None]:
+    """A block that gets this much processor time, in whatever function of Python it spends it."""
     signal.signal(signal.SIGVTALRM, _late)
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
     try:
         yield
     finally:
@@ -270,7 +270,7 @@ def _late(*_: Any) -> None:
 
 def _described(error: BaseException) -> str:
     if isinstance(error, _Late):
-        return f"the template takes more than {SECONDS:.0f} s of processor time"
+        return "the template takes too much time"
     if isinstance(error, MemoryError | RecursionError):
         return "the template takes too much memory"
     text = str(error) or type(error).__name__
