@@ -10,6 +10,7 @@ shardrt/train/loop.py. Leaves runs/NAME with config.toml, metrics.jsonl, loss.pn
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shardrt.train import config as settings
@@ -47,6 +48,8 @@ def parse(arguments: Sequence[str], program: str = "models.train") -> Recipe:
     if not chosen and given["init-from"]:
         chosen = architecture_in(Path(given["init-from"]))
     recipe = options.parse(kind_of(chosen), arguments, file=file and Path(file), program=program)
+    if chosen and not recipe.architecture:  # that of the size or of init_from: config.toml must name it
+        recipe = replace(recipe, architecture=chosen)
     try:
         return recipe.resolved()
     except (ValueError, OSError):
