@@ -18,7 +18,7 @@ from shardrt.train.tokenizer import Tokenizer
 from shardrt.train.tokens import BadTokens
 from shardrt.untrusted import open_regular, read_regular, strict_json
 
-__all__ = ["ChatFolder", "Examples", "TooLong", "fitted", "read_examples"]
+__all__ = ["TEMPLATE", "ChatFolder", "Examples", "TooLong", "fitted", "read_examples"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEMPLATE, CONFIG, SPECIAL = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
