@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.train.records import records
 from shardrt.train.tokenizer import Tokenizer
 from shardrt.train.tokens import BadTokens
-from shardrt.untrusted import open_regular, read_regular, strict_json
+from shardrt.untrusted import read_regular, strict_json
 
 __all__ = ["TEMPLATE", "ChatFolder", "Examples", "TooLong", "fitted", "read_examples"]
 
@@ -25,7 +26,6 @@ TEMPLATE, CONFIG, SPECIAL = "chat_template.jinja", "tokenizer_config.json", "spe
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SHAREGPT = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
 _LARGEST = {TEMPLATE: 1 << 20, CONFIG: 64 << 20}  # bytes
-_LINE = 64 << 20  # bytes of a record
 SECONDS = 5.0  # of processor time for what the template makes of a record
 _BATCH = 1 << 19  # characters of records that go to the tokenizer together
 _TOGETHER = 1 << 14  # examples that are looked at together
@@ -160,14 +160,13 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def conversation(record: Any, place: str) -> Record:
+def conversation(record: Record, place: str) -> Record:
     """A record in the form that chat_template.py takes. Raises BadTokens, naming its place, for what is none.
 
     {"messages", "answers": the numbers of those that are targets}, with "tools" where it has them; or
     {"prompt", "completion"}.
     """
-    if not isinstance(record, dict):
-        raise BadTokens(f"{place}: expected a JSON object, got a {type(record).__name__}")
+    record = {name: value for name, value in record.items() if value is not None}  # tables have all columns
     if "messages" in record:
         messages, first = _messages(record["messages"], "messages", place), 0
     elif "conversations" in record:
@@ -237,23 +236,6 @@ def _characters(value: Any) -> int:
     )
 
 
-def json_lines(paths: Sequence[Path]) -> Iterator[tuple[Any, str]]:
-    """(the value of each line, where it is). Raises BadTokens for what is no JSON; OSError."""
-    for path in paths:
-        with open_regular(path) as file:
-            number = 0
-            while line := file.readline(_LINE + 1):
-                number += 1
-                if len(line) > _LINE:
-                    raise BadTokens(f"{path}, line {number}: more than {_LINE} bytes, the limit of a record")
-                if not line.strip():
-                    continue
-                try:
-                    yield strict_json(line, any_number=True), f"{path}, line {number}"
-                except ValueError as error:
-                    raise BadTokens(f"{path}, line {number}: not JSON ({error})") from None
-
-
 @dataclass(frozen=True, eq=False)
 class Examples:
     """Tokens of conversations, one after the other."""
@@ -269,13 +251,13 @@ def read_examples(paths: Sequence[Path], folder: ChatFolder) -> Examples:
     """The examples of records. Deterministic, unless the template asks for the date.
 
     Raises:
-        BadTokens: naming the file, the line and what is wrong.
+        BadTokens, BadRecords: naming the file, the line and what is wrong.
         OSError: if a file can't be read.
     """
     from xxhash import xxh3_128
 
     ids, answers, sizes = [], [], [0]
-    for batch in _batches((conversation(record, place), place) for record, place in json_lines(paths)):
+    for batch in _batches(_conversations(paths)):
         found, own, _ = folder.encode([record for record, _ in batch], [place for _, place in batch])
         ids += found
         answers += own
@@ -289,6 +271,14 @@ def read_examples(paths: Sequence[Path], folder: ChatFolder) -> Examples:
     for array in arrays:
         hasher.update(np.ascontiguousarray(array))
     return Examples(source, f"xxh3 {hasher.hexdigest()}", *arrays)
+
+
+def _conversations(paths: Sequence[Path]) -> Iterator[tuple[Record, str]]:
+    """(each record, where it is)."""
+    for path in paths:
+        found = records(path)
+        for record in found:
+            yield conversation(record, found.where), found.where
 
 
 def _batches(records: Iterable[tuple[Record, str]]) -> Iterator[list[tuple[Record, str]]]:

@@ -8,6 +8,7 @@ import pytest
 
 from shardrt.train import chat
 from shardrt.train.chat import ChatFolder, TooLong, conversation, fitted, read_examples
+from shardrt.train.records import BadRecords
 from shardrt.train.tokens import BadTokens
 from tests.damage import damaged_bytes, damaged_json
 from tests.lab import talks
@@ -215,11 +216,11 @@ def test_a_template_that_writes_earlier_messages_otherwise_later_is_refused_for_
 
 
 RECORDS = [
-    ("[1]", "expected a JSON object, got a list"),
-    ("{", "not JSON"),
-    ('{"a": NaN}', "not JSON (NaN is not valid JSON)"),
+    ("[1]", "expected a JSON object, got list"),
+    ("{", "line 5: Expecting"),
+    ('{"a": NaN}', "NaN is not valid JSON"),
     ("[" * 200 + "]" * 200, "nested more than 100 levels deep"),
-    ("[" * 100000, "not JSON"),
+    ("[" * 100000, "nested more than"),
     (
         '{"text": "a", "other": 1}',
         "expected 'messages', 'conversations', or 'prompt' and 'completion'; got 'text'",
@@ -249,9 +250,24 @@ def test_a_record_that_is_no_conversation_is_one_line_with_its_number(folders, t
     file = write(tmp_path / "talks.jsonl", CONVERSATIONS)
     with open(file, "a") as more:
         more.write(f"\n{line}\n")
-    with pytest.raises(BadTokens) as caught:
+    with pytest.raises((BadTokens, BadRecords)) as caught:
         read_examples([file], ChatFolder(folders["chatml"]))
     assert str(caught.value).startswith(f"{file}, line 5: ") and message in str(caught.value)
+
+
+def test_records_of_tables_are_those_of_lines(folders, tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder, given = ChatFolder(folders["chatml"]), [*CONVERSATIONS, {"prompt": "one", "completion": "two"}]
+    columns = dict.fromkeys(("messages", "prompt", "completion"))
+    table = [columns | record for record in given]
+    parquet.write_table(pa.Table.from_pylist(table), tmp_path / "talks.parquet")
+    found = read_examples([tmp_path / "talks.parquet"], folder)
+    expected = read_examples([write(tmp_path / "talks.jsonl", given)], folder)
+    assert found.digest == expected.digest and found.tokens.size > 50
+    parquet.write_table(pa.Table.from_pylist([*table, columns | {"prompt": "a"}]), tmp_path / "talks.parquet")
+    with pytest.raises(BadTokens, match="talks.parquet, row 4: expected 'messages'"):
+        read_examples([tmp_path / "talks.parquet"], folder)
 
 
 def test_damaged_lines_are_read_or_refused_in_a_line(folders, tmp_path):
@@ -266,7 +282,7 @@ def test_damaged_lines_are_read_or_refused_in_a_line(folders, tmp_path):
         try:
             read_examples([tmp_path / "talks.jsonl"], folder)
             results.append(True)
-        except BadTokens as error:
+        except (BadTokens, BadRecords) as error:
             assert "\n" not in str(error) and str(error).startswith(str(tmp_path))
             results.append(False)
     assert 0 < sum(results) < len(results)
