@@ -4,7 +4,8 @@
     talks.write(tmp_path / "talks.jsonl", talks.CONVERSATIONS)
 
 `from tests.lab import talks`; it is no part of tests.lab. tests/train/templates has the templates: the public
-formats of families, and `marked`, which marks its answers.
+formats of families, and `marked`, which marks its answers. `python -m tests.lab.talks` writes what transformers
+makes of CONVERSATIONS to its expected.json.
 """
 
 import json
@@ -88,3 +89,20 @@ def write(path: Path, records: Iterable[Any]) -> Path:
     """JSON lines."""
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     return path
+
+
+def by_transformers() -> dict[str, list[str]]:
+    """Template -> the text of each of CONVERSATIONS, as transformers renders it."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def text_of(name: str, messages: list[dict]) -> str:
+        source = (TEMPLATES / f"{name}.jinja").read_text()
+        return render_jinja_template([messages], chat_template=source, **special_of(name))[0][0]
+
+    return {
+        name: [text_of(name, record["messages"]) for record in CONVERSATIONS] for name in (*NAMES, "marked")
+    }
+
+
+if __name__ == "__main__":
+    (TEMPLATES / "expected.json").write_text(json.dumps(by_transformers(), indent=1) + "\n")

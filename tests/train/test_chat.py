@@ -87,6 +87,15 @@ def test_answers_that_a_template_marks_are_those_of_transformers(folders, theirs
         assert answers.tolist() == expected["assistant_masks"] and 0 < answers.sum() < ids.size
 
 
+@pytest.mark.parametrize("name", (*NAMES, "marked"))
+def test_texts_are_those_that_transformers_has_made(folders, name):
+    """Also where it is not installed."""
+    expected = json.loads((talks.TEMPLATES / "expected.json").read_text())[name]
+    for record, text in zip(CONVERSATIONS, expected, strict=True):
+        folder, ids, _ = encoded(folders[name], record)
+        assert decoded(folder, ids) == text
+
+
 ODD = {
     "loops, macros and sets": "{% macro m(x) %}[{{ x|upper }}]{% endmacro %}{% for x in messages %}"
     "{% if loop.first %}{% continue %}{% endif %}{% set y = x.content|trim %}{{ m(y) }}{% if y == 'five' %}"
