@@ -8,7 +8,8 @@ import numpy as np
 from shardrt import nn
 from shardrt.functional.attention import starts_on_host
 from shardrt.train import config as settings
-from shardrt.train.chat import TEMPLATE, Examples, fitted, read_examples
+from shardrt.train.chat import TEMPLATE, Examples, fitted
+from shardrt.train.chat_file import examples_of
 from shardrt.train.held_out import IGNORED, shares
 from shardrt.train.metrics import RunLog
 from shardrt.train.packing import Packed
@@ -36,10 +37,10 @@ class Chat(Language):
         if not recipe.data:
             raise ValueError("text.chat needs data: pass --data FILE.jsonl")
         self._words: Text = recipe.words()
-        self.examples: Examples = read_examples(recipe.data, self._words.folder)
-        if (most := int(self.examples.tokens.max())) >= self.shape.vocab_size:
+        self.examples: Examples = examples_of(recipe.data, self._words.folder)
+        if (largest := self.examples.largest) >= self.shape.vocab_size:
             raise BadTokens(
-                f"{recipe.init_from}: its tokenizer makes token {most}, which is not below the model's "
+                f"{recipe.init_from}: its tokenizer makes token {largest}, which is not below the model's "
                 f"vocab_size, {self.shape.vocab_size}"
             )
         self.fit = fitted(self.examples, room, recipe.text.too_long)
@@ -96,6 +97,8 @@ class Chat(Language):
 
     def _rows(self, packed: Packed, windows: np.ndarray) -> Batch:
         tokens, targets, documents = packed.rows(windows)
+        if max(tokens.max(), targets.max()) >= self.shape.vocab_size:
+            raise BadTokens(f"{self.recipe.data[0]}: a token is larger than the header says; make it again")
         starts = starts_on_host(documents)
         positions = np.arange(self.per_sample) - starts if self._restarts else None
         return Batch(tokens, targets, starts, positions)

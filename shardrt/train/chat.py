@@ -5,6 +5,8 @@ A record is {"messages": [{"role", "content"}, ...]} as OpenAI and TRL have it, 
 tokenizer and the chat template are those of a folder of Hugging Face.
 """
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.train.filearray import FileArray
 from shardrt.train.records import records
 from shardrt.train.tokenizer import Tokenizer
 from shardrt.train.tokens import BadTokens
@@ -43,6 +46,8 @@ class TooLong(Enum):
 class ChatFolder:
     """The tokenizer and the chat template of a folder of Hugging Face.
 
+    `name`: the tokenizer's, with the hashes of both.
+
     Raises:
         BadTokens: naming the file, for what can't be used.
         OSError: for what can't be read.
@@ -57,6 +62,8 @@ class ChatFolder:
         config = self._settings(CONFIG)
         self._special = _special_tokens(self._settings(SPECIAL) | config)
         self.path, self._templates = self._found(template, config)
+        given = json.dumps([self._special, self._templates], sort_keys=True).encode()
+        self.name = f"{self.tokenizer.name}, template sha256 {hashlib.sha256(given).hexdigest()[:16]}"
 
     def _settings(self, name: str) -> dict[str, Any]:
         path = self.folder / name
@@ -242,9 +249,11 @@ class Examples:
 
     source: str
     digest: str  # of all arrays
-    tokens: np.ndarray  # 1-D, uint32
-    answers: np.ndarray  # uint8 of that shape: 1 for a token of an answer
+    tokens: np.ndarray | FileArray  # 1-D, uint32
+    answers: np.ndarray | FileArray  # uint8 of that shape: 1 for a token of an answer
     begins: np.ndarray  # int64: where each example begins, and the end
+    largest: int  # of the tokens
+    made_by: str  # ChatFolder.name
 
 
 def read_examples(paths: Sequence[Path], folder: ChatFolder) -> Examples:
@@ -270,7 +279,8 @@ def read_examples(paths: Sequence[Path], folder: ChatFolder) -> Examples:
     hasher = xxh3_128()
     for array in arrays:
         hasher.update(np.ascontiguousarray(array))
-    return Examples(source, f"xxh3 {hasher.hexdigest()}", *arrays)
+    digest, largest = f"xxh3 {hasher.hexdigest()}", int(arrays[0].max())
+    return Examples(source, digest, *arrays, largest, folder.name)
 
 
 def _conversations(paths: Sequence[Path]) -> Iterator[tuple[Record, str]]:
@@ -313,7 +323,7 @@ def fitted(examples: Examples, room: int, too_long: TooLong) -> Fitted:
     for at in range(0, examples.begins.size - 1, _TOGETHER):
         borders = examples.begins[at : at + _TOGETHER + 1]
         begins, ends, base = borders[:-1], borders[1:], borders[0]
-        places = base + np.flatnonzero(examples.answers[base : borders[-1]])
+        places = base + np.flatnonzero(np.asarray(examples.answers[base : borders[-1]]) == 1)
         places = places[~np.isin(places, begins)]  # what is predicted from nothing is no target
         whole = _last(places, begins, ends)
         long = whole - begins > room

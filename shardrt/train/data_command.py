@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.train import chat_file
+from shardrt.train.chat import ChatFolder, read_examples
 from shardrt.train.data import VOCABULARY
 from shardrt.train.tokenizer import Tokenizer
 from shardrt.train.tokens import SUFFIX, BadTokens, TokenFile, open_tokens, verify, write
@@ -29,9 +31,17 @@ def add_to(commands: Any) -> None:
     made.add_argument("--tokenizer", metavar="tokenizer.json", type=Path, help="bytes if not given")
     made.add_argument("--end", metavar="TOKEN", help="put behind each document, as <|endoftext|>")
     made.add_argument("--field", default="text", help="of the lines of .jsonl files (text)")
+    talks = actions.add_parser("chat", help="tokenise conversations", description=chat.__doc__)
+    talks.set_defaults(run=chat)
+    talks.add_argument(
+        "file", metavar=f"OUT{chat_file.SUFFIX}", type=Path, help="a name that does not exist yet"
+    )
+    talks.add_argument("records", metavar="RECORDS", type=Path, nargs="+", help="JSON lines, Parquet, ...")
+    talks.add_argument("--init-from", metavar="FOLDER", type=Path, required=True, help="with the template")
+    talks.add_argument("--chat-template", metavar="FILE", type=Path, help="in place of the folder's own")
     checked = actions.add_parser("check", help="read every token, and say what is in the file")
     checked.set_defaults(run=check)
-    checked.add_argument("file", metavar=f"FILE{SUFFIX}", type=Path)
+    checked.add_argument("file", metavar=f"FILE{SUFFIX}", type=Path, help=f"or FILE{chat_file.SUFFIX}")
     checked.add_argument("--vocabulary", type=int, metavar="N", help="of a model: every token must be below")
 
 
@@ -56,8 +66,21 @@ def make(options: argparse.Namespace) -> int:
     return 0
 
 
+def chat(options: argparse.Namespace) -> int:
+    """Write a file of conversations, tokenised by the chat template of a folder, for text.chat."""
+    if options.file.suffix != chat_file.SUFFIX:
+        raise BadTokens(f"{options.file}: the name must end in {chat_file.SUFFIX}")
+    folder = ChatFolder(options.init_from, template=options.chat_template)
+    chat_file.write(options.file, read_examples(options.records, folder))
+    say(chat_file.described(options.file, chat_file.open_examples(options.file)))
+    return 0
+
+
 def check(options: argparse.Namespace) -> int:
-    """Verify a token file."""
+    """Verify a token file, or one of conversations."""
+    if options.file.suffix == chat_file.SUFFIX:
+        say(f"{chat_file.described(options.file, chat_file.verify(options.file))}, whole")
+        return 0
     file = open_tokens(options.file)
     verify(file)
     if options.vocabulary is not None:

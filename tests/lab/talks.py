@@ -3,9 +3,9 @@
     folder = talks.furnish(tmp_path / "model", "llama3")
     talks.write(tmp_path / "talks.jsonl", talks.CONVERSATIONS)
 
-`from tests.lab import talks`; it is no part of tests.lab. tests/train/templates has the templates: the public
-formats of families, and `marked`, which marks its answers. `python -m tests.lab.talks` writes what transformers
-makes of CONVERSATIONS to its expected.json.
+`from tests.lab import talks`; it is no part of tests.lab. tests/train/templates has the templates: the
+public formats of families, and `marked`, which marks its answers. `python -m tests.lab.talks` writes what
+transformers makes of CONVERSATIONS to its expected.json.
 """
 
 import json

@@ -12,6 +12,7 @@ from models.gpt import GPT, GPTConfig
 from models.hub import load_pretrained, save_pretrained
 from models.language import GPTRecipe, LlamaRecipe, TextConfig
 from models.llama import Llama, LlamaConfig
+from shardrt.__main__ import main
 from shardrt.comm import thread
 from shardrt.train import config as settings
 from shardrt.train.held_out import IGNORED
@@ -196,6 +197,12 @@ def test_a_run_that_goes_on_has_the_samples_of_one_that_never_stopped(folder):
     jobs.remove_after(folder / "runs" / "broken", 2)
     run(4, "broken", steps=6, checkpoint=checkpoint, resume="auto")
     assert_same(folder, "broken", "straight")
+
+
+def test_a_file_that_is_tokenised_before_makes_the_same_run(whole):
+    assert main(["data", "chat", "mixed.chat", "mixed.jsonl", "--init-from", "llama"]) == 0
+    run(2, "prepared", data=(Path("mixed.chat"),))
+    assert_same(whole, "prepared", "whole")
 
 
 # --- what a user sees ---

@@ -6,12 +6,16 @@ import random
 import numpy as np
 import pytest
 
-from shardrt.train import chat
+from shardrt.__main__ import main
+from shardrt.train import chat, chat_file
 from shardrt.train.chat import ChatFolder, TooLong, conversation, fitted, read_examples
+from shardrt.train.chat_file import examples_of
+from shardrt.train.filearray import FileArray
 from shardrt.train.records import BadRecords
 from shardrt.train.tokens import BadTokens
 from tests.damage import damaged_bytes, damaged_json
 from tests.lab import talks
+from tests.lab.jobs import tool_refuses
 from tests.lab.talks import CONVERSATIONS, NAMES, said, write
 
 pytest.importorskip("tokenizers")
@@ -279,10 +283,11 @@ def test_records_of_tables_are_those_of_lines(folders, tmp_path):
         read_examples([tmp_path / "talks.parquet"], folder)
 
 
-def test_damaged_lines_are_read_or_refused_in_a_line(folders, tmp_path):
+def test_damaged_lines_are_read_or_refused_in_a_line(folders, tmp_path, monkeypatch):
     chosen, folder, results = random.Random(0), ChatFolder(folders["chatml"]), []
+    monkeypatch.setattr(folder.tokenizer, "close", lambda: None)  # one process is enough
     records = [*CONVERSATIONS, {"prompt": "a", "completion": "b"}]
-    for number in range(300):
+    for number in range(500):
         record = chosen.choice(records)
         damaged = damaged_json(record, chosen)
         if number % 4 == 0:
@@ -318,6 +323,55 @@ def test_a_folder_without_a_template_is_one_line(tmp_path, name, content, messag
     assert message in str(caught.value) and str(path) in str(caught.value)
 
 
+# --- files of examples ---
+
+
+@pytest.fixture
+def made(folders, tmp_path, capsys):
+    """A file that the command has made, and the records."""
+    file, lines = tmp_path / "talks.chat", write(tmp_path / "talks.jsonl", CONVERSATIONS)
+    assert main(["data", "chat", str(file), str(lines), "--init-from", str(folders["chatml"])]) == 0
+    assert "3 examples, " in capsys.readouterr().out
+    return file, lines
+
+
+def test_a_file_of_examples_has_what_the_records_have(folders, made, capsys):
+    file, lines = made
+    folder = ChatFolder(folders["chatml"])
+    found, expected = examples_of([file], folder), examples_of([lines], folder)
+    for name in ("tokens", "answers", "begins", "largest", "digest", "made_by"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    assert isinstance(found.tokens, FileArray), "which is not read whole"
+    assert main(["data", "check", str(file)]) == 0 and capsys.readouterr().out.endswith(", whole\n")
+    with pytest.raises(
+        BadTokens, match="talks.chat: made by tokenizer.json sha256 .*llama3 has tokenizer.json"
+    ):
+        examples_of([file], ChatFolder(folders["llama3"]))
+    with pytest.raises(BadTokens, match="must be the only file"):
+        examples_of([lines, file], folder)
+    assert tool_refuses(capsys, "data", "chat", file, lines, "--init-from", folder.folder).endswith(
+        "exists already"
+    )
+    wrong = tool_refuses(capsys, "data", "chat", "a.b", lines, "--init-from", folder.folder)
+    assert wrong == "error: a.b: the name must end in .chat"
+
+
+def test_damaged_files_of_examples_are_opened_or_refused_in_a_line(made):
+    file, _ = made
+    content, chosen, results = file.read_bytes(), random.Random(0), []
+    for _ in range(500):
+        file.write_bytes(damaged_bytes(content, chosen))
+        try:
+            found = chat_file.open_examples(file)
+            fitted(found, 20, TooLong.truncate)
+            chat_file.verify(file)
+            results.append(True)
+        except (BadTokens, OSError) as error:
+            assert "\n" not in str(error) and str(file) in str(error)
+            results.append(False)
+    assert sum(results) < 0.1 * len(results)
+
+
 # --- what fits ---
 
 
@@ -325,7 +379,7 @@ def of(*examples):
     """Examples from lists of 1 for answers; token i of all is i."""
     answers = np.concatenate(examples).astype(np.uint8)
     begins = np.cumsum([0, *map(len, examples)])
-    return chat.Examples("", "", np.arange(answers.size, dtype=np.uint32), answers, begins)
+    return chat.Examples("", "", np.arange(answers.size, dtype=np.uint32), answers, begins, answers.size, "")
 
 
 def test_an_example_ends_with_its_last_answer_and_is_cut_or_skipped_where_a_window_ends():
