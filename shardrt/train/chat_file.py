@@ -53,8 +53,11 @@ def write(path: Path, examples: Examples) -> None:
     facts = {"format": _FORMAT, "source": examples.source, "made_by": examples.made_by}
     facts |= {"digest": examples.digest, "largest": str(examples.largest)}
     try:
+        with open(temporary, "xb") as file:
+            mode = os.fstat(file.fileno()).st_mode & 0o777  # the library would let its owner alone read it
         save_file({name: getattr(examples, name) for name in _TYPES}, temporary, facts)
         with open(temporary, "rb") as file:
+            os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         os.rename(temporary, path)
     finally:

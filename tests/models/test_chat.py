@@ -211,7 +211,7 @@ def test_a_file_that_is_tokenised_before_makes_the_same_run(whole):
 def test_it_learns_to_answer_on_two_ranks(folder, capfd):
     """All sums, and one that it has not seen."""
     given = ("--config", str(Path(train.__file__).parent / "configs" / "chat.toml"), "--init-from", "llama")
-    given += ("--data", "sums.jsonl", "--text.window", "96", "--name", "sums", "--steps", "160")
+    given += ("--data", "sums.jsonl", "--text.window", "96", "--name", "sums", "--steps", "120")
     given += ("--optimizer.lr", "1e-2", "--optimizer.warmup-steps", "5", "--batch-size", "4")
     given += ("--checkpoint.every", "0", "--sample.length", "8")
     thread.run(2, launch, train.parse(given))
@@ -220,7 +220,7 @@ def test_it_learns_to_answer_on_two_ranks(folder, capfd):
     assert "windows of 96 tokens" in printed and "% of the tokens are answers" in printed
     assert "three plus" in printed or "plus" in printed.partition("--- sample ---")[2]
     losses = [each["loss"] for each in records(folder, "sums", "step")]
-    assert losses[-1] < 0.01 * losses[0]
+    assert losses[-1] < 0.02 * losses[0]
     asked = [("runs/sums", (), record) for record in SUMS[:24:6]]
     for place, more, record in [*asked, ("runs/sums/pretrained", ("--chat",), SUMS[3])]:
         question, answer = (message["content"] for message in record["messages"])
