@@ -37,7 +37,7 @@ class Chat(Language):
         if not recipe.data:
             raise ValueError("text.chat needs data: pass --data FILE.jsonl")
         self._words: Text = recipe.words()
-        self.examples: Examples = examples_of(recipe.data, self._words.folder)
+        self.examples: Examples = examples_of(recipe.data, self._words.folder, recipe.text.split)
         if (largest := self.examples.largest) >= self.shape.vocab_size:
             raise BadTokens(
                 f"{recipe.init_from}: its tokenizer makes token {largest}, which is not below the model's "

@@ -22,6 +22,9 @@ from shardrt.train.chat import ChatFolder, TooLong
 from shardrt.train.data import VOCABULARY, Corpus, cut_windows, held_out_starts, load_corpus
 from shardrt.train.held_out import IGNORED
 from shardrt.train.metrics import BITS, RunLog
+from shardrt.train.mixture import sources
+from shardrt.train.prepare import Preparation, prepared
+from shardrt.train.records import has_records
 from shardrt.train.tokens import SUFFIX, BadTokens, open_tokens
 
 from . import gpt, llama
@@ -37,10 +40,11 @@ class TextConfig:
 
     window: int = 0  # tokens of a sample; 0: the model's block_size
     separate_documents: bool = False  # tokens do not see other documents in their window; needs a token file
-    tokenizer: Path | None = None  # tokenizer.json of a token file: for the sample, which else is left out
-    chat: bool = (
-        False  # data are JSON lines of conversations, whose answers alone are learnt; needs init_from
-    )
+    tokenizer: Path | None = None  # tokenizer.json of the tokens; without it the sample is left out
+    column: str = "text"  # of records (Parquet, Arrow, JSON lines) that are trained on: what is a document
+    split: str = "train"  # of a folder of records that has several
+    end: str = ""  # a token put behind each document of records, as <|endoftext|>
+    chat: bool = False  # records are conversations, whose answers alone are learnt; needs init_from
     chat_template: Path | None = None  # a file in place of init_from's own template
     too_long: TooLong = TooLong.truncate  # what to do about a conversation beyond a window: or skip it
 
@@ -58,7 +62,9 @@ class LanguageRecipe(PretrainedRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        as_bytes = not self.pretrained and not any(path.suffix == SUFFIX for path in self.data)
+        paths = [source.path for source in sources(self.data)]
+        tokenised = any(path.suffix == SUFFIX or has_records(path) for path in paths)
+        as_bytes = not self.pretrained and not tokenised
         if as_bytes and 0 < self.model.vocab_size < VOCABULARY:
             raise ValueError(
                 f"model.vocab_size must be at least {VOCABULARY} for bytes, got {self.model.vocab_size}"
@@ -88,17 +94,39 @@ class LanguageRecipe(PretrainedRecipe):
 
     def resolved(self) -> "LanguageRecipe":
         """As Recipe: a vocabulary of 0 is that of the data."""
+        tokens = self.token_files()
         if self.model.vocab_size or self.pretrained:
             return self
-        tokens = [path for path in self.data if path.suffix == SUFFIX]
-        size = open_tokens(tokens[0]).vocabulary if tokens else VOCABULARY
+        size = max((open_tokens(path).vocabulary for path in tokens), default=VOCABULARY)
         return replace(self, model=replace(self.model, vocab_size=size))
+
+    def files(self) -> list[Path]:
+        """The data, with weights as they are given, and a token file in place of records.
+
+        Makes those that were not made yet. Raises ValueError, OSError.
+        """
+        text, found = self.text, []
+        how = Preparation(text.tokenizer, text.end, text.column, text.split)
+        for given, source in zip(self.data, sources(self.data), strict=True):
+            if has_records(source.path):
+                weight = str(given)[len(str(source.path)) :]
+                found.append(Path(f"{prepared(source.path, how)}{weight}"))
+            else:
+                found.append(given)
+        return found
+
+    def token_files(self) -> list[Path]:
+        """Those of the data, without weights. Raises ValueError, OSError."""
+        if self.text.chat:
+            return []
+        paths = [source.path for source in sources(self.files())]
+        return [path for path in paths if path.suffix == SUFFIX]
 
     def words(self) -> Text:
         """How prompts become tokens and tokens text. Raises ValueError if nothing says so."""
         if self.text.chat:
             return ChatText(self.chat_folder(), ends_in(self.init_from))
-        tokens = [path for path in self.data if path.suffix == SUFFIX]
+        tokens = self.token_files()
         file = open_tokens(tokens[0]) if tokens else None
         made_by = file.tokenizer if file else "bytes"
         if made_by == "bytes":
@@ -173,12 +201,13 @@ class Language:
         """The data, and how its tokens are text."""
         recipe = self.recipe
         self.corpus: Corpus = load_corpus(
-            recipe.data, block_size=self.per_sample, vocabulary=self.shape.vocab_size
+            recipe.files(), block_size=self.per_sample, vocabulary=self.shape.vocab_size
         )
         if recipe.text.separate_documents and self.corpus.documents is None:
             raise ValueError(
                 "text.separate_documents needs a token file, which records where documents begin"
             )
+        self.samples = recipe.steps * recipe.batch_size
         self._words = self._known_words()
         self.gzip = self.corpus.gzip_bits_per_byte()
 
@@ -205,6 +234,7 @@ class Language:
             "train_tokens": int(corpus.train.size),
             "held_out_tokens": int(corpus.held_out.size),
             "bytes_per_token": corpus.bytes_per_token,
+            **corpus.facts(),
             **result,
         }
 
@@ -216,6 +246,7 @@ class Language:
             self.named(),
             f"data: {corpus.source}, {corpus.train.size} {corpus.kind} to train on and "
             f"{corpus.held_out.size} held out{gzip}, {corpus.digest[:19]}",
+            *corpus.described(self.samples, self.per_sample),
             *self.recipe.warnings(),
         ]
 
@@ -327,6 +358,8 @@ class Language:
         """As Task: text that the model makes, and its export."""
         gzip = "" if self.gzip is None else f"; gzip -9 needs {self.gzip:.3f}"
         run.say(f"held-out text: {self._last_bits:.3f} bits per byte{gzip}")
+        for line in self.corpus.described(self.samples, self.per_sample):
+            run.say(f"trained on {line}")
         self.export(run, model, self.corpus.end)
         return self.sampled(model, run)
 

@@ -256,8 +256,10 @@ class Examples:
     made_by: str  # ChatFolder.name
 
 
-def read_examples(paths: Sequence[Path], folder: ChatFolder) -> Examples:
+def read_examples(paths: Sequence[Path], folder: ChatFolder, split: str = "train") -> Examples:
     """The examples of records. Deterministic, unless the template asks for the date.
+
+    split: of folders of records that have several.
 
     Raises:
         BadTokens, BadRecords: naming the file, the line and what is wrong.
@@ -266,7 +268,7 @@ def read_examples(paths: Sequence[Path], folder: ChatFolder) -> Examples:
     from xxhash import xxh3_128
 
     ids, answers, sizes = [], [], [0]
-    for batch in _batches(_conversations(paths)):
+    for batch in _batches(_conversations(paths, split)):
         found, own, _ = folder.encode([record for record, _ in batch], [place for _, place in batch])
         ids += found
         answers += own
@@ -283,10 +285,10 @@ def read_examples(paths: Sequence[Path], folder: ChatFolder) -> Examples:
     return Examples(source, digest, *arrays, largest, folder.name)
 
 
-def _conversations(paths: Sequence[Path]) -> Iterator[tuple[Record, str]]:
+def _conversations(paths: Sequence[Path], split: str) -> Iterator[tuple[Record, str]]:
     """(each record, where it is)."""
     for path in paths:
-        found = records(path)
+        found = records(path, split=split)
         for record in found:
             yield conversation(record, found.where), found.where
 

@@ -1,4 +1,4 @@
-"""Files of examples that are tokenised already, so that no rank does it when a run begins.
+"""Files of examples that are tokenised already: the first rank that needs one makes it, in runs/.tokens.
 
 A safetensors file with "tokens" (uint32), "answers" (uint8, 1 for a token of an answer) and "begins" (int64:
 where each example begins, and the end). Metadata: source, what made it, the largest token, XXH3-128 of all.
@@ -14,6 +14,8 @@ import numpy as np
 
 from shardrt.train.chat import ChatFolder, Examples, read_examples
 from shardrt.train.filearray import FileArray
+from shardrt.train.prepare import once
+from shardrt.train.records import record_files
 from shardrt.train.tokens import BadTokens
 from shardrt.untrusted import open_regular
 
@@ -25,8 +27,11 @@ _TYPES = {"tokens": ("U32", np.uint32), "answers": ("U8", np.uint8), "begins": (
 _CHUNK = 1 << 22  # elements that are looked at together
 
 
-def examples_of(paths: Sequence[Path], folder: ChatFolder) -> Examples:
+def examples_of(paths: Sequence[Path], folder: ChatFolder, split: str = "train") -> Examples:
     """The examples of records, or of one file that `write` has made with the same folder.
+
+    Of records such a file is made, once for all ranks and runs, until a source or the folder changes.
+    split: of folders of records that have several.
 
     Raises:
         BadTokens, BadRecords: naming the file and what is wrong.
@@ -34,13 +39,24 @@ def examples_of(paths: Sequence[Path], folder: ChatFolder) -> Examples:
     """
     prepared = [path for path in paths if path.suffix == SUFFIX]
     if not prepared:
-        return read_examples(paths, folder)
+        return open_examples(_made(paths, folder, split))
     if len(paths) > 1:
         raise BadTokens(f"data: a {SUFFIX} file must be the only file; pass {prepared[0]} alone")
     found = open_examples(prepared[0])
     if found.made_by != folder.name:
         raise BadTokens(f"{prepared[0]}: made by {found.made_by}, but {folder.folder} has {folder.name}")
     return found
+
+
+def _made(paths: Sequence[Path], folder: ChatFolder, split: str) -> Path:
+    """The file of records in runs/.tokens."""
+    from xxhash import xxh3_128_hexdigest
+
+    files = [(str(file.resolve()), file.stat()) for path in paths for file in record_files(path, split)]
+    sources = [(name, found.st_size, found.st_mtime_ns) for name, found in files]
+    key = xxh3_128_hexdigest(json.dumps([_FORMAT, sources, folder.name]).encode())
+    name = f"{paths[0].name.split('.')[0]}-{key[:16]}{SUFFIX}"
+    return once(name, lambda out: write(out, read_examples(paths, folder, split)))
 
 
 def write(path: Path, examples: Examples) -> None:

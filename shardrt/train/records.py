@@ -1,7 +1,7 @@
-"""Records of JSON lines, Parquet, Arrow and datasets of Hugging Face: one dict after the other, from any place on.
+"""Records of JSON lines, Parquet, Arrow and datasets of Hugging Face, one after the other, from any place.
 
-A file is read part by part and never whole. pyarrow runs in a process of its own (records_process.py), so a file
-that crashes it, or takes all memory, is one line. JSON lines need no package.
+A file is read part by part and never whole. pyarrow runs in a process of its own (records_process.py), so a
+file that crashes it, or takes all memory, is one line. JSON lines need no package.
 """
 
 import gzip
@@ -54,8 +54,8 @@ def records(
     """The records of a file or a folder, as dicts of JSON's types.
 
     Args:
-        path: a .jsonl or .ndjson (also .gz), .parquet, .arrow or .feather file, a folder of those in the order
-            of their names, or a folder of Hugging Face's `save_to_disk` or with a downloaded dataset.
+        path: a .jsonl or .ndjson (also .gz), .parquet, .arrow or .feather file, a folder of those in the
+            order of their names, or a folder of Hugging Face's `save_to_disk` or with a downloaded dataset.
         columns: the keys that are taken, which each record must have; all if None.
         split: of a folder whose files belong to several, as train-00000-of-00002.parquet does.
         start: the `place` of Records at which an earlier reading ended.

@@ -1,7 +1,7 @@
-"""The process in which pyarrow reads Parquet and Arrow files; records.py starts it, and asks for parts of files.
+"""The process in which pyarrow reads Parquet and Arrow files; records.py starts it, and asks for parts.
 
-A damaged file can make that library crash, or take all memory. Here that ends this process alone, within limits
-that it sets itself. Rows are answered as JSON. Imports nothing of shardrt, which takes longer to import.
+A damaged file can make that library crash, or take all memory. Here that ends this process alone, within
+limits that it sets itself. Rows are answered as JSON. Imports nothing of shardrt, which would take longer.
 """
 
 import json
@@ -27,6 +27,7 @@ _ANSWER = 4 << 20  # bytes of rows in an answer, about
 _BATCH = 8 << 20  # bytes that are decoded together, about
 _ROWS = 4096  # at most, of either
 _NESTED = 64  # levels of a schema
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
 _STRING, _ITEMS = 16 << 20, 1 << 20  # of a Parquet footer
 
 
@@ -102,9 +103,13 @@ def _parquet(path: str, columns: list[str] | None, at: int) -> Iterator[tuple[in
             about = file.metadata.row_group(group)
             rows = _together(about.total_byte_size, about.num_rows, _BATCH)
             how = {"row_groups": [group], "columns": columns, "use_threads": False, "batch_size": rows}
+            seen = 0
             for batch in file.iter_batches(**how):
                 batch.validate(full=True)
-                yield group, group / groups, batch
+                seen += batch.num_rows
+                yield group, (group + seen / about.num_rows) / groups, batch
+            if seen != about.num_rows:
+                raise ValueError(f"row group {group} has {seen} rows, but the footer says {about.num_rows}")
 
 
 def _arrow_file(path: str, columns: list[str] | None, at: int) -> Iterator[tuple[int, float, Any]]:
@@ -131,9 +136,18 @@ def _arrow_stream(
             try:
                 batch = reader.read_next_batch()
             except StopIteration:
+                _check_end(path, file.tell())
                 return
             if begin >= at:
                 yield begin, begin / size, _chosen(batch, columns)
+
+
+def _check_end(path: str, end: int) -> None:
+    """Raise ValueError unless a stream has its end mark: one that was cut between batches has not."""
+    with open(path, "rb") as file:
+        file.seek(max(0, end - len(_END)))
+        if file.read(len(_END)) != _END:
+            raise ValueError("the stream has no end mark: the file was cut")
 
 
 def _chosen(batch: Any, columns: list[str] | None) -> Any:

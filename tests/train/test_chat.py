@@ -338,7 +338,7 @@ def made(folders, tmp_path, capsys):
 def test_a_file_of_examples_has_what_the_records_have(folders, made, capsys):
     file, lines = made
     folder = ChatFolder(folders["chatml"])
-    found, expected = examples_of([file], folder), examples_of([lines], folder)
+    found, expected = examples_of([file], folder), read_examples([lines], folder)
     for name in ("tokens", "answers", "begins", "largest", "digest", "made_by"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     assert isinstance(found.tokens, FileArray), "which is not read whole"
@@ -354,6 +354,22 @@ def test_a_file_of_examples_has_what_the_records_have(folders, made, capsys):
     )
     wrong = tool_refuses(capsys, "data", "chat", "a.b", lines, "--init-from", folder.folder)
     assert wrong == "error: a.b: the name must end in .chat"
+
+
+def test_records_are_tokenised_once_until_they_change(folders, made, tmp_path, monkeypatch):
+    _, lines = made
+    monkeypatch.chdir(tmp_path)
+    folder, asked = ChatFolder(folders["chatml"]), []
+    encode = ChatFolder.encode
+    monkeypatch.setattr(ChatFolder, "encode", lambda *a, **how: asked.append(1) or encode(*a, **how))
+    first = examples_of([lines], folder)
+    again = examples_of([lines], folder)
+    assert len(asked) == 1 and again.digest == first.digest == read_examples([lines], folder).digest
+    write(lines, CONVERSATIONS[:2])
+    assert examples_of([lines], folder).begins.size == 3
+    assert examples_of([lines], ChatFolder(folders["llama3"])).digest != again.digest
+    assert len(asked) == 4
+    assert len(list((tmp_path / "runs" / ".tokens").glob("talks-*.chat"))) == 3
 
 
 def test_damaged_files_of_examples_are_opened_or_refused_in_a_line(made):
