@@ -174,9 +174,9 @@ class Language:
                 f"text.window must be at most the model's block_size, {self.block_size}, got "
                 f"{self.per_sample}"
             )
-        self.corpus: Corpus = load_corpus(
-            recipe.files(), block_size=self.per_sample, vocabulary=shape.vocab_size
-        )
+        how = {"block_size": self.per_sample, "vocabulary": shape.vocab_size}
+        names = [str(source.path) for source in sources(recipe.data)]
+        self.corpus: Corpus = load_corpus(recipe.files(), **how).named(names)
         if recipe.text.separate_documents and self.corpus.documents is None:
             raise ValueError(
                 "text.separate_documents needs a token file, which records where documents begin"
