@@ -200,9 +200,9 @@ class Language:
     def read(self) -> None:
         """The data, and how its tokens are text."""
         recipe = self.recipe
-        self.corpus: Corpus = load_corpus(
-            recipe.files(), block_size=self.per_sample, vocabulary=self.shape.vocab_size
-        )
+        how = {"block_size": self.per_sample, "vocabulary": self.shape.vocab_size}
+        names = [str(source.path) for source in sources(recipe.data)]
+        self.corpus: Corpus = load_corpus(recipe.files(), **how).named(names)
         if recipe.text.separate_documents and self.corpus.documents is None:
             raise ValueError(
                 "text.separate_documents needs a token file, which records where documents begin"

@@ -11,7 +11,7 @@ import os
 import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,10 @@ class Corpus:
     def facts(self) -> dict[str, Any]:
         """For logs and checkpoints, of a mixture."""
         return {}
+
+    def named(self, names: Sequence[str]) -> "Corpus":
+        """With the names of its files that the user gave."""
+        return replace(self, source=", ".join(names)) if names else self
 
 
 _gzipped: dict[str, int] = {}  # bytes of the held-out part, by the text's digest

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -249,7 +250,8 @@ def _environment() -> dict[str, str]:
 
 
 def _end(child: subprocess.Popen) -> None:
-    child.stdin.close()
+    with suppress(BrokenPipeError):  # a request that a dead one never read
+        child.stdin.close()
     try:
         child.wait(0.2)
     except subprocess.TimeoutExpired:

@@ -35,9 +35,7 @@ def main() -> None:
     """Answer what comes on standard input until it ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever the library prints is no answer
-    for what, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_DATA, MEMORY)):
-        hard = resource.getrlimit(what)[1]
-        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    limit()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     rows: Iterator[tuple[dict[str, Any], bytes]] = iter(())
     while (request := receive(sys.stdin.buffer)) is not None:
@@ -54,6 +52,13 @@ def main() -> None:
         send(answers, json.dumps(answer).encode())
         send(answers, more)
         answers.flush()
+
+
+def limit() -> None:
+    """Let this process have no more than MEMORY, and leave no core file."""
+    for what, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_DATA, MEMORY)):
+        hard = resource.getrlimit(what)[1]
+        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def parts(path: str, columns: list[str] | None, at: int, skip: int) -> Iterator[tuple[dict[str, Any], bytes]]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,8 @@ class _Process:
 
 def _end(child: subprocess.Popen) -> None:
     """It goes when nothing more comes; one that works on something is not waited for."""
-    child.stdin.close()
+    with suppress(BrokenPipeError):  # a request that a dead one never read
+        child.stdin.close()
     try:
         child.wait(0.2)
     except subprocess.TimeoutExpired:
