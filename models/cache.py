@@ -47,11 +47,18 @@ class KVCache:
 
 
 def extended(
-    tokens: np.ndarray, positions: Any, cache: "KVCache | None", layers: int, block_size: int
+    tokens: np.ndarray,
+    positions: Any,
+    cache: "KVCache | None",
+    layers: int,
+    block_size: int,
+    *,
+    of_rows: bool = False,
 ) -> tuple[range | np.ndarray, list]:
     """(the positions of `tokens`, each layer's cache or None).
 
     positions: integers (time,) of the host below block_size, or None: those that follow what was read.
+    of_rows: or (batch, time).
 
     Raises ValueError for more positions than the model has or what is not (batch, time), TypeError for what
     is no array, and as KVCache.extend.
@@ -60,7 +67,7 @@ def extended(
     if positions is not None:
         if cache is not None:
             raise ValueError("positions: a cache sets them itself; leave positions out")
-        return check_positions(positions, tokens.shape[1], block_size), [None] * layers
+        return check_positions(positions, tokens.shape, block_size, of_rows=of_rows), [None] * layers
     first, caches = (0, [None] * layers) if cache is None else cache.extend(tokens)
     last = first + tokens.shape[1]
     if last > block_size:

@@ -6,6 +6,7 @@ file does not know fails.
 
 import argparse
 import configparser
+import json
 import os
 import re
 import runpy
@@ -263,6 +264,11 @@ def furnished(tmp_path_factory):
     shape = {"n_layer": 1, "n_head": 2, "n_embd": 16}
     llama = Llama(LlamaConfig(**shape, n_kv_head=2, n_hidden=16, block_size=256, vocab_size=6))
     files = {"tokenizer.json": (folder / "tokenizer.json").read_bytes()}
+    files["chat_template.jinja"] = b"{% for m in messages %}{{ m.content }} <|endoftext|> {% endfor %}"
+    talk = [{"role": role, "content": "all the world"} for role in ("user", "assistant")]
+    (folder / "talks.jsonl").write_text(
+        json.dumps({"messages": talk}) + "\n" + json.dumps({"messages": talk})
+    )
     save_pretrained(llama, folder / "llama", files=files)
     save_pretrained(ViT(ViTConfig(**shape, n_hidden=16, image_size=224, patch_size=56)), folder / "vit")
     for kind in ("cat", "dog"):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,20 @@ class Tokenizer:
         """The text of ids."""
         return self._ask("decode", list(ids), len(ids))[0]
 
+    def chat(
+        self, given: dict[str, Any], size: int, what: str
+    ) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
+        """Tokens of conversations (chat_template.answer): (facts, ids, bytes that are 1 for answers).
+
+        Args:
+            size: characters of them all.
+            what: their name and the template's, for a message where the process does not survive them.
+        """
+        facts, content = self._ask("chat", given, size, what)
+        count = sum(facts["sizes"])
+        ids = np.frombuffer(content, np.uint32, count)
+        return facts, ids, np.frombuffer(content, np.uint8, count, 4 * count)
+
     def close(self) -> None:
         """End the process; when something is asked again, another is started."""
         if self._process is not None:
@@ -78,8 +93,8 @@ class Tokenizer:
         self._process = _Process()
         self.vocabulary: int = self._ask("load", self._content)[0]
 
-    def _ask(self, do: str, given: Any, size: int = 0) -> tuple[Any, bytes]:
-        """(the process's message, numbers)."""
+    def _ask(self, do: str, given: Any, size: int = 0, what: str = "") -> tuple[Any, bytes]:
+        """(the process's message, numbers). what: the cause of a crash, the tokenizer.json if not given."""
         if self._process is None:
             self._begin()
         size += len(self._content)
@@ -87,10 +102,11 @@ class Tokenizer:
         if answer is None:
             message = self._process.last_words(tokenizer_process.seconds(size))
             self._process = None
-            raise BadTokens(f"{self.path}: the library tokenizers crashed on this file ({message})")
+            what = what or f"{self.path}: the library tokenizers crashed on this file"
+            raise BadTokens(f"{what} ({message})")
         if "error" in answer[0]:
-            what = "not a tokenizer.json" if do == "load" else "the library tokenizers refuses it"
-            raise BadTokens(f"{self.path}: {what} ({answer[0]['error']})")
+            why = "not a tokenizer.json" if do == "load" else "the library tokenizers refuses it"
+            raise BadTokens(f"{self.path}: {why} ({answer[0]['error']})")
         return answer[0]["is"], answer[1]
 
 
@@ -129,7 +145,8 @@ class _Process:
 
 def _end(child: subprocess.Popen) -> None:
     """It goes when nothing more comes; one that works on something is not waited for."""
-    child.stdin.close()
+    with suppress(BrokenPipeError):  # a request that a dead one never read
+        child.stdin.close()
     try:
         child.wait(0.2)
     except subprocess.TimeoutExpired:
