@@ -1,7 +1,7 @@
 """Models in the files of Hugging Face: config.json with model.safetensors, or several files with an index.
 
 load_pretrained makes a model whose parameters start as what the files hold: each is read when it is first
-needed, and of a sharded one only this rank's piece. models/formats.py has the names in the files.
+needed, and of a sharded one only this rank's piece. models/formats has the names in the files.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -2,11 +2,11 @@
 
 Reads top to bottom like the figure: embedding, blocks of attention and MLP with an RMS norm before each, a
 last norm, and a head, which may be the embedding again. Positions are angles by which queries and keys are
-turned. The config makes it one of its kin: biases of queries, keys and values (Qwen2.5; Qwen Team, Qwen2.5
-Technical Report, 2024), windows of attention (Jiang et al., Mistral 7B, 2023), norms of queries and keys, of
-each head (Qwen3; Qwen Team, Qwen3 Technical Report, 2025) or of all at once (OLMoE; Muennighoff et al., OLMoE,
-2024). With `experts` a block has several MLPs, and each token goes through few of them: Mixtral (Jiang et
-al., Mixtral of Experts, 2024), Qwen3-MoE, OLMoE. Knows nothing of sharding.
+turned. The config makes it one of its kin: with biases of queries, keys and values Qwen2.5 (Qwen Team,
+Qwen2.5 Technical Report, 2024); with windows of attention Mistral (Jiang et al., Mistral 7B, 2023); with
+norms of queries and keys Qwen3 (of each head; Qwen Team, Qwen3 Technical Report, 2025) and OLMoE (of all at
+once; Muennighoff et al., OLMoE, 2024). With `experts` a block has several MLPs, and each token goes through
+few of them: Mixtral (Jiang et al., Mixtral of Experts, 2024), Qwen3-MoE, OLMoE. Knows nothing of sharding.
 """
 
 from collections.abc import Mapping

@@ -91,7 +91,7 @@ def made(kind):
 
 
 def kin(kind):
-    """One with a single MLP in a block; weights of norms and biases are random, too, or no test would see them."""
+    """One with a single MLP in a block; norms and biases are random, too, or no test would see them."""
     import torch
     from transformers import (
         MistralConfig,
