@@ -34,7 +34,7 @@ def of_heads(kernel: Callable, scratch: tuple, start: int, stop: int, call: Call
         for own, others, first in call.spans[sequence]:
             here, there = (sequence, head, own.start), (sequence, head // call.group, others.start)
             places = q.at(*here), k.at(*there), v.at(*there), y.at(*here)
-            sizes = own.stop - own.start, others.stop - others.start, first
+            sizes = own.stop - own.start, others.stop - others.start, first, call.window
             kernel(places, steps, sizes, call.scale, lse[sequence, head, own], *scratch)
 
 
@@ -51,7 +51,7 @@ def of_heads_backward(kernel: Callable, scratch: tuple, start: int, stop: int, c
         for own, others, first in call.spans[sequence]:
             here, there = (sequence, head, own.start), (sequence, head // call.group, others.start)
             places = (*(x.at(*here) for x in of_queries), *(x.at(*there) for x in of_keys))
-            sizes = own.stop - own.start, others.stop - others.start, first
+            sizes = own.stop - own.start, others.stop - others.start, first, call.window
             add = call.chunks or head % call.group > 0
             kernel(places, steps, sizes, call.scale, lse[sequence, head, own], add, *scratch)
 
@@ -135,23 +135,25 @@ def put(numbers, out, add):
 
 
 @reordered_part
-def exponentials(line, near, scale):
-    """The first `near` scores become exponentials, the largest of them 1; the rest of their WIDTH becomes 0.
+def exponentials(line, oldest, near, scale):
+    """Scores from `oldest` to `near` become exponentials, the largest of them 1; others of their blocks 0.
 
-    Returns their sum, and the logarithm of the sum of the exponentials before the division.
+    `oldest` is in the first block. Returns their sum, and the logarithm of the sum of the exponentials before
+    the division.
     """
     whole = near // WIDTH * WIDTH
     end = (near + WIDTH - 1) // WIDTH * WIDTH  # by `near` alone: sums of other lengths have other bits
-    line, last, left, highest = line[:end], line[whole:end], near - whole, line[0] * scale
-    for j in range(whole):
+    line, last, left, highest = line[:end], line[whole:end], near - whole, line[oldest] * scale
+    for j in range(oldest, whole):
         value = line[j] * scale
         line[j] = value
         highest = larger(highest, value)
     for j in range(last.size):
         value = last[j] * scale
-        value = value if j < left else np.float32(-np.inf)
+        value = value if oldest - whole <= j and j < left else np.float32(-np.inf)
         last[j] = value
         highest = larger(highest, value)
+    line[:oldest] = -np.inf
     total = np.float32(0)
     for j in range(line.size):
         value = exp(line[j] - highest)
