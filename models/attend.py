@@ -26,8 +26,6 @@ def attend(
     context: that of the module, where a sequence may lie on several ranks (parallel/context.py). cache: of
     the tokens before these. starts, positions: those of the model. window: of F.self_attention.
     """
-    if window is not None:
-        raise NotImplementedError("attend: windows are not supported yet")
     if cache is not None:
         return cache.attend(qkv, heads, kv_heads, window)
     if context is not None and context.in_parts(positions):
