@@ -156,7 +156,7 @@ def mixture(kind):
     }
     shape |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if kind == "mixtral":
-        own = {"intermediate_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2}
+        own = {"intermediate_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
         return MixtralForCausalLM(MixtralConfig(**shape, **own))
     if kind == "qwen3-moe":
         own = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 16}

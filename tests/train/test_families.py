@@ -1,6 +1,7 @@
 """Runs of models.train that begin with the files of Llama's kin: on one rank, and with every axis."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -8,12 +9,12 @@ import numpy as np
 import pytest
 
 import shardrt
-from models import generate
+from models import generate, train
 from models.hub import load_pretrained, save_pretrained
 from models.llama import FULL, SLIDING, Llama, LlamaConfig
 from shardrt.checkpoint import full_state_dict
 from tests.lab import jobs
-from tests.lab.jobs import assert_alike, curves
+from tests.lab.jobs import arguments, assert_alike, curves
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -74,3 +75,13 @@ def test_adapters_of_layers_with_biases_are_the_same_along_tp(folder):
     before, after = (load_pretrained(path).state_dict() for path in ("qwen2", "runs/adapted/pretrained"))
     changed = {name for name in before if (before[name] != after[name]).any()}
     assert changed and not any("bias" in name or "norm" in name for name in changed)
+
+
+def test_flops_count_the_keys_that_a_token_sees(folder):
+    recipe = train.parse(arguments(*COMMON))
+    time, window, heads = 16, 6, SHAPE["n_embd"]
+    some = replace(recipe.model, qkv_bias=True, sliding_window=window, layer_types=(FULL, SLIDING))
+    whole, less = (each.task().flops(each.network()) for each in (recipe, replace(recipe, model=some)))
+    ends = np.linspace(0, time, 10_001)
+    seen = [np.minimum(ends, most).mean() for most in (time, window)]
+    assert whole - less == pytest.approx(12 * time * heads * (seen[0] - seen[1]), rel=1e-3)
