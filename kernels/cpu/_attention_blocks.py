@@ -135,25 +135,23 @@ def put(numbers, out, add):
 
 
 @reordered_part
-def exponentials(line, oldest, near, scale):
-    """Scores from `oldest` to `near` become exponentials, the largest of them 1; others of their blocks 0.
+def exponentials(line, near, scale):
+    """The first `near` scores become exponentials, the largest of them 1; the rest of their WIDTH becomes 0.
 
-    `oldest` is in the first block. Returns their sum, and the logarithm of the sum of the exponentials before
-    the division.
+    Returns their sum, and the logarithm of the sum of the exponentials before the division.
     """
     whole = near // WIDTH * WIDTH
     end = (near + WIDTH - 1) // WIDTH * WIDTH  # by `near` alone: sums of other lengths have other bits
-    line, last, left, highest = line[:end], line[whole:end], near - whole, line[oldest] * scale
-    for j in range(oldest, whole):
+    line, last, left, highest = line[:end], line[whole:end], near - whole, line[0] * scale
+    for j in range(whole):
         value = line[j] * scale
         line[j] = value
         highest = larger(highest, value)
     for j in range(last.size):
         value = last[j] * scale
-        value = value if oldest - whole <= j and j < left else np.float32(-np.inf)
+        value = value if j < left else np.float32(-np.inf)
         last[j] = value
         highest = larger(highest, value)
-    line[:oldest] = -np.inf
     total = np.float32(0)
     for j in range(line.size):
         value = exp(line[j] - highest)

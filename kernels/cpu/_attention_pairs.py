@@ -131,9 +131,8 @@ def _softmax(line, kept, oldest, near, scale):
 
     kept: the bits of the probabilities, 0 before `oldest` and from `near` on.
     """
-    begin = oldest // WIDTH * WIDTH
-    total, lse = exponentials(line[begin:], oldest - begin, near - begin, scale)
-    line[:begin] = 0
+    total, lse = exponentials(line[oldest:], near - oldest, scale)
+    line[:oldest] = 0
     line[near:] = 0
     factor = np.float32(1) / total
     for j in range(line.size):

@@ -89,10 +89,8 @@ def _forward(at, by, sizes, scale, lse, columns, dense, rows, scores, out, none)
         product_of_columns(rows, 0, width, columns, scores, 0, seen, none)
         for i in range(count):
             near, oldest = min(first + low + i + 1, seen), max(0, first + low + i + 1 - window)
-            begin = oldest // WIDTH * WIDTH
-            line = scores[i, begin:]
-            totals[i], lse[low + i] = exponentials(line, oldest - begin, near - begin, scale)
-            scores[i, :begin] = 0
+            totals[i], lse[low + i] = exponentials(scores[i, oldest:], near - oldest, scale)
+            scores[i, :oldest] = 0
             scores[i, near:seen] = 0
         product(scores, 0, 1, many, dense, 0, width, WIDTH, seen, out, 0, width, none, False)
         for i in range(count):
