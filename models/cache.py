@@ -92,7 +92,7 @@ class LayerCache:
         self.keys: Array = None
         self.values: Array = None
 
-    def attend(self, qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
+    def attend(self, qkv: Tensor, heads: int, kv_heads: int, window: int | None = None) -> Tensor:
         """As self_attention of `qkv`, whose queries see what was read before as well."""
         q, k, v = split_heads(qkv.data, (heads, kv_heads, kv_heads))
         batch, time = qkv.shape[:2]
@@ -103,7 +103,8 @@ class LayerCache:
         self.keys[:, :, first : self.length] = k
         self.values[:, :, first : self.length] = v
         if first == 0:
-            return F.self_attention(qkv, heads, kv_heads=kv_heads)
-        keys, values = (Tensor(a[:, :, : self.length]) for a in (self.keys, self.values))
+            return F.self_attention(qkv, heads, kv_heads=kv_heads, window=window)
+        oldest = 0 if window is None else max(0, self.length - window)  # that the one query sees
+        keys, values = (Tensor(a[:, :, oldest : self.length]) for a in (self.keys, self.values))
         y = F.scaled_dot_product_attention(Tensor(q), keys, values)
         return y.transpose(1, 2).reshape(batch, time, heads * q.shape[3])

@@ -1,7 +1,7 @@
 """Models in the files of Hugging Face: config.json with model.safetensors, or several files with an index.
 
 load_pretrained makes a model whose parameters start as what the files hold: each is read when it is first
-needed, and of a sharded one only this rank's piece. models/formats.py has the names in the files.
+needed, and of a sharded one only this rank's piece. models/formats has the names in the files.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -123,6 +123,9 @@ def described(model: nn.Module) -> tuple[Format, dict[str, Any]]:
     if not forms:
         kinds = ", ".join(dict.fromkeys(form.model.__name__ for form in FORMATS.values()))
         raise ValueError(f"save_pretrained: a {type(model).__name__} has no format; supported: {kinds}")
+    origin = getattr(model, "origin", None)
+    own = origin.settings.get("model_type") if origin else None
+    forms.sort(key=lambda form: form.kind != own)  # that of its files first
     form = next((form for form in forms if form.holds(model.config)), None)
     if form is None:
         kinds = ", ".join(form.kind for form in forms)
@@ -130,7 +133,6 @@ def described(model: nn.Module) -> tuple[Format, dict[str, Any]]:
             f"save_pretrained: none of the formats {kinds} can describe this model: {model.config}"
         )
     settings = {"model_type": form.kind, "architectures": [form.architecture]} | form.describe(model.config)
-    origin = getattr(model, "origin", None)
     if origin is None:
         return form, settings
     kept = {name: value for name, value in origin.settings.items() if name not in _UNTRUE}

@@ -282,7 +282,10 @@ class Language:
         weights = sum(map(_active, model.modules()))
         head = shape.vocab_size * shape.n_embd if getattr(shape, "tied", True) else 0
         heads = shape.n_head * getattr(shape, "head_dim", shape.n_embd // shape.n_head)
-        return 6.0 * window * (weights + head + shape.n_layer * heads * window)
+        # Twice the keys that a token sees, on average: those of causal attention, or of a window of so many.
+        seen = (min(window, getattr(b.attention, "window", None) or window) for b in model.blocks)
+        keys = sum(most * (2 - most / window) for most in seen)
+        return 6.0 * window * (weights + head + heads * keys)
 
     def batch(self, samples: range) -> Batch:
         """As Task."""

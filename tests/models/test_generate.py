@@ -7,8 +7,8 @@ import shardrt
 from models.cache import KVCache
 from models.gpt import GPT, GPTConfig
 from models.gpt import Block as GPTBlock
+from models.llama import FULL, SLIDING, Llama, LlamaConfig
 from models.llama import Block as LlamaBlock
-from models.llama import Llama, LlamaConfig
 from models.sampling import ByteText, continued, draw, generate, greedy
 from shardrt import no_grad
 from shardrt.comm import init_device_mesh, thread
@@ -19,6 +19,9 @@ SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size"
 KINDS = {
     "gpt": lambda: GPT(GPTConfig(**SIZES)),
     "llama": lambda: Llama(LlamaConfig(**SIZES, n_kv_head=2, n_hidden=48)),
+    "windows": lambda: Llama(
+        LlamaConfig(**SIZES, n_kv_head=2, n_hidden=48, sliding_window=5, layer_types=(SLIDING, FULL))
+    ),
     "experts": lambda: Llama(LlamaConfig(**SIZES, n_kv_head=2, n_hidden=24, experts=4, qk_norm="all")),
 }
 PROMPT = np.random.default_rng(0).integers(0, 31, (3, 7))
