@@ -56,7 +56,7 @@ def _operands(keys: int, width: int) -> tuple[Array, ...]:
     return (
         np.empty((keys // WIDTH, width // 2, WIDTH), np.uint32),
         np.empty((keys // 2, width), np.uint32),
-        np.empty((ROWS, keys), np.float32),
+        np.empty((ROWS, keys + WIDTH), np.float32),  # a window's last block may begin at any key
         weights,
         weights.view(np.uint32),
         np.empty((ROWS, width // 2), np.uint32),
@@ -119,7 +119,7 @@ def _forward(at, by, sizes, scale, lse, columns, twos, scores, weights, pairs, r
         end = (seen + WIDTH - 1) // WIDTH * WIDTH
         for i in range(count):
             near, oldest = min(first + low + i + 1, seen), max(0, first + low + i + 1 - window)
-            lse[low + i] = _softmax(scores[i, :end], weights[i, :end], oldest, near, scale)
+            lse[low + i] = _softmax(scores[i], weights[i, :end], oldest, near, scale)
         product(pairs, 0, 1, many // 2, twos, 0, width, WIDTH, (seen + 1) // 2, out, 0, width, none, False)
         for i in range(count):
             copy(out[i], row_at(at[3] + (low + i) * by[3], width, out))
@@ -132,6 +132,7 @@ def _softmax(line, kept, oldest, near, scale):
     kept: the bits of the probabilities, 0 before `oldest` and from `near` on.
     """
     total, lse = exponentials(line[oldest:], near - oldest, scale)
+    line = line[: kept.size]
     line[:oldest] = 0
     line[near:] = 0
     factor = np.float32(1) / total

@@ -50,7 +50,8 @@ def backward(start: int, stop: int, call: Call) -> None:
 def _scratch(keys: int, width: int) -> tuple[Array, ...]:
     """Of one head: columns of keys, rows of values or keys; of some queries, rows, scores and results."""
     keys = whole_blocks(keys)
-    shapes = ((keys // WIDTH, width, WIDTH), (keys, width), (ROWS, width), (ROWS, keys), (ROWS, width))
+    line = keys + WIDTH  # a window's last block of exponentials may begin at any key
+    shapes = ((keys // WIDTH, width, WIDTH), (keys, width), (ROWS, width), (ROWS, line), (ROWS, width))
     return *(np.zeros(shape, np.float32) for shape in shapes), np.zeros(1, np.int64)
 
 
