@@ -51,7 +51,7 @@ def _cut(path, random_):
 
 
 def _grown(path, random_):
-    os.truncate(path, path.stat().st_size + random_.choice((1, 4096, 1 << 29)))
+    os.truncate(path, path.stat().st_size + random_.choice((1, 4096, 1 << 22)))
 
 
 def _replaced(path, random_):
@@ -182,7 +182,7 @@ def run(valid, scratch, first, count, to, source, special):
         if "hold float32" not in fault:
             say(f"the valid folder: {fault}")
             return 1
-    attempt([str(scratch / "absent"), *words[1:]])  # imports what describes errors
+    attempt([str(scratch / "absent\x1b"), *words[1:]])  # imports what describes errors
     imported.update(sys.modules)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     refused = 0
