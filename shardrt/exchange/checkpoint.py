@@ -4,9 +4,9 @@ A format is a module in formats/ with three functions:
 
     recognises(path) -> bool              looks at names of files alone
     read(path) -> Checkpoint              reads headers; tensors are read when a writer asks for elements
-    write(checkpoint, output, options)    asks for elements in the order in which its files hold them
+    files(checkpoint, options) -> Plan    the files to write, as ranges of tensors; output.py writes them
 
-So a conversion never holds a model, nor one tensor: a writer asks for at most CHUNK bytes at a time.
+So a conversion never holds a model, nor one tensor: at most CHUNK bytes are read at a time.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-CHUNK = 16 << 20  # bytes that are asked for at a time
+CHUNK = 16 << 20  # bytes that are read at a time
 PARAMETER, FIRST_MOMENT, SECOND_MOMENT = "parameter", "exp_avg", "exp_avg_sq"  # kinds of tensors
 
 
@@ -35,11 +35,8 @@ class Tensor(Protocol):
     dtype: np.dtype
     shape: tuple[int, ...]
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Its elements [start, stop) in C order.
-
-        Returns:
-            A 1-D array of `dtype`, valid until the next call.
+    def read_into(self, out: np.ndarray, start: int) -> None:
+        """Fill 1-D `out`, of `dtype`, with its elements in C order from `start` on.
 
         Raises:
             BadCheckpoint: if the file is damaged or has changed.
