@@ -1,6 +1,6 @@
 """Recipes of GPT and Llama for models.train to train language models, and their task.
 
-Text is read as bytes, or comes as a token file (`python -m shardrt data make`). `init_from` begins with the
+Text is read as bytes, or comes as records or a token file (`python -m shardrt data make`). `init_from` begins with the
 weights of a folder of Hugging Face's.
 """
 

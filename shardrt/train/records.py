@@ -285,7 +285,7 @@ def _of_split(path: Path, files: list[Path], split: str) -> list[Path]:
 
 
 def _label(name: Path) -> str:
-    """Train for train-00000-of-00002.parquet, train.jsonl and train/a.parquet; "" for others."""
+    """The split that a name says, as train-00000-of-00002.parquet and train/a.parquet do; "" for others."""
     for part in reversed(name.parts):
         if match := fullmatch(rf"({_SPLITS})([-._].*)?", part):
             return match[1]
