@@ -87,7 +87,7 @@ def record_files(path: Path, split: str = "train") -> list[Path]:
         return [path]
     if (path / "dataset_dict.json").exists():
         names = _entries(path / "dataset_dict.json", "splits")
-        return record_files(_below(path, _split_of(path, names, split)), split)
+        path = _below(path, _split_of(path, names, split))
     if (path / "state.json").exists():
         state = path / "state.json"
         if _load(state).get("_indices_files") or _load(state).get("_indices_data_files"):
