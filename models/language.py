@@ -1,7 +1,7 @@
 """Recipes of GPT and Llama for models.train to train language models, and their task.
 
-Text is read as bytes, or comes as a token file (`python -m shardrt data make`). `init_from` begins with the
-weights of a folder of Hugging Face's. Conversations are another task (chat.py).
+Text is bytes, records (Parquet, Arrow, JSON lines) or a token file (`python -m shardrt data make`).
+`init_from` begins with the weights of a folder of Hugging Face's. Conversations are another task (chat.py).
 """
 
 from collections.abc import Iterator, Mapping

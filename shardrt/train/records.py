@@ -87,7 +87,7 @@ def record_files(path: Path, split: str = "train") -> list[Path]:
         return [path]
     if (path / "dataset_dict.json").exists():
         names = _entries(path / "dataset_dict.json", "splits")
-        return record_files(_below(path, _split_of(path, names, split)), split)
+        path = _below(path, _split_of(path, names, split))
     if (path / "state.json").exists():
         state = path / "state.json"
         if _load(state).get("_indices_files") or _load(state).get("_indices_data_files"):
@@ -285,7 +285,7 @@ def _of_split(path: Path, files: list[Path], split: str) -> list[Path]:
 
 
 def _label(name: Path) -> str:
-    """Train for train-00000-of-00002.parquet, train.jsonl and train/a.parquet; "" for others."""
+    """The split that a name says, as train-00000-of-00002.parquet and train/a.parquet do; "" for others."""
     for part in reversed(name.parts):
         if match := fullmatch(rf"({_SPLITS})([-._].*)?", part):
             return match[1]

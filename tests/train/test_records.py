@@ -245,6 +245,13 @@ def test_a_state_that_names_files_elsewhere_is_refused(tmp_path, name):
         records(tmp_path)
 
 
+def test_a_dictionary_that_holds_itself_ends(tmp_path):
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    (tmp_path / "train").symlink_to(tmp_path)
+    with pytest.raises(BadRecords, match="the folder has no file of records"):
+        records(tmp_path)
+
+
 def test_a_process_that_dies_is_one_line(folder):
     read = records(folder)
     next(read)
