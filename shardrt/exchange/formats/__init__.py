@@ -22,7 +22,13 @@ from shardrt.exchange.output import File
 __all__ = ["FORMATS", "Options", "Plan", "format_of", "module_of"]
 
 # In the order in which a folder is tried: its name for --from and --to, its module.
-FORMATS = {"shardrt": "own", "dcp": "dcp", "deepspeed": "deepspeed", "peft": "peft", "safetensors": "safetensors"}
+FORMATS = {
+    "shardrt": "own",
+    "dcp": "dcp",
+    "deepspeed": "deepspeed",
+    "peft": "peft",
+    "safetensors": "safetensors",
+}
 SYNONYMS = {"huggingface": "safetensors"}
 
 
