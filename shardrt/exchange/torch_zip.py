@@ -34,6 +34,9 @@ STORAGES = {
     "torch.BoolStorage": np.dtype(np.bool_),
 }
 TENSOR, PARAMETER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
+SUBCLASS = "torch._tensor._rebuild_from_type_v2"  # also a tensor that a program has given attributes
+_CALLS = (TENSOR, PARAMETER, SUBCLASS)
+_CLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
 
 
 def open_torch(path: Path, allowed: tuple[str, ...] = (), offset: int = 0, length: int | None = None) -> Any:
@@ -60,7 +63,7 @@ def open_torch(path: Path, allowed: tuple[str, ...] = (), offset: int = 0, lengt
     data = zipped.small("data.pkl", LARGEST_PICKLE)
     if data is None:
         raise BadCheckpoint(f"{path}: the zip has no data.pkl, so torch.save has not made it")
-    names = {TENSOR, PARAMETER, *STORAGES, *allowed}
+    names = {*_CALLS, *_CLASSES, *STORAGES, *allowed}
     return _with_tensors(unpickle(data, path, names, zipped.storage), path, {})
 
 
@@ -170,7 +173,7 @@ def _with_tensors(value: Any, path: Path, known: dict[int, Any]) -> Any:
         result: Any = {key: _with_tensors(item, path, known) for key, item in value.items()}
     elif type(value) in (list, tuple):
         result = type(value)(_with_tensors(item, path, known) for item in value)
-    elif type(value) is Called and value.name in (TENSOR, PARAMETER):
+    elif type(value) is Called and value.name in _CALLS:
         result = _tensor(value, path, known)
     elif type(value) is Called:
         args = _with_tensors(value.args, path, known)
@@ -184,6 +187,15 @@ def _with_tensors(value: Any, path: Path, known: dict[int, Any]) -> Any:
 def _tensor(call: Called, path: Path, known: dict[int, Any]) -> Any:
     if call.name == PARAMETER:
         return _with_tensors(call.args[0], path, known) if call.args else None
+    if call.name == SUBCLASS:
+        function, _, args, *_ = (*call.args, None, None, None)
+        if type(function) is not Global or type(args) is not tuple:
+            raise BadCheckpoint(f"{path}: a tensor of a class of its own has no values")
+        return (
+            _tensor(Called(function.name, args), path, known)
+            if function.name in (TENSOR, PARAMETER)
+            else None
+        )
     storage, offset, shape, strides, *_ = (*call.args, None, None, None, None)
     plain = isinstance(storage, _Storage) and all(
         type(sizes) is tuple and all(type(n) is int and 0 <= n < 1 << 48 for n in sizes)
