@@ -9,8 +9,10 @@ A format is a module in formats/ with three functions:
 So a conversion never holds a model, nor one tensor: at most CHUNK bytes are read at a time.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,6 +45,30 @@ class Tensor(Protocol):
             OSError: if the file system fails.
         """
         ...
+
+
+class Joined:
+    """A tensor whose elements lie one after the other in ranges of others.
+
+    Args:
+        pieces: (tensor, its first element, elements), all of `dtype`; together as many as `shape` has.
+    """
+
+    def __init__(
+        self, dtype: np.dtype, shape: tuple[int, ...], pieces: list[tuple[Tensor, int, int]]
+    ) -> None:
+        self.dtype, self.shape, self._pieces = dtype, shape, pieces
+        self._ends = list(accumulate(count for _, _, count in pieces))
+
+    def read_into(self, out: np.ndarray, start: int) -> None:
+        """As Tensor.read_into."""
+        done, number = 0, bisect_right(self._ends, start)
+        while done < out.size:
+            tensor, first, count = self._pieces[number]
+            inside = start + done - (self._ends[number] - count)
+            some = min(count - inside, out.size - done)
+            tensor.read_into(out[done : done + some], first + inside)
+            done, number = done + some, number + 1
 
 
 @dataclass
