@@ -89,7 +89,13 @@ def convert(options: argparse.Namespace) -> list[str]:
     target = SYNONYMS.get(options.to, options.to)
     if target == "shardrt" and options.dtype not in (None, "float32"):
         raise BadCheckpoint(f"--dtype {options.dtype}: shardrt's checkpoints hold float32")
-    reader, writer = module_of(options.source_format or format_of(options.source)), module_of(target)
+    source = options.source_format or format_of(options.source)
+    if (source, target) == ("peft", "shardrt"):
+        raise BadCheckpoint(
+            f"{options.source}: an adapter alone is no run; `shardrt train --init-from MODEL --lora.adapter "
+            f"{options.source}` goes on from it"
+        )
+    reader, writer = module_of(source), module_of(target)
     if not hasattr(writer, "files"):
         raise BadCheckpoint(f"--to {options.to}: this format is only read")
     opened = reader.read(options.source)
@@ -140,7 +146,16 @@ def _family(checkpoint: Checkpoint, options: argparse.Namespace) -> names.Family
     if config is not None:
         return names.family_of(config, where, tensors, options.family)
     recipe = checkpoint.training.extra.get("config")
-    return names.family_of_recipe(recipe, checkpoint.path, tensors) if isinstance(recipe, dict) else None
+    if not isinstance(recipe, dict):
+        return None
+    if isinstance(begun := recipe.get("init_from"), str):  # the recipe's own shape was not read
+        where = Path(begun) / "config.json"
+        if not where.is_file():
+            raise BadCheckpoint(
+                f"{where}, which has the shape of the run's model, is not there; give --config FILE"
+            )
+        return names.family_of(read_json(where), where, tensors, options.family)
+    return names.family_of_recipe(recipe, checkpoint.path, tensors)
 
 
 def _with(checkpoint: Checkpoint, renamed: names.Renamed) -> Checkpoint:

@@ -25,6 +25,7 @@ __all__ = ["FORMATS", "Options", "Plan", "format_of", "module_of"]
 # In the order in which a folder is tried: its name for --from and --to, its module.
 FORMATS = {
     "shardrt": "own",
+    "peft": "peft",
     "safetensors": "safetensors",
 }
 SYNONYMS = {"huggingface": "safetensors"}

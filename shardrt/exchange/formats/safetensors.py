@@ -47,7 +47,7 @@ def read(path: Path) -> Checkpoint:
         config = read_json(path / CONFIG) if (path / CONFIG).exists() else None
     except (ValueError, Refused) as error:
         raise BadCheckpoint(str(error)) from None
-    tensors = {(PARAMETER, name): _InFile(tensor) for name, tensor in stored.items()}
+    tensors = {(PARAMETER, name): InFile(tensor) for name, tensor in stored.items()}
     return Checkpoint(path, tensors, config=config, files=plain_files(path, BESIDE))
 
 
@@ -58,7 +58,7 @@ def files(checkpoint: Checkpoint, options: Options) -> Plan:
     parts = list(_parts(weights, options.file_bytes))
     names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
     names = names if len(parts) > 1 else [SINGLE]
-    found = [_file(name, part) for name, part in zip(names, parts, strict=True)]
+    found = [tensors_file(name, part) for name, part in zip(names, parts, strict=True)]
     if len(parts) > 1:
         where = {name: file for file, part in zip(names, parts, strict=True) for name in part}
         total = sum(Elements.all(tensor).size for tensor in weights.values())
@@ -72,7 +72,7 @@ def files(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 @dataclass(frozen=True)
-class _InFile:
+class InFile:
     """A tensor of a file, in the type that it has there."""
 
     stored: StoredTensor
@@ -115,7 +115,7 @@ def _parts(weights: Mapping[str, Tensor], file_bytes: int) -> Iterator[dict[str,
     yield part
 
 
-def _file(name: str, weights: Mapping[str, Tensor]) -> File:
+def tensors_file(name: str, weights: Mapping[str, Tensor]) -> File:
     """A file of safetensors."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
     end, segments = 0, []
