@@ -18,6 +18,7 @@ from shardrt.checkpoint.rankfile import Reader
 from shardrt.checkpoint.store import MANIFEST, Store, is_here, read_manifest, verify
 from shardrt.comm import create, objects
 from shardrt.comm.differences import differing
+from shardrt.exchange import convert
 from shardrt.faults.lock import unused
 from shardrt.nn.extents import spans
 from shardrt.untrusted import Refused, say
@@ -79,6 +80,7 @@ def add_to(commands: Any) -> None:
             action.add_argument("others", metavar="OTHER", type=Path, nargs="*", help=message)
         if function is export:
             action.add_argument("file", metavar="FILE", type=Path, help="a name that does not exist yet")
+    convert.add_to(actions)
 
 
 def ls(options: argparse.Namespace) -> int:

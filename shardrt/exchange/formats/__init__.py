@@ -6,6 +6,7 @@ A format is a line in FORMATS and a module with
     read(path) -> Checkpoint              reads headers; tensors are read when a writer asks for elements
     files(checkpoint, options) -> Plan    the files to write, as ranges of tensors; output.py writes them
     DIALECT: str                          names that the files have: one of names.DIALECTS, or "" for any
+    STATE: bool                           whether the files hold the state of training
 
 `files` may be missing from a format that is only read.
 """
@@ -22,7 +23,10 @@ from shardrt.exchange.output import File
 __all__ = ["FORMATS", "Options", "Plan", "format_of", "module_of"]
 
 # In the order in which a folder is tried: its name for --from and --to, its module.
-FORMATS = {"shardrt": "own", "dcp": "dcp", "deepspeed": "deepspeed", "peft": "peft", "safetensors": "safetensors"}
+FORMATS = {
+    "shardrt": "own",
+    "safetensors": "safetensors",
+}
 SYNONYMS = {"huggingface": "safetensors"}
 
 
