@@ -1,8 +1,8 @@
 """Reads pickles as data: what they name is looked up in a list, and nothing is imported or called.
 
-An interpreter of pickle's opcodes (protocols 0 to 5, PEP 307 and PEP 3154) builds tables, lists, tuples, text,
-numbers, and a Called for each object of an allowed class or function. Any other name is an error, as is what
-could take more memory than the bytes of the pickle justify.
+An interpreter of pickle's opcodes (protocols 0 to 5, PEP 307 and PEP 3154) builds tables, lists, tuples,
+text, numbers, and a Called for each object of an allowed class or function. Any other name is an error, as is
+what could take more memory than the bytes of the pickle justify.
 """
 
 import pickletools
@@ -225,7 +225,7 @@ def _is_key(value: Any) -> bool:
 
 
 def _check(value: Any) -> None:
-    """Refuse values that contain themselves, are nested deeper than DEPTH, or larger than LARGEST written out."""
+    """Refuse values that contain themselves, or have more levels than DEPTH or values than LARGEST."""
     sizes: dict[int, tuple[int, int]] = {}  # container -> (levels, values inside)
     open_ones: set[int] = set()
     todo = [(value, False)]

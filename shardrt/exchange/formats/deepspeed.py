@@ -2,8 +2,8 @@
 
 Read and written as DeepSpeed 0.19 does (runtime/engine.py, runtime/zero/stage_1_and_2.py, stage3.py, and
 utils/zero_to_fp32.py, which reads older ones too). Weights are the float32 master weights. In stages 1 and 2
-the parameters of an optimizer group lie one after the other, and each rank has an equal part of that; in stage
-3 each parameter is cut into equal parts, and a rank has one of each.
+the parameters of an optimizer group lie one after the other, and each rank has an equal part of that; in
+stage 3 each parameter is cut into equal parts, and a rank has one of each.
 """
 
 import re
@@ -32,6 +32,13 @@ from shardrt.untrusted import read_regular
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt")
 _LATEST = "latest"
+_CLASSES = (  # whose objects are in the files: of no use here but the address, which says where a slice lies
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "argparse.Namespace",
+)
 _MOMENTS = (FIRST_MOMENT, SECOND_MOMENT)
 # Of a file of the model's: what is read, or means nothing without DeepSpeed; the rest is the program's own.
 _KNOWN = {
@@ -70,11 +77,11 @@ def read(path: Path) -> Checkpoint:
     models, optimizers = _ranks(folder, _MODEL), _ranks(folder, _OPTIMIZER)
     if not models:
         raise BadCheckpoint(f"{folder}: the folder has no *_model_states.pt")
-    states = [_Table(file, open_torch(file)) for file in models]
+    states = [_Table(file, open_torch(file, _CLASSES)) for file in models]
     result = Checkpoint(path, {}, _training(states[0]))
     _add_buffers(states[0], result)
     if optimizers:
-        _add_partitions(states, [_Table(file, open_torch(file)) for file in optimizers], result)
+        _add_partitions(states, [_Table(file, open_torch(file, _CLASSES)) for file in optimizers], result)
     else:
         _add_whole(states[0], result)
     for name, source in states[0].table("shared_params").items():
