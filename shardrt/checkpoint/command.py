@@ -1,4 +1,4 @@
-"""`python -m shardrt ckpt`: list, verify, compare, thin out and export checkpoints.
+"""`python -m shardrt ckpt`: list, verify, compare, thin out, export and convert checkpoints.
 
 DIR is a run, a folder of checkpoints, or one checkpoint.
 """
@@ -6,6 +6,7 @@ DIR is a run, a folder of checkpoints, or one checkpoint.
 import argparse
 import sys
 from contextlib import ExitStack, closing
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from shardrt.checkpoint.rankfile import Reader
 from shardrt.checkpoint.store import MANIFEST, Store, is_here, read_manifest, verify
 from shardrt.comm import create, objects
 from shardrt.comm.differences import differing
-from shardrt.exchange import convert
 from shardrt.faults.lock import unused
 from shardrt.nn.extents import spans
 from shardrt.untrusted import Refused, say
@@ -80,7 +80,7 @@ def add_to(commands: Any) -> None:
             action.add_argument("others", metavar="OTHER", type=Path, nargs="*", help=message)
         if function is export:
             action.add_argument("file", metavar="FILE", type=Path, help="a name that does not exist yet")
-    convert.add_to(actions)
+    import_module("shardrt.exchange.convert").add_to(actions)  # which is built on this package
 
 
 def ls(options: argparse.Namespace) -> int:

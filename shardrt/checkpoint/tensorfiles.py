@@ -154,7 +154,7 @@ def plain_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
     found = {}
     for name in names:
         path = folder / name
-        leads_out = path.is_symlink() and path.resolve().parent != _blobs(folder)
+        leads_out = path.is_symlink() and _target(path).parent != _blobs(folder)
         if path.is_file() and not leads_out and path.stat().st_size <= LARGEST_JSON:
             found[name] = path.read_bytes()
     return found
@@ -337,13 +337,18 @@ def _inside(folder: Path, name: str) -> Path:
     path = folder / name
     if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
         raise ValueError(f"{folder / INDEX}: {name!r} is not a plain file name")
-    if path.is_symlink() and path.resolve().parent != _blobs(folder):
+    if path.is_symlink() and _target(path).parent != _blobs(folder):
         raise ValueError(
             f"{folder / INDEX}: {name!r} is a link that leads outside the blobs of a download cache"
         )
     if not path.exists():
         raise ValueError(f"{folder / INDEX}: the index names {name!r}, which does not exist")
     return path
+
+
+def _target(link: Path) -> Path:
+    """Where a link leads; unlike Path.resolve, also of links that lead to each other."""
+    return Path(os.path.realpath(link))
 
 
 def _blobs(folder: Path) -> Path | None:
