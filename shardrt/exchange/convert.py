@@ -31,6 +31,7 @@ __all__ = ["add_to", "convert"]
 
 _SECONDS = 5.0  # between lines of progress
 _STOPPED = 130  # the exit code after Ctrl-C
+_CHOICES = ("to", "source_format", "ranks", "dtype", "weights_only", "dialect", "family", "layout")
 _EXAMPLES = """examples:
   shardrt ckpt convert runs/NAME out --to safetensors --dtype bfloat16
   shardrt ckpt convert outputs/checkpoint/step-1000 runs/NAME --to shardrt --config config.json
@@ -62,6 +63,12 @@ def add_to(actions: Any) -> None:
     action.add_argument("--dialect", choices=tuple(names.DIALECTS), help="program whose names B gets")
     action.add_argument("--family", default="", metavar="NAME", help="kind of model, as llama")
     action.add_argument("--config", type=Path, metavar="FILE", help="config.json of the model, if A has none")
+    action.add_argument(
+        "--layout",
+        default="",
+        choices=("flat", "nested"),
+        help='tables of dcp: torchtitan\'s, or {"model", "optim"}; by the names without it',
+    )
     action.add_argument("--restart", action="store_true", help="remove what another conversion left of B")
 
 
@@ -103,7 +110,7 @@ def convert(options: argparse.Namespace) -> list[str]:
     checkpoint = _chosen(checkpoint, options)
     if not (writer.STATE or options.weights_only):
         checkpoint = _without_state(checkpoint, options.to)
-    plan: Plan = writer.files(checkpoint, Options(options.target, options.ranks))
+    plan: Plan = writer.files(checkpoint, Options(options.target, options.ranks, layout=options.layout))
     into = plan.target or options.target
     with _progress() as progress:
         identity = _identity(options, opened)
@@ -217,7 +224,16 @@ def _identity(options: argparse.Namespace, source: Checkpoint) -> dict[str, Any]
         "texts": [read_regular(path, 1 << 26).decode(errors="replace") if path else "" for path in tables],
         "options": {
             name: str(getattr(options, name))
-            for name in ("to", "source_format", "ranks", "dtype", "weights_only", "dialect", "family")
+            for name in (
+                "to",
+                "source_format",
+                "ranks",
+                "dtype",
+                "weights_only",
+                "dialect",
+                "family",
+                "layout",
+            )
         },
     }
 

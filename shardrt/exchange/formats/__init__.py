@@ -27,6 +27,7 @@ FORMATS = {
     "shardrt": "own",
     "peft": "peft",
     "safetensors": "safetensors",
+    "dcp": "dcp",
 }
 SYNONYMS = {"huggingface": "safetensors"}
 
@@ -41,11 +42,13 @@ class Options:
         target: the folder B.
         ranks: files, for formats that have a file for each rank.
         file_bytes: largest file, for formats that have as many as are needed.
+        layout: the tables of the files, for formats that have several; "" for that of the names' dialect.
     """
 
     target: Path
     ranks: int = 1
     file_bytes: int = 5_000_000_000
+    layout: str = ""
 
 
 @dataclass(frozen=True)
