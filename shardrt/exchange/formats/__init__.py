@@ -28,6 +28,7 @@ FORMATS = {
     "peft": "peft",
     "safetensors": "safetensors",
     "dcp": "dcp",
+    "deepspeed": "deepspeed",
 }
 SYNONYMS = {"huggingface": "safetensors"}
 

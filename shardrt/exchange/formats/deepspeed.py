@@ -29,6 +29,8 @@ from shardrt.exchange.torch_zip import open_torch
 from shardrt.exchange.unpickle import Called
 from shardrt.untrusted import read_regular
 
+DIALECT = ""
+STATE = True
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt")
 _LATEST = "latest"
