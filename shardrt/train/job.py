@@ -386,7 +386,9 @@ def resume(job: Job) -> tuple[int, list[str]]:
             job.run.discard()
         raise
     message = [f"resumed from step {step}" if step else "no checkpoint yet: from the beginning"]
-    if changed := changes(extra, job.origin) if step else []:
+    if step and "config" not in extra:
+        message.append("the checkpoint comes from another program: its settings are not compared with these")
+    elif changed := changes(extra, job.origin) if step else []:
         message.append(f"warning: not the run that was saved: {'; '.join(changed[:8])}")
     return step, message
 
