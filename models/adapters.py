@@ -77,7 +77,8 @@ def load_adapter(model: nn.Module, directory: str | Path) -> nn.Module:
 
     Raises:
         ValueError: in one line, for settings that change what LoRA computes (DoRA, several ranks in one
-            adapter), adapters that start as a part of the base (PiSSA, OLoRA), layers that this model has not, and damaged files.
+            adapter), adapters that start as a part of the base (PiSSA, OLoRA), layers that this
+            model has not, and damaged files.
         OSError: if the files can't be read.
     """
     directory = Path(directory)
