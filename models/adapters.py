@@ -51,7 +51,12 @@ _REQUIRED = {
     "trainable_token_indices": None,
     "target_parameters": None,
     "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "kasa_config": None,
 }
+# Starts of an adapter that leave the base as its files have it. With the others, as PiSSA or OLoRA, PEFT
+# computes with another base: what the start took out of it.
+_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 @dataclass(frozen=True)
@@ -72,13 +77,17 @@ def load_adapter(model: nn.Module, directory: str | Path) -> nn.Module:
 
     Raises:
         ValueError: in one line, for settings that change what LoRA computes (DoRA, several ranks in one
-            adapter), layers that this model has not, and damaged files.
+            adapter), adapters that start as a part of the base (PiSSA, OLoRA), layers that this
+            model has not, and damaged files.
         OSError: if the files can't be read.
     """
     directory = Path(directory)
     settings = Settings(directory / CONFIG, read_json(directory / CONFIG))
     for name, wanted in _REQUIRED.items():
+        if not wanted and settings.get(name) in ([], {}):  # axolotl says "nothing" so
+            continue
         settings.require(name, wanted)
+    settings.one_of("init_lora_weights", *_STARTS, default=True)
     rank, alpha = settings.size("r"), settings.number("lora_alpha", 8)
     scale = alpha / (sqrt(rank) if settings.flag("use_rslora") else rank)
     tensors = _by_layer(directory / WEIGHTS, open_file(directory / WEIGHTS))

@@ -224,6 +224,8 @@ def _messages(found: Any, name: str, place: str) -> list[dict]:
             )
         if (role := message.get("role")) not in ROLES:
             raise BadTokens(f"{where}: role must be one of {', '.join(ROLES)}, got {str(role)[:40]!r}")
+        if (weight := message.get("weight", 1)) not in (0, 1, None):
+            raise BadTokens(f"{where}: weight must be 0 or 1, got {str(weight)[:40]!r}")
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise BadTokens(f"{where}: content must be a text, got a {type(content).__name__}")

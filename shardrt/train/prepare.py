@@ -6,8 +6,12 @@ those of any token file, at every number of ranks, and a run resumes at any of t
 
 import fcntl
 import json
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +28,7 @@ __all__ = ["Preparation", "make_tokens", "prepared"]
 CACHE = ".tokens"  # in runs/
 BYTES = 256  # the vocabulary without a tokeniser
 _BATCH = 1 << 20  # bytes of text that are tokenised together
+_ABANDONED = 3600.0  # seconds without a write
 _FORMAT = 1  # of what is made; after a change all files are made again
 
 
@@ -66,8 +71,20 @@ def once(name: str, make: Callable[[Path], object]) -> Path:
     with open(out.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system gives it back when a process ends, however it ends
         if not out.exists():
+            _remove_unfinished(out)
             make(out)
     return out
+
+
+def _remove_unfinished(out: Path) -> None:
+    """Remove what processes that were killed have left of a file.
+
+    A lock may not reach other hosts, so a new file stays, but for one of this process's number.
+    """
+    for left in out.parent.glob(f".{escape(out.name)}.*.tmp"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED or left.suffixes[-2] == f".{os.getpid()}":
+                left.unlink()
 
 
 def make_tokens(out: Path, paths: Sequence[Path], how: Preparation) -> TokenFile:

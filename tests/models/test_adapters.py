@@ -177,6 +177,8 @@ WRONG = {
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "IA3": ({"peft_type": "IA3"}, "peft_type"),
     "dropout": ({"lora_dropout": 2}, "dropout"),
+    "a part of the base": ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' is not supported"),
+    "Kasa": ({"kasa_config": {"beta": 0.1}}, "kasa_config"),
     "no rank": ({"r": None}, "r must be an integer"),
 }
 
@@ -190,6 +192,15 @@ def test_settings_that_compute_something_else_are_refused_in_a_line(saved, tmp_p
     with pytest.raises(ValueError, match=message) as error:
         ours(tmp_path / "copy")
     assert "\n" not in str(error.value)
+
+
+def test_settings_that_are_empty_are_not_there(saved, tmp_path):
+    shutil.copytree(saved("llama")[0], tmp_path / "copy")
+    config = tmp_path / "copy" / "adapter" / CONFIG
+    empty = {"modules_to_save": [], "target_parameters": [], "init_lora_weights": None}
+    config.write_text(json.dumps(json.loads(config.read_text()) | empty))
+    wanted = their_logits(saved("llama")[1])
+    np.testing.assert_allclose(ours(tmp_path / "copy")(TOKENS).numpy(), wanted, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

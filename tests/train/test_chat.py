@@ -250,6 +250,10 @@ RECORDS = [
     ('{"messages": [{"role": "user", "content": 1}]}', "message 1: content must be a text, got a int"),
     ('{"messages": [{"role": "user", "content": "a"}]}', "no message of the assistant"),
     ('{"conversations": [{"from": "human"}]}', "message 1: content must be a text"),
+    (
+        '{"messages": [{"role": "assistant", "content": "a", "weight": "0"}]}',
+        "message 1: weight must be 0 or 1",
+    ),
     ('{"conversations": [1]}', "message 1: expected an object"),
     ('{"prompt": "a", "completion": [1]}', "prompt must be a list of messages"),
     ('{"prompt": "a"}', "got 'prompt'"),
