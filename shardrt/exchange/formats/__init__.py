@@ -26,6 +26,7 @@ __all__ = ["FORMATS", "Options", "Plan", "format_of", "module_of"]
 FORMATS = {
     "shardrt": "own",
     "safetensors": "safetensors",
+    "deepspeed": "deepspeed",
 }
 SYNONYMS = {"huggingface": "safetensors"}
 
@@ -39,11 +40,15 @@ class Options:
     Attributes:
         target: the folder B.
         ranks: files, for formats that have a file for each rank.
+        zero_stage: 1, 2 or 3, of DeepSpeed's ZeRO.
+        zero_dtype: "float32" or "bfloat16", in which DeepSpeed computes; its master weights are float32.
         file_bytes: largest file, for formats that have as many as are needed.
     """
 
     target: Path
     ranks: int = 1
+    zero_stage: int = 3
+    zero_dtype: str = "float32"
     file_bytes: int = 5_000_000_000
 
 
