@@ -106,7 +106,9 @@ def convert(options: argparse.Namespace) -> list[str]:
     checkpoint = _chosen(checkpoint, options)
     if not (writer.STATE or options.weights_only):
         checkpoint = _without_state(checkpoint, options.to)
-    plan: Plan = writer.files(checkpoint, Options(options.target, options.ranks, options.zero_stage, options.zero_dtype))
+    plan: Plan = writer.files(
+        checkpoint, Options(options.target, options.ranks, options.zero_stage, options.zero_dtype)
+    )
     into = plan.target or options.target
     with _progress() as progress:
         identity = _identity(options, opened)
@@ -211,7 +213,17 @@ def _identity(options: argparse.Namespace, source: Checkpoint) -> dict[str, Any]
         "texts": [read_regular(path, 1 << 26).decode(errors="replace") if path else "" for path in tables],
         "options": {
             name: str(getattr(options, name))
-            for name in ("to", "source_format", "ranks", "dtype", "weights_only", "dialect", "family", "zero_stage", "zero_dtype")
+            for name in (
+                "to",
+                "source_format",
+                "ranks",
+                "dtype",
+                "weights_only",
+                "dialect",
+                "family",
+                "zero_stage",
+                "zero_dtype",
+            )
         },
     }
 

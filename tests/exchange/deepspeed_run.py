@@ -36,7 +36,9 @@ class Net(torch.nn.Module):
 
 def data(step: int, rank: int) -> torch.Tensor:
     """The tokens of a step, without a random generator: other programs make the same."""
-    return torch.tensor([[(7 * step + 5 * rank + 3 * row + column * column) % 13 for column in range(5)] for row in range(2)])
+    return torch.tensor(
+        [[(7 * step + 5 * rank + 3 * row + column * column) % 13 for column in range(5)] for row in range(2)]
+    )
 
 
 def main() -> None:
@@ -108,7 +110,9 @@ def main() -> None:
 def keep(engine: deepspeed.DeepSpeedEngine, path: str, rank: int) -> None:
     """Write each parameter and its moments, as DeepSpeed gives them."""
     found = {}
-    if hasattr(engine.optimizer, "_link_all_hp_params"):  # stages 1 and 2 have the moments since the first step
+    if hasattr(
+        engine.optimizer, "_link_all_hp_params"
+    ):  # stages 1 and 2 have the moments since the first step
         for _, parameter in engine.module.named_parameters():
             parameter.__dict__.pop("_hp_mapping", None)
         engine.optimizer._link_all_hp_params()

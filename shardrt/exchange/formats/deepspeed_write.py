@@ -149,9 +149,7 @@ def _groups(
     named = [name for group in given for name in group["params"]]
     if sorted(named) != sorted(trained):
         values = ", ".join(f"{name} {value}" for name, value in _DEFAULTS.items())
-        left.append(
-            f"the optimizer's settings: not known, so one group has {values}; set them after loading"
-        )
+        left.append(f"the optimizer's settings: not known, so one group has {values}; set them after loading")
         given = [{**_DEFAULTS, "params": list(trained)}]
     steps, result = checkpoint.training.steps, []
     for group in given:
@@ -201,9 +199,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool | bytes)
 
 
-def _model(
-    layout: _Layout, checkpoint: Checkpoint, options: Options, rank: int, step: int
-) -> dict[str, Any]:
+def _model(layout: _Layout, checkpoint: Checkpoint, options: Options, rank: int, step: int) -> dict[str, Any]:
     """What a file of the model's holds: in stage 3 only buffers and parts of frozen parameters."""
     half = np.dtype(ml_dtypes.bfloat16) if options.zero_dtype == "bfloat16" else None
     stage3, module, fragments, shapes = options.zero_stage == 3, {}, {}, {}
@@ -225,7 +221,10 @@ def _model(
         "buffer_names": layout.buffers,
         "optimizer": None,
         "param_shapes": [
-            {name: Called("torch.Size", (tuple(group.tensors[PARAMETER, name].shape),)) for name in group.names}
+            {
+                name: Called("torch.Size", (tuple(group.tensors[PARAMETER, name].shape),))
+                for name in group.names
+            }
             for group in layout.groups
         ],
         "frozen_param_shapes": shapes if shapes or stage3 else None,
@@ -299,9 +298,7 @@ def _stage3(layout: _Layout, rank: int, options: Options) -> dict[str, Any]:
             kinds[kind] = _part(parts, 0, size, size)
         flat.append(kinds)
     moments = [{kind: kinds[kind] for kind in _KINDS[1:]} for kinds in flat]
-    scaler = Called(
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler", (), {"cur_scale": 1.0, "dynamic": False}
-    )
+    scaler = Called("deepspeed.runtime.fp16.loss_scaler.LossScaler", (), {"cur_scale": 1.0, "dynamic": False})
     return {
         "zero_stage": 3,
         "loss_scaler": scaler,
