@@ -110,12 +110,9 @@ def main() -> None:
 def keep(engine: deepspeed.DeepSpeedEngine, path: str, rank: int) -> None:
     """Write each parameter and its moments, as DeepSpeed gives them."""
     found = {}
-    if hasattr(
-        engine.optimizer, "_link_all_hp_params"
-    ):  # stages 1 and 2 have the moments since the first step
-        for _, parameter in engine.module.named_parameters():
-            parameter.__dict__.pop("_hp_mapping", None)
-        engine.optimizer._link_all_hp_params()
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):  # or stages 1 and 2 have no moments
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             if hasattr(parameter, "ds_id"):
