@@ -56,6 +56,15 @@ def add_to(actions: Any) -> None:
     action.add_argument("--from", dest="source_format", choices=formats, help="format of A")
     action.add_argument("--ranks", type=_ranks, default=1, metavar="N", help="ranks that B has files for (1)")
     action.add_argument(
+        "--zero-stage", type=int, choices=(1, 2, 3), default=3, help="stage of DeepSpeed's ZeRO (3)"
+    )
+    action.add_argument(
+        "--zero-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="type in which DeepSpeed computes: bfloat16 if its configuration enables bf16",
+    )
+    action.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="type of the weights; without it they keep theirs"
     )
     action.add_argument("--weights-only", action="store_true", help="leave the state of training out")
@@ -110,7 +119,14 @@ def convert(options: argparse.Namespace) -> list[str]:
     checkpoint = _chosen(checkpoint, options)
     if not (writer.STATE or options.weights_only):
         checkpoint = _without_state(checkpoint, options.to)
-    plan: Plan = writer.files(checkpoint, Options(options.target, options.ranks, layout=options.layout))
+    how = Options(
+        options.target,
+        options.ranks,
+        zero_stage=options.zero_stage,
+        zero_dtype=options.zero_dtype,
+        layout=options.layout,
+    )
+    plan: Plan = writer.files(checkpoint, how)
     into = plan.target or options.target
     with _progress() as progress:
         identity = _identity(options, opened)
@@ -233,6 +249,8 @@ def _identity(options: argparse.Namespace, source: Checkpoint) -> dict[str, Any]
                 "dialect",
                 "family",
                 "layout",
+                "zero_stage",
+                "zero_dtype",
             )
         },
     }
