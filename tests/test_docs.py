@@ -192,7 +192,7 @@ NOT_RUN = {
     r"hf download .*": "downloads",
     r"mpirun -hosts .* ckpt gather runs/NAME": "of hosts: tests/hosts/test_checkpoint.py",
     r"shardrt learn \d+ exercise_\d+\.py": "of a reader's file: tests/learn",
-    r"shardrt ckpt convert .*|mpirun .*--config titan\.toml.*": "of PyTorch's files: tests/exchange/test_page.py",
+    r"shardrt ckpt convert .*|mpirun .*--config titan\.toml.*": "tests/exchange/test_page.py",
     r".* simulate .*mine\.toml.*": "of a file that bench.machine has made: tests/bench/test_machine.py",
 }
 # What is there for benchmarks and tests of minutes: their options are read by their own parsers here, and

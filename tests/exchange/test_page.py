@@ -42,6 +42,20 @@ CONFIG = LlamaConfig(
     rope_theta=10000.0,
 )
 STEPS = 10
+# What the recipe of a run says: the settings of the optimizer, which a checkpoint has from there.
+RECIPE = {
+    "architecture": "llama",
+    "model": vars(CONFIG),
+    "steps": 100,
+    "optimizer": {
+        "name": "adamw",
+        "lr": 1e-3,
+        "min_lr": 1e-3,
+        "warmup_steps": 0,
+        "weight_decay": 0.1,
+        "betas": [0.9, 0.95],
+    },
+}
 
 
 def torch_trains(folder: Path, first: int, last: int) -> list[float]:
@@ -124,7 +138,7 @@ def shardrt_trains(folder: Path, last: int) -> list[float]:
 
     mesh = init_device_mesh("auto")
     model = wrap(Llama(CONFIG), by_class(Block), mesh=mesh)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = optim.AdamW(optim.decay_groups(model, 0.1), lr=1e-3, betas=(0.9, 0.95))
     manager = CheckpointManager(folder / "checkpoints", model, optimizer, mesh)
     first, _ = manager.restore()
     losses = []
@@ -134,7 +148,7 @@ def shardrt_trains(folder: Path, last: int) -> list[float]:
         loss.backward()
         lab.update(optimizer)
         losses.append(loss.item())
-    manager.save(last)
+    manager.save(last, {"config": RECIPE})
     means = mesh.communicator("control")
     return [sum(all_) / mesh.size for all_ in zip(*_gathered(means, losses), strict=True)]
 

@@ -98,7 +98,11 @@ def main(folder, first, last):
     for block in model.model.layers:
         fully_shard(block)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    decayed: list = [[], []]
+    for name, parameter in model.named_parameters():
+        decayed["norm" in name].append(parameter)
+    groups = [{"params": decayed[0], "weight_decay": 0.1}, {"params": decayed[1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
     if first:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
