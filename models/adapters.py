@@ -30,6 +30,7 @@ from .gpt import GPT
 from .hub import described
 from .llama import Llama
 
+LANGUAGE = (GPT, Llama)  # models whose adapters PEFT reads
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _KEY = re.compile(re.escape(_PREFIX) + r"(.+)\.lora_([AB])\.weight")
@@ -82,6 +83,7 @@ def load_adapter(model: nn.Module, directory: str | Path) -> nn.Module:
         OSError: if the files can't be read.
     """
     directory = Path(directory)
+    _check_kind("load_adapter", model)
     settings = Settings(directory / CONFIG, read_json(directory / CONFIG))
     for name, wanted in _REQUIRED.items():
         if not wanted and settings.get(name) in ([], {}):  # axolotl says "nothing" so
@@ -122,6 +124,7 @@ def save_adapter(model: nn.Module, directory: str | Path) -> None:
         CheckpointError: on every rank of a sharded model, where the folder is not empty or writing fails.
     """
     directory = Path(directory)
+    _check_kind("save_adapter", model)
     form, _ = described(model)
     layers = {path: module for path, module in model.named_modules() if is_adapted(module)}
     if not layers:
@@ -147,6 +150,12 @@ def save_adapter(model: nn.Module, directory: str | Path) -> None:
             error = failed
     if errors := failures(model, error):
         raise CheckpointError(f"{directory} was not written: {'; '.join(errors)}") from error
+
+
+def _check_kind(call: str, model: nn.Module) -> None:
+    """PEFT goes by names of modules: in transformers, only language models have those of the files."""
+    if not isinstance(model, LANGUAGE):
+        raise ValueError(f"{call}: only language models have adapters of PEFT, not a {type(model).__name__}")
 
 
 def _parts(model: nn.Module, form: Format) -> list[_Part]:
@@ -272,7 +281,7 @@ def _settings(
     origin = getattr(model, "origin", None)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if isinstance(model, GPT | Llama) else None,
+        "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(origin.directory) if origin else None,
         "r": rank,
         "lora_alpha": int(scale * rank) if float(scale * rank).is_integer() else scale * rank,

@@ -11,7 +11,7 @@ from shardrt.nn.lora import adapted_layers
 from shardrt.train.metrics import RunLog
 from shardrt.train.recipe import Recipe
 
-from .adapters import load_adapter, save_adapter
+from .adapters import LANGUAGE, load_adapter, save_adapter
 from .formats import FORMATS
 from .hub import described, kind_in, load_pretrained, save_pretrained
 
@@ -78,7 +78,7 @@ class PretrainedRecipe(Recipe):
         folder = _emptied(run, "pretrained")
         save_pretrained(model, folder or "", settings=settings, files=files)
         run.say(f"exported {folder}")
-        if adapted_layers(model):
+        if adapted_layers(model) and isinstance(model, LANGUAGE):
             folder = _emptied(run, "adapter")
             save_adapter(model, folder or "")
             run.say(f"exported {folder}")
