@@ -105,6 +105,7 @@ class LanguageRecipe(PretrainedRecipe):
 
         Makes those that were not made yet. Raises ValueError, OSError.
         """
+        self.check_origin()
         text, found = self.text, []
         how = Preparation(text.tokenizer, text.end, text.column, text.split)
         for given, source in zip(self.data, sources(self.data), strict=True):

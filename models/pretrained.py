@@ -46,11 +46,8 @@ class PretrainedRecipe(Recipe):
         """Whether shape and weights come from files."""
         return self.init_from is not None
 
-    def begun(self, config: Any, **changes: Any) -> nn.Module:
-        """A new model: of `config`, or that of init_from with `changes` to its own.
-
-        Raises ValueError for files of another kind, and for a model that `export` could not keep.
-        """
+    def check_origin(self) -> None:
+        """Raise ValueError unless init_from, if it is given, is a folder of this kind of model."""
         if self.pretrained and not (config_file := self.init_from / "config.json").exists():
             raise ValueError(
                 f"init_from: {config_file} is not there. It must be a local folder; to have one: "
@@ -60,6 +57,13 @@ class PretrainedRecipe(Recipe):
             raise ValueError(
                 f"init_from: {self.init_from} holds a {kind.__name__}; architecture is {self.ARCHITECTURE!r}"
             )
+
+    def begun(self, config: Any, **changes: Any) -> nn.Module:
+        """A new model: of `config`, or that of init_from with `changes` to its own.
+
+        Raises ValueError for files of another kind, and for a model that `export` could not keep.
+        """
+        self.check_origin()
         model = load_pretrained(self.init_from, **changes) if self.pretrained else self.NETWORK(config)
         if self.lora.adapter is not None:
             load_adapter(model, self.lora.adapter)
