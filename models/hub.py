@@ -15,7 +15,15 @@ import numpy as np
 from shardrt import device, nn
 from shardrt.checkpoint import CheckpointError
 from shardrt.checkpoint.state import failures, gathered
-from shardrt.checkpoint.tensorfiles import FolderWriter, StoredTensor, open_folder, plain_files, read_json
+from shardrt.checkpoint.tensorfiles import (
+    BESIDE,
+    TOKENIZER_FILES,
+    FolderWriter,
+    StoredTensor,
+    open_folder,
+    plain_files,
+    read_json,
+)
 from shardrt.nn.extents import Extent, Extents
 from shardrt.nn.lora import adapted_layers
 from shardrt.nn.overlaps import within
@@ -27,16 +35,6 @@ from .formats import FORMATS, Format, Stored
 Array = Any
 GENERATION = "generation_config.json"
 PREPROCESSOR = "preprocessor_config.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
 # Of the files that a model is from: said otherwise in what is written, or of files that do not go along.
 _UNTRUE = ("torch_dtype", "num_labels", "auto_map", "quantization_config")
 
@@ -104,7 +102,7 @@ def ends_in(directory: str | Path) -> list[int]:
 
 def side_files(directory: Path, names: Iterable[str] = ()) -> dict[str, bytes]:
     """Name -> content of what lies beside weights and config.json and is not made here, or of `names`."""
-    return plain_files(directory, names or (*TOKENIZER_FILES, GENERATION, PREPROCESSOR))
+    return plain_files(directory, names or BESIDE)
 
 
 def kind_in(directory: str | Path) -> type[nn.Module]:

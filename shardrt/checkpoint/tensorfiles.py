@@ -22,9 +22,29 @@ from shardrt.checkpoint.disk import Disk
 from shardrt.nn.extents import Extent
 from shardrt.untrusted import read_regular, strict_json
 
-__all__ = ["FolderWriter", "StoredTensor", "open_file", "open_folder", "plain_files", "read_json"]
+__all__ = [
+    "BESIDE",
+    "TOKENIZER_FILES",
+    "FolderWriter",
+    "StoredTensor",
+    "open_file",
+    "open_folder",
+    "plain_files",
+    "read_json",
+]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+BESIDE = (*TOKENIZER_FILES, "generation_config.json", "preprocessor_config.json")  # small files that go along
 BLOCK = 4 << 20  # bytes that are read, and converted, at a time
 LARGEST_JSON = 64 << 20  # bytes
 _ITEM = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2}  # types that a parameter can be read from

@@ -6,23 +6,16 @@ file that crashes it, or takes all memory, is one line. JSON lines need no packa
 
 import gzip
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from re import fullmatch
 from typing import Any
-from weakref import finalize
 
 from shardrt.train import records_process
-from shardrt.train.tokenizer_process import receive, send
+from shardrt.train.reader_process import ReaderProcess
 from shardrt.untrusted import Refused, open_regular, printable, read_regular, strict_json
 
 __all__ = ["BadRecords", "Place", "Records", "has_records", "record_files", "records"]
@@ -30,6 +23,8 @@ __all__ = ["BadRecords", "Place", "Records", "has_records", "record_files", "rec
 LINE = 64 << 20  # bytes of one line of JSON
 FILES = 100_000  # of a folder
 _STATE = 64 << 20  # bytes of a dataset's state.json
+# The system's allocator reserves no more than is used, which a limit would count.
+_ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _TABLES = (".parquet", ".arrow", ".feather")
 _SPLITS = "train|validation|valid|val|dev|test|eval"
@@ -108,7 +103,7 @@ class Records(Iterator[dict[str, Any]]):
         self.columns = None if columns is None else list(dict.fromkeys(columns))
         self.place = start
         self.part = 0.0  # of the files that is read, from 0 to 1
-        self._process: _Process | None = None
+        self._process: ReaderProcess | None = None
         self._sizes = [file.stat().st_size for file in self.files]
         self._rows = self._read()
 
@@ -186,7 +181,7 @@ class Records(Iterator[dict[str, Any]]):
         open_regular(path).close()
         if find_spec("pyarrow") is None:
             raise BadRecords(f"{path}: reading it needs the package pyarrow: pip install 'shardrt[data]'")
-        self._process = self._process or _Process()
+        self._process = self._process or ReaderProcess(records_process.__file__, _ENVIRONMENT)
         place = self.place
         where = {"at": place.at, "skip": place.skip}
         request = {"do": "open", "path": str(path.absolute()), "columns": self.columns, **where}
@@ -205,59 +200,11 @@ class Records(Iterator[dict[str, Any]]):
     def _ask(self, request: dict[str, Any], path: Path, row: int) -> tuple[dict[str, Any], bytes]:
         answer = self._process.ask(request)
         if answer is None:
-            ended, self._process = self._process.last_words(), None
+            ended, self._process = self._process.last_words(records_process.SECONDS, slice(-1, None)), None
             raise BadRecords(f"{path}, from row {row}: pyarrow crashed on this file ({printable(ended)})")
         if "error" in answer[0]:
             raise BadRecords(f"{path}, from row {row}: {printable(answer[0]['error'])}")
         return answer
-
-
-class _Process:
-    """One of records_process.py, until it is ended or forgotten."""
-
-    def __init__(self) -> None:
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
-        command = [sys.executable, "-P", records_process.__file__]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._complaints}
-        self._child = subprocess.Popen(command, **pipes, env=_environment())
-        self.end = finalize(self, _end, self._child)
-
-    def ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes] | None:
-        """The two parts of its answer; None if it gives none."""
-        try:
-            send(self._child.stdin, json.dumps(request).encode())
-            self._child.stdin.flush()
-        except BrokenPipeError:
-            return None
-        answer = receive(self._child.stdout), receive(self._child.stdout)
-        return None if None in answer else (json.loads(answer[0]), answer[1])
-
-    def last_words(self) -> str:
-        """How it ended."""
-        self.end()
-        code = self._child.returncode
-        if code == -signal.SIGPROF:
-            return f"it took more than {records_process.SECONDS} s"
-        ended = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        self._complaints.seek(0)
-        lines = [line.strip() for line in self._complaints.read(1 << 20).decode(errors="replace").split("\n")]
-        return ": ".join([ended, *[line for line in lines if line][-1:]])[:300]
-
-
-def _environment() -> dict[str, str]:
-    # The system's allocator reserves no more than is used, which a limit would count.
-    return {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
-
-
-def _end(child: subprocess.Popen) -> None:
-    with suppress(BrokenPipeError):  # a request that a dead one never read
-        child.stdin.close()
-    try:
-        child.wait(0.2)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-    child.stdout.close()
 
 
 def _walk(path: Path) -> list[Path]:

@@ -105,7 +105,7 @@ def tracked(folder, names, *, resumed=False, step=0):
     return run
 
 
-def told(folder, names, *, resumed=False, step=0, losses=(5.0, 4.0, 3.0)):
+def delivered(folder, names, *, resumed=False, step=0, losses=(5.0, 4.0, 3.0)):
     """A run of a few steps from its start to its end."""
     with closing(tracked(folder, names, resumed=resumed, step=step)) as run:
         for number, loss in enumerate(losses, start=step + 1):
@@ -120,7 +120,7 @@ def notes(folder):
 
 
 def test_a_tracker_gets_settings_all_numbers_and_the_status(tmp_path, capfd):
-    told(tmp_path / "a", ["own_trackers:Notes"], losses=(5.0,))
+    delivered(tmp_path / "a", ["own_trackers:Notes"], losses=(5.0,))
     numbers = {f"train/{name}": value for name, value in STEP.items() if name != "step"}
     without_loss = {name: value for name, value in numbers.items() if name != "train/loss"}
     assert notes(tmp_path / "a") == [
@@ -223,7 +223,7 @@ def test_a_slow_tracker_takes_no_time_and_its_records_are_dropped_and_counted(tm
 
 
 def test_a_class_that_is_not_there_is_one_warning(tmp_path, capfd):
-    told(tmp_path / "a", ["own_trackers:Nothing"])
+    delivered(tmp_path / "a", ["own_trackers:Nothing"])
     lines = capfd.readouterr().out.splitlines()
     assert len(lines) == 2
     assert lines[0].startswith(
@@ -234,7 +234,7 @@ def test_a_class_that_is_not_there_is_one_warning(tmp_path, capfd):
 
 def test_a_process_that_cannot_be_started_is_one_warning(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
-    told(tmp_path / "a", ["own_trackers:Notes"])
+    delivered(tmp_path / "a", ["own_trackers:Notes"])
     assert capfd.readouterr().out == (
         "warning: tracker own_trackers:Notes: could not start: No such file or directory\n"
         "warning: tracker own_trackers:Notes: 5 of 5 records are not there\n"
@@ -279,8 +279,8 @@ def test_tensorboard_reads_the_same_curves_also_of_a_run_that_was_resumed(tmp_pa
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    told(tmp_path / "a", ["tensorboard"])
-    told(tmp_path / "a", ["tensorboard"], resumed=True, step=2, losses=(1.5,))
+    delivered(tmp_path / "a", ["tensorboard"])
+    delivered(tmp_path / "a", ["tensorboard"], resumed=True, step=2, losses=(1.5,))
     events = EventAccumulator(str(tmp_path / "a" / "tensorboard"))
     events.Reload()
     curves = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
@@ -299,8 +299,8 @@ def test_mlflow_has_one_run_with_all_values_also_of_a_run_that_was_resumed(tmp_p
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     monkeypatch.setattr(delivery, "PATIENCE", 60.0)
-    told(tmp_path / "a", ["mlflow"])
-    told(tmp_path / "a", ["mlflow"], resumed=True, step=3, losses=(1.5,))
+    delivered(tmp_path / "a", ["mlflow"])
+    delivered(tmp_path / "a", ["mlflow"], resumed=True, step=3, losses=(1.5,))
     assert capfd.readouterr().out == ""
     client = MlflowClient()
     experiment = client.get_experiment_by_name("shardrt").experiment_id
@@ -322,7 +322,7 @@ def test_a_dead_server_of_mlflow_holds_up_nothing(tmp_path, monkeypatch, capfd, 
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{listening.getsockname()[1]}")
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         monkeypatch.setattr(delivery, "PATIENCE", 60.0 if server == "refuses" else 3.0)
-        told(tmp_path / "a", ["mlflow"])
+        delivered(tmp_path / "a", ["mlflow"])
     first, last = capfd.readouterr().out.splitlines()
     if server == "refuses":
         assert first.startswith("warning: tracker mlflow: start: MlflowException: API request to")
@@ -335,8 +335,8 @@ def test_a_dead_server_of_mlflow_holds_up_nothing(tmp_path, monkeypatch, capfd, 
 def test_trackio_has_one_run_with_all_values_also_of_a_run_that_was_resumed(tmp_path, monkeypatch, capfd):
     pytest.importorskip("trackio")
     monkeypatch.setattr(delivery, "PATIENCE", 60.0)
-    told(tmp_path / "a", ["trackio"])
-    told(tmp_path / "a", ["trackio"], resumed=True, step=3, losses=(1.5,))
+    delivered(tmp_path / "a", ["trackio"])
+    delivered(tmp_path / "a", ["trackio"], resumed=True, step=3, losses=(1.5,))
     assert capfd.readouterr().out == ""
     program = (
         "import json, trackio\nfrom trackio.sqlite_storage import SQLiteStorage\n"
@@ -355,8 +355,8 @@ def test_trackio_has_one_run_with_all_values_also_of_a_run_that_was_resumed(tmp_
 def test_wandb_has_one_id_and_all_values_offline_also_of_a_run_that_was_resumed(tmp_path, monkeypatch, capfd):
     pytest.importorskip("wandb")
     monkeypatch.setattr(delivery, "PATIENCE", 60.0)
-    told(tmp_path / "a", ["wandb"])
-    told(tmp_path / "a", ["wandb"], resumed=True, step=3, losses=(1.5,))
+    delivered(tmp_path / "a", ["wandb"])
+    delivered(tmp_path / "a", ["wandb"], resumed=True, step=3, losses=(1.5,))
     assert capfd.readouterr().out == ""
     files = sorted((tmp_path / "a" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2

@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 
 from shardrt.checkpoint.manifest import DTYPES
-from shardrt.checkpoint.tensorfiles import INDEX, SINGLE, StoredTensor, open_folder, plain_files, read_json
+from shardrt.checkpoint.tensorfiles import (
+    BESIDE,
+    INDEX,
+    SINGLE,
+    StoredTensor,
+    open_folder,
+    plain_files,
+    read_json,
+)
 from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint, Checkpoint, Tensor
 from shardrt.exchange.formats import Options, Plan
 from shardrt.exchange.output import Elements, File
@@ -20,18 +28,6 @@ from shardrt.untrusted import Refused
 
 DIALECT, STATE = "huggingface", False
 CONFIG = "config.json"
-BESIDE = (  # small files that go along
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "generation_config.json",
-    "preprocessor_config.json",
-)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {"bfloat16": "BF16"}
 
 
