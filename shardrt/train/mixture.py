@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.train.data import Corpus
-from shardrt.train.filearray import FileArray
+from shardrt.train.filearray import FileArray, Sliced
 
 __all__ = ["Mixture", "Source", "schedule", "sources"]
 
@@ -196,10 +196,8 @@ def mixed(parts: Sequence[Corpus], weights: Sequence[Fraction | None]) -> Mixtur
     )
 
 
-class Joined:
+class Joined(Sliced):
     """Arrays one after the other, as one; a slice is a view, and np.asarray reads it, as FileArray's."""
-
-    ndim = 1
 
     def __init__(self, arrays: Sequence[np.ndarray | FileArray]) -> None:
         self._arrays = list(arrays)
@@ -207,21 +205,11 @@ class Joined:
         self.size = sum(array.size for array in arrays)
         self.dtype = np.result_type(*(array.dtype for array in arrays))
 
-    @property
-    def shape(self) -> tuple[int]:
-        """The shape, (size,)."""
-        return (self.size,)
+    def __str__(self) -> str:
+        return "several sources"
 
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int | slice) -> Any:
-        """An element, or a view of a slice without a step."""
-        if not isinstance(index, slice):
-            return np.asarray(self[range(self.size)[index] :][:1])[0]
-        start, stop, step = index.indices(self.size)
-        if step != 1:
-            raise ValueError(f"a slice of several sources must have step 1, got {step}")
+    def cut(self, start: int, stop: int) -> Any:
+        """As Sliced."""
         taken, number = [], int(np.searchsorted(self._begins, start, side="right")) - 1
         while start < stop:
             array, begin = self._arrays[number], int(self._begins[number])
