@@ -196,25 +196,34 @@ def _add_whole(state: _Table, result: Checkpoint) -> None:
 
 
 def _add_numbered(state: _Table, result: Checkpoint) -> bool:
-    """Add the state of PyTorch's optimizer, if it has one group, of all parameters, in the module's order."""
-    optimizer = state.inside("optimizer")
-    if "optimizer_state_dict" in optimizer.values:  # with 16-bit weights, around the optimizer's own
-        optimizer = optimizer.inside("optimizer_state_dict")
+    """Add the state of PyTorch's optimizer, if it has one group, of all parameters, in the module's order.
+
+    With 16-bit weights the float32 master weights are there too, and the count of updates is one too large:
+    DeepSpeed makes its moments by an update without gradients (runtime/fp16/unfused_optimizer.py), and then
+    corrects their bias by that count. So the count stays as it is.
+    """
+    outer = optimizer = state.inside("optimizer")
+    if "optimizer_state_dict" in outer.values:
+        optimizer = outer.inside("optimizer_state_dict")
     found, groups = optimizer.table("state"), optimizer.list("param_groups")
     buffers = {name for name in state.list("buffer_names") if isinstance(name, str)}
     names = [name for name in state.table("module") if name not in buffers]
     if len(groups) != 1 or set(found) != set(range(len(names))):
         return False
+    masters = outer.list("fp32_groups")
+    masters = masters[0] if masters and isinstance(masters[0], list) else []
     held = [_Table(f"{optimizer.where}: state", found[number]) for number in range(len(names))]
     moments = [
         {kind: _tensor(of, kind, of.values[kind]) for kind in _MOMENTS if kind in of.values} for of in held
     ]
+    for kinds, master in zip(moments, masters, strict=False):
+        kinds[PARAMETER] = _tensor(outer, "fp32_groups", master)
     shapes = [result.tensors[PARAMETER, name].shape for name in names]
     if any(kind.shape != shape for of, shape in zip(moments, shapes, strict=True) for kind in of.values()):
         return False
     for name, of, kinds in zip(names, held, moments, strict=True):
         result.tensors |= {(kind, name): tensor for kind, tensor in kinds.items()}
-        if kinds:
+        if FIRST_MOMENT in kinds:
             result.training.steps[name] = _count(of, of.values.get("step", 0))
     settings = _Table(f"{optimizer.where}: param_groups", groups[0]).values
     result.training.groups.append({**settings, "params": names})
