@@ -5,6 +5,10 @@
 makes them again, where DeepSpeed is installed: deepspeed_run.py trains three steps on 2 ranks with each of
 CASES. A zip of deepspeed/ has the folder and truth.npz, with the weights, moments and counts of the loaded
 engine (safe_get_full_fp32_param, safe_get_full_optimizer_state), and as fp32/NAME what zero_to_fp32.py gives.
+
+With round_robin_gradients and without alignment the engine's addresses are those of another order than its
+flat tensors have (stage_1_and_2.py, _link_all_hp_params): zero_to_fp32.py alone is right, and the moments are
+those of the same run without it.
 """
 
 import os
@@ -16,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-HELD = Path(__file__).with_name("deepspeed")
+HELD = Path(__file__).parent / "fixtures" / "deepspeed"
 RUN = Path(__file__).with_name("deepspeed_run.py")
 TRUTH = "truth.npz"
 CASES = {
@@ -24,6 +28,13 @@ CASES = {
     "zero2-bf16-frozen": ("--stage", "2", "--dtype", "bf16", "--frozen"),
     "zero3-tied": ("--stage", "3", "--tied", "--zero", '{"sub_group_size": 100}'),
     "zero3-frozen": ("--stage", "3", "--frozen"),
+    "zero2-aligned": (
+        "--stage",
+        "2",
+        "--zero",
+        '{"round_robin_gradients": true, "parameter_alignment": true}',
+    ),
+    "zero2-round-robin": ("--stage", "2", "--zero", '{"round_robin_gradients": true}'),
     "zero0-bf16": ("--stage", "0", "--dtype", "bf16", "--one-group"),
 }
 
@@ -48,10 +59,13 @@ def launch(*words: str | Path) -> None:
 
 def main() -> None:
     """Make all zips."""
-    HELD.mkdir(exist_ok=True)
+    HELD.mkdir(parents=True, exist_ok=True)
     for case, words in CASES.items():
         with tempfile.TemporaryDirectory() as scratch:
             launch(*words, "--save", scratch, "--truth", Path(scratch, TRUTH))
+            if case == "zero2-round-robin":
+                with tempfile.TemporaryDirectory() as other:
+                    launch("--stage", "2", "--save", other, "--truth", Path(scratch, TRUTH))
             files = [path for path in sorted(Path(scratch).rglob("*")) if path.suffix in (".pt", ".npz", "")]
             with zipfile.ZipFile(HELD / f"{case}.zip", "w", zipfile.ZIP_DEFLATED) as held:
                 for path in files:

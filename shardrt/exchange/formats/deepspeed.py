@@ -27,7 +27,6 @@ from shardrt.exchange.checkpoint import (
 )
 from shardrt.exchange.formats.deepspeed_write import files
 from shardrt.exchange.torch_zip import open_torch
-from shardrt.exchange.unpickle import Called
 from shardrt.untrusted import read_regular
 
 __all__ = ["DIALECT", "STATE", "files", "read", "recognises"]
@@ -36,7 +35,10 @@ DIALECT, STATE = "", True
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt")
 _LATEST = "latest"
-_CLASSES = (  # whose objects are in the files: of no use here but the address, which says where a slice lies
+_PARTITIONS = "single_partition_of_fp32_groups"
+_FLAT = "fp32_flat_groups"
+_ALIGNED = 2  # elements: a flat group of stages 1 and 2 is padded to a multiple of this times the ranks
+_CLASSES = (  # whose objects are in the files: of no use here
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -234,11 +236,8 @@ def _add_partitions(states: list[_Table], files: list[_Table], result: Checkpoin
     """Stages 1 to 3: weights and optimizer state of each parameter, from the parts of all ranks."""
     optimizers = [file.inside("optimizer_state_dict") for file in files]
     shapes = [_shapes(states[0], group) for group in states[0].list("param_shapes")]
-    world = optimizers[0].values.get("partition_count")
-    world = max(world, default=0) if isinstance(world, list) else world
-    if world != len(files):
-        raise BadCheckpoint(f"{files[0].where}: it is one of {world!r} ranks' files, {len(files)} are here")
     ranks = [_Rank.of(optimizer) for optimizer in optimizers]
+    _check_together(ranks, len(shapes))
     fragments = _equal_parts if ranks[0].stage == 3 else _slices
     for name, shape, pieces in fragments(ranks, shapes):
         _add_parameter(result, ranks, name, shape, pieces)
@@ -246,6 +245,24 @@ def _add_partitions(states: list[_Table], files: list[_Table], result: Checkpoin
         parts = [_tensor(state, name, state.table("frozen_param_fragments").get(name)) for state in states]
         _add(result, PARAMETER, name, shape, [(part, 0, prod(part.shape)) for part in parts], states[0].where)
     _add_groups(ranks[0], shapes, result)
+
+
+def _check_together(ranks: list["_Rank"], groups: int) -> None:
+    """Refuse files of several runs, or of several steps of one, in a folder."""
+    first = ranks[0]
+    if first.stage < 3 and len(first.groups) != groups:
+        raise BadCheckpoint(f"{first.where}: it has {len(first.groups)} groups, and param_shapes {groups}")
+    for rank in ranks:
+        worlds = rank.optimizer.values.get("partition_count")  # of each group; experts have fewer ranks
+        worlds = worlds if isinstance(worlds, list) else [worlds]
+        if any(world != len(ranks) for world in worlds):
+            raise BadCheckpoint(
+                f"{rank.where}: it is one of {str(worlds)[:80]} ranks' files, {len(ranks)} are here"
+            )
+        if (rank.stage, len(rank.groups)) != (first.stage, len(first.groups)):
+            raise BadCheckpoint(f"{rank.where}: it has other groups than rank 0")
+        if rank.steps != first.steps:
+            raise BadCheckpoint(f"{rank.where}: it is of step {rank.steps}, rank 0 of step {first.steps}")
 
 
 def _add_groups(rank: "_Rank", shapes: list[dict[str, tuple[int, ...]]], result: Checkpoint) -> None:
@@ -278,8 +295,8 @@ class _Rank:
 
     @classmethod
     def of(cls, optimizer: _Table) -> "_Rank":
-        stage = 3 if "fp32_flat_groups" in optimizer.values else 2
-        name = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        stage = 3 if _FLAT in optimizer.values else 2
+        name = _FLAT if stage == 3 else _PARTITIONS
         weights = optimizer.list(name)
         if not weights:
             raise optimizer.bad(
@@ -305,47 +322,43 @@ class _Rank:
 
 
 def _slices(ranks: list[_Rank], shapes: list[dict]) -> Iterator[tuple[str, tuple[int, ...], list[Piece]]]:
-    """Stages 1 and 2: (name, shape, pieces), as each rank says which part of a parameter lies where.
+    """Stages 1 and 2: (name, shape, pieces): parameters lie one after the other over the ranks.
 
-    Files of DeepSpeed before 0.8 do not say: there parameters lie one after the other.
+    The files also have an address of each piece (param_slice_mappings), which is not read: with
+    round_robin_gradients DeepSpeed 0.19 writes those of another order than its flat tensors have.
     """
     for group, names in enumerate(shapes):
-        said = [_addresses(rank, group) for rank in ranks]
-        if not any(said):
-            said = _addresses_in_order(ranks, group, names)
-        for name, shape in names.items():
-            pieces = [(r, group, *here[name]) for r, here in enumerate(said) if name in here]
+        paddings = _paddings(ranks[0], group, len(names))
+        begin, each = 0, ranks[0].elements(group)  # only the last ranks may have less, without padding
+        for (name, shape), padding in zip(names.items(), paddings, strict=True):
+            end, pieces = begin + prod(shape), []
+            for rank in range(begin // max(each, 1), min(len(ranks), -(-end // max(each, 1)))):
+                start, stop = max(begin, rank * each), min(end, rank * each + each)
+                if start < stop:
+                    pieces.append((rank, group, start - rank * each, stop - start))
             yield name, shape, pieces
+            begin = end + padding
+        left = sum(rank.elements(group) for rank in ranks) - begin
+        if not -1 < left < _ALIGNED * len(ranks):
+            raise ranks[0].optimizer.bad(
+                _PARTITIONS, f"has {left} elements of group {group} more than the parameters in param_shapes"
+            )
 
 
-def _addresses(rank: _Rank, group: int) -> dict[str, tuple[int, int]]:
-    """Name -> (first element, elements) of what a rank has of each parameter."""
-    mappings = rank.optimizer.list("param_slice_mappings")
-    if group >= len(mappings):
-        return {}
-    found = {}
-    for name, address in _Table(rank.where, mappings[group]).values.items():
-        fields = address.state if isinstance(address, Called) and isinstance(address.state, dict) else {}
-        start, count = fields.get("start"), fields.get("numel")
-        if type(start) is not int or type(count) is not int or not 0 <= start <= start + count <= 1 << 62:
-            raise rank.optimizer.bad("param_slice_mappings", f"has no place for {name!r}")
-        found[name] = (start, count)
+def _paddings(rank: _Rank, group: int, parameters: int) -> list[int]:
+    """Elements behind each parameter of a group that belong to none (parameter_alignment)."""
+    name = "param_alignment_paddings"
+    paddings = rank.optimizer.list(name)
+    if not paddings:
+        return [0] * parameters
+    found = paddings[group] if group < len(paddings) else None
+    if not isinstance(found, list) or len(found) != parameters or not all(map(_is_small, found)):
+        raise rank.optimizer.bad(name, f"must have {parameters} natural numbers for group {group}")
     return found
 
 
-def _addresses_in_order(
-    ranks: list[_Rank], group: int, names: dict[str, tuple[int, ...]]
-) -> list[dict[str, tuple[int, int]]]:
-    """The same for parameters that lie one after the other over the ranks."""
-    found: list[dict[str, tuple[int, int]]] = [{} for _ in ranks]
-    begin, each = 0, ranks[0].elements(group)  # only the last ranks may have less, without padding
-    for name, shape in names.items():
-        end = begin + prod(shape)
-        for rank in range(begin // max(each, 1), min(len(ranks), -(-end // max(each, 1)))):
-            start, stop = max(begin, rank * each), min(end, rank * each + each)
-            found[rank][name] = (start - rank * each, stop - start)
-        begin = end
-    return found
+def _is_small(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 20
 
 
 def _equal_parts(
@@ -355,15 +368,18 @@ def _equal_parts(
 
     Parameters lie one after the other over all flat groups, and none lies in two.
     """
-    group, begin = 0, 0
+    group, begin, groups = 0, 0, len(ranks[0].groups)
     for name, shape in (item for names in shapes for item in names.items()):
         size = prod(shape)
         each = -(-size // len(ranks))
-        while group < len(ranks[0].groups) - 1 and begin >= ranks[0].elements(group):
-            group, begin = group + 1, 0
+        while group < groups - 1 and begin >= ranks[0].elements(group):
+            group, begin = group + 1, begin - ranks[0].elements(group)
         counts = [max(0, min(each, size - each * rank)) for rank in range(len(ranks))]
         yield name, shape, [(rank, group, begin, count) for rank, count in enumerate(counts) if count]
         begin += each
+    left = sum(map(ranks[0].elements, range(group, groups))) - begin
+    if left:
+        raise ranks[0].optimizer.bad(_FLAT, f"has {left} elements more than the parameters in param_shapes")
 
 
 def _add_parameter(
