@@ -306,12 +306,14 @@ class _Rank:
         found = base if isinstance(base, list) else _Table(optimizer.where, base).table("state")
         settings = [] if isinstance(base, list) else _Table(optimizer.where, base).list("param_groups")
         groups, steps = [], []
+        found = dict(enumerate(found)) if isinstance(found, list) else found
         for number, flat in enumerate(weights):
-            state = found[number] if isinstance(found, list) and number < len(found) else {}
-            state = found.get(number, {}) if isinstance(found, dict) else state
-            moments = {kind: _tensor(optimizer, kind, state[kind]) for kind in _MOMENTS if kind in state}
+            state = _Table(f"{optimizer.where}: state", found.get(number, {}))
+            moments = {
+                kind: _tensor(state, kind, state.values[kind]) for kind in _MOMENTS if kind in state.values
+            }
             groups.append({PARAMETER: _tensor(optimizer, name, flat)} | moments)
-            steps.append(_count(optimizer, state.get("step", 0)))
+            steps.append(_count(state, state.values.get("step", 0)))
         return cls(
             optimizer.where, stage, groups, steps, [g for g in settings if isinstance(g, dict)], optimizer
         )
@@ -390,7 +392,7 @@ def _add_parameter(
         if all(kind in ranks[rank].groups[group] for rank, group, _, _ in pieces):
             parts = [(ranks[rank].groups[group][kind], start, count) for rank, group, start, count in pieces]
             _add(result, kind, name, shape, parts, ranks[0].where)
-    if (FIRST_MOMENT, name) in result.tensors:
+    if pieces and (FIRST_MOMENT, name) in result.tensors:  # a parameter without elements has no pieces
         rank, group, *_ = pieces[0]
         result.training.steps[name] = ranks[rank].steps[group]
 
