@@ -80,7 +80,7 @@ def backward(
 
 
 def _fused(window: int | None, starts: Array | None, offsets: tuple[int, ...]) -> Any:
-    """Give cuDNN's attention where that is at hand; reference kernels have windows of documents and chunks."""
+    """Give cuDNN's attention, if at hand; reference kernels have windows of documents and of chunks."""
     return backend().attention() if window is None or (starts is None and offsets == (0,)) else None
 
 

@@ -148,7 +148,7 @@ class Graph:
             how["offsets"] = (keys - queries,)
         backend = self.cudnn.backend_version()
         self.unsupported = unsupported(kind, aligned, queries, keys, backend) or (
-            "" if window is None else window_unsupported(window, aligned, queries, keys, backend)
+            "" if window is None else window_unsupported(kind, window, aligned, queries, keys, backend)
         )
 
         def compute(arrays):
@@ -285,11 +285,11 @@ def unsupported(kind, aligned, queries, keys, backend):
     return ""
 
 
-def window_unsupported(window, aligned, queries, keys, backend):
+def window_unsupported(kind, window, aligned, queries, keys, backend):
     """As `unsupported`, of a left bound; before 9.2 cuDNN itself has no engine."""
     if backend < 90200:
         return "no engine"
-    if window <= 0:
+    if window <= 0 and (kind == "backward" or backend < 91000):
         return "Left bound (Sliding window length) should be greater than or equals to zero when set."
     if queries > keys:
         return "Sliding window attention is only supported with max_s_q <= max_s_kv."

@@ -20,6 +20,7 @@ from shardrt.kernels.cuda._cudnn_attention import (
 )
 from shardrt.kernels.cuda._cudnn_conv2d import _NEVER_IN_FLOAT32, CuDNNConv2d
 from tests.cuda import fake_cudnn
+from tests.cuda.test_cudnn import played
 
 real = pytest.importorskip("cudnn")
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -101,6 +102,25 @@ def test_attention_is_built_where_the_versions_are_said_to_fit(described, mask, 
         else:
             with pytest.warns(UserWarning, match="RESHAPE_MODE"):
                 assert not described.run(*operation)
+
+
+@pytest.mark.filterwarnings("ignore:attention. cuDNN refuses")
+@pytest.mark.parametrize("keys, fits", [(64, True), (48, False)])
+def test_the_stand_in_refuses_windows_as_the_real_one(described, emulated, keys, fits):
+    """More queries than keys."""
+    played(emulated, frontend=described.versions[0], backend=described.versions[1])
+    q, dy, y, dq = (heads(4) for _ in range(4))
+    k, v, dk, dv = (heads(4)[:, :, :keys] for _ in range(4))
+    lse, mask = array(2, 4, 64, dtype=np.dtype(np.float32)), Mask("TOP_LEFT", 16)
+    real, ours = (
+        (
+            fused.cudnn.run(*fused._operation(_FORWARD, (q, k, v, y, lse), mask, 0.1)),
+            fused.cudnn.run(*fused._operation(_BACKWARD, (dy, q, k, v, y, lse, dq, dk, dv), mask, 0.1)),
+        )
+        for fused in (CuDNNAttention(described), emulated.attention())
+    )
+    assert real == ours
+    assert all(real) == (fits and builds_backward(*described.versions))
 
 
 @pytest.mark.parametrize("shared", [1, 2])
