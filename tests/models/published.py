@@ -1,4 +1,4 @@
-"""Models as people publish them: config.json, and the tensors that lie beside it, without their values.
+"""Models as people publish them: config.json, and the tensors that lie next to it, without their values.
 
 The tables are those of the folders Qwen2.5-0.5B, Qwen2.5-7B, Qwen3-0.6B and Qwen3-8B of the Qwen team and of
 Mistral-7B-v0.1 and v0.3 of Mistral AI. test_published.py compares the tensors with those of transformers.
