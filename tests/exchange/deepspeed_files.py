@@ -49,11 +49,11 @@ def unpacked(case: str, folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
     return folder, values
 
 
-def launch(*words: str | Path) -> None:
-    """Run deepspeed_run.py on two ranks, on free ports."""
+def launch(*words: str | Path, program: Path = RUN) -> None:
+    """Run a program of DeepSpeed's on two ranks, on free ports."""
     env = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, RUN, *words], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, program, *words], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

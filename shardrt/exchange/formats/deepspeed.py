@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.checkpoint.manifest import as_read
 from shardrt.exchange.checkpoint import (
     FIRST_MOMENT,
     PARAMETER,
@@ -65,8 +66,6 @@ _KNOWN = {
     "checkpoint_parallel_dimensions",
     "ds_config",
     "ds_version",
-    "global_samples",
-    "skipped_steps",
 }
 
 
@@ -89,7 +88,8 @@ def read(path: Path) -> Checkpoint:
     if not models:
         raise BadCheckpoint(f"{folder}: the folder has no *_model_states.pt")
     states = [_Table(file, open_torch(file, _CLASSES)) for file in models]
-    result = Checkpoint(path, {}, _training(states[0]))
+    result = Checkpoint(path, {})
+    result.training = _training(states[0], result.left)
     _add_buffers(states[0], result)
     if optimizers:
         _add_partitions(states, [_Table(file, open_torch(file, _CLASSES)) for file in optimizers], result)
@@ -167,16 +167,26 @@ def _ranks(folder: Path, pattern: re.Pattern) -> list[Path]:
     return [found[rank] for rank in range(len(found))]
 
 
-def _training(state: _Table) -> Training:
-    own = {
-        name: value for name, value in state.values.items() if name not in _KNOWN and value not in (None, [])
-    }
-    buffers = state.list("buffer_names")
-    own |= {"buffer_names": buffers} if buffers else {}
-    scheduler = state.table("lr_scheduler")
-    return Training(
-        step=state.natural("global_steps"), extra=own | ({"lr_scheduler": scheduler} if scheduler else {})
-    )
+def _training(state: _Table, left: list[str]) -> Training:
+    """Counts, and what the program has put there itself (client_state)."""
+    state.natural("global_samples"), state.natural("skipped_steps")
+    kept = {name: value for name, value in state.values.items() if name not in _KNOWN}
+    for name in ("buffer_names", "shared_params", "lr_scheduler"):
+        kept[name] = state.values.get(name)
+    filled = {name: value for name, value in kept.items() if value not in (None, [], {})}
+    return Training(step=state.natural("global_steps"), extra=_plain(filled, left))
+
+
+def _plain(values: dict[str, Any], left: list[str]) -> dict[str, Any]:
+    """The entries that any format can hold: numbers, text, lists and tables. Adds lines about the others."""
+    plain = {}
+    for name, value in values.items():
+        try:
+            as_read({str(name): value})
+            plain[str(name)] = value
+        except (TypeError, ValueError):
+            left.append(f"{str(name)[:80]}: it is not a plain value")
+    return plain
 
 
 def _add_buffers(state: _Table, result: Checkpoint) -> None:
@@ -228,7 +238,7 @@ def _add_numbered(state: _Table, result: Checkpoint) -> bool:
         if FIRST_MOMENT in kinds:
             result.training.steps[name] = _count(of, of.values.get("step", 0))
     settings = _Table(f"{optimizer.where}: param_groups", groups[0]).values
-    result.training.groups.append({**settings, "params": names})
+    result.training.groups.append({**_plain(settings, result.left), "params": names})
     return True
 
 
@@ -275,7 +285,7 @@ def _add_groups(rank: "_Rank", shapes: list[dict[str, tuple[int, ...]]], result:
         numbers = group.get("params")
         count = len(numbers) if isinstance(numbers, list) and len(shapes) == len(rank.groups) else 1
         names = [name for of in shapes[at : at + count] for name in of]
-        result.training.groups.append({**group, "params": names})
+        result.training.groups.append({**_plain(group, result.left), "params": names})
         at += count
 
 
