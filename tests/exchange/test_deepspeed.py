@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -127,11 +128,12 @@ def test_what_is_no_plain_value_is_left_out_in_a_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda one, other: other.unlink(), "files of rank 1"),
+        (lambda one, other: other.unlink(), "it is one of [2, 2] ranks' files, 1 are here"),
         (lambda one, other: one.unlink(), "files of rank 0 are missing"),
-        (lambda one, other: other.with_name(other.name.replace("rank_1", "rank_2")).hardlink_to(other), "[2, 2]"),
-        (lambda one, other: later(other), "it is of step [4.0, 4.0], rank 0 of step [3, 3]"),
-        (lambda one, other: settle(one, "partition_count", [1, 2]), "it is one of [1, 2] ranks' files, 2 are"),
+        (lambda one, other: shutil.copy(one, renamed(one, 2)), "it is one of [2, 2] ranks' files, 3 are"),
+        (lambda one, other: shutil.copy(one, renamed(one, 7)), "files of rank 2 are missing"),
+        (lambda one, other: later(other), "it is of step [4, 4], rank 0 of step [3, 3]"),
+        (lambda one, other: settle(one, "partition_count", [1, 2]), "one of [1, 2] ranks' files, 2 are"),
         (lambda one, other: settle(one, "param_alignment_paddings", [[0, 1, 0], [0] * 3]), "are missing"),
         (lambda one, other: settle(one, "param_alignment_paddings", [[-1, 1, 0]] * 2), "3 natural numbers"),
     ],
@@ -142,6 +144,11 @@ def test_files_that_do_not_belong_together_are_refused(change, line, tmp_path, c
     assert convert(folder, tmp_path / "own", "--to", "shardrt") == 65
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and line in error, error
+
+
+def renamed(path, rank):
+    """The file of another rank."""
+    return path.with_name(path.name.replace("rank_0_", f"rank_{rank}_"))
 
 
 def settle(path, name, value):
