@@ -96,6 +96,20 @@ def test_what_deepspeed_wrote_is_read_as_deepspeed_reads_it(case, tmp_path):
     assert [name for group in opened.training.groups for name in group["params"]] == moments
 
 
+def test_without_the_optimizers_files_weights_are_read_where_they_are_whole(tmp_path, capsys):
+    for case in ("zero2-bf16-frozen", "zero3-tied"):
+        folder, _ = unpacked(case, tmp_path / case)
+        for path in folder.glob("*/*optim_states.pt"):
+            path.unlink()
+    whole_, cut = tmp_path / "zero2-bf16-frozen", tmp_path / "zero3-tied"
+    assert convert(whole_, tmp_path / "own", "--to", "shardrt") == 0
+    assert (
+        "left out: optimizer state: *_optim_states.pt, which have it, are not here" in capsys.readouterr().out
+    )
+    assert convert(cut, tmp_path / "none", "--to", "shardrt") == 65
+    assert "is not whole: ZeRO-3 has it in *_optim_states.pt" in capsys.readouterr().err
+
+
 def of_program(training):
     """What no tensor says, with lists for tuples."""
     return json.loads(json.dumps([training.step, training.steps, training.groups, training.extra]))

@@ -197,11 +197,21 @@ def _add_buffers(state: _Table, result: Checkpoint) -> None:
 
 
 def _add_whole(state: _Table, result: Checkpoint) -> None:
-    """Stage 0: whole weights, and PyTorch's own optimizer state, whose parameters have numbers."""
-    module = state.table("module")
+    """Stage 0: whole weights, and PyTorch's own optimizer state, whose parameters have numbers.
+
+    Also stages 1 and 2 without the optimizer's files. In stage 3 those have the weights.
+    """
+    module, zero = state.table("module"), {}
+    for table in (*state.list("param_shapes"), state.table("frozen_param_shapes")):
+        zero |= _shapes(state, table)
     for name, value in module.items():
-        result.tensors[PARAMETER, name] = _tensor(state, name, value)
-    if state.table("optimizer") and not _add_numbered(state, result):
+        tensor = _tensor(state, name, value)
+        if zero.get(name, tensor.shape) != tensor.shape:
+            raise state.bad(name, "is not whole: ZeRO-3 has it in *_optim_states.pt, which are not here")
+        result.tensors[PARAMETER, name] = tensor
+    if zero:
+        result.left.append("optimizer state: *_optim_states.pt, which have it, are not here")
+    elif state.table("optimizer") and not _add_numbered(state, result):
         result.left.append(
             "optimizer state: ZeRO-0 keeps it by numbers, which do not say the parameters' names"
         )
