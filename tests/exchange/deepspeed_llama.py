@@ -35,6 +35,7 @@ def main(folder: Path, first: int, last: int, stage: int) -> None:
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,  # the default is 1.0
         "steps_per_print": 1000,
     }
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))

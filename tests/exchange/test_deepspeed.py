@@ -122,6 +122,7 @@ def test_groups_counts_and_names_go_through_shardrt_and_back(case, tmp_path, cap
     told = capsys.readouterr().out
     for name in ("global_samples", "buffer_names", "note", "lr_scheduler"):
         assert f"left out: {name}: a run does not use it" in told
+    assert ("left out: clip_grad 1.0: B's own settings" in told) == (case != "zero3-tied")  # not in its files
     assert convert(tmp_path / "own", tmp_path / "back", "--to", "deepspeed", "--ranks", 2) == 0
     assert "left out" not in capsys.readouterr().out
     was, now = deepspeed.read(folder), deepspeed.read(tmp_path / "back")

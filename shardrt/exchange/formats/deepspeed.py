@@ -265,6 +265,11 @@ def _add_partitions(states: list[_Table], files: list[_Table], result: Checkpoin
         parts = [_tensor(state, name, state.table("frozen_param_fragments").get(name)) for state in states]
         _add(result, PARAMETER, name, shape, [(part, 0, prod(part.shape)) for part in parts], states[0].where)
     _add_groups(ranks[0], shapes, result)
+    clip = optimizers[0].values.get("clip_grad", states[0].table("ds_config").get("gradient_clipping"))
+    if isinstance(clip, int | float) and clip > 0:
+        result.left.append(f"clip_grad {str(clip)[:20]}: B's own settings say how gradients are clipped")
+    if optimizers[0].values.get("dynamic_loss_scale") is True:
+        result.left.append("loss_scaler: the loss scale of fp16 begins where B's own settings say")
 
 
 def _check_together(ranks: list["_Rank"], groups: int) -> None:
