@@ -148,6 +148,7 @@ def test_what_is_no_plain_value_is_left_out_in_a_line(tmp_path, capsys):
         (lambda one, other: shutil.copy(one, renamed(one, 2)), "it is one of [2, 2] ranks' files, 3 are"),
         (lambda one, other: shutil.copy(one, renamed(one, 7)), "files of rank 2 are missing"),
         (lambda one, other: later(other), "it is of step [4, 4], rank 0 of step [3, 3]"),
+        (lambda one, other: later(other, "exp_avg"), "it has other kinds of optimizer state than rank 0"),
         (lambda one, other: settle(one, "partition_count", [1, 2]), "one of [1, 2] ranks' files, 2 are"),
         (lambda one, other: settle(one, "param_alignment_paddings", [[0, 1, 0], [0] * 3]), "are missing"),
         (lambda one, other: settle(one, "param_alignment_paddings", [[-1, 1, 0]] * 2), "3 natural numbers"),
@@ -171,12 +172,13 @@ def settle(path, name, value):
     rewritten(path, lambda content: content["optimizer_state_dict"].update({name: value}))
 
 
-def later(path):
-    """Give a rank's file another step."""
+def later(path, lost=""):
+    """Give a rank's file another step, and take a kind of state out."""
 
     def change(content):
         for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             state["step"] = 4.0
+            state.pop(lost, None)
 
     rewritten(path, change)
 

@@ -213,7 +213,8 @@ def _add_whole(state: _Table, result: Checkpoint) -> None:
         result.left.append("optimizer state: *_optim_states.pt, which have it, are not here")
     elif state.table("optimizer") and not _add_numbered(state, result):
         result.left.append(
-            "optimizer state: ZeRO-0 keeps it by numbers, which do not say the parameters' names"
+            "optimizer state, and float32 weights behind 16-bit ones: ZeRO-0 with several groups keeps them by "
+            "numbers, which do not say the parameters' names"
         )
 
 
@@ -286,6 +287,8 @@ def _check_together(ranks: list["_Rank"], groups: int) -> None:
             )
         if (rank.stage, len(rank.groups)) != (first.stage, len(first.groups)):
             raise BadCheckpoint(f"{rank.where}: it has other groups than rank 0")
+        if any(one.keys() != other.keys() for one, other in zip(rank.groups, first.groups, strict=True)):
+            raise BadCheckpoint(f"{rank.where}: it has other kinds of optimizer state than rank 0")
         if rank.steps != first.steps:
             raise BadCheckpoint(f"{rank.where}: it is of step {rank.steps}, rank 0 of step {first.steps}")
 
