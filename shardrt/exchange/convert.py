@@ -25,7 +25,7 @@ from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint, Checkpoint, Tr
 from shardrt.exchange.formats import FORMATS, SYNONYMS, Options, Plan, format_of, module_of
 from shardrt.exchange.output import Output
 from shardrt.exchange.views import Cast
-from shardrt.untrusted import Refused, read_regular, say
+from shardrt.untrusted import read_regular, say
 
 __all__ = ["add_to", "convert"]
 
@@ -85,8 +85,6 @@ def run(options: argparse.Namespace) -> int:
     """Convert, and print what was converted and what was left out; returns the exit code."""
     try:
         say(*convert(options))
-    except BadCheckpoint as error:
-        raise Refused(str(error)) from None
     except KeyboardInterrupt:
         say("stopped; the same command goes on from here", file=sys.stderr)
         return _STOPPED

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint, Tensor
-from shardrt.exchange.views import Concat, Heads, Reshaped, Rows, Transposed
+from shardrt.exchange.views import Heads, Reshaped, Rows, Transposed, concat
 from shardrt.untrusted import Refused, natural, read_regular
 
 __all__ = [
@@ -254,7 +254,7 @@ class _Rule:
 
     def _make(self, parts: Sequence[Tensor], name: str) -> Tensor:
         how = self.how
-        tensor = parts[0] if len(parts) == 1 else Concat(parts, name)
+        tensor = parts[0] if len(parts) == 1 else concat(parts, name)
         if "rows" in how:
             tensor = Rows(tensor, *how["rows"], name)
         if how.get("transposed"):
@@ -333,7 +333,7 @@ class _Joined:
             if part.rows is not None and (not tensor.shape or tensor.shape[0] != part.rows):
                 raise BadCheckpoint(f"{part.name} must have {part.rows} rows, got shape {tensor.shape}")
             turned.append(Transposed(tensor, part.name) if part.transposed else tensor)
-        whole = turned[0] if len(turned) == 1 and self.parts[0].rows is None else Concat(turned, name)
+        whole = turned[0] if len(turned) == 1 and self.parts[0].rows is None else concat(turned, name)
         if ".experts." in self.ours:  # matrices one below the other
             experts = self.family.config.experts
             whole = Reshaped(whole, (experts, whole.shape[0] // experts, *whole.shape[1:]))

@@ -16,8 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from shardrt.exchange.checkpoint import BadCheckpoint
-from shardrt.exchange.source import FileTensor, SourceFile
+from shardrt.exchange.source import FileTensor
 from shardrt.exchange.unpickle import Called, Global, unpickle
+from shardrt.untrusted import SourceFile
 
 LARGEST_PICKLE = 256 << 20  # bytes
 LARGEST_DIRECTORY = 256 << 20  # bytes of a zip's list of entries

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrt.exchange.checkpoint import BadCheckpoint
+from shardrt.untrusted import Refused
 
 DEPTH = 60  # levels of tables in tables
 LARGEST = 20_000_000  # values, each shared one counted as often as it is met
@@ -73,7 +74,7 @@ def unpickle(
     try:
         value = reader.read(data)
         _check(value)
-    except BadCheckpoint as error:
+    except Refused as error:
         raise BadCheckpoint(f"{where}: {error}") from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, MemoryError) as error:
         message = str(error).replace("\n", " ")[:200]

@@ -13,7 +13,7 @@ from typing import Any
 from shardrt.checkpoint.tensorfiles import open_file, read_json
 from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint, Checkpoint, Tensor
 from shardrt.exchange.formats import Options, Plan
-from shardrt.exchange.formats.safetensors import InFile, tensors_file
+from shardrt.exchange.formats.safetensors import in_file, tensors_file
 from shardrt.exchange.output import File
 from shardrt.untrusted import Refused
 
@@ -36,7 +36,7 @@ def read(path: Path) -> Checkpoint:
         stored = open_file(path / WEIGHTS)
     except (ValueError, Refused) as error:
         raise BadCheckpoint(str(error)) from None
-    tensors = {(PARAMETER, name.removeprefix(_PREFIX)): InFile(tensor) for name, tensor in stored.items()}
+    tensors = {(PARAMETER, name.removeprefix(_PREFIX)): in_file(tensor) for name, tensor in stored.items()}
     return Checkpoint(path, tensors, files={CONFIG: _text(config)})
 
 
