@@ -43,6 +43,7 @@ DIALECTS = {
 }
 _WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _LARGEST = 1 << 20  # bytes of a table of names
+_LONGEST = 1000  # characters of a name that a line with {} or * may fit
 _ROTARY = ("llama",)  # families whose queries and keys torchtitan pairs by neighbours
 # Hugging Face's names, without "model.", and torchtitan's (models/*/state_dict_adapter.py there).
 _TORCHTITAN = {
@@ -236,19 +237,19 @@ class _Rule:
         right = of and all(isinstance(one, str) for one in of)
         right = right and isinstance(rows, list) and len(rows) == 2 and all(map(natural, rows))
         right = right and all(type(how[key]) is known[key] for key in how if key not in ("from", "rows"))
-        if not right or len({_holes(text) for text in (name, *of)}) > 1:
+        if not right or len({_holes(text) for text in (name, *of)}) > 1 or name.count("*") > 2:
             raise BadCheckpoint(
-                f"{path}: {name!r}: names are strings with the same {{}} and *, rows two numbers, transposed "
-                "true or false, interleave and halves a number of heads"
+                f"{path}: {name[:80]!r}: names have the same {{}} and *, two * at most; rows two numbers, "
+                "transposed true or false, interleave and halves a number of heads"
             )
         return cls(path, name, tuple(of), how)
 
-    def made(self, names: Iterable[str]) -> Iterable[Made]:
+    def made(self, names: Mapping[str, None]) -> Iterable[Made]:
         """What it makes of the names that its first name fits."""
-        text = re.escape(self.of[0]).replace(r"\{\}", r"(\d+)").replace(r"\*", "(.*)")
+        text = re.escape(self.of[0]).replace(r"\{\}", r"(\d++)").replace(r"\*", "(.*)")
         pattern = re.compile(text)
-        for name in names:
-            if found := pattern.fullmatch(name):
+        for name in names if _holes(self.of[0]) else names.keys() & {self.of[0]}:
+            if len(name) <= _LONGEST and (found := pattern.fullmatch(name)):
                 of = tuple(_filled(one, found.groups()) for one in self.of)
                 yield Made(_filled(self.name, found.groups()), of, self._make)
 

@@ -21,7 +21,7 @@ from shardrt.exchange.source import FileTensor
 from shardrt.exchange.unpickle import Called, Global, unpickle
 from shardrt.untrusted import SourceFile
 
-LARGEST_PICKLE = 256 << 20  # bytes
+LARGEST_PICKLE = 64 << 20  # bytes: 250,000 tensors
 LARGEST_DIRECTORY = 32 << 20  # bytes of a zip's list of entries: 300,000 storages
 _DIMENSIONS = 64  # that a tensor of PyTorch has at most
 _LOCAL = 30  # bytes of the header before an entry, without its name

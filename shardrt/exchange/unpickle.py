@@ -15,7 +15,7 @@ from shardrt.exchange.checkpoint import BadCheckpoint
 from shardrt.untrusted import Refused
 
 DEPTH = 60  # levels of tables in tables
-LARGEST = 20_000_000  # values, each shared one counted as often as it is met; also steps, and values copied
+LARGEST = 20_000_000  # values, each shared one counted as often as it is met; containers and copies as made
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,13 @@ class _Reader:
         self._allowed, self._persistent = allowed, persistent
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
-        self._left = LARGEST  # steps and copies that may follow
+        self._left = LARGEST  # containers, memo entries and copies that may be made yet
 
     def read(self, data: bytes) -> Any:
         """Follow the opcodes up to STOP."""
         for opcode, argument, _ in pickletools.genops(data):
-            self._spend(1)
+            if opcode.name in _CONTAINERS:
+                self._spend(1)
             if opcode.name == "STOP":
                 if len(self._stack) != 1:
                     raise BadCheckpoint("the pickle ends with another number of values than one")
@@ -202,7 +203,7 @@ class _Reader:
 
 
 def _copied(value: Any) -> int:
-    """How many steps of other kinds take as much memory as a copy of a value."""
+    """How many containers take as much memory as a copy of a value."""
     return (
         len(value) // 8 if type(value) is str else 5 * len(value) if type(value) in (list, tuple, dict) else 0
     )
@@ -289,6 +290,10 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
     "EMPTY_LIST": list,
     "EMPTY_TUPLE": tuple,
     "MARK": lambda: _MARK,
+}
+_CONTAINERS = {  # what a byte or two make; a pickle's other values are not much larger than their bytes
+    *("EMPTY_DICT", "EMPTY_LIST", "LIST", "DICT", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ"),
+    *("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
 }
 _STEPS: dict[str, Callable[[_Reader, Any], None]] = {
     **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), lambda reader, at: reader.put(at)),

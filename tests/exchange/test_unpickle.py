@@ -154,3 +154,10 @@ def test_500_damaged_pickles_are_read_or_refused_and_do_nothing():
 def test_scalars_of_numpy_are_named_where_they_are_not_read():
     with pytest.raises(BadCheckpoint, match="numpy"):
         unpickle(pickle.dumps(np.float64(1.5)), "x", ())
+
+
+def test_containers_are_counted_while_they_are_made(monkeypatch):
+    monkeypatch.setattr("shardrt.exchange.unpickle.LARGEST", 99)
+    for one in (b"]", b"}", b")\x85", b"N\x94"):
+        with pytest.raises(BadCheckpoint, match="makes more values"):
+            unpickle(b"\x80\x04(" + one * 100 + b"l.", "x", ())
