@@ -91,7 +91,13 @@ def load_adapter(model: nn.Module, directory: str | Path) -> nn.Module:
         settings.require(name, wanted)
     settings.one_of("init_lora_weights", *_STARTS, default=True)
     rank, alpha = settings.size("r"), settings.number("lora_alpha", 8)
+    dropout = settings.number("lora_dropout", 0.0)
     scale = alpha / (sqrt(rank) if settings.flag("use_rslora") else rank)
+    if not scale * rank > 0 or not 0 <= dropout < 1:
+        raise ValueError(
+            f"{directory / CONFIG}: lora_alpha must be positive and lora_dropout in [0, 1), got {alpha} and "
+            f"{dropout}"
+        )
     tensors = _by_layer(directory / WEIGHTS, open_file(directory / WEIGHTS))
     together = _layers(directory / WEIGHTS, _parts(model, described(model)[0]), tensors)
     layers = {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
@@ -106,7 +112,7 @@ def load_adapter(model: nn.Module, directory: str | Path) -> nn.Module:
         rank,
         alpha=scale * rank,
         targets=lambda path, _: path in together,
-        dropout=settings.number("lora_dropout", 0.0),
+        dropout=dropout,
         parts=rows,
     )
     for path, parts in together.items():
