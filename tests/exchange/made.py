@@ -58,8 +58,11 @@ def write(made, target, ranks=2):
     return plan.target
 
 
-def adapter(target, config=CONFIG, rank=2, layers=("self_attn.q_proj", "mlp.down_proj")):
-    """A folder of PEFT's with an adapter of some layers; gives the folder."""
+def adapter(target, config=CONFIG, rank=2, layers=("self_attn.q_proj", "mlp.down_proj"), more=(), **said):
+    """A folder of PEFT's with an adapter of some layers; gives the folder.
+
+    more: names of further tensors. said: further settings.
+    """
     from safetensors.numpy import save_file
 
     random, tensors = np.random.default_rng(1), {}
@@ -68,11 +71,13 @@ def adapter(target, config=CONFIG, rank=2, layers=("self_attn.q_proj", "mlp.down
         for letter, shape in (("A", (rank, inputs)), ("B", (config.n_embd, rank))):
             name = f"base_model.model.model.layers.{number}.{layer}.lora_{letter}.weight"
             tensors[name] = random.normal(size=shape).astype(np.float32)
+    tensors |= {f"base_model.model.{name}": np.ones((2, 4), np.float32) for name in more}
     target.mkdir(parents=True)
     save_file(tensors, target / "adapter_model.safetensors", {"format": "pt"})
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "lora_dropout": 0.0, "bias": "none"}
+    settings |= said
     names = [layer.rpartition(".")[2] for layer in layers]
-    (target / "adapter_config.json").write_text(json.dumps({**settings, "target_modules": names}))
+    (target / "adapter_config.json").write_text(json.dumps({"target_modules": names, **settings}))
     return target
 
 
