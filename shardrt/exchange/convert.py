@@ -284,10 +284,13 @@ def _report(checkpoint: Checkpoint, plan: Plan, target: Path) -> list[str]:
     parts += [f"{size / 1e9:.3f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"]
     parts += [f"step {checkpoint.training.step}"] if checkpoint.training.step is not None else []
     parts += [f"lr {', '.join(f'{rate:g}' for rate in rates)}"] if rates else []
-    return [
-        f"wrote {target}: {', '.join(parts)}",
-        *(f"left out: {line}" for line in dict.fromkeys([*checkpoint.left, *plan.left])),
+    lost = sorted(checkpoint.files.keys() - {file.name for file in plan.files})
+    left = [
+        *checkpoint.left,
+        *plan.left,
+        *(f"{name}: there is no place for it here; copy it" for name in lost),
     ]
+    return [f"wrote {target}: {', '.join(parts)}", *(f"left out: {line}" for line in dict.fromkeys(left))]
 
 
 @contextmanager

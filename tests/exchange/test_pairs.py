@@ -1,5 +1,7 @@
 """Every pair of formats: there and back bitwise with what both hold, or one line that says why not."""
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -46,12 +48,20 @@ def test_a_pair_leads_back_bitwise_or_is_refused_in_a_line(source, target, sourc
         assert error.startswith("error: ") and error.count("\n") == 1 and REFUSED[source, target] in error
         return
     assert code == 0
-    assert convert(tmp_path / "there", tmp_path / "back", source, *config) == 0
-    (before, step), (after, found) = values(sources[source], source), values(tmp_path / "back", source)
-    if module_of(source).STATE and source != "peft" and module_of(target).STATE:
-        assert found == step == 7 and len(before) > 60
+    if source == "peft" and target in ("dcp", "deepspeed"):
+        assert (
+            "left out: adapter_config.json: there is no place for it here; copy it" in capsys.readouterr().out
+        )
+        shutil.copy(sources["peft"] / "adapter_config.json", tmp_path / "there")
+    back = "peft" if source == "peft" else "shardrt"
+    assert convert(tmp_path / "there", tmp_path / "back", back, *config) == 0
+    (wanted, step), (found, after) = values(sources[back], back), values(tmp_path / "back", back)
+    if source == "peft" or not (module_of(source).STATE and module_of(target).STATE):
+        wanted, found = (
+            {key: array for key, array in arrays.items() if key[0] == PARAMETER} for arrays in (wanted, found)
+        )
     else:
-        before = {key: values for key, values in before.items() if key[0] == PARAMETER}
-    assert before.keys() == after.keys()
-    for key, wanted in before.items():
-        assert after[key].dtype == wanted.dtype and np.array_equal(after[key], wanted), key
+        assert after == step == 7
+    assert wanted.keys() == found.keys()
+    for key, array in wanted.items():
+        assert found[key].dtype == array.dtype and np.array_equal(found[key], array), key
