@@ -5,6 +5,7 @@ beyond every type. A name or a text may hold control characters. All input from 
 through here; the caller then checks its content.
 """
 
+import errno
 import json
 import os
 import stat
@@ -89,7 +90,7 @@ class SourceFile:
             os.close(descriptor)
 
     def fill(self, descriptor: int, data: Any, offset: int) -> None:
-        """Fill `data`, an array of bytes, with those from `offset` on. Raises Refused if there are fewer."""
+        """Fill `data`, bytes of memory, with those from `offset` on. Raises Refused if there are fewer."""
         view = memoryview(data)
         while view:
             done = os.preadv(descriptor, [view], offset)
@@ -98,14 +99,17 @@ class SourceFile:
             view, offset = view[done:], offset + done
 
     def read_into(self, data: Any, offset: int) -> None:
-        """As fill, with a descriptor of its own."""
+        """As fill, with a descriptor of its own; a hole at the beginning is not read."""
         with self.open() as descriptor:
-            self.fill(descriptor, data, offset)
+            hole = min(_next_data(descriptor, offset, self.size) - offset, data.size)
+            data[:hole] = 0
+            self.fill(descriptor, data[hole:], offset + hole)
 
     def read(self, offset: int, size: int) -> bytes:
         """The bytes from `offset` on."""
         data = bytearray(size)
-        self.read_into(data, offset)
+        with self.open() as descriptor:
+            self.fill(descriptor, data, offset)
         return bytes(data)
 
 
@@ -205,6 +209,14 @@ def private(path: Path, *users: int) -> str:
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _next_data(file: int, offset: int, size: int) -> int:
+    """Where a file of this size has data first from `offset` on, as far as its file system knows of holes."""
+    try:
+        return os.lseek(file, offset, os.SEEK_DATA)
+    except OSError as error:
+        return max(offset, size) if error.errno == errno.ENXIO else offset
 
 
 def _own_group(group: int, user: int) -> bool:
