@@ -187,10 +187,10 @@ def from_table(tensors: Mapping[tuple[str, str], Tensor], path: Path) -> Renamed
     """The tensors under names by a user's table.
 
     A line of it is `"layers.{}.q.weight" = "decoder.{}.query.weight"`: the new name, and the name in the
-    files. {} is a number, * any text (two at most). In place of a name in the files a table may have: from (a name, or a
-    list of names to join by rows), rows ([first, count]), transposed (true), interleave or halves (the
-    number of heads whose rows for rotary embeddings are interleaved, or put in halves). Names that no line
-    fits stay as they are.
+    files. {} is a number, * any text (two at most). In place of a name in the files a table may have: from (a
+    name, or a list of names to join by rows), rows ([first, count]), transposed (true), interleave or halves
+    (the number of heads whose rows for rotary embeddings are interleaved, or put in halves). Names that no
+    line fits stay as they are.
 
     Raises:
         BadCheckpoint: for a table that is none.
