@@ -22,7 +22,7 @@ STEP = {"step": 1, "loss": 5.5, "norm": 1.25, "lr": 1e-3, "ms": 12.5, "eta_s": 6
 EVALUATION = {"step": 3, "held_out_loss": 2.0}
 
 OWN = '''
-import json, os, signal, sys, time
+import json, os, signal, subprocess, sys, time
 
 class Notes:
     """Writes its calls to a file."""
@@ -44,13 +44,24 @@ class Notes:
 class Environment(Notes):
     def start(self, run):
         self.file = run.folder / "notes"
-        self.note(sorted(os.environ), os.getpgrp() == os.getpid(), "mpi4py" in sys.modules)
+        self.note(sorted(os.environ), os.getpgrp() == os.getppid(), "mpi4py" in sys.modules)
 
-def fault(method, do):
+class Leaving(Notes):
+    """Starts a process in a session of its own, and one whose parent ends at once."""
+
+    def start(self, run):
+        super().start(run)
+        started = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        daemon = "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL).pid)"
+        out = subprocess.run([sys.executable, "-c", daemon], start_new_session=True, stdout=subprocess.PIPE)
+        with (run.folder / "left").open("a") as file:
+            print(started.pid, int(out.stdout), file=file)
+
+def fault(method, do, kind=Notes):
     def act(self, *given):
-        getattr(Notes, method)(self, *given)
+        getattr(kind, method)(self, *given)
         do()
-    return type("Faulty", (Notes,), {method: act})
+    return type("Faulty", (kind,), {method: act})
 
 def refuse():
     raise RuntimeError("no\\nserver")
@@ -75,6 +86,8 @@ def shout():
 for do in (refuse, full, sleep, leave, kill, shout):
     for method in ("start", "log", "finish"):
         globals()[f"{do.__name__.capitalize()}In{method.capitalize()}"] = fault(method, do)
+LeavingAndKilled = fault("log", kill, Leaving)
+LeavingAndLate = fault("finish", sleep, Leaving)
 '''
 
 
@@ -93,6 +106,7 @@ def _own_module(tmp_path, monkeypatch):
     for name in ("WANDB_MODE", "WANDB_PROJECT", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setattr(delivery, "PATIENCE", 60.0)
 
 
 def tracked(folder, names, *, resumed=False, step=0):
@@ -116,6 +130,8 @@ def delivered(folder, names, *, resumed=False, step=0, losses=(5.0, 4.0, 3.0)):
 
 
 def notes(folder):
+    if not (folder / "notes").exists():
+        return []
     return [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
 
 
@@ -163,7 +179,8 @@ WORDS = {
 @pytest.mark.parametrize("do", [*WORDS, "Sleep", "Kill", "Shout"])
 def test_a_run_ends_in_time_with_a_faulty_tracker(tmp_path, monkeypatch, capfd, do):
     """In each method at once, so that the three waits are one; each is named in its own lines."""
-    monkeypatch.setattr(delivery, "PATIENCE", 3.0 if do == "Sleep" else 60.0)
+    if do == "Sleep":
+        monkeypatch.setattr(delivery, "PATIENCE", 3.0)
     names = [f"own_trackers:{do}In{method}" for method in ("Start", "Log", "Finish")]
     began = time.monotonic()
     said = []
@@ -201,6 +218,38 @@ def own_children():
     return [
         p for p in psutil.Process().children(recursive=True) if "trackers/process.py" in " ".join(p.cmdline())
     ]
+
+
+def left(folder):
+    """Processes that trackers have left running."""
+    started = [int(pid) for pid in (folder / "left").read_text().split()]
+    assert started
+    return [pid for pid in started if psutil.pid_exists(pid)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no subreaper")
+def test_what_a_tracker_started_ends_with_it_also_in_another_session(tmp_path, monkeypatch):
+    """However it ends: by itself, killed, or late; the last waits, so that all have started."""
+    monkeypatch.setattr(delivery, "PATIENCE", 5.0)
+    monkeypatch.setattr(delivery, "_GRACE", 60.0)
+    said = []
+    names = [f"own_trackers:Leaving{how}" for how in ("", "AndKilled", "AndLate")]
+    tracking = Tracking(names, TrackedRun("a", tmp_path, SETTINGS, False, 0), said.append)
+    tracking.write("step", STEP)
+    until(lambda: len(notes(tmp_path)) >= 6)  # start and log of each
+    assert len(left(tmp_path)) >= 4
+    tracking.close("finished")
+    assert any("AndKilled: its process ended (SIGKILL)" in line for line in said)
+    assert any("AndLate: not done in 5 s: ended" in line for line in said)
+    assert not left(tmp_path)
+
+
+def until(true):
+    """Wait for something that comes on a busy machine, too."""
+    deadline = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_slow_tracker_takes_no_time_and_its_records_are_dropped_and_counted(tmp_path, monkeypatch):
@@ -244,7 +293,7 @@ def test_a_process_that_cannot_be_started_is_one_warning(tmp_path, monkeypatch, 
 def test_the_process_finishes_when_the_run_is_killed(tmp_path):
     program = (
         "import os, signal\nfrom pathlib import Path\nfrom shardrt.train.metrics import RunLog\n"
-        "run = RunLog(Path('a'))\nrun.track(['own_trackers:Notes'], {}, 0)\n"
+        "run = RunLog(Path('a'))\nrun.track(['own_trackers:Leaving'], {}, 0)\n"
         "run.write('step', {'step': 1, 'loss': 2.5})\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     (tmp_path / "a").mkdir()
@@ -252,10 +301,9 @@ def test_the_process_finishes_when_the_run_is_killed(tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{root}"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
     assert done.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "a" / "notes").exists() or len(notes(tmp_path / "a")) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: len(notes(tmp_path / "a")) == 3)
+    if sys.platform == "linux":
+        until(lambda: not left(tmp_path / "a"))
     assert notes(tmp_path / "a")[1:] == [["log", {"train/loss": 2.5}, 1], ["finish", "failed"]]
 
 
@@ -298,7 +346,6 @@ def test_mlflow_has_one_run_with_all_values_also_of_a_run_that_was_resumed(tmp_p
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
-    monkeypatch.setattr(delivery, "PATIENCE", 60.0)
     delivered(tmp_path / "a", ["mlflow"])
     delivered(tmp_path / "a", ["mlflow"], resumed=True, step=3, losses=(1.5,))
     assert capfd.readouterr().out == ""
@@ -321,7 +368,8 @@ def test_a_dead_server_of_mlflow_holds_up_nothing(tmp_path, monkeypatch, capfd, 
             listening.listen()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{listening.getsockname()[1]}")
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-        monkeypatch.setattr(delivery, "PATIENCE", 60.0 if server == "refuses" else 3.0)
+        if server == "black hole":
+            monkeypatch.setattr(delivery, "PATIENCE", 3.0)
         delivered(tmp_path / "a", ["mlflow"])
     first, last = capfd.readouterr().out.splitlines()
     if server == "refuses":
@@ -334,7 +382,6 @@ def test_a_dead_server_of_mlflow_holds_up_nothing(tmp_path, monkeypatch, capfd, 
 
 def test_trackio_has_one_run_with_all_values_also_of_a_run_that_was_resumed(tmp_path, monkeypatch, capfd):
     pytest.importorskip("trackio")
-    monkeypatch.setattr(delivery, "PATIENCE", 60.0)
     delivered(tmp_path / "a", ["trackio"])
     delivered(tmp_path / "a", ["trackio"], resumed=True, step=3, losses=(1.5,))
     assert capfd.readouterr().out == ""
@@ -354,7 +401,6 @@ def test_trackio_has_one_run_with_all_values_also_of_a_run_that_was_resumed(tmp_
 
 def test_wandb_has_one_id_and_all_values_offline_also_of_a_run_that_was_resumed(tmp_path, monkeypatch, capfd):
     pytest.importorskip("wandb")
-    monkeypatch.setattr(delivery, "PATIENCE", 60.0)
     delivered(tmp_path / "a", ["wandb"])
     delivered(tmp_path / "a", ["wandb"], resumed=True, step=3, losses=(1.5,))
     assert capfd.readouterr().out == ""
