@@ -2,13 +2,17 @@
 
 import json
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
+import warnings
+from contextlib import closing, suppress
 from pathlib import Path
+from unittest.mock import MagicMock, call
 
 import psutil
 import pytest
@@ -16,6 +20,7 @@ import pytest
 from shardrt.train import config, trackers
 from shardrt.train.metrics import RunLog
 from shardrt.train.trackers import TrackedRun, Tracking, delivery
+from shardrt.train.trackers.protocol import tracker_of
 
 SETTINGS = {"steps": 3, "optimizer": {"lr": 0.5}, "name": "a"}
 STEP = {"step": 1, "loss": 5.5, "norm": 1.25, "lr": 1e-3, "ms": 12.5, "eta_s": 61.0, "memory_rank": 0}
@@ -252,23 +257,37 @@ def until(true):
         time.sleep(0.05)
 
 
-def test_a_slow_tracker_takes_no_time_and_its_records_are_dropped_and_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(delivery, "ROOM", 10_000)
+def test_a_tracker_that_never_takes_a_record_takes_no_step_of_the_run(tmp_path, monkeypatch):
+    """A step is a few system calls that never wait; memory is bounded, and dropped records are counted."""
+    room, steps = 10_000, 2000
+    monkeypatch.setattr(delivery, "ROOM", room)
     monkeypatch.setattr(delivery, "PATIENCE", 0.2)
-    said = []
-    run = TrackedRun("a", tmp_path, SETTINGS, False, 0)
-    names = ["own_trackers:SleepInStart", "own_trackers:Notes"]
-    tracking = Tracking(names, run, said.append)
-    for number in range(2000):
+    calls = []
+    for name in ("write", "read"):
+        monkeypatch.setattr(delivery.os, name, counted(getattr(os, name), calls))
+    said, names = [], ["own_trackers:SleepInStart", "own_trackers:SleepInLog"]
+    tracking = Tracking(names, TrackedRun("a", tmp_path, SETTINGS, False, 0), said.append)
+    calls.clear()
+    waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    for number in range(steps):
         tracking.write("step", {**STEP, "step": number})
-    assert (
-        said.count(
-            "warning: tracker own_trackers:SleepInStart: it is slower than the run: records are dropped"
-        )
-        == 1
-    )
+    waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - waits
+    assert waits < steps / 10
+    assert len(calls) <= 3 * len(names) * steps
+    assert all(len(each._waiting) <= room for each in tracking._deliveries)
+    slow = "it is slower than the run: records are dropped"
+    assert said == [f"warning: tracker {name}: {slow}" for name in names]
     tracking.close("finished")
-    assert "warning: tracker own_trackers:SleepInStart: up to 2000 of 2000 records are not there" in said
+    for name in names:
+        assert f"warning: tracker {name}: up to {steps} of {steps} records are not there" in said
+
+
+def counted(call, calls):
+    def counting(*given):
+        calls.append(call)
+        return call(*given)
+
+    return counting
 
 
 def test_a_class_that_is_not_there_is_one_warning(tmp_path, capfd):
@@ -411,6 +430,123 @@ def test_wandb_has_one_id_and_all_values_offline_also_of_a_run_that_was_resumed(
     assert [(int(e["_step"]), e["train/loss"]) for e in found if "train/loss" in e] == [
         *((1, 5.0), (2, 4.0), (3, 3.0), (4, 1.5))
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="root alone can mount a small disk")
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_full_disk_that_the_library_hides_is_one_line(tmp_path, monkeypatch, capfd, name):
+    pytest.importorskip(name)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not let root mount")
+    try:
+        monkeypatch.setenv("TRACKIO_DIR", str(disk / "trackio"))
+        run = Tracking([name], TrackedRun("a", disk, SETTINGS, False, 0), print)
+        run.write("step", {**STEP, "step": 1})
+        until(lambda: [*disk.glob("wandb/*/run-*.wandb"), *disk.glob("trackio_name")])
+        with suppress(OSError), (disk / "full").open("wb", buffering=0) as full:
+            while True:
+                full.write(bytes(4096))
+        for number in range(2, 300):
+            run.write("step", {**STEP, "step": number})
+        run.close("finished")
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+    words = {
+        "wandb": "writer: failed to save record: .*no space left",
+        "trackio": "trackio failed .*disk is full",
+    }
+    assert re.match(rf"warning: tracker {name}: \w+: RuntimeError: {words[name]}", capfd.readouterr().out)
+
+
+def test_wandb_is_called_as_its_version_0_31_takes_it_and_its_log_is_read(tmp_path, monkeypatch):
+    """The lines of its log are that version's on a full tmpfs, the last cut where the disk was full."""
+    library = MagicMock()
+    library.init.return_value.dir = str(tmp_path / "wandb" / "run" / "files")
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    log = tmp_path / "wandb" / "run" / "logs" / "debug-internal.log"
+    log.parent.mkdir(parents=True)
+    log.write_text('{"time":"2026-11-29T09:10:14.1Z","level":"INFO","msg":"handler: started"}\n')
+    tracker = tracker_of("wandb")
+    tracker.start(TrackedRun("a", tmp_path, SETTINGS, False, 0))
+    begun = library.init.call_args.kwargs
+    kept = (tmp_path / "wandb_id").read_text().strip()
+    assert begun | {"settings": 0} == {
+        **{"project": "shardrt", "name": "a", "id": kept, "resume": "allow", "config": SETTINGS},
+        **{"dir": str(tmp_path), "settings": 0},
+    }
+    tracker.log({"train/loss": 2.5}, 1)
+    full = "writer: failed to save record: transactionlog: error writing: no space left on device"
+    with log.open("a") as file:
+        file.write('{"time":"2026-11-29T09:10:15Z","level":"ERROR","msg":"error writing requirements"}\n')
+        file.write(f'{{"time":"2026-11-29T09:10:15.0Z","level":"ERROR","msg":"{full}')
+    for act in (lambda: tracker.log({"train/loss": 2.25}, 2), lambda: tracker.finish("failed")):
+        with pytest.raises(RuntimeError, match=f"^{full}$"):
+            act()
+    run = library.init.return_value
+    assert run.mock_calls == [
+        call.log({"train/loss": 2.5}, step=1),
+        call.log({"train/loss": 2.25}, step=2),
+        call.finish(exit_code=1),
+    ]
+    assert library.teardown.called
+    tracker.start(TrackedRun("a", tmp_path, SETTINGS, True, 2))
+    assert library.init.call_args.kwargs["id"] == kept
+
+
+def test_a_warning_of_trackio_0_43_that_it_could_not_write_is_raised(tmp_path, monkeypatch):
+    library = MagicMock()
+    monkeypatch.setitem(sys.modules, "trackio", library)
+    full = "trackio failed to flush metric logs for run 'a': database or disk is full."
+    with warnings.catch_warnings():
+        tracker = tracker_of("trackio")
+        tracker.start(TrackedRun("a", tmp_path, SETTINGS, False, 0))
+        warnings.warn("of another library", stacklevel=1)
+        tracker.log({"train/loss": 2.5}, 1)
+        library.log.side_effect = lambda *_, **__: warnings.warn(full, stacklevel=1)
+        for act in (lambda: tracker.log({"train/loss": 2.25}, 2), lambda: tracker.finish("finished")):
+            with pytest.raises(RuntimeError, match=f"^{full}$"):
+                act()
+        tracker.start(TrackedRun("a", tmp_path, SETTINGS, True, 2))
+    assert [begun.kwargs["resume"] for begun in library.init.call_args_list] == ["never", "allow"]
+    assert library.log.call_args_list == [
+        call({"train/loss": 2.5}, step=1),
+        call({"train/loss": 2.25}, step=2),
+    ]
+    assert library.finish.call_count == 1
+
+
+def test_mlflow_is_called_as_its_version_3_takes_it(tmp_path, monkeypatch):
+    library, entities = MagicMock(), MagicMock()
+    entities.Metric = entities.Param = lambda *given: given
+    monkeypatch.setitem(sys.modules, "mlflow", library)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    client = library.MlflowClient.return_value
+    client.get_experiment_by_name.return_value = None
+    client.create_experiment.return_value = "7"
+    client.create_run.return_value.info.run_id = "r1"
+    settings = {f"option{number}": number for number in range(150)} | {"data": {"files": "x" * 600}}
+    tracker = tracker_of("mlflow")
+    tracker.start(TrackedRun("a", tmp_path, settings, False, 0))
+    given = [(f"option{number}", str(number)) for number in range(150)] + [("data.files", "x" * 500)]
+    assert client.mock_calls == [
+        call.get_experiment_by_name("shardrt"),
+        call.create_experiment("shardrt"),
+        call.create_run("7", run_name="a"),
+        call.log_batch("r1", params=given[:100]),
+        call.log_batch("r1", params=given[100:]),
+    ]
+    client.reset_mock()
+    tracker.start(TrackedRun("a", tmp_path, settings, True, 2))
+    tracker.log({"train/loss": 2.5}, 3)
+    tracker.finish("stopped")
+    resumed, logged, finished = client.mock_calls
+    ((name, value, _, step),) = logged.kwargs["metrics"]
+    assert (resumed, logged.args) == (call.update_run("r1", status="RUNNING"), ("r1",))
+    assert (name, value, step) == ("train/loss", 2.5, 3)
+    assert finished == call.set_terminated("r1", "KILLED")
 
 
 def chunks(path):

@@ -33,7 +33,7 @@ class Trackio:
         kept.write_text(f"{run.name}\n", encoding="utf-8")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Hand the values to the library's thread. Raises RuntimeError after the thread's first failure."""
+        """Hand the values to the library's thread. Raises RuntimeError once the thread lost some."""
         self._trackio.log(dict(values), step=step)
         self._check()
 
@@ -43,7 +43,7 @@ class Trackio:
         self._check()
 
     def _note(self, message: Warning | str, *details: object) -> None:
-        """Keep the library's warnings: it says so alone that it could not write, as on a full disk."""
+        """Keep the library's warnings: with them alone it reports what it could not write."""
         if str(message).startswith("trackio"):
             self._failures.append(str(message))
 

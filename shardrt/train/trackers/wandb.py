@@ -11,7 +11,7 @@ from shardrt.train.trackers.protocol import PROJECT, TrackedRun
 
 _ID = "wandb_id"  # in the run's directory
 _LOG = "logs/debug-internal.log"  # of the library's service, in its own directory of the run
-_ERROR = re.compile(rb'"level":"ERROR","msg":"([^"]*)')
+_LOST = re.compile(rb'"level":"ERROR","msg":"(writer: [^"]*)')
 
 
 class Wandb:
@@ -41,7 +41,7 @@ class Wandb:
         self._log, self._read, self._error = Path(self._run.dir).parent / _LOG, 0, ""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Hand the values to the library's service. Raises RuntimeError after the service's first error."""
+        """Hand the values to the library's service. Raises RuntimeError once the service lost a record."""
         self._run.log(dict(values), step=step)
         self._check()
 
@@ -52,13 +52,13 @@ class Wandb:
         self._check()
 
     def _check(self) -> None:
-        """Read on in the service's log: it reports errors, as a full disk, there alone."""
+        """Read on in the service's log: it reports there alone what it could not write, as on a full disk."""
         if not self._error:
             with suppress(OSError), self._log.open("rb") as log:
                 log.seek(self._read)
                 lines = log.read()
                 self._read += lines.rfind(b"\n") + 1  # a last line without its end is read again
-                if found := _ERROR.search(lines):
+                if found := _LOST.search(lines):
                     self._error = found[1].decode(errors="replace")
         if self._error:
             raise RuntimeError(self._error)
