@@ -503,7 +503,7 @@ def test_a_warning_of_trackio_0_43_that_it_could_not_write_is_raised(tmp_path, m
     with warnings.catch_warnings():
         tracker = tracker_of("trackio")
         tracker.start(TrackedRun("a", tmp_path, SETTINGS, False, 0))
-        warnings.warn("of another library", stacklevel=1)
+        warnings.warn("trackio.init() could not inspect existing runs", stacklevel=1)
         tracker.log({"train/loss": 2.5}, 1)
         library.log.side_effect = lambda *_, **__: warnings.warn(full, stacklevel=1)
         for act in (lambda: tracker.log({"train/loss": 2.25}, 2), lambda: tracker.finish("finished")):

@@ -1,11 +1,13 @@
 """A run in Trackio's database on this machine: `trackio show --project shardrt` draws it."""
 
+import re
 import warnings
 from collections.abc import Mapping
 
 from shardrt.train.trackers.protocol import PROJECT, TrackedRun
 
 _NAME = "trackio_name"  # in the run's directory
+_LOST = "(?:trackio failed to (?:flush|write)|Could not flush)"  # how its warnings of that begin
 
 
 class Trackio:
@@ -16,7 +18,7 @@ class Trackio:
         import trackio
 
         self._failures: list[str] = []
-        warnings.filterwarnings("always", message="trackio")
+        warnings.filterwarnings("always", message=_LOST)
         warnings.showwarning = self._note
         kept = run.folder / _NAME
         continued = run.resumed and kept.exists()
@@ -44,7 +46,7 @@ class Trackio:
 
     def _note(self, message: Warning | str, *details: object) -> None:
         """Keep the library's warnings: with them alone it reports what it could not write."""
-        if str(message).startswith("trackio"):
+        if re.match(_LOST, str(message)):
             self._failures.append(str(message))
 
     def _check(self) -> None:
