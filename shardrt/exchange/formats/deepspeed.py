@@ -213,7 +213,7 @@ def _add_whole(state: _Table, result: Checkpoint) -> None:
         result.left.append("optimizer state: *_optim_states.pt, which have it, are not here")
     elif state.table("optimizer") and not _add_numbered(state, result):
         result.left.append(
-            "optimizer state, and float32 weights behind 16-bit ones: ZeRO-0 with several groups keeps them by "
+            "optimizer state, and float32 weights of 16-bit ones: ZeRO-0 with several groups keeps them by "
             "numbers, which do not say the parameters' names"
         )
 
