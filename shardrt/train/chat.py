@@ -7,8 +7,10 @@ tokenizer and the chat template are those of a folder of Hugging Face.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from shardrt.train.filearray import FileArray
-from shardrt.train.records import records
+from shardrt.train.reading import Row, batches, rows, size_of
 from shardrt.train.tokenizer import Tokenizer
 from shardrt.train.tokens import BadTokens
+from shardrt.train.workers import in_order
 from shardrt.untrusted import read_regular, strict_json
 
-__all__ = ["TEMPLATE", "ChatFolder", "Examples", "TooLong", "fitted", "read_examples"]
+__all__ = ["TEMPLATE", "ChatFolder", "Examples", "TooLong", "fitted", "tokenised"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEMPLATE, CONFIG, SPECIAL = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
@@ -31,6 +34,7 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt"
 _LARGEST = {TEMPLATE: 1 << 20, CONFIG: 64 << 20}  # bytes
 SECONDS = 5.0  # of processor time for what the template makes of a record
 _BATCH = 1 << 19  # characters of records that go to the tokenizer together
+_MOST = 8  # processes that render and tokenise, if there are cores for them
 _TOGETHER = 1 << 14  # examples that are looked at together
 
 Record = dict[str, Any]
@@ -64,6 +68,12 @@ class ChatFolder:
         self.path, self._templates = self._found(template, config)
         given = json.dumps([self._special, self._templates], sort_keys=True).encode()
         self.name = f"{self.tokenizer.name}, template sha256 {hashlib.sha256(given).hexdigest()[:16]}"
+
+    def another(self) -> "ChatFolder":
+        """The same, with a process of its own."""
+        found = copy(self)
+        found.tokenizer = Tokenizer(self.tokenizer.path)
+        return found
 
     def _settings(self, name: str) -> dict[str, Any]:
         path = self.folder / name
@@ -114,7 +124,7 @@ class ChatFolder:
             (ids of each record, uint32; of each a uint8 that is 1 for each token of an answer; the ids of
             special tokens).
         """
-        size = sum(_characters(record) for record in records)
+        size = sum(size_of(record) for record in records)
         what = f"{places[0]} to {places[-1]}: {self.path}: the template or the tokenizer crashed"
         given = {"records": list(records), "special": self._special, "prompt": prompt}
         given["seconds"] = SECONDS
@@ -232,19 +242,6 @@ def _messages(found: Any, name: str, place: str) -> list[dict]:
     return found
 
 
-def _characters(value: Any) -> int:
-    """Of all texts in a record."""
-    if isinstance(value, dict):
-        return sum(map(_characters, value.values()))
-    return (
-        sum(map(_characters, value))
-        if isinstance(value, list)
-        else len(value)
-        if isinstance(value, str)
-        else 1
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Examples:
     """Tokens of conversations, one after the other."""
@@ -258,53 +255,31 @@ class Examples:
     made_by: str  # ChatFolder.name
 
 
-def read_examples(paths: Sequence[Path], folder: ChatFolder, split: str = "train") -> Examples:
-    """The examples of records. Deterministic, unless the template asks for the date.
+def tokenised(
+    paths: Sequence[Path], folder: ChatFolder, split: str = "train", place: Sequence[int] = ()
+) -> Iterator[tuple[list[Row], list[np.ndarray], list[np.ndarray]]]:
+    """Records in batches, with the tokens of each (uint32), and which of them are answers (uint8).
 
-    split: of folders of records that have several.
+    Deterministic, unless the template asks for the date.
+
+    Args:
+        split: of folders of records that have several.
+        place: of the Row at which an earlier reading ended.
 
     Raises:
         BadTokens, BadRecords: naming the file, the line and what is wrong.
         OSError: if a file can't be read.
     """
-    from xxhash import xxh3_128
 
-    ids, answers, sizes = [], [], [0]
-    for batch in _batches(_conversations(paths, split)):
-        found, own, _ = folder.encode([record for record, _ in batch], [place for _, place in batch])
-        ids += found
-        answers += own
-        sizes += map(len, found)
-    folder.tokenizer.close()
-    source = ", ".join(map(str, paths))
-    if not sum(sizes):
-        raise BadTokens(f"{source}: no records with a text")
-    arrays = np.concatenate(ids), np.concatenate(answers), np.cumsum(sizes, dtype=np.int64)
-    hasher = xxh3_128()
-    for array in arrays:
-        hasher.update(np.ascontiguousarray(array))
-    digest, largest = f"xxh3 {hasher.hexdigest()}", int(arrays[0].max())
-    return Examples(source, digest, *arrays, largest, folder.name)
+    def encode(worker: ChatFolder, batch: list[Row]) -> tuple:
+        ids, answers, _ = worker.encode([row.value for row in batch], [row.where for row in batch])
+        return batch, ids, answers
 
-
-def _conversations(paths: Sequence[Path], split: str) -> Iterator[tuple[Record, str]]:
-    """(each record, where it is)."""
-    for path in paths:
-        found = records(path, split=split)
-        for record in found:
-            yield conversation(record, found.where), found.where
-
-
-def _batches(records: Iterable[tuple[Record, str]]) -> Iterator[list[tuple[Record, str]]]:
-    batch, size = [], 0
-    for record in records:
-        batch.append(record)
-        size += _characters(record[0])
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    found = (
+        replace(row, value=conversation(row.value, row.where)) for row in rows(paths, None, split, place)
+    )
+    most = min(_MOST, len(os.sched_getaffinity(0)))
+    yield from in_order(encode, batches(found, _BATCH), folder, folder.another, most)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,13 +2,15 @@
 
 import json
 import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 
 from shardrt.__main__ import main
 from shardrt.train import chat, chat_file
-from shardrt.train.chat import ChatFolder, TooLong, conversation, fitted, read_examples
+from shardrt.train.chat import ChatFolder, TooLong, conversation, fitted
 from shardrt.train.chat_file import examples_of
 from shardrt.train.filearray import FileArray
 from shardrt.train.records import BadRecords
@@ -27,6 +29,12 @@ def folders(tmp_path_factory):
     """Name of a template -> its folder."""
     made = tmp_path_factory.mktemp("folders")
     return {name: talks.furnish(made / name, name) for name in (*NAMES, "marked")}
+
+
+def read_examples(paths, folder):
+    """The examples of records, by a file that is made of them."""
+    with TemporaryDirectory() as made:
+        return chat_file.make(Path(made) / "made.chat", paths, folder)
 
 
 def decoded(folder, ids):
