@@ -31,6 +31,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 TEMPLATE, CONFIG, SPECIAL = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SHAREGPT = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
+_SHAREGPT |= {"observation": "tool"}
+_SHAREGPT_KEYS = {"from": "role", "value": "content"}
 _LARGEST = {TEMPLATE: 1 << 20, CONFIG: 64 << 20}  # bytes
 SECONDS = 5.0  # of processor time for what the template makes of a record
 _BATCH = 1 << 19  # characters of records that go to the tokenizer together
@@ -184,13 +186,14 @@ def conversation(record: Record, place: str) -> Record:
     {"prompt", "completion"}.
     """
     record = {name: value for name, value in record.items() if value is not None}  # tables have all columns
+    if "chat_template_kwargs" in record:
+        raise BadTokens(f"{place}: chat_template_kwargs are not read; write them into the template")
     if "messages" in record:
         messages, first = _messages(record["messages"], "messages", place), 0
     elif "conversations" in record:
-        turned = record["conversations"]
-        if isinstance(turned, list):
-            turned = [_of_sharegpt(each) for each in turned]
-        messages, first = _messages(turned, "conversations", place), 0
+        messages, first = _messages(record["conversations"], "conversations", place), 0
+        if isinstance(record.get("system"), str) and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": record["system"]}, *messages]
     elif "prompt" in record and "completion" in record:
         parts = {name: record[name] for name in ("prompt", "completion")}
         if all(isinstance(each, str) for each in parts.values()):
@@ -209,37 +212,59 @@ def conversation(record: Record, place: str) -> Record:
     ]
     if not answers:
         raise BadTokens(f"{place}: no message of the assistant to learn from")
-    found = {"messages": messages, "answers": answers}
-    return found | {"tools": record["tools"]} if record.get("tools") else found
+    tools = _tools(record.get("tools"), place)
+    return {"messages": messages, "answers": answers} | ({"tools": tools} if tools else {})
 
 
-def _of_sharegpt(turn: Any) -> Any:
-    if not isinstance(turn, dict):
-        return turn
-    role = turn.get("from")
-    return {
-        "role": _SHAREGPT.get(role, role) if isinstance(role, str) else role,
-        "content": turn.get("value"),
-    }
+def _tools(found: Any, place: str) -> list[dict] | None:
+    """A list of objects, or its JSON, as tables have it."""
+    if isinstance(found, str) and found.strip():
+        try:
+            found = strict_json(found)
+        except ValueError as error:
+            raise BadTokens(f"{place}: tools must be a list or its JSON ({error})") from None
+    if not found:
+        return None
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise BadTokens(f"{place}: tools must be a list of objects, or its JSON")
+    return found
 
 
 def _messages(found: Any, name: str, place: str) -> list[dict]:
     if not isinstance(found, list) or not found:
         raise BadTokens(f"{place}: {name} must be a list of messages, not empty")
-    for number, message in enumerate(found, start=1):
-        where = f"{place}: message {number}"
-        if not isinstance(message, dict):
-            raise BadTokens(
-                f"{where}: expected an object with role and content, got a {type(message).__name__}"
-            )
-        if (role := message.get("role")) not in ROLES:
-            raise BadTokens(f"{where}: role must be one of {', '.join(ROLES)}, got {str(role)[:40]!r}")
-        if (weight := message.get("weight", 1)) not in (0, 1, None):
-            raise BadTokens(f"{where}: weight must be 0 or 1, got {str(weight)[:40]!r}")
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise BadTokens(f"{where}: content must be a text, got a {type(content).__name__}")
-    return found
+    return [_message(each, f"{place}: message {number}") for number, each in enumerate(found, start=1)]
+
+
+def _message(message: Any, where: str) -> dict:
+    """A message with role and content, whose texts are texts or lists of parts."""
+    if not isinstance(message, dict):
+        raise BadTokens(f"{where}: expected an object with role and content, got a {type(message).__name__}")
+    message = {_SHAREGPT_KEYS.get(key, key): value for key, value in message.items() if value is not None}
+    role = message.get("role")
+    message["role"] = role = _SHAREGPT.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        raise BadTokens(f"{where}: role must be one of {', '.join(ROLES)}, got {str(role)[:40]!r}")
+    if (weight := message.get("weight", 1)) not in (0, 1):
+        raise BadTokens(f"{where}: weight must be 0 or 1, got {str(weight)[:40]!r}")
+    calls, content = message.get("tool_calls"), message.get("content")
+    if calls and (not isinstance(calls, list) or not all(isinstance(each, dict) for each in calls)):
+        raise BadTokens(f"{where}: tool_calls must be a list of objects")
+    if isinstance(content, list) and content:
+        message["content"] = [_part(part, where) for part in content]
+    elif not isinstance(content, str) and not (content is None and calls):
+        raise BadTokens(f"{where}: content must be a text, got a {type(content).__name__}")
+    return message
+
+
+def _part(part: Any, where: str) -> dict:
+    """A text that is a part of a message's content."""
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind != "text":
+        raise BadTokens(f"{where}: content has a part of type {str(kind)[:40]!r}; only texts are learnt")
+    if not isinstance(part.get("text"), str):
+        raise BadTokens(f"{where}: content has a part of type 'text' without a text")
+    return {"type": "text", "text": part["text"]}
 
 
 @dataclass(frozen=True, eq=False)

@@ -169,6 +169,49 @@ def test_an_answer_of_weight_0_is_left_out_and_sharegpt_has_other_names(folders)
     assert answers_of(folders["chatml"], {"conversations": turns}) == ["two<|im_end|>"]
 
 
+PARTS = "{% for m in messages %}[{% for p in m.content %}{{ p.text }}{% endfor %}]{% endfor %}"
+EITHER = (
+    "{% for m in messages %}[{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}]{% endfor %}"
+)
+
+
+def in_parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize("template", [PARTS, EITHER])
+def test_a_template_that_reads_parts_gets_them_as_transformers_gives_them(tmp_path, template):
+    transformers = pytest.importorskip("transformers")
+    record = said(in_parts("one ", "two"), in_parts("three"))
+    path = talks.furnish(tmp_path / "model", template=template)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    expected = theirs.apply_chat_template(record["messages"], tokenize=True, return_dict=False)
+    folder, ids, answers = encoded(path, record)
+    assert ids.tolist() == expected and decoded(folder, ids) == "[one two][three]"
+
+
+@pytest.mark.parametrize("name", (*NAMES, "marked"))
+def test_parts_are_one_text_for_other_templates(folders, name):
+    _, ids, answers = encoded(folders[name], said(in_parts("What is ", "one?"), in_parts("two ", "three")))
+    _, expected, same = encoded(folders[name], said("What is one?", "two three"))
+    assert ids.tolist() == expected.tolist() and answers.tolist() == same.tolist()
+
+
+def test_sharegpt_has_a_system_text_tools_in_json_and_either_names(folders):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    record = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    record |= {"system": "Be brief.", "tools": json.dumps(tools)}
+    expected = encoded(folders["chatml"], said("a", "b", system="Be brief.", tools=tools))[1].tolist()
+    assert encoded(folders["chatml"], record)[1].tolist() == expected
+    mixed = {"conversations": [{"role": "user", "content": "a"}, {"from": "gpt", "value": "b"}]}
+    plain = encoded(folders["chatml"], said("a", "b"))[1].tolist()
+    assert encoded(folders["chatml"], mixed)[1].tolist() == plain
+    named = {"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "tools": "[]"}
+    assert encoded(folders["chatml"], named)[1].tolist() == plain
+
+
 def test_the_end_of_a_turn_is_the_special_token_that_the_template_writes(folders, tmp_path):
     for name, end in (("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("mistral", "</s>")):
         folder = ChatFolder(folders[name])
@@ -266,7 +309,24 @@ RECORDS = [
     ('{"prompt": "a", "completion": [1]}', "prompt must be a list of messages"),
     ('{"prompt": "a"}', "got 'prompt'"),
     (json.dumps(said("a", "\ud800")), "surrogates not allowed"),
-    (json.dumps(said("a", "a", "a", "a") | {"tools": 1}), "'int' object is not iterable"),
+    (json.dumps(said("a", "a", tools=1)), "tools must be a list of objects, or its JSON"),
+    (json.dumps(said("a", "a", tools=["f"])), "tools must be a list of objects, or its JSON"),
+    (json.dumps(said("a", "a", tools="{")), "tools must be a list or its JSON (Expecting"),
+    (json.dumps(said("a", "a", chat_template_kwargs={})), "chat_template_kwargs are not read"),
+    (
+        json.dumps(said("a", [{"type": "image", "url": "a.png"}])),
+        "message 2: content has a part of type 'image'",
+    ),
+    (json.dumps(said([{"type": "image_url", "text": "a"}], "a")), "part of type 'image_url'; only texts are"),
+    (json.dumps(said("a", ["b"])), "message 2: content has a part of type 'str'"),
+    (
+        json.dumps(said("a", [{"type": "text"}])),
+        "message 2: content has a part of type 'text' without a text",
+    ),
+    (json.dumps(said("a", [])), "message 2: content must be a text, got a list"),
+    ('{"messages": [{"role": "assistant", "tool_calls": "f"}]}', "message 1: tool_calls must be a list"),
+    ('{"instruction": "a", "output": "b"}', "got 'instruction', 'output'"),
+    ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "got 'prompt', 'chosen', 'rejected'"),
 ]
 
 
