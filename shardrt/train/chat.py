@@ -300,9 +300,8 @@ def tokenised(
         ids, answers, _ = worker.encode([row.value for row in batch], [row.where for row in batch])
         return batch, ids, answers
 
-    found = (
-        replace(row, value=conversation(row.value, row.where)) for row in rows(paths, None, split, place)
-    )
+    read = rows(paths, None, split, place, texts=False)
+    found = (replace(row, value=conversation(row.value, row.where)) for row in read)
     most = min(_MOST, len(os.sched_getaffinity(0)))
     yield from in_order(encode, batches(found, _BATCH), folder, folder.another, most)
 

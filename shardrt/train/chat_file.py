@@ -81,13 +81,16 @@ def make(out: Path, paths: Sequence[Path], folder: ChatFolder, split: str = "tra
                 file.append("begins", ends)
                 file.append("tokens", np.concatenate(tokens))
                 file.append("answers", np.concatenate(answers))
+                said = facts.get("answers", 0) + sum(int(own.sum()) for own in answers)
                 largest = max(facts.get("largest", 0), *(int(own.max(initial=0)) for own in tokens))
-                facts = {"largest": largest, "place": batch[-1].place}
+                facts = {"answers": said, "largest": largest, "place": batch[-1].place}
                 file.keep(facts)
                 progress.show(batch)
         names = ", ".join(map(str, paths))
         if not file.size("tokens"):
             raise BadTokens(f"{names}: no records with a text")
+        if not facts["answers"]:
+            raise BadTokens(f"{names}: {folder.path}: no record has a token of an answer")
         known = {"format": _FORMAT, "source": _shortened(names), "made_by": folder.name}
         known |= {"largest": str(facts["largest"])}
         file.finish(lambda digest: known | {"digest": f"xxh3 {digest}"})

@@ -44,6 +44,7 @@ class Preparation:
     end: str = ""  # the token behind each document, if any
     column: str = "text"
     split: str = "train"
+    vocabulary: int = 0  # of the model that will read the tokens, which decides none of them; 0: any
 
     def made_from(self, paths: Sequence[Path]) -> str:
         """A hash of sources and settings. Raises BadTokens, BadRecords, OSError as make_tokens does."""
@@ -125,6 +126,11 @@ def make_tokens(out: Path, paths: Sequence[Path], how: Preparation) -> TokenFile
         facts = {"vocabulary": BYTES, "tokenizer": "bytes", "made_from": source}
     else:
         tokenizer, limit = Tokenizer(how.tokenizer), TEXT
+        if 0 < how.vocabulary < tokenizer.vocabulary:  # said before hours of work
+            raise BadTokens(
+                f"{how.tokenizer}: its largest token is {tokenizer.vocabulary - 1}, which is not below "
+                f"model.vocab_size, {how.vocabulary}; pass --model.vocab-size 0 to take the tokenizer's"
+            )
         last = _end(tokenizer, how)
         facts = {"vocabulary": tokenizer.vocabulary, "tokenizer": tokenizer.name}
         facts |= {"end": last[0] if last else None, "made_from": f"{source} {version('tokenizers')}"}
@@ -137,6 +143,8 @@ def make_tokens(out: Path, paths: Sequence[Path], how: Preparation) -> TokenFile
                 writer.add(np.append(ids, last).astype(np.int64) if last and ids.size else ids, len(text))
             writer.keep(place=batch[-1].place)
             progress.show(batch)
+        if not writer.documents:
+            raise BadTokens(f"{', '.join(map(str, paths))}: there is no text")
         return writer.finish()
 
 

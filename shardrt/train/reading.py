@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrt.train.progress import clock
-from shardrt.train.records import Place, has_records, record_files, records
+from shardrt.train.records import Place, has_records, plain_text, record_files, records
 from shardrt.train.screen import Screen
 from shardrt.untrusted import open_regular
 
@@ -37,11 +37,13 @@ def rows(
     split: str,
     place: Sequence[int] = (),
     limit: int | None = None,
+    texts: bool = True,
 ) -> Iterator[Row]:
     """The records of paths, one after the other, from a place on.
 
     Args:
         limit: bytes of a file without records, at most.
+        texts: there may be such files.
 
     Raises:
         BadRecords, Refused: naming the file, the row and what is wrong.
@@ -51,9 +53,9 @@ def rows(
     whole, (first, *inside) = max(1, sum(sizes)), place or [0]
     for number, path in enumerate(paths[first:], start=first):
         before = sum(sizes[:number])
-        if not has_records(path):
+        if texts and not has_records(path):
             with open_regular(path, limit) as file:
-                text = file.read()
+                text = plain_text(path, file.read())
             yield Row(text, str(path), len(text), [number + 1], (before + sizes[number]) / whole)
             continue
         start = Place(*inside) if number == first else Place()

@@ -18,7 +18,7 @@ from shardrt.train import records_process
 from shardrt.train.reader_process import ReaderProcess
 from shardrt.untrusted import Refused, open_regular, printable, read_regular, strict_json
 
-__all__ = ["BadRecords", "Place", "Records", "has_records", "record_files", "records"]
+__all__ = ["BadRecords", "Place", "Records", "has_records", "plain_text", "record_files", "records"]
 
 LINE = 64 << 20  # bytes of one line of JSON
 FILES = 100_000  # of a folder
@@ -27,6 +27,16 @@ _STATE = 64 << 20  # bytes of a dataset's state.json
 _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _TABLES = (".parquet", ".arrow", ".feather")
+# How files begin that are no text, and what their names should end in.
+_PACKED = {
+    b"\x1f\x8b": "compressed; uncompress it, or call JSON lines NAME.jsonl.gz",
+    b"\x28\xb5\x2f\xfd": "compressed; uncompress it",
+    b"\xfd7zXZ\0": "compressed; uncompress it",
+    b"BZh": "compressed; uncompress it",
+    b"PK\x03\x04": "compressed; uncompress it",
+    b"PAR1": "Parquet, whose name must end in .parquet",
+    b"ARROW1": "Arrow, whose name must end in .arrow",
+}
 _SPLITS = "train|validation|valid|val|dev|test|eval"
 
 
@@ -70,6 +80,14 @@ def records(
 def has_records(path: Path) -> bool:
     """Whether a path is a folder, or has the name of a file of records."""
     return path.name.endswith((*_LINES, *_TABLES)) or path.is_dir()
+
+
+def plain_text(path: Path, data: bytes) -> bytes:
+    """The content of a file that is one document. Raises BadRecords for tables and compressed files."""
+    for begin, what in _PACKED.items():
+        if data.startswith(begin):
+            raise BadRecords(f"{path}: not a text, but {what}")
+    return data
 
 
 def record_files(path: Path, split: str = "train") -> list[Path]:

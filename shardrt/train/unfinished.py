@@ -145,6 +145,8 @@ class Unfinished:
 
     def _locked(self) -> Any:
         """The folder's lock, which the system gives back when a process ends, however it ends."""
+        if not self.out.parent.is_dir():
+            raise FileNotFoundError(2, "No such file or directory", str(self.out.parent))
         while True:
             self.folder.mkdir(exist_ok=True)
             with suppress(FileNotFoundError):  # its owner ends just now
