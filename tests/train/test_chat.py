@@ -492,6 +492,16 @@ def test_examples_that_are_looked_at_in_parts_are_the_same(monkeypatch):
         np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))
 
 
+def test_a_template_that_marks_no_answer_and_files_without_records_are_one_line(tmp_path):
+    template = "{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    path, lines = talks.furnish(tmp_path / "m", template=template), write(tmp_path / "a.jsonl", CONVERSATIONS)
+    with pytest.raises(BadTokens, match="a.jsonl: .*chat_template.jinja: no record has a token of an answer"):
+        read_examples([lines], ChatFolder(path))
+    lines.rename(tmp_path / "a.json")
+    with pytest.raises(BadRecords, match="a.json: not a file of records"):
+        read_examples([tmp_path / "a.json"], ChatFolder(path))
+
+
 def test_without_jinja2_one_line_says_what_to_install(folders, monkeypatch):
     monkeypatch.setattr(chat, "find_spec", lambda name: None)
     with pytest.raises(BadTokens, match=r"pip install 'shardrt\[chat\]'"):
