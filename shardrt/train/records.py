@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from re import fullmatch
 from typing import Any
@@ -122,7 +123,7 @@ class Records(Iterator[dict[str, Any]]):
         self.place = start
         self.part = 0.0  # of the files that is read, from 0 to 1
         self._process: ReaderProcess | None = None
-        self._sizes = [file.stat().st_size for file in self.files]
+        self._ends = list(accumulate((file.stat().st_size for file in self.files), initial=0))
         self._rows = self._read()
 
     def __next__(self) -> dict[str, Any]:
@@ -156,13 +157,13 @@ class Records(Iterator[dict[str, Any]]):
         self.part = 1.0
 
     def _progress(self, inside: float) -> None:
-        before = sum(self._sizes[: self.place.file])
-        here = self._sizes[self.place.file]
-        self.part = (before + min(1.0, inside) * here) / max(1, sum(self._sizes))
+        begin, end = self._ends[self.place.file : self.place.file + 2]
+        self.part = (begin + min(1.0, inside) * (end - begin)) / max(1, self._ends[-1])
 
     def _lines(self, path: Path) -> Iterator[tuple[dict[str, Any], Place]]:
-        place, size = self.place, max(1, self._sizes[self.place.file])
+        place = self.place
         with open_regular(path) as raw:
+            size = max(1, path.stat().st_size)
             lines = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
             row = place.row
             try:
