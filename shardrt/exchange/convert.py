@@ -23,9 +23,10 @@ import numpy as np
 from shardrt.exchange import names
 from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint, Checkpoint, Training
 from shardrt.exchange.formats import FORMATS, SYNONYMS, Options, Plan, format_of, module_of
+from shardrt.exchange.groups import checked, completed, settings
 from shardrt.exchange.output import Output
 from shardrt.exchange.views import Cast
-from shardrt.untrusted import Refused, read_regular, say
+from shardrt.untrusted import read_regular, say
 
 __all__ = ["add_to", "convert"]
 
@@ -68,6 +69,13 @@ def add_to(actions: Any) -> None:
         "--dtype", choices=("float32", "bfloat16"), help="type of the weights; without it they keep theirs"
     )
     action.add_argument("--weights-only", action="store_true", help="leave the state of training out")
+    action.add_argument(
+        "--optimizer",
+        type=settings,
+        default={},
+        metavar="SETTINGS",
+        help="the optimizer's, where A lacks them or B needs others: 'lr = 3e-4, weight_decay = 0.1'",
+    )
     action.add_argument("--names", type=Path, metavar="FILE.toml", help="a table of names, applied to A's")
     action.add_argument("--dialect", choices=tuple(names.DIALECTS), help="program whose names B gets")
     action.add_argument("--family", default="", metavar="NAME", help="kind of model, as llama")
@@ -85,8 +93,6 @@ def run(options: argparse.Namespace) -> int:
     """Convert, and print what was converted and what was left out; returns the exit code."""
     try:
         say(*convert(options))
-    except BadCheckpoint as error:
-        raise Refused(str(error)) from None
     except KeyboardInterrupt:
         say("stopped; the same command goes on from here", file=sys.stderr)
         return _STOPPED
@@ -105,6 +111,8 @@ def convert(options: argparse.Namespace) -> list[str]:
     target = SYNONYMS.get(options.to, options.to)
     if target == "shardrt" and options.dtype not in (None, "float32"):
         raise BadCheckpoint(f"--dtype {options.dtype}: shardrt's checkpoints hold float32")
+    if target == "shardrt" and options.optimizer:
+        raise BadCheckpoint("--optimizer: the recipe of a shardrt run sets it")
     source = options.source_format or format_of(options.source)
     if (source, target) == ("peft", "shardrt"):
         raise BadCheckpoint(
@@ -115,10 +123,13 @@ def convert(options: argparse.Namespace) -> list[str]:
     if not hasattr(writer, "files"):
         raise BadCheckpoint(f"--to {options.to}: this format is only read")
     opened = reader.read(options.source)
+    checked(opened.training.groups, opened.path)
     checkpoint = _in_names(opened, options, options.dialect or writer.DIALECT)
     checkpoint = _chosen(checkpoint, options)
     if not (writer.STATE or options.weights_only):
         checkpoint = _without_state(checkpoint, options.to)
+    elif target != "shardrt":
+        checkpoint = completed(checkpoint, options.optimizer)
     how = Options(
         options.target,
         options.ranks,
@@ -251,6 +262,7 @@ def _identity(options: argparse.Namespace, source: Checkpoint) -> dict[str, Any]
                 "layout",
                 "zero_stage",
                 "zero_dtype",
+                "optimizer",
             )
         },
     }
@@ -272,10 +284,13 @@ def _report(checkpoint: Checkpoint, plan: Plan, target: Path) -> list[str]:
     parts += [f"{size / 1e9:.3f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"]
     parts += [f"step {checkpoint.training.step}"] if checkpoint.training.step is not None else []
     parts += [f"lr {', '.join(f'{rate:g}' for rate in rates)}"] if rates else []
-    return [
-        f"wrote {target}: {', '.join(parts)}",
-        *(f"left out: {line}" for line in dict.fromkeys([*checkpoint.left, *plan.left])),
+    lost = sorted(checkpoint.files.keys() - {file.name for file in plan.files})
+    left = [
+        *checkpoint.left,
+        *plan.left,
+        *(f"{name}: there is no place for it here; copy it" for name in lost),
     ]
+    return [f"wrote {target}: {', '.join(parts)}", *(f"left out: {line}" for line in dict.fromkeys(left))]
 
 
 @contextmanager
