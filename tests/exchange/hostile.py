@@ -119,6 +119,67 @@ def signed(path, random_):
         return
 
 
+GADGETS = (
+    ("os.system", ("touch forged",)),
+    ("posix.system", ("touch forged",)),
+    ("builtins.eval", ("1",)),
+    ("builtins.getattr", ("", "format")),
+    ("subprocess.Popen", (("touch", "forged"),)),
+    ("torch.serialization.load", ("/etc/passwd",)),
+)
+
+
+def forged(path, random_):
+    """Of PyTorch's distributed checkpoints: values of the metadata changed, calls put into it."""
+    from shardrt.exchange.formats.dcp import _ALLOWED
+    from shardrt.exchange.torch_file import pickled
+    from shardrt.exchange.unpickle import Called, unpickle
+
+    if path.name != ".metadata":
+        return
+    try:
+        value = unpickle(path.read_bytes(), path, _ALLOWED)
+        places = list(_places(value))
+        holder, key = random_.choice(places)
+        old, way = holder[key], random_.randrange(8)
+        if way == 0:
+            gadget = Called(*random_.choice(GADGETS))
+            holder[key] = random_.choice(
+                (gadget, Called("torch.Size", (gadget,)), Called(gadget.name, (), {}))
+            )
+        elif way == 1:
+            del holder[key]
+        elif isinstance(old, int) and not isinstance(old, bool):
+            holder[key] = random_.choice((*HUGE, old + 1, old - 1, 0))
+        elif isinstance(old, str):
+            holder[key] = random_.choice((*OUTSIDE, ".metadata", "__1_0.distcp", "__0_0.distcp"))
+        else:
+            other, at = random_.choice(places)
+            holder[key] = random_.choice((other[at], [], {}, None, (HUGE[2],) * 40))
+        path.write_bytes(pickled(value))
+    except (ValueError, RecursionError, IndexError, AttributeError, TypeError, OverflowError):
+        return
+
+
+def _places(value):
+    """(table or list, key) of all values of a pickle that may be changed."""
+    from shardrt.exchange.unpickle import Called
+
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Called):
+            if isinstance(item.state, tuple):
+                item.state = list(item.state)
+            todo.append(item.state)
+        elif isinstance(item, dict | list):
+            for key, child in list(item.items() if isinstance(item, dict) else enumerate(item)):
+                if isinstance(child, tuple):
+                    item[key] = child = list(child) if len(child) > 9 else child
+                yield item, key
+                todo += [key, child]
+
+
 class Watched:
     """What a process may not do while it reads a mutant."""
 
@@ -214,5 +275,5 @@ def say(text):
 
 if __name__ == "__main__":
     valid_, scratch_, first_, count_, to_, source_ = sys.argv[1:]
-    special_ = (signed,) if source_ == "shardrt" else ()
+    special_ = {"shardrt": (signed,), "dcp": (forged, forged)}.get(source_, ())
     sys.exit(run(Path(valid_), Path(scratch_), int(first_), int(count_), to_, source_, special_))
