@@ -160,7 +160,12 @@ def whole(tensor):
 
 def train(job, rank):
     model, forward = model_of(job["kind"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [one for name, one in named if "norm" not in name], "weight_decay": 0.1},
+        {"params": [one for name, one in named if "norm" in name], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     truth, losses, first = {}, [], job.get("first", 0)
 
     def step(number):

@@ -605,7 +605,10 @@ def _groups(training: Training, trained: list[str]) -> tuple[list[dict[str, Any]
     if not rest:
         return groups, []
     groups.append({**_ADAMW, "initial_lr": _ADAMW["lr"], "params": list(rest)})
-    line = f"the optimizer's settings for {len(rest)} parameters are not known; PyTorch's own stand"
+    line = (
+        f"the optimizer's settings for {len(rest)} parameters: they are not known, and PyTorch's defaults "
+        "stand; set your own after loading"
+    )
     return groups, [line]
 
 
