@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -183,6 +185,54 @@ def test_four_gigabytes_convert_in_less_than_one_and_after_a_kill(tmp_path):
             assert np.array_equal(out, expected)
 
 
+def llama_3_8b():
+    """Shapes of Llama-3.1-8B, with torchtitan's names."""
+    shapes = {
+        "tok_embeddings.weight": (128256, 4096),
+        "lm_head.weight": (128256, 4096),
+        "norm.weight": (4096,),
+    }
+    for number in range(32):
+        for name, shape in {
+            "attention.qkv_linear.wq": (4096, 4096), "attention.qkv_linear.wk": (1024, 4096),
+            "attention.qkv_linear.wv": (1024, 4096), "attention.wo": (4096, 4096),
+            "feed_forward.w1": (14336, 4096), "feed_forward.w2": (4096, 14336),
+            "feed_forward.w3": (14336, 4096), "attention_norm": (4096,), "ffn_norm": (4096,),
+        }.items():  # fmt: skip
+            shapes[f"layers.{number}.{name}.weight"] = shape
+    return shapes
+
+
+@pytest.mark.rest
+@pytest.mark.serial
+def test_96_gigabytes_of_llama_8b_convert(tmp_path, capsys):
+    sparse(llama_3_8b(), 0.002, tmp_path / "dcp", 8)
+    size = sum(path.stat().st_size for path in (tmp_path / "dcp").iterdir())
+    assert size > 96e9
+    words = [
+        "ckpt",
+        "convert",
+        str(tmp_path / "dcp"),
+        str(tmp_path / "new"),
+        "--to",
+        "shardrt",
+        "--ranks",
+        "8",
+    ]
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", BOUNDED, *words], capture_output=True, text=True)
+    seconds = time.monotonic() - begin
+    assert done.returncode == 0, done.stderr
+    peak = int(done.stdout.splitlines()[-1])
+    assert peak < 1 << 30
+    begin = time.monotonic()
+    subprocess.run(["cp", "-r", "--sparse=always", tmp_path / "dcp", tmp_path / "copy"], check=True)
+    subprocess.run(["sync", "-f", tmp_path / "copy"], check=True)
+    copied = time.monotonic() - begin
+    with capsys.disabled():
+        print(f"{size / 1e9:.1f} GB, {peak / 1e6:.0f} MB: {seconds:.0f} s, cp and sync {copied:.0f} s")
+
+
 def torch_runs(jobs, folder):
     """Run dcp_run.py."""
     file = folder / f"jobs-{len(list(folder.iterdir()))}.json"
@@ -193,19 +243,26 @@ def torch_runs(jobs, folder):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Runs of FSDP2 that save after three steps and go ten on."""
+    """Gives, by kind, the folder of a run of FSDP2 that saves after three steps and goes ten on."""
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     folder = tmp_path_factory.mktemp("torch")
-    torch_runs([
-        {"world": 2, "kind": kind, "layout": layout, "first": 3, "steps": 10,
-         "save": str(folder / kind), "truth": str(folder / f"{kind}.npz")}
-        for kind, layout in (("hub", "app"), ("titan", "flat"))
-    ], folder)  # fmt: skip
-    for kind in ("hub", "titan"):
+
+    @cache
+    def run(kind):
+        job = {
+            "world": 2,
+            "kind": kind,
+            "layout": {"hub": "app", "titan": "flat"}[kind],
+            "first": 3,
+            "steps": 10,
+        }
+        torch_runs([job | {"save": str(folder / kind), "truth": str(folder / f"{kind}.npz")}], folder)
         (folder / kind / "config.json").write_text(json.dumps(HUB))
-    return folder
+        return folder
+
+    return run
 
 
 def ten_steps(folder, first):
@@ -232,8 +289,15 @@ def ten_steps(folder, first):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("kind", "dialect"), [("hub", "huggingface"), ("titan", "torchtitan")])
+@pytest.mark.parametrize(
+    ("kind", "dialect"),
+    [
+        ("titan", "torchtitan"),
+        pytest.param("hub", "huggingface", marks=pytest.mark.slow),
+    ],
+)
 def test_training_goes_on_in_shardrt_and_back_in_torch(kind, dialect, saved, tmp_path):
+    saved = saved(kind)
     truth = np.load(saved / f"{kind}.npz")
     # From PyTorch to shardrt: all values, and ten steps.
     read = all_of(saved / kind)
@@ -277,7 +341,9 @@ def test_training_goes_on_in_shardrt_and_back_in_torch(kind, dialect, saved, tmp
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_weights_go_to_safetensors_and_back_to_torch(saved, tmp_path):
+    saved = saved("hub")
     from shardrt.exchange.formats import safetensors
 
     assert convert(saved / "hub", tmp_path / "hub", "--to", "safetensors") == 0
