@@ -88,7 +88,7 @@ def test_chunks_must_cover_a_tensor_once():
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_all_state_comes_back_bitwise(dialect, ranks, tmp_path, capsys):
     made = checkpoint(UNTIED)
-    made.training.extra["config"]["model"]["tied"] = False
+    made.training.extra["config"] = RECIPE | {"model": RECIPE["model"] | {"tied": False}}
     run = write(made, tmp_path / "run")
     there = tmp_path / "dcp"
     assert convert(run, there, "--to", "dcp", "--dialect", dialect, "--ranks", ranks) == 0
