@@ -43,8 +43,13 @@ INSTALL_TORCH := $(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip insta
 INSTALL_CHAKRA := $(BIN)/pip install --quiet --no-deps 'mlc-chakra>=1.0' protobuf >/dev/null 2>&1 \
 	|| echo 'mlc-chakra could not be installed: the tests of Chakra traces are skipped'
 
+# Programs whose files are read and written, without what only other uses of them need.
+INSTALL_PEERS := $(BIN)/pip install --quiet --no-deps peft accelerate >/dev/null 2>&1 \
+	|| echo 'peft could not be installed: the tests against it are skipped'
+
 test: $(FOR_TESTS) ## run the tests, JOBS=3 at a time; against PyTorch if it can be installed (ARGS="tests/fsdp ...")
 	@$(INSTALL_TORCH)
+	@$(INSTALL_PEERS)
 	$(BIN)/python -m tests -n $(JOBS) $(ARGS)
 
 check: $(FOR_TESTS) ## run the quick tests, in four minutes: nothing against PyTorch, nothing long

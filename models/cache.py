@@ -47,11 +47,18 @@ class KVCache:
 
 
 def extended(
-    tokens: np.ndarray, positions: Any, cache: "KVCache | None", layers: int, block_size: int
+    tokens: np.ndarray,
+    positions: Any,
+    cache: "KVCache | None",
+    layers: int,
+    block_size: int,
+    *,
+    of_rows: bool = False,
 ) -> tuple[range | np.ndarray, list]:
     """(the positions of `tokens`, each layer's cache or None).
 
     positions: integers (time,) of the host below block_size, or None: those that follow what was read.
+    of_rows: or (batch, time).
 
     Raises ValueError for more positions than the model has or what is not (batch, time), TypeError for what
     is no array, and as KVCache.extend.
@@ -60,7 +67,7 @@ def extended(
     if positions is not None:
         if cache is not None:
             raise ValueError("positions: a cache sets them itself; leave positions out")
-        return check_positions(positions, tokens.shape[1], block_size), [None] * layers
+        return check_positions(positions, tokens.shape, block_size, of_rows=of_rows), [None] * layers
     first, caches = (0, [None] * layers) if cache is None else cache.extend(tokens)
     last = first + tokens.shape[1]
     if last > block_size:
@@ -85,7 +92,7 @@ class LayerCache:
         self.keys: Array = None
         self.values: Array = None
 
-    def attend(self, qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
+    def attend(self, qkv: Tensor, heads: int, kv_heads: int, window: int | None = None) -> Tensor:
         """As self_attention of `qkv`, whose queries see what was read before as well."""
         q, k, v = split_heads(qkv.data, (heads, kv_heads, kv_heads))
         batch, time = qkv.shape[:2]
@@ -96,7 +103,8 @@ class LayerCache:
         self.keys[:, :, first : self.length] = k
         self.values[:, :, first : self.length] = v
         if first == 0:
-            return F.self_attention(qkv, heads, kv_heads=kv_heads)
-        keys, values = (Tensor(a[:, :, : self.length]) for a in (self.keys, self.values))
+            return F.self_attention(qkv, heads, kv_heads=kv_heads, window=window)
+        oldest = 0 if window is None else max(0, self.length - window)  # that the one query sees
+        keys, values = (Tensor(a[:, :, oldest : self.length]) for a in (self.keys, self.values))
         y = F.scaled_dot_product_attention(Tensor(q), keys, values)
         return y.transpose(1, 2).reshape(batch, time, heads * q.shape[3])

@@ -34,12 +34,29 @@ class Settings:
         if value != wanted:
             raise ValueError(f"{self._path}: {name} = {value!r} is not supported, only {wanted!r} is")
 
-    def size(self, name: str, default: int | None = None) -> int:
-        """An integer of at least 1."""
+    def size(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer of at least `least`."""
         value = self.get(name, default)
-        if type(value) is not int or not 1 <= value < 2**31:
-            raise ValueError(f"{self._path}: {name} must be an integer of at least 1, got {value!r}")
+        if type(value) is not int or not least <= value < 2**31:
+            raise ValueError(f"{self._path}: {name} must be an integer of at least {least}, got {value!r}")
         return value
+
+    def window(self, name: str, unsaid: int | None) -> int:
+        """How many tokens a token sees; 0: all, as null says. `unsaid` where the file says nothing."""
+        if self._table.get(name, unsaid) is None:
+            return 0
+        return self.size(name, unsaid)
+
+    def choices(self, name: str, count: int, *choices: str) -> tuple[str, ...]:
+        """A list of `count` of these; () where it is absent or null."""
+        value = self.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or len(value) != count or not all(v in choices for v in value):
+            wanted = " or ".join(map(repr, choices))
+            got = f"{len(value)} values" if isinstance(value, list) else repr(value)
+            raise ValueError(f"{self._path}: {name} must be a list of {count} times {wanted}, got {got}")
+        return tuple(value)
 
     def side(self, name: str, default: int) -> int:
         """Of a square: an integer of at least 1, or two that are the same."""
@@ -64,14 +81,6 @@ class Settings:
     def flag(self, name: str) -> bool:
         """True or False, which it is where nothing is said."""
         return self.one_of(name, False, True, default=False)
-
-    def require_no_window(self, name: str) -> None:
-        """Attention must reach as far as there are positions."""
-        window = self.get(name)
-        if window is not None and self.size(name) < self.size("max_position_embeddings"):
-            raise ValueError(
-                f"{self._path}: {name} = {window!r} is not supported: attention sees all positions"
-            )
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number."""

@@ -15,6 +15,7 @@ from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
 from shardrt.train import config as settings
 from shardrt.train import options
+from shardrt.train.chat import ChatFolder
 from shardrt.train.data import VOCABULARY
 from shardrt.train.errors import USAGE, one_line
 from shardrt.train.recipe import Recipe
@@ -24,7 +25,7 @@ from .gpt import GPT
 from .hub import ends_in, kind_in, load_pretrained
 from .language import LanguageRecipe
 from .llama import Llama
-from .sampling import TOKENIZER, ByteText, Text, TokenisedText, generate
+from .sampling import TOKENIZER, ByteText, ChatText, Text, TokenisedText, generate
 from .train import load as load_recipe
 
 
@@ -34,6 +35,7 @@ class Config(settings.SampleConfig):
 
     run: Path  # the directory of the run, or the folder with config.json, weights and tokenizer.json
     seed: int = 0  # of the draws
+    chat: bool = False  # of a folder: the prompt is what a user says, by its chat template; runs know it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,8 +44,8 @@ class Config(settings.SampleConfig):
         settings.check_numbers(self, seed=2**64 - 1, length=2**20)
 
 
-def of_folder(directory: Path) -> tuple[nn.Module, Text]:
-    """The language model in a folder of Hugging Face's, and its tokenizer.json.
+def of_folder(directory: Path, *, chat: bool = False) -> tuple[nn.Module, Text]:
+    """The language model in a folder of Hugging Face's, and its tokenizer.json, with `chat` its template.
 
     Without one tokens are bytes, if there are 256. Raises ValueError if it writes no text; OSError.
     """
@@ -57,7 +59,10 @@ def of_folder(directory: Path) -> tuple[nn.Module, Text]:
             f"{path} does not exist, and the model's {tokens} tokens are not bytes; put its tokenizer.json "
             "there"
         )
-    words = TokenisedText(path, ends_in(directory)) if path.exists() else ByteText()
+    if chat:
+        words: Text = ChatText(ChatFolder(directory), ends_in(directory))
+    else:
+        words = TokenisedText(path, ends_in(directory)) if path.exists() else ByteText()
     if words.size > tokens:
         raise ValueError(f"{path} has {words.size} tokens, more than the model's {tokens}")
     return model, words
@@ -80,7 +85,7 @@ def main(arguments: Sequence[str]) -> None:
         recipe = load_recipe(config.run / "config.toml") if is_run else None
         mesh = init_device_mesh("auto")
     with one_line(USAGE, mesh):
-        model, words = of_recipe(recipe) if recipe else of_folder(config.run)
+        model, words = of_recipe(recipe) if recipe else of_folder(config.run, chat=config.chat)
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)

@@ -118,7 +118,8 @@ class GPT(nn.Module):
 
     model(tokens, targets) -> the loss, a number, in config.loss_chunk rows at a time (models/head.py).
     starts: from F.document_starts, where a row holds several documents that don't see one another.
-    positions: of the tokens of a row, integers (time,) of the host, where they are not 0, 1, 2, ...
+    positions: of the tokens of a row, integers (time,) of the host, where they are not 0, 1, 2, ...;
+    (batch, time) where rows differ.
     cache: keys and values of the tokens before these (models/cache.py); then `tokens` go on from there.
     """
 
@@ -144,7 +145,8 @@ class GPT(nn.Module):
         starts: Array = None,
         positions: Array = None,
     ) -> Tensor:
-        places, layers = extended(tokens, positions, cache, len(self.blocks), self.config.block_size)
+        given = tokens, positions, cache
+        places, layers = extended(*given, len(self.blocks), self.config.block_size, of_rows=True)
         x = self.embedded(tokens, places)  # (batch, time, n_embd)
         for block, layer in zip(self.blocks, layers, strict=True):
             x = block(x, layer, starts, positions)
@@ -163,7 +165,7 @@ class GPT(nn.Module):
 
         def first(x: None, batch: Batch) -> Tensor:
             given = batch["tokens"], batch.get("positions"), batch.get("cache")
-            places, _ = extended(*given, 0, self.config.block_size)
+            places, _ = extended(*given, 0, self.config.block_size, of_rows=True)
             return self.embedded(batch["tokens"], places)
 
         def middle(number: int, x: Tensor, batch: Batch) -> Tensor:

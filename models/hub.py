@@ -1,7 +1,7 @@
 """Models in the files of Hugging Face: config.json with model.safetensors, or several files with an index.
 
 load_pretrained makes a model whose parameters start as what the files hold: each is read when it is first
-needed, and of a sharded one only this rank's piece. models/formats.py has the names in the files.
+needed, and of a sharded one only this rank's piece. models/formats has the names in the files.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -15,7 +15,15 @@ import numpy as np
 from shardrt import device, nn
 from shardrt.checkpoint import CheckpointError
 from shardrt.checkpoint.state import failures, gathered
-from shardrt.checkpoint.tensorfiles import FolderWriter, StoredTensor, open_folder, plain_files, read_json
+from shardrt.checkpoint.tensorfiles import (
+    BESIDE,
+    TOKENIZER_FILES,
+    FolderWriter,
+    StoredTensor,
+    open_folder,
+    plain_files,
+    read_json,
+)
 from shardrt.nn.extents import Extent, Extents
 from shardrt.nn.lora import adapted_layers
 from shardrt.nn.overlaps import within
@@ -27,16 +35,6 @@ from .formats import FORMATS, Format, Stored
 Array = Any
 GENERATION = "generation_config.json"
 PREPROCESSOR = "preprocessor_config.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
 # Of the files that a model is from: said otherwise in what is written, or of files that do not go along.
 _UNTRUE = ("torch_dtype", "num_labels", "auto_map", "quantization_config")
 
@@ -104,7 +102,7 @@ def ends_in(directory: str | Path) -> list[int]:
 
 def side_files(directory: Path, names: Iterable[str] = ()) -> dict[str, bytes]:
     """Name -> content of what lies beside weights and config.json and is not made here, or of `names`."""
-    return plain_files(directory, names or (*TOKENIZER_FILES, GENERATION, PREPROCESSOR))
+    return plain_files(directory, names or BESIDE)
 
 
 def kind_in(directory: str | Path) -> type[nn.Module]:
@@ -123,6 +121,9 @@ def described(model: nn.Module) -> tuple[Format, dict[str, Any]]:
     if not forms:
         kinds = ", ".join(dict.fromkeys(form.model.__name__ for form in FORMATS.values()))
         raise ValueError(f"save_pretrained: a {type(model).__name__} has no format; supported: {kinds}")
+    origin = getattr(model, "origin", None)
+    own = origin.settings.get("model_type") if origin else None
+    forms.sort(key=lambda form: form.kind != own)  # that of its files first
     form = next((form for form in forms if form.holds(model.config)), None)
     if form is None:
         kinds = ", ".join(form.kind for form in forms)
@@ -130,7 +131,6 @@ def described(model: nn.Module) -> tuple[Format, dict[str, Any]]:
             f"save_pretrained: none of the formats {kinds} can describe this model: {model.config}"
         )
     settings = {"model_type": form.kind, "architectures": [form.architecture]} | form.describe(model.config)
-    origin = getattr(model, "origin", None)
     if origin is None:
         return form, settings
     kept = {name: value for name, value in origin.settings.items() if name not in _UNTRUE}

@@ -13,13 +13,20 @@ def check_tokens(tokens: Any) -> None:
         raise ValueError(f"tokens: must be (batch, time), got {tokens.shape}{more}")
 
 
-def check_positions(positions: Any, time: int, block_size: int) -> np.ndarray:
-    """As a host array. Raises TypeError for other than integers, ValueError unless (time,) that fit."""
+def check_positions(
+    positions: Any, shape: tuple[int, int], block_size: int, *, of_rows: bool = False
+) -> np.ndarray:
+    """As a host array. Raises TypeError for other than integers, ValueError unless (time,) that fit.
+
+    Args:
+        shape: of the tokens, (batch, time).
+        of_rows: positions may have this shape, too.
+    """
     array = np.asarray(positions)
     if array.dtype.kind not in "iu":
         raise TypeError(f"positions: must be integers, got {array.dtype}")
-    if array.shape != (time,):
-        raise ValueError(f"positions: must be ({time},), one for each token of a row, got {array.shape}")
+    if array.shape != shape[1:] and not (of_rows and array.shape == shape):
+        raise ValueError(f"positions: must be ({shape[1]},), one for each token of a row, got {array.shape}")
     if array.size and not 0 <= array.min() <= array.max() < block_size:
         raise ValueError(
             f"positions: must be 0 to {block_size - 1}, below block_size; got {array.min()} to {array.max()}"

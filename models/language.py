@@ -1,7 +1,7 @@
 """Recipes of GPT and Llama for models.train to train language models, and their task.
 
-Text is read as bytes, or comes as a token file (`python -m shardrt data make`). `init_from` begins with the
-weights of a folder of Hugging Face's.
+Text is bytes, records (Parquet, Arrow, JSON lines) or a token file (`python -m shardrt data make`).
+`init_from` begins with the weights of a folder of Hugging Face's. Conversations are another task (chat.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,16 +18,20 @@ from shardrt.nn.parameter_placement import whole_size
 from shardrt.parallel import shard_sequence
 from shardrt.parallel.styles import Style
 from shardrt.train import config as settings
+from shardrt.train.chat import ChatFolder, TooLong
 from shardrt.train.data import VOCABULARY, Corpus, cut_windows, held_out_starts, load_corpus
 from shardrt.train.held_out import IGNORED
 from shardrt.train.metrics import BITS, RunLog
+from shardrt.train.mixture import sources
+from shardrt.train.prepare import Preparation, prepared
+from shardrt.train.records import has_records
 from shardrt.train.tokens import SUFFIX, BadTokens, open_tokens
 
 from . import gpt, llama
 from .hub import TOKENIZER_FILES, ends_in, side_files
 from .plans import plan_of
 from .pretrained import PretrainedRecipe
-from .sampling import TOKENIZER, ByteText, Text, TokenisedText, generate
+from .sampling import TOKENIZER, ByteText, ChatText, Text, TokenisedText, generate
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,13 @@ class TextConfig:
 
     window: int = 0  # tokens of a sample; 0: the model's block_size
     separate_documents: bool = False  # tokens do not see other documents in their window; needs a token file
-    tokenizer: Path | None = None  # tokenizer.json of a token file: for the sample, which else is left out
+    tokenizer: Path | None = None  # tokenizer.json of the tokens; without it the sample is left out
+    column: str = "text"  # of records (Parquet, Arrow, JSON lines) that are trained on: what is a document
+    split: str = "train"  # of a folder of records that has several
+    end: str = ""  # a token put behind each document of records, as <|endoftext|>
+    chat: bool = False  # records are conversations, whose answers alone are learnt; needs init_from
+    chat_template: Path | None = None  # a file in place of init_from's own template
+    too_long: TooLong = TooLong.truncate  # what to do about a conversation beyond a window: or skip it
 
     def __post_init__(self) -> None:
         if self.window < 0:
@@ -52,14 +62,28 @@ class LanguageRecipe(PretrainedRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        as_bytes = not self.pretrained and not any(path.suffix == SUFFIX for path in self.data)
+        paths = [source.path for source in sources(self.data)]
+        tokenised = any(path.suffix == SUFFIX or has_records(path) for path in paths)
+        as_bytes = not self.pretrained and not tokenised
         if as_bytes and 0 < self.model.vocab_size < VOCABULARY:
             raise ValueError(
                 f"model.vocab_size must be at least {VOCABULARY} for bytes, got {self.model.vocab_size}"
             )
 
     def task(self) -> "Language":
+        if self.text.chat:
+            from .chat import Chat  # which is a Language
+
+            return Chat(self)
         return Language(self)
+
+    def chat_folder(self) -> ChatFolder:
+        """The tokenizer and template of init_from. Raises ValueError, OSError."""
+        if not self.pretrained:
+            raise ValueError(
+                "text.chat needs init_from: a folder with a model, its tokenizer and its template"
+            )
+        return ChatFolder(self.init_from, tokenizer=self.text.tokenizer, template=self.text.chat_template)
 
     def network(self) -> nn.Module:
         """A new model: of the recipe's shape, or that of init_from."""
@@ -70,15 +94,40 @@ class LanguageRecipe(PretrainedRecipe):
 
     def resolved(self) -> "LanguageRecipe":
         """As Recipe: a vocabulary of 0 is that of the data."""
+        tokens = self.token_files()
         if self.model.vocab_size or self.pretrained:
             return self
-        tokens = [path for path in self.data if path.suffix == SUFFIX]
-        size = open_tokens(tokens[0]).vocabulary if tokens else VOCABULARY
+        size = max((open_tokens(path).vocabulary for path in tokens), default=VOCABULARY)
         return replace(self, model=replace(self.model, vocab_size=size))
+
+    def files(self) -> list[Path]:
+        """The data, with weights as they are given, and a token file in place of records.
+
+        Makes those that were not made yet. Raises ValueError, OSError.
+        """
+        self.check_origin()
+        text, found = self.text, []
+        how = Preparation(text.tokenizer, text.end, text.column, text.split)
+        for given, source in zip(self.data, sources(self.data), strict=True):
+            if has_records(source.path):
+                weight = str(given)[len(str(source.path)) :]
+                found.append(Path(f"{prepared(source.path, how)}{weight}"))
+            else:
+                found.append(given)
+        return found
+
+    def token_files(self) -> list[Path]:
+        """Those of the data, without weights. Raises ValueError, OSError."""
+        if self.text.chat:
+            return []
+        paths = [source.path for source in sources(self.files())]
+        return [path for path in paths if path.suffix == SUFFIX]
 
     def words(self) -> Text:
         """How prompts become tokens and tokens text. Raises ValueError if nothing says so."""
-        tokens = [path for path in self.data if path.suffix == SUFFIX]
+        if self.text.chat:
+            return ChatText(self.chat_folder(), ends_in(self.init_from))
+        tokens = self.token_files()
         file = open_tokens(tokens[0]) if tokens else None
         made_by = file.tokenizer if file else "bytes"
         if made_by == "bytes":
@@ -146,16 +195,22 @@ class Language:
                 f"text.window must be at most the model's block_size, {self.block_size}, got "
                 f"{self.per_sample}"
             )
-        self.corpus: Corpus = load_corpus(
-            recipe.data, block_size=self.per_sample, vocabulary=shape.vocab_size
-        )
+        self._last_bits = float("nan")
+        self.read()
+
+    def read(self) -> None:
+        """The data, and how its tokens are text."""
+        recipe = self.recipe
+        how = {"block_size": self.per_sample, "vocabulary": self.shape.vocab_size}
+        names = [str(source.path) for source in sources(recipe.data)]
+        self.corpus: Corpus = load_corpus(recipe.files(), **how).named(names)
         if recipe.text.separate_documents and self.corpus.documents is None:
             raise ValueError(
                 "text.separate_documents needs a token file, which records where documents begin"
             )
+        self.samples = recipe.steps * recipe.batch_size
         self._words = self._known_words()
         self.gzip = self.corpus.gzip_bits_per_byte()
-        self._last_bits = float("nan")
 
     def _known_words(self) -> Text | None:
         """For the sample at the end; found out now, not after hours of training."""
@@ -180,23 +235,30 @@ class Language:
             "train_tokens": int(corpus.train.size),
             "held_out_tokens": int(corpus.held_out.size),
             "bytes_per_token": corpus.bytes_per_token,
+            **corpus.facts(),
             **result,
         }
 
     def introduction(self) -> list[str]:
         """As Task."""
+        corpus = self.corpus
+        gzip = "" if self.gzip is None else f" (gzip -9: {self.gzip:.3f} bits per byte)"
+        return [
+            self.named(),
+            f"data: {corpus.source}, {corpus.train.size} {corpus.kind} to train on and "
+            f"{corpus.held_out.size} held out{gzip}, {corpus.digest[:19]}",
+            *corpus.described(self.samples, self.per_sample),
+            *self.recipe.warnings(),
+        ]
+
+    def named(self) -> str:
+        """The model, for the reader."""
         config = self.shape
-        corpus, begun = self.corpus, f" from {self.recipe.init_from}" if self.recipe.pretrained else ""
+        begun = f" from {self.recipe.init_from}" if self.recipe.pretrained else ""
         shape = f"{config.n_layer} x {config.n_embd}, T {self.per_sample}"
         if experts := getattr(config, "experts", 0):
             shape += f", {config.experts_per_token} of {experts} experts"
-        gzip = "" if self.gzip is None else f" (gzip -9: {self.gzip:.3f} bits per byte)"
-        return [
-            f"{self.recipe.NETWORK.__name__} {shape}{begun}",
-            f"data: {corpus.source}, {corpus.train.size} {corpus.kind} to train on and "
-            f"{corpus.held_out.size} held out{gzip}, {corpus.digest[:19]}",
-            *self.recipe.warnings(),
-        ]
+        return f"{self.recipe.NETWORK.__name__} {shape}{begun}"
 
     def model(self, mesh: DeviceMesh) -> nn.Module:
         """As Task."""
@@ -221,7 +283,10 @@ class Language:
         weights = sum(map(_active, model.modules()))
         head = shape.vocab_size * shape.n_embd if getattr(shape, "tied", True) else 0
         heads = shape.n_head * getattr(shape, "head_dim", shape.n_embd // shape.n_head)
-        return 6.0 * window * (weights + head + shape.n_layer * heads * window)
+        # Twice the keys that a token sees, on average: those of causal attention, or of a window of so many.
+        seen = (min(window, getattr(b.attention, "window", None) or window) for b in model.blocks)
+        keys = sum(most * (2 - most / window) for most in seen)
+        return 6.0 * window * (weights + head + heads * keys)
 
     def batch(self, samples: range) -> Batch:
         """As Task."""
@@ -297,11 +362,21 @@ class Language:
         """As Task: text that the model makes, and its export."""
         gzip = "" if self.gzip is None else f"; gzip -9 needs {self.gzip:.3f}"
         run.say(f"held-out text: {self._last_bits:.3f} bits per byte{gzip}")
-        tokenizer, end, files = self.recipe.text.tokenizer, self.corpus.end, {}
+        for line in self.corpus.described(self.samples, self.per_sample):
+            run.say(f"trained on {line}")
+        self.export(run, model, self.corpus.end)
+        return self.sampled(model, run)
+
+    def export(self, run: RunLog, model: nn.Module, end: int | None) -> None:
+        """The trained model in files, if the recipe says so, with the tokenizer."""
+        tokenizer, files = self.recipe.text.tokenizer, {}
         if run.directory and tokenizer is not None:
             files = side_files(tokenizer.parent, TOKENIZER_FILES) | {TOKENIZER: tokenizer.read_bytes()}
         known = {} if self.recipe.pretrained or end is None else {"bos_token_id": end, "eos_token_id": end}
         self.recipe.leave(model, run, files, **known)
+
+    def sampled(self, model: nn.Module, run: RunLog) -> dict[str, Any]:
+        """The record of a text that the model makes; {} if it makes none."""
         with run.screen.moving():
             made = self._write_sample(model, run, self.recipe.sample)
         return {} if made is None else {"sample": made}

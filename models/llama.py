@@ -2,14 +2,14 @@
 
 Reads top to bottom like the figure: embedding, blocks of attention and MLP with an RMS norm before each, a
 last norm, and a head, which may be the embedding again. Positions are angles by which queries and keys are
-turned. With `experts` a block has several MLPs, and each token goes through few of them: Mixtral (Jiang et
-al., Mixtral of Experts, 2024); with norms of queries and keys as well, Qwen3-MoE (of each head; Qwen Team,
-Qwen3 Technical Report, 2025) and OLMoE (of all at once; Muennighoff et al., OLMoE, 2024). Knows nothing of
-sharding.
+turned. The config makes it one of its kin: with biases of queries, keys and values Qwen2.5 (Qwen Team,
+Qwen2.5 Technical Report, 2024); with windows of attention Mistral (Jiang et al., Mistral 7B, 2023); with
+norms of queries and keys Qwen3 (of each head; Qwen Team, Qwen3 Technical Report, 2025) and OLMoE (of all at
+once; Muennighoff et al., OLMoE, 2024). With `experts` a block has several MLPs, and each token goes through
+few of them: Mixtral (Jiang et al., Mixtral of Experts, 2024), Qwen3-MoE, OLMoE. Knows nothing of sharding.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from math import pi, sqrt
 from typing import Any
@@ -22,18 +22,21 @@ from shardrt import functional as F
 from .attend import attend
 from .cache import KVCache, LayerCache, extended, layer_of
 from .head import head
+from .llama_config import FULL, SIZES, SLIDING, LlamaConfig
 
 __all__ = [
     "Angles",
     "Attention",
     "Batch",
     "Block",
+    "FULL",
     "IGNORED",
     "Llama",
     "LlamaConfig",
     "MLP",
     "Passed",
     "SIZES",
+    "SLIDING",
     "frequencies",
     "initial",
     "linear",
@@ -49,168 +52,20 @@ Passed = Tensor | tuple[Tensor, Tensor]  # from block to block: see `passed`
 IGNORED = -100  # the target that F.cross_entropy leaves out
 
 
-@dataclass(frozen=True)
-class LlamaConfig:
-    """The shape of a Llama. Raises ValueError for sizes below 1 and for heads that don't fit."""
-
-    n_layer: int = 12
-    n_head: int = 12
-    n_kv_head: int = 4  # heads of keys and values; each serves n_head / n_kv_head heads of queries
-    n_embd: int = 768
-    n_hidden: int = 2048  # inside the MLP
-    block_size: int = 1024
-    vocab_size: int = 32000  # 0: models.train takes that of the data
-    tied: bool = True  # the head is the embedding
-    norm_eps: float = 1e-5
-    rope_theta: float = 500000.0
-    rope_factor: float = 1.0  # how much longer contexts are than those of the first training; 1: not scaled
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
-    rope_original_size: int = 8192  # positions of the first training
-    head_size: int = 0  # elements of a head; 0: n_embd / n_head
-    qk_norm: str = "none"  # RMS norm of queries and keys: "head": of each head, "all": of all heads at once
-    clip_qkv: float = 0.0  # bound of the absolute values of queries, keys and values; 0: none
-    experts: int = 0  # MLPs in each block, of which a token goes through a few; 0: one, for all tokens
-    experts_per_token: int = 2
-    normalise_experts: bool = True  # the weights of a token's experts add up to 1
-    capacity_factor: float = 0.0  # the most tokens of an expert, over an equal share; 0: none is dropped
-    balance_loss: float = 0.0  # how much the unequal load of experts counts in the loss, in each block
-    pooled_balance: bool = False  # that load is of all blocks together, as in transformers
-    expert_bias: bool = False  # balanced by a bias in the choice of experts (nn.update_expert_bias)
-    loss_chunk: int = 0  # rows of logits at a time where the model computes the loss; 0: all
-    init_std: float = 0.02
-
-    def __post_init__(self) -> None:
-        sizes = "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "block_size"
-        for name in (*sizes, "rope_original_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.vocab_size < 0:
-            raise ValueError(f"vocab_size must be at least 0, got {self.vocab_size}")
-        if self.head_size < 0 or self.head_size % 2:
-            raise ValueError(f"head_size must be even and at least 0, got {self.head_size}")
-        if not self.head_size and self.n_embd % (2 * self.n_head):
-            raise ValueError(
-                f"n_embd must be an even multiple of n_head, got {self.n_embd} and {self.n_head}"
-            )
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_kv_head must divide n_head, got {self.n_kv_head} and {self.n_head}")
-        for name in ("norm_eps", "rope_theta", "rope_factor", "rope_low_freq_factor", "init_std"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("loss_chunk", "clip_qkv", "experts", "capacity_factor", "balance_loss"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if self.qk_norm not in ("none", "head", "all"):
-            raise ValueError(f"qk_norm must be none, head or all, got {self.qk_norm!r}")
-        if self.experts and not 1 <= self.experts_per_token <= self.experts:
-            raise ValueError(
-                f"experts_per_token must be in [1, {self.experts}], the experts, got {self.experts_per_token}"
-            )
-        if not self.rope_high_freq_factor > self.rope_low_freq_factor:
-            raise ValueError(
-                f"rope_high_freq_factor must be above rope_low_freq_factor, got {self.rope_high_freq_factor} "
-                f"and {self.rope_low_freq_factor}"
-            )
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a head."""
-        return self.head_size or self.n_embd // self.n_head
-
-    def heads_in(self, width: int) -> tuple[int, int]:
-        """(heads of queries, of keys and of values) in queries, keys and values of this width.
-
-        All of them, or those that a rank has, which are one of keys and values at least.
-        """
-        total = width // self.head_dim
-        kv_heads = max(1, total * self.n_kv_head // (self.n_head + 2 * self.n_kv_head))
-        return total - 2 * kv_heads, kv_heads
-
-
-SIZES = {
-    "llama-100m": LlamaConfig(),  # for benchmarks; no weights of this shape were published
-    "llama-3.2-1b": LlamaConfig(
-        n_layer=16,
-        n_head=32,
-        n_kv_head=8,
-        n_embd=2048,
-        n_hidden=8192,
-        block_size=131072,
-        vocab_size=128256,
-        rope_factor=32.0,
-    ),
-    "llama-3.1-8b": LlamaConfig(
-        n_layer=32,
-        n_head=32,
-        n_kv_head=8,
-        n_embd=4096,
-        n_hidden=14336,
-        block_size=131072,
-        vocab_size=128256,
-        tied=False,
-        rope_factor=8.0,
-    ),
-    "mixtral-8x7b": LlamaConfig(
-        n_layer=32,
-        n_head=32,
-        n_kv_head=8,
-        n_embd=4096,
-        n_hidden=14336,
-        block_size=32768,
-        vocab_size=32000,
-        tied=False,
-        rope_theta=1e6,
-        experts=8,
-    ),
-    "qwen3-30b-a3b": LlamaConfig(
-        n_layer=48,
-        n_head=32,
-        n_kv_head=4,
-        n_embd=2048,
-        head_size=128,
-        n_hidden=768,
-        block_size=40960,
-        vocab_size=151936,
-        tied=False,
-        norm_eps=1e-6,
-        qk_norm="head",
-        rope_theta=1e6,
-        experts=128,
-        experts_per_token=8,
-    ),
-    "olmoe-1b-7b": LlamaConfig(
-        n_layer=16,
-        n_head=16,
-        n_kv_head=16,
-        n_embd=2048,
-        n_hidden=1024,
-        block_size=4096,
-        vocab_size=50304,
-        tied=False,
-        qk_norm="all",
-        rope_theta=10000.0,
-        experts=64,
-        experts_per_token=8,
-        normalise_experts=False,
-    ),
-}
-
-
 class Attention(nn.Module):
     """Causal self-attention; several heads of queries share one of keys and values.
 
     With config.qk_norm, queries and keys are normalised before they are turned: each head by itself, or all
-    of them at once.
+    of them at once. window: how many tokens a token sees, itself and those before it; None: all.
     """
 
     context: Any = None  # where sequences lie on several ranks: parallel/context.py
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, window: int | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.window = config, window
         queries, keys = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-        self.qkv = linear(config, config.n_embd, queries + 2 * keys)
+        self.qkv = linear(config, config.n_embd, queries + 2 * keys, bias=config.qkv_bias)
         if config.qk_norm != "none":
             each = config.qk_norm == "head"
             self.q_norm = nn.RMSNorm(config.head_dim if each else queries, config.norm_eps)
@@ -233,7 +88,7 @@ class Attention(nn.Module):
             qkv = F.clamp(qkv, -self.config.clip_qkv, self.config.clip_qkv)
         qkv = F.rotary(qkv, *angles, heads + kv_heads)
         how = {"context": self.context, "cache": cache, "starts": starts, "positions": positions}
-        return self.output(attend(qkv, heads, kv_heads, **how))
+        return self.output(attend(qkv, heads, kv_heads, window=self.window, **how))
 
     def normalised(self, qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
         """Return qkv with the norm of queries and keys; the values stay."""
@@ -282,10 +137,10 @@ class Block(nn.Module):
     With experts it gives (x, balance): the router's term of the loss (nn.MoE).
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, window: int | None = None) -> None:
         super().__init__()
         self.norm1 = nn.RMSNorm(config.n_embd, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, window)
         self.norm2 = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = mixture(config) if config.experts else MLP(config)
 
@@ -321,7 +176,7 @@ class Llama(nn.Module):
             raise ValueError("vocab_size must be at least 1, got 0")
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd, init=initial(config))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, config.window_of(layer)) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         if not config.tied:
             self.head = linear(config, config.n_embd, config.vocab_size)
@@ -445,9 +300,9 @@ def frequencies(config: LlamaConfig) -> np.ndarray:
     return ((1 - kept) * plain / np.float32(config.rope_factor) + kept * plain).astype(np.float32)
 
 
-def linear(config: LlamaConfig, inputs: int, outputs: int) -> nn.Linear:
-    """A linear layer without bias."""
-    return nn.Linear(inputs, outputs, bias=False, init=initial(config))
+def linear(config: LlamaConfig, inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
+    """A linear layer; its bias starts at 0."""
+    return nn.Linear(inputs, outputs, bias=bias, init=initial(config))
 
 
 def residual_linear(config: LlamaConfig, inputs: int) -> nn.Linear:

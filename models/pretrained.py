@@ -7,9 +7,11 @@ from shutil import rmtree
 from typing import Any, ClassVar
 
 from shardrt import nn
+from shardrt.nn.lora import adapted_layers
 from shardrt.train.metrics import RunLog
 from shardrt.train.recipe import Recipe
 
+from .adapters import LANGUAGE, load_adapter, save_adapter
 from .formats import FORMATS
 from .hub import described, kind_in, load_pretrained, save_pretrained
 
@@ -36,17 +38,16 @@ class PretrainedRecipe(Recipe):
                 f"init_from and export: {self.ARCHITECTURE} has no Hugging Face format here; these have: "
                 f"{', '.join(kind.__name__ for kind in kinds)}"
             )
+        if self.lora.adapter is not None and not self.pretrained:
+            raise ValueError("lora.adapter: init_from must name the model that it adapts")
 
     @property
     def pretrained(self) -> bool:
         """Whether shape and weights come from files."""
         return self.init_from is not None
 
-    def begun(self, config: Any, **changes: Any) -> nn.Module:
-        """A new model: of `config`, or that of init_from with `changes` to its own.
-
-        Raises ValueError for files of another kind, and for a model that `export` could not keep.
-        """
+    def check_origin(self) -> None:
+        """Raise ValueError unless init_from, if it is given, is a folder of this kind of model."""
         if self.pretrained and not (config_file := self.init_from / "config.json").exists():
             raise ValueError(
                 f"init_from: {config_file} is not there. It must be a local folder; to have one: "
@@ -56,7 +57,16 @@ class PretrainedRecipe(Recipe):
             raise ValueError(
                 f"init_from: {self.init_from} holds a {kind.__name__}; architecture is {self.ARCHITECTURE!r}"
             )
+
+    def begun(self, config: Any, **changes: Any) -> nn.Module:
+        """A new model: of `config`, or that of init_from with `changes` to its own.
+
+        Raises ValueError for files of another kind, and for a model that `export` could not keep.
+        """
+        self.check_origin()
         model = load_pretrained(self.init_from, **changes) if self.pretrained else self.NETWORK(config)
+        if self.lora.adapter is not None:
+            load_adapter(model, self.lora.adapter)
         if self.export:
             described(model)
         return model
@@ -64,13 +74,23 @@ class PretrainedRecipe(Recipe):
     def leave(self, model: nn.Module, run: RunLog, files: Mapping[str, bytes], **settings: Any) -> None:
         """Export the trained model if the recipe says so. Collective.
 
-        files: more to put there, on rank 0. settings: more of config.json. What the run left there before it
-        was resumed is removed.
+        files: more to put there, on rank 0. settings: more of config.json. LoRA adapters are merged there,
+        and the folder "adapter" has them as PEFT's. What the run left before it was resumed is removed.
         """
         if not self.export:
             return
-        folder = run.directory / "pretrained" if run.directory else None
-        if folder and folder.exists():
-            rmtree(folder)
+        folder = _emptied(run, "pretrained")
         save_pretrained(model, folder or "", settings=settings, files=files)
         run.say(f"exported {folder}")
+        if adapted_layers(model) and isinstance(model, LANGUAGE):
+            folder = _emptied(run, "adapter")
+            save_adapter(model, folder or "")
+            run.say(f"exported {folder}")
+
+
+def _emptied(run: RunLog, name: str) -> Path | None:
+    """A folder of a run that is not there any more; None on ranks that write nothing."""
+    folder = run.directory / name if run.directory else None
+    if folder and folder.exists():
+        rmtree(folder)
+    return folder

@@ -15,6 +15,7 @@ from shardrt.comm.objects import broadcast_object
 from shardrt.nn.ranks import ranks_of
 from shardrt.parallel import Pipeline
 from shardrt.train import config as settings
+from shardrt.train.chat import ChatFolder
 from shardrt.train.data import VOCABULARY
 from shardrt.train.tokenizer import Tokenizer
 
@@ -69,6 +70,26 @@ class TokenisedText:
     def decode(self, tokens: np.ndarray) -> str:
         text = self._tokenizer.decode(tokens.tolist())
         self._tokenizer.close()
+        return text
+
+
+class ChatText:
+    """By the tokenizer and the chat template of a folder: a prompt is what a user says, and is answered."""
+
+    def __init__(self, folder: ChatFolder, ends: Collection[int] = ()) -> None:
+        """Raises ValueError that names the file."""
+        self.folder, self.size = folder, folder.tokenizer.vocabulary
+        self.ends = frozenset([*ends, *folder.end_of_turn()])
+        folder.tokenizer.close()
+
+    def encode(self, text: str) -> np.ndarray:
+        ids = self.folder.prompt([{"role": "user", "content": text}])
+        self.folder.tokenizer.close()
+        return ids.astype(np.int64)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        text = self.folder.tokenizer.decode(tokens.tolist())
+        self.folder.tokenizer.close()
         return text
 
 

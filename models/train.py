@@ -10,6 +10,7 @@ shardrt/train/loop.py. Leaves runs/NAME with config.toml, metrics.jsonl, loss.pn
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shardrt.train import config as settings
@@ -18,6 +19,7 @@ from shardrt.train.errors import USAGE, one_line
 from shardrt.train.job import launch
 from shardrt.train.recipe import Recipe
 
+from .hub import kind_in
 from .images import RegNetRecipe, ViTRecipe
 from .language import GPTRecipe, LlamaRecipe
 
@@ -43,11 +45,24 @@ def parse(arguments: Sequence[str], program: str = "models.train") -> Recipe:
         chosen = settings.read_toml(Path(file)).get("architecture", "")
     if not chosen:
         chosen = next((name for name, kind in RECIPES.items() if given["size"] in kind.SIZES), "")
+    if not chosen and given["init-from"]:
+        chosen = architecture_in(Path(given["init-from"]))
     recipe = options.parse(kind_of(chosen), arguments, file=file and Path(file), program=program)
+    if chosen and not recipe.architecture:  # that of the size or of init_from: config.toml must name it
+        recipe = replace(recipe, architecture=chosen)
     try:
         return recipe.resolved()
     except (ValueError, OSError):
         return recipe  # its task will say what is wrong with the data
+
+
+def architecture_in(folder: Path) -> str:
+    """The architecture of the model in a folder of Hugging Face; "" where the task will say what is wrong."""
+    try:
+        network = kind_in(folder)
+    except (ValueError, OSError):
+        return ""
+    return next(name for name, kind in RECIPES.items() if kind.NETWORK is network)
 
 
 def kind_of(architecture: str) -> type[Recipe]:

@@ -55,7 +55,7 @@ COMMANDS = {
     "Checkpoints and data": (
         Command("ckpt", "shardrt.checkpoint.command", "list, verify, compare, prune or export checkpoints"),
         Command("data", "shardrt.train.data_command", "make a token file from text, or check one"),
-        Command("config", "shardrt.tools.config", "turn a configuration of Accelerate into a recipe"),
+        Command("config", "shardrt.tools.config", "turn a file of Accelerate or DeepSpeed into a recipe"),
     ),
 }
 EXAMPLES = (

@@ -6,6 +6,7 @@ file does not know fails.
 
 import argparse
 import configparser
+import json
 import os
 import re
 import runpy
@@ -183,14 +184,16 @@ NOT_RUN = {
     r"\. \.venv/bin/activate": "changes a shell",
     r"((mpirun -n \S+|torchrun --nproc-per-node \d+) )?python( -m shardrt)?": "the beginning of a command",
     r"mpirun (-\w|-n \S+|.* \.\.\.)": "the beginning of a command",
-    r"shardrt (bench|config convert|run|trace|train)": "the name of a command",
+    r"shardrt (bench|ckpt convert|config convert|data make|run|trace|train)": "the name of a command",
     r"shardrt \w+ --help": "tests/test_shell.py",
     r"srun --mpi=list": "Slurm's",
     r"torchrun .*": "PyTorch's",
     r"tensorboard --logdir runs": "a server",
     r"hf download .*": "downloads",
+    r"mpirun .*--lora\.adapter ADAPTER .*": "PEFT's: tests/train/test_tasks.py",
     r"mpirun -hosts .* ckpt gather runs/NAME": "of hosts: tests/hosts/test_checkpoint.py",
     r"shardrt learn \d+ exercise_\d+\.py": "of a reader's file: tests/learn",
+    r"shardrt ckpt convert .*|mpirun .*--config titan\.toml.*": "tests/exchange/test_page.py",
     r".* simulate .*mine\.toml.*": "of a file that bench.machine has made: tests/bench/test_machine.py",
 }
 # What is there for benchmarks and tests of minutes: their options are read by their own parsers here, and
@@ -263,6 +266,11 @@ def furnished(tmp_path_factory):
     shape = {"n_layer": 1, "n_head": 2, "n_embd": 16}
     llama = Llama(LlamaConfig(**shape, n_kv_head=2, n_hidden=16, block_size=256, vocab_size=6))
     files = {"tokenizer.json": (folder / "tokenizer.json").read_bytes()}
+    files["chat_template.jinja"] = b"{% for m in messages %}{{ m.content }} <|endoftext|> {% endfor %}"
+    talk = [{"role": role, "content": "all the world"} for role in ("user", "assistant")]
+    (folder / "talks.jsonl").write_text(
+        json.dumps({"messages": talk}) + "\n" + json.dumps({"messages": talk})
+    )
     save_pretrained(llama, folder / "llama", files=files)
     save_pretrained(ViT(ViTConfig(**shape, n_hidden=16, image_size=224, patch_size=56)), folder / "vit")
     for kind in ("cat", "dog"):
@@ -273,6 +281,9 @@ def furnished(tmp_path_factory):
     page = (ROOT / "docs" / "howto" / "from_accelerate.md").read_text()
     (folder / "accelerate.yaml").write_text(
         re.search(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
+    )
+    (folder / "ds_config.json").write_text(
+        re.search(r"^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
     )
     (folder / "models").symlink_to(ROOT / "models")
     options = ["--name", "NAME", "--data", "my.txt", "--checkpoint.every", "10", "--report.trace", "20:22"]

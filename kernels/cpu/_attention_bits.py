@@ -23,7 +23,8 @@ class Call(NamedTuple):
     """One call of attention's forward or backward, as those of all its heads need it.
 
     arrays: those of attention.forward or backward. spans: of each sequence. group: how many heads of queries
-    share one of keys and values. chunks: whether keys may be seen by both chunks of queries, or by none.
+    share one of keys and values. chunks: whether keys may be in several spans, or in none. window: how many
+    keys a query sees at most, in a causal call.
     """
 
     arrays: tuple[Array, ...]
@@ -32,6 +33,12 @@ class Call(NamedTuple):
     chunks: bool
     causal: bool
     scale: Any
+    window: int
+
+    @property
+    def keys(self) -> int:
+        """Of the longest span."""
+        return max((others.stop - others.start for row in self.spans for _, others, _ in row), default=0)
 
     @property
     def heads(self) -> int:
@@ -73,10 +80,10 @@ def tiles(time: int, keys: int, first: int, causal: bool) -> list[tuple[int, int
 
 
 def _forward(start: int, stop: int, call: Call) -> None:
-    (arrays, spans, group, _, causal, scale), heads = call, call.heads
+    (arrays, spans, group, _, causal, scale, window), heads = call, call.heads
     q, k, v, y = map(heads_of, arrays[:4])
     lse = arrays[4]
-    (memory,), (bits,) = _scratch(arrays[0], arrays[1], 1)
+    (memory,), (bits,) = _scratch(arrays[0], call.keys, 1)
     ready: dict[tuple[int, int], tuple] = {}
     for number in range(start * group, stop * group):
         sequence, head = divmod(number, heads)
@@ -90,7 +97,7 @@ def _forward(start: int, stop: int, call: Call) -> None:
                 place = sequence, head, own.start + low
                 scores, weights = (x[: rows * seen].reshape(size) for x in (memory, bits))
                 score(q.at(*place), k.at(*here), memory.ctypes.data)
-                _softmax(scores, weights, lse[sequence, head, own][low:high], scale, first + low)
+                _softmax(scores, weights, lse[sequence, head, own][low:high], scale, first + low, window)
                 mix(bits.ctypes.data, v.at(*here), y.at(*place))
 
 
@@ -103,10 +110,10 @@ def _products_forward(q: _Heads, k: _Heads, v: _Heads, y: _Heads, rows: int, see
 
 
 def _backward(start: int, stop: int, call: Call) -> None:
-    (arrays, spans, group, chunks, causal, scale), heads = call, call.heads
+    (arrays, spans, group, chunks, causal, scale, window), heads = call, call.heads
     dy, q, k, v, y, lse, dq, dk, dv = arrays
     at = [heads_of(x) for x in (q, k, v, dq, dk, dv)]
-    (memory, dmemory), (bits, dbits) = _scratch(q, k, 2)
+    (memory, dmemory), (bits, dbits) = _scratch(q, call.keys, 2)
     upper = np.empty((min(TILE, q.shape[2]), q.shape[3]), np.uint16)
     addresses = [x.ctypes.data for x in (memory, dmemory, bits, dbits, upper)]
     ready: dict[tuple[int, int, bool], tuple] = {}
@@ -137,7 +144,7 @@ def _backward(start: int, stop: int, call: Call) -> None:
                 score(queries, keys, s)
                 slope(u, values, ds)
                 shaped = [x[: rows * seen].reshape(rows, seen) for x in (memory, dmemory, bits, dbits)]
-                _softmax_backward(*shaped, dots, own_lse[low:high], scale, first + low)
+                _softmax_backward(*shaped, dots, own_lse[low:high], scale, first + low, window)
                 into_v(p, u, dvalues)
                 into_k(dp, queries, dkeys)
                 into_q(dp, keys, dqueries)
@@ -160,21 +167,25 @@ def heads_of(x: Array) -> _Heads:
     return _Heads(x.__array_interface__["data"][0], *x.strides[:3], x.itemsize, x.shape[3])
 
 
-def _scratch(q: Array, k: Array, count: int) -> tuple[list[Array], list[Array]]:
+def _scratch(q: Array, keys: int, count: int) -> tuple[list[Array], list[Array]]:
     """So many tiles of scores, in float32 and as bits."""
-    size = min(TILE, q.shape[2]) * k.shape[2]
+    size = min(TILE, q.shape[2]) * keys
     return [np.empty(size, np.float32) for _ in range(count)], [
         np.empty(size, np.uint16) for _ in range(count)
     ]
 
 
 @reordered
-def _softmax(scores, weights, lse, scale, first):
-    """weights: the bits of the probabilities; scores are overwritten. Query i sees keys up to first + i."""
+def _softmax(scores, weights, lse, scale, first, window):
+    """weights: the bits of the probabilities; scores are overwritten.
+
+    Query i sees keys up to first + i, the last `window` of them.
+    """
     for i in range(scores.shape[0]):
         line, out = scores[i], weights[i]
         seen = min(first + i + 1, line.size)
-        near, kept = line[:seen], out[:seen]
+        oldest = max(0, first + i + 1 - window)
+        near, kept = line[oldest:seen], out[oldest:seen]
         highest = near[0] * scale
         for j in range(near.size):
             highest = larger(highest, near[j] * scale)
@@ -186,6 +197,7 @@ def _softmax(scores, weights, lse, scale, first):
         factor = scores.dtype.type(1) / total
         for j in range(near.size):
             kept[j] = narrowed(near[j] * factor)
+        out[:oldest] = 0
         out[seen:] = 0
         lse[i] = highest + np.log(total)
 
@@ -204,16 +216,19 @@ def _dots_and_bits(dy, y, dots, bits):
 
 
 @reordered
-def _softmax_backward(scores, dscores, weights, dweights, dots, lse, scale, first):
+def _softmax_backward(scores, dscores, weights, dweights, dots, lse, scale, first, window):
     """weights: the bits of the probabilities; dweights: of the gradient of the scores before scaling."""
     for i in range(scores.shape[0]):
         line, dline, out, dout = scores[i], dscores[i], weights[i], dweights[i]
         seen = min(first + i + 1, line.size)
-        near, dnear, kept, dkept = line[:seen], dline[:seen], out[:seen], dout[:seen]
+        oldest = max(0, first + i + 1 - window)
+        near, dnear = line[oldest:seen], dline[oldest:seen]
+        kept, dkept = out[oldest:seen], dout[oldest:seen]
         shift, dot = lse[i], dots[i]
         for j in range(near.size):
             probability = exp(near[j] * scale - shift)
             kept[j] = narrowed(probability)
             dkept[j] = narrowed(probability * (dnear[j] - dot) * scale)
-        out[seen:] = 0
-        dout[seen:] = 0
+        for rest in (out, dout):
+            rest[:oldest] = 0
+            rest[seen:] = 0

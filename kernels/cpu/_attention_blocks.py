@@ -34,7 +34,7 @@ def of_heads(kernel: Callable, scratch: tuple, start: int, stop: int, call: Call
         for own, others, first in call.spans[sequence]:
             here, there = (sequence, head, own.start), (sequence, head // call.group, others.start)
             places = q.at(*here), k.at(*there), v.at(*there), y.at(*here)
-            sizes = own.stop - own.start, others.stop - others.start, first
+            sizes = own.stop - own.start, others.stop - others.start, first, call.window
             kernel(places, steps, sizes, call.scale, lse[sequence, head, own], *scratch)
 
 
@@ -51,7 +51,7 @@ def of_heads_backward(kernel: Callable, scratch: tuple, start: int, stop: int, c
         for own, others, first in call.spans[sequence]:
             here, there = (sequence, head, own.start), (sequence, head // call.group, others.start)
             places = (*(x.at(*here) for x in of_queries), *(x.at(*there) for x in of_keys))
-            sizes = own.stop - own.start, others.stop - others.start, first
+            sizes = own.stop - own.start, others.stop - others.start, first, call.window
             add = call.chunks or head % call.group > 0
             kernel(places, steps, sizes, call.scale, lse[sequence, head, own], add, *scratch)
 

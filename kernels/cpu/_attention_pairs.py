@@ -40,12 +40,12 @@ def suits(head_dim: int) -> bool:
 
 def forward(start: int, stop: int, call: Call) -> None:
     """As attention._forward."""
-    of_heads(_forward, _operands(*call.arrays[1].shape[2:]), start, stop, call)
+    of_heads(_forward, _operands(call.keys, call.arrays[1].shape[3]), start, stop, call)
 
 
 def backward(start: int, stop: int, call: Call) -> None:
     """As attention._backward."""
-    sizes = call.arrays[2].shape[2:]
+    sizes = call.keys, call.arrays[2].shape[3]
     of_heads_backward(_backward, (_operands(*sizes), *_operands_backward(*sizes)), start, stop, call)
 
 
@@ -56,7 +56,7 @@ def _operands(keys: int, width: int) -> tuple[Array, ...]:
     return (
         np.empty((keys // WIDTH, width // 2, WIDTH), np.uint32),
         np.empty((keys // 2, width), np.uint32),
-        np.empty((ROWS, keys), np.float32),
+        np.empty((ROWS, keys + WIDTH), np.float32),  # a window's last block may begin at any key
         weights,
         weights.view(np.uint32),
         np.empty((ROWS, width // 2), np.uint32),
@@ -102,8 +102,11 @@ def _two_rows(address, step, count, like, out):
 
 @reordered
 def _forward(at, by, sizes, scale, lse, columns, twos, scores, weights, pairs, rows, out, none):
-    """One head. at, by: addresses and bytes between rows of q, k, v, y. sizes: queries, keys, `first`."""
-    time, keys, first = sizes
+    """One head.
+
+    at, by: addresses and bytes between rows of q, k, v, y. sizes: queries, keys, `first`, the window.
+    """
+    time, keys, first, window = sizes
     half, width, many = rows.shape[1], out.shape[1], weights.shape[1]
     columns_of(at[1], by[1], keys, rows, columns)
     _two_rows(at[2], by[2], keys, weights, twos)
@@ -115,20 +118,22 @@ def _forward(at, by, sizes, scale, lse, columns, twos, scores, weights, pairs, r
         product_of_columns(rows, 0, half, columns, scores, 0, seen, none)
         end = (seen + WIDTH - 1) // WIDTH * WIDTH
         for i in range(count):
-            near = min(first + low + i + 1, seen)
-            lse[low + i] = _softmax(scores[i, :end], weights[i, :end], near, scale)
+            near, oldest = min(first + low + i + 1, seen), max(0, first + low + i + 1 - window)
+            lse[low + i] = _softmax(scores[i], weights[i, :end], oldest, near, scale)
         product(pairs, 0, 1, many // 2, twos, 0, width, WIDTH, (seen + 1) // 2, out, 0, width, none, False)
         for i in range(count):
             copy(out[i], row_at(at[3] + (low + i) * by[3], width, out))
 
 
 @reordered_part
-def _softmax(line, kept, near, scale):
+def _softmax(line, kept, oldest, near, scale):
     """Overwrite the scores, and give the logarithm of the sum of their exponentials. Lines are whole blocks.
 
-    kept: the bits of the probabilities, 0 from `near` on.
+    kept: the bits of the probabilities, 0 before `oldest` and from `near` on.
     """
-    total, lse = exponentials(line, near, scale)
+    total, lse = exponentials(line[oldest:], near - oldest, scale)
+    line = line[: kept.size]
+    line[:oldest] = 0
     line[near:] = 0
     factor = np.float32(1) / total
     for j in range(line.size):
@@ -141,7 +146,7 @@ def _backward(
     at, by, sizes, scale, lse, add, scratch, columns_v, dscores, dy, bits, rows_dy, tile, turned, sums
 ):
     """One head. at, by: addresses and bytes between rows of dy, q, y, dq, k, v, dk, dv; else as _forward."""
-    time, keys, first = sizes
+    time, keys, first, window = sizes
     columns, twos, scores, weights, pairs, rows, out, none = scratch
     half, width, many = rows.shape[1], out.shape[1], weights.shape[1]
     columns_of(at[4], by[4], keys, rows, columns)
@@ -168,6 +173,9 @@ def _backward(
             for i in range(ROWS):
                 near, shift = (min(first + low + i + 1, seen), lse[low + i]) if i < count else (0, lse[low])
                 _slopes(scores[i, :whole], dscores[i, :whole], near, shift, dots[i], scale)
+                oldest = max(0, min(first + low + i + 1 - window, whole))
+                scores[i, :oldest] = 0
+                dscores[i, :oldest] = 0
                 _narrow(dscores[i, :whole], weights[i])
             for i in range(ROWS // 2):
                 _two_of(dscores[2 * i, :whole], dscores[2 * i + 1, :whole], turned[0, place + i, :end])

@@ -38,19 +38,20 @@ def suits(head_dim: int, dtype: Any) -> bool:
 
 def forward(start: int, stop: int, call: Call) -> None:
     """As attention._forward."""
-    of_heads(_forward, _scratch(*call.arrays[1].shape[2:]), start, stop, call)
+    of_heads(_forward, _scratch(call.keys, call.arrays[1].shape[3]), start, stop, call)
 
 
 def backward(start: int, stop: int, call: Call) -> None:
     """As attention._backward."""
-    sizes = call.arrays[2].shape[2:]
+    sizes = call.keys, call.arrays[2].shape[3]
     of_heads_backward(_backward, (_scratch(*sizes), *_scratch_backward(*sizes)), start, stop, call)
 
 
 def _scratch(keys: int, width: int) -> tuple[Array, ...]:
     """Of one head: columns of keys, rows of values or keys; of some queries, rows, scores and results."""
     keys = whole_blocks(keys)
-    shapes = ((keys // WIDTH, width, WIDTH), (keys, width), (ROWS, width), (ROWS, keys), (ROWS, width))
+    line = keys + WIDTH  # a window's last block of exponentials may begin at any key
+    shapes = ((keys // WIDTH, width, WIDTH), (keys, width), (ROWS, width), (ROWS, line), (ROWS, width))
     return *(np.zeros(shape, np.float32) for shape in shapes), np.zeros(1, np.int64)
 
 
@@ -73,8 +74,11 @@ def _copy_rows(address, step, count, out):
 
 @reordered
 def _forward(at, by, sizes, scale, lse, columns, dense, rows, scores, out, none):
-    """One head. at, by: addresses and bytes between rows of q, k, v, y. sizes: queries, keys, `first`."""
-    time, keys, first = sizes
+    """One head.
+
+    at, by: addresses and bytes between rows of q, k, v, y. sizes: queries, keys, `first`, the window.
+    """
+    time, keys, first, window = sizes
     width, many = out.shape[1], scores.shape[1]
     totals = np.empty(ROWS, lse.dtype)
     columns_of(at[1], by[1], keys, rows, columns)
@@ -85,8 +89,9 @@ def _forward(at, by, sizes, scale, lse, columns, dense, rows, scores, out, none)
         _copy_rows(at[0] + low * by[0], by[0], count, rows)
         product_of_columns(rows, 0, width, columns, scores, 0, seen, none)
         for i in range(count):
-            near = min(first + low + i + 1, seen)
-            totals[i], lse[low + i] = exponentials(scores[i], near, scale)
+            near, oldest = min(first + low + i + 1, seen), max(0, first + low + i + 1 - window)
+            totals[i], lse[low + i] = exponentials(scores[i, oldest:], near - oldest, scale)
+            scores[i, :oldest] = 0
             scores[i, near:seen] = 0
         product(scores, 0, 1, many, dense, 0, width, WIDTH, seen, out, 0, width, none, False)
         for i in range(count):
@@ -107,7 +112,7 @@ def _softmax_backward(near, dnear, shift, dot, scale):
 @reordered
 def _backward(at, by, sizes, scale, lse, add, scratch, columns_v, tile, weights, sums):
     """One head. at, by: addresses and bytes between rows of dy, q, y, dq, k, v, dk, dv; else as _forward."""
-    time, keys, first = sizes
+    time, keys, first, window = sizes
     columns, dense, rows, _, out, none = scratch
     width, many = out.shape[1], weights.shape[2]
     columns_of(at[4], by[4], keys, rows, columns)
@@ -126,9 +131,11 @@ def _backward(at, by, sizes, scale, lse, add, scratch, columns_v, tile, weights,
             product_of_columns(tile[0], row * width, width, columns, weights[1], row * many, seen, none)
             product_of_columns(tile[1], row * width, width, columns_v, weights[0], row * many, seen, none)
             for i in range(row, row + count):
-                near = min(first + start + i + 1, seen)
+                near, oldest = min(first + start + i + 1, seen), max(0, first + start + i + 1 - window)
                 dot = _dot(tile[1, i], row_at(at[2] + (start + i) * by[2], width, out))
-                _softmax_backward(weights[1, i, :near], weights[0, i, :near], lse[start + i], dot, scale)
+                seen_by_it = weights[1, i, oldest:near], weights[0, i, oldest:near]
+                _softmax_backward(*seen_by_it, lse[start + i], dot, scale)
+                weights[:, i, :oldest] = 0
                 weights[:, i, near:end] = 0
             product(weights[0], row * many, 1, many, dense, 0, width, WIDTH, seen, out, 0, width, none, False)
             for i in range(count):

@@ -5,7 +5,8 @@ that they see are made, used and forgotten. Forward keeps one number per query, 
 exponentials; backward makes the scores again from it. Several heads of queries in a row may share one of
 keys and values (Ainslie et al., GQA, 2023). Where the processor has fused multiply-adds, the products of
 float32 are our own, in smaller tiles (_attention_rows.py). Those of bfloat16 are our own with AVX512-BF16
-(_attention_pairs.py), else oneDNN's (_attention_bits.py).
+(_attention_pairs.py), else oneDNN's (_attention_bits.py). With a window, each TILE queries have a span of
+keys of their own, so the cost grows with time * (window + TILE).
 """
 
 from typing import Any
@@ -21,10 +22,12 @@ from shardrt.kernels.cpu._jit import exp, larger, reordered
 from shardrt.kernels.cpu._threads import run_rows, threads
 from shardrt.kernels.cpu.matmul import matmul, widened
 
+_ALL = 1 << 62  # a window without an end
+
 
 @cost(
     "q k v starts -> y lse",
-    flops=lambda q, k, causal, offsets: 4 * _pairs(q, k, causal, offsets) * q.shape[3],
+    flops=lambda q, k, causal, offsets, window: 4 * _pairs(q, k, causal, offsets, window) * q.shape[3],
     sizes=lambda q, k: (*q.shape[:3], k.shape[2], q.shape[3]),
 )
 def forward(
@@ -38,6 +41,7 @@ def forward(
     scale: float,
     starts: Array | None = None,
     offsets: tuple[int, ...] = (0,),
+    window: int | None = None,
 ) -> None:
     """Compute y = softmax(q k^T scale) v per head.
 
@@ -49,16 +53,18 @@ def forward(
     offsets: with causal only, one number or two: the queries are one chunk or two equal ones, each at that
     place among the keys, the second behind the first. So query i of a chunk sees keys up to offset + i.
 
+    window: with causal only, at least 1: of the keys above, a query sees the last `window` alone.
+
     q, k and v may be uint16, the bits of bfloat16, where the rest is float32.
     """
     q, k, v = _readable(q, k, v)
     kernel = _forward if (own := _own(q)) is None else own.forward
-    _over_heads(kernel, q, k, (q, k, v, y, lse), causal, lse.dtype.type(scale), starts, offsets)
+    _over_heads(kernel, q, k, (q, k, v, y, lse), causal, lse.dtype.type(scale), starts, offsets, window)
 
 
 @cost(
     "dy q k v y lse starts -> dq dk dv",
-    flops=lambda q, k, causal, offsets: 10 * _pairs(q, k, causal, offsets) * q.shape[3],
+    flops=lambda q, k, causal, offsets, window: 10 * _pairs(q, k, causal, offsets, window) * q.shape[3],
     sizes=lambda q, k: (*q.shape[:3], k.shape[2], q.shape[3]),
 )
 def backward(
@@ -76,6 +82,7 @@ def backward(
     scale: float,
     starts: Array | None = None,
     offsets: tuple[int, ...] = (0,),
+    window: int | None = None,
 ) -> None:
     """dq, dk, dv, each in the shape and with the freedom of strides of q, k, v, from dy and forward.
 
@@ -84,7 +91,7 @@ def backward(
     q, k, v = _readable(q, k, v)
     kernel = _backward if (own := _own(q)) is None else own.backward
     arrays = (dy, q, k, v, y, lse, dq, dk, dv)
-    _over_heads(kernel, q, k, arrays, causal, lse.dtype.type(scale), starts, offsets)
+    _over_heads(kernel, q, k, arrays, causal, lse.dtype.type(scale), starts, offsets, window)
 
 
 def _readable(*arrays: Array) -> tuple[Array, ...]:
@@ -110,6 +117,7 @@ def _over_heads(
     scale: Any,
     starts: Array | None,
     offsets: tuple[int, ...],
+    window: int | None,
 ) -> None:
     """Run `kernel` for every head of keys of every sequence, on all threads of this rank."""
     batch, heads, time, _ = q.shape
@@ -117,18 +125,25 @@ def _over_heads(
     split = threads() > 1
     if split:
         set_blas_threads(1)  # heads go to threads, not pieces of small matmuls
-    work = batch * heads * time * k.shape[2]
+    keys = k.shape[2]
+    window = _ALL if window is None else window
+    work = batch * heads * time * min(keys, window + TILE)
     rows = [None] * batch if starts is None else starts
-    spans = [_spans(row, time, k.shape[2], causal, offsets) for row in rows]
-    chunks = causal and (offsets != (0,) or k.shape[2] > time)
-    call = Call(arrays, spans, heads // kv_heads, chunks, causal, scale)
+    spans = [_spans(row, time, keys, causal, offsets, window) for row in rows]
+    chunks = causal and (offsets != (0,) or keys > time or window < keys)
+    call = Call(arrays, spans, heads // kv_heads, chunks, causal, scale, window)
     run_rows(kernel, batch * kv_heads, work, call)
     if split:
         set_blas_threads(threads())
 
 
-def _spans(starts: Array | None, time: int, keys: int, causal: bool, offsets: tuple[int, ...]) -> list[Span]:
-    """What attends to itself alone in a sequence: documents in each chunk of queries, or all of it."""
+def _spans(
+    starts: Array | None, time: int, keys: int, causal: bool, offsets: tuple[int, ...], window: int
+) -> list[Span]:
+    """What attends to itself alone in a sequence: documents in each chunk of queries, or all of it.
+
+    TILE queries at a time with the keys in their windows, where a document is longer than a window.
+    """
     if not causal:
         return [(slice(0, time), slice(0, keys), keys)]
     found, each = [], time // len(offsets)
@@ -137,14 +152,18 @@ def _spans(starts: Array | None, time: int, keys: int, causal: bool, offsets: tu
         begins = np.zeros(each, np.int64) if starts is None else starts[chunk]
         edges = [*sorted({0, *np.flatnonzero(begins == offset + np.arange(each)).tolist()}), each]
         for low, high in zip(edges[:-1], edges[1:], strict=True):
-            begin, queries = int(begins[low]), slice(chunk.start + low, chunk.start + high)
-            found.append((queries, slice(begin, offset + high), offset + low - begin))
+            begin = int(begins[low])
+            each_span = TILE if offset + high - begin > window else high - low
+            for start in range(low, high, each_span):
+                stop, oldest = min(start + each_span, high), max(begin, offset + start + 1 - window)
+                queries = slice(chunk.start + start, chunk.start + stop)
+                found.append((queries, slice(oldest, offset + stop), offset + start - oldest))
     return found
 
 
 def _forward(start: int, stop: int, call: Call) -> None:
-    (arrays, spans, group, _, causal, scale), heads = call, call.heads
-    memory = np.empty(min(TILE, arrays[0].shape[2]) * arrays[1].shape[2], arrays[0].dtype)
+    (arrays, spans, group, _, causal, scale, window), heads = call, call.heads
+    memory = np.empty(min(TILE, arrays[0].shape[2]) * call.keys, arrays[0].dtype)
     for number in range(start * group, stop * group):
         sequence, head = divmod(number, heads)
         for own, others, first in spans[sequence]:
@@ -153,13 +172,13 @@ def _forward(start: int, stop: int, call: Call) -> None:
             for low, high, seen in tiles(len(q), len(k), first, causal):
                 scores = memory[: (high - low) * seen].reshape(high - low, seen)
                 np.matmul(q[low:high], k[:seen].T, out=scores)
-                _softmax(scores, lse[low:high], scale, first + low)
+                _softmax(scores, lse[low:high], scale, first + low, window)
                 np.matmul(scores, v[:seen], out=y[low:high])
 
 
 def _backward(start: int, stop: int, call: Call) -> None:
-    (arrays, spans, group, chunks, causal, scale), heads = call, call.heads
-    memory, dmemory = np.empty((2, min(TILE, arrays[1].shape[2]) * arrays[2].shape[2]), arrays[1].dtype)
+    (arrays, spans, group, chunks, causal, scale, window), heads = call, call.heads
+    memory, dmemory = np.empty((2, min(TILE, arrays[1].shape[2]) * call.keys), arrays[1].dtype)
     for number in range(start * group, stop * group):
         sequence, head = divmod(number, heads)
         if chunks and head % group == 0:  # keys may be seen by both chunks, or by none
@@ -176,7 +195,7 @@ def _backward(start: int, stop: int, call: Call) -> None:
                 np.matmul(dy[low:high], v[:seen].T, out=dscores)
                 # Dense: sums over strided rows have other bits, and those of a head alone are dense.
                 outer = np.ascontiguousarray(dy[low:high]), np.ascontiguousarray(y[low:high])
-                _softmax_backward(scores, dscores, *outer, lse[low:high], scale, first + low)
+                _softmax_backward(scores, dscores, *outer, lse[low:high], scale, first + low, window)
                 add = chunks or high < len(q) or head % group > 0
                 matmul(scores.T, dy[low:high], dv[:seen], accumulate=add)
                 matmul(dscores.T, q[low:high], dk[:seen], accumulate=add)
@@ -184,12 +203,13 @@ def _backward(start: int, stop: int, call: Call) -> None:
 
 
 @reordered
-def _softmax(scores, lse, scale, first):
-    """Scores become probabilities in place. Query i sees keys up to first + i."""
+def _softmax(scores, lse, scale, first, window):
+    """Scores become probabilities in place. Query i sees keys up to first + i, the last `window` of them."""
     for i in range(scores.shape[0]):
         line = scores[i]
         seen = min(first + i + 1, line.size)
-        near, far = line[:seen], line[seen:]
+        oldest = max(0, first + i + 1 - window)
+        near = line[oldest:seen]
         highest = near[0] * scale
         for j in range(near.size):
             highest = larger(highest, near[j] * scale)
@@ -201,12 +221,13 @@ def _softmax(scores, lse, scale, first):
         factor = scores.dtype.type(1) / total
         for j in range(near.size):
             near[j] *= factor
-        far[:] = 0
+        line[:oldest] = 0
+        line[seen:] = 0
         lse[i] = highest + np.log(total)
 
 
 @reordered
-def _softmax_backward(scores, dscores, dy, y, lse, scale, first):
+def _softmax_backward(scores, dscores, dy, y, lse, scale, first, window):
     """In place: scores become probabilities, dscores the gradient of the scores before scaling."""
     for i in range(scores.shape[0]):
         line, dline, upper, out = scores[i], dscores[i], dy[i], y[i]
@@ -214,24 +235,27 @@ def _softmax_backward(scores, dscores, dy, y, lse, scale, first):
         dot = scores.dtype.type(0)
         for j in range(out.size):
             dot += upper[j] * out[j]
-        near, dnear = line[:seen], dline[:seen]
+        oldest = max(0, first + i + 1 - window)
+        near, dnear = line[oldest:seen], dline[oldest:seen]
         shift = lse[i]
         for j in range(near.size):
             probability = exp(near[j] * scale - shift)
             near[j] = probability
             dnear[j] = probability * (dnear[j] - dot) * scale
-        line[seen:] = 0
-        dline[seen:] = 0
+        for rest in (line, dline):
+            rest[:oldest] = 0
+            rest[seen:] = 0
 
 
-def _pairs(q: Array, k: Array, causal: bool, offsets: tuple[int, ...]) -> int:
+def _pairs(q: Array, k: Array, causal: bool, offsets: tuple[int, ...], window: int | None) -> int:
     """Pairs of a query and a key that it sees, of all heads; documents are taken to be one."""
     batch, heads, time, _ = q.shape
     keys = k.shape[2]
     if not causal:
         return batch * heads * time * keys
+    most = keys if window is None else min(window, keys)  # that a query sees
     found, each = 0, time // len(offsets)
     for offset in offsets:
-        part = min(each, max(0, keys - offset))  # queries that see keys up to their own place; others see all
-        found += part * offset + part * (part + 1) // 2 + (each - part) * keys
+        part = min(each, max(0, most - offset))  # queries that see keys up to their own place; others `most`
+        found += part * offset + part * (part + 1) // 2 + (each - part) * most
     return batch * heads * found

@@ -7,6 +7,7 @@
 // queries in a row share one of keys and values (Ainslie et al., GQA, 2023).
 // starts (batch, time), or null: the first key that a query sees, where it sees no more than its document.
 // Causal: query i sees keys up to i + early, from query `chunk` on up to i + later, which is no less.
+// window: how many keys a query sees at most, the last of these; causal alone.
 // done, or null: where it is not 0, something else has computed it.
 // Macro: DIM=64
 #include "common.cuh"
@@ -19,15 +20,21 @@ constexpr int PARTS = DIM / WARP;        // elements of a row that a lane adds u
 
 __device__ __forceinline__ A infinity() { return __int_as_float(0x7f800000); }
 
-// The first key that each of a warp's own queries sees.
-__device__ __forceinline__ void find_oldest(int64* oldest, const int64* starts, int64 own, int64 time) {
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) oldest[r] = starts && own + r < time ? starts[own + r] : 0;
-}
-
 // The last key that query i sees.
 __device__ __forceinline__ int64 place(int64 i, int64 chunk, int64 early, int64 later) {
     return i + (i < chunk ? early : later);
+}
+
+// The first key that query i, one of `time`, sees; `last` is the last. It never falls with i.
+__device__ __forceinline__ int64 oldest_of(int64 i, const int64* starts, int64 time, int64 last, int64 window) {
+    int64 first = starts && i < time ? starts[i] : 0;
+    return first > last - window ? first : last - window + 1;
+}
+
+// The first query whose last key is `key` or behind it.
+__device__ __forceinline__ int64 query_of(int64 key, int64 chunk, int64 early, int64 later) {
+    if (key - early < chunk) return key - early;
+    return key - later < chunk ? chunk : key - later;
 }
 
 // `count` rows of `width` elements from row `first` on, as A; zeros beyond `rows` and `width`.
@@ -92,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(256) forward(
     const T* q, const T* k, const T* v, const int64* starts, const int* done, T* y, A* lse, int64 q_batch, int64 q_head,
     int64 q_time, int64 k_batch, int64 k_head, int64 k_time, int64 v_batch, int64 v_head, int64 v_time,
     int64 y_batch, int64 y_head, int64 y_time, int64 time, int64 keys, int64 width, int64 group, int causal,
-    int64 chunk, int64 early, int64 later, A scale) {
+    int64 chunk, int64 early, int64 later, int64 window, A scale) {
     if (done && *done) return;
     DYNAMIC_SHARED(A, memory);
     A *queries = memory, *tile_k = queries + OWN * DIM, *tile_v = tile_k + TILE * PITCH;
@@ -108,12 +115,14 @@ extern "C" __global__ void __launch_bounds__(256) forward(
     int64 end = first + OWN < time ? first + OWN : time, begin = 0;
     int64 last = causal ? place(end - 1, chunk, early, later) + 1 : keys;
     last = last < keys ? last : keys;
-    if (starts) {
-        starts += blockIdx.z * time;
-        begin = starts[first] / TILE * TILE;  // documents are in order: nobody here sees keys before
-    }
+    if (starts) starts += blockIdx.z * time;
     int64 oldest[ROWS];
-    find_oldest(oldest, starts, own, time);
+    for (int r = 0; r < ROWS; r++) oldest[r] = 0;
+    if (causal) {
+        begin = oldest_of(first, starts, time, place(first, chunk, early, later), window) / TILE * TILE;
+        for (int r = 0; r < ROWS; r++)
+            oldest[r] = oldest_of(own + r, starts, time, place(own + r, chunk, early, later), window);
+    }
     for (int64 start = begin; start < last; start += TILE) {
         __syncthreads();
         load(tile_k, PITCH, k, k_time, start, TILE, keys, width);
@@ -168,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(256) backward_queries(
     int64 dy_batch, int64 dy_head, int64 dy_time, int64 q_batch, int64 q_head, int64 q_time, int64 k_batch,
     int64 k_head, int64 k_time, int64 v_batch, int64 v_head, int64 v_time, int64 dq_batch, int64 dq_head,
     int64 dq_time, int64 time, int64 keys, int64 width, int64 group, int causal,
-    int64 chunk, int64 early, int64 later, A scale) {
+    int64 chunk, int64 early, int64 later, int64 window, A scale) {
     if (done && *done) return;
     DYNAMIC_SHARED(A, memory);
     A *queries = memory, *upper = queries + OWN * DIM, *tile_k = upper + OWN * DIM, *tile_v = tile_k + TILE * PITCH;
@@ -189,12 +198,14 @@ extern "C" __global__ void __launch_bounds__(256) backward_queries(
     int64 end = first + OWN < time ? first + OWN : time, begin = 0;
     int64 last = causal ? place(end - 1, chunk, early, later) + 1 : keys;
     last = last < keys ? last : keys;
-    if (starts) {
-        starts += blockIdx.z * time;
-        begin = starts[first] / TILE * TILE;  // documents are in order: nobody here sees keys before
-    }
+    if (starts) starts += blockIdx.z * time;
     int64 oldest[ROWS];
-    find_oldest(oldest, starts, own, time);
+    for (int r = 0; r < ROWS; r++) oldest[r] = 0;
+    if (causal) {
+        begin = oldest_of(first, starts, time, place(first, chunk, early, later), window) / TILE * TILE;
+        for (int r = 0; r < ROWS; r++)
+            oldest[r] = oldest_of(own + r, starts, time, place(own + r, chunk, early, later), window);
+    }
     for (int64 start = begin; start < last; start += TILE) {
         __syncthreads();
         load(tile_k, PITCH, k, k_time, start, TILE, keys, width);
@@ -221,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(256) backward_keys(
     T* dv, int64 dy_batch, int64 dy_head, int64 dy_time, int64 q_batch, int64 q_head, int64 q_time, int64 k_batch,
     int64 k_head, int64 k_time, int64 v_batch, int64 v_head, int64 v_time, int64 dk_batch, int64 dk_head,
     int64 dk_time, int64 dv_batch, int64 dv_head, int64 dv_time, int64 time, int64 keys, int64 width, int64 group,
-    int causal, int64 chunk, int64 early, int64 later, A scale) {
+    int causal, int64 chunk, int64 early, int64 later, int64 window, A scale) {
     if (done && *done) return;
     DYNAMIC_SHARED(A, memory);
     A *own_k = memory, *own_v = own_k + OWN * DIM, *tile_q = own_v + OWN * DIM, *tile_dy = tile_q + TILE * PITCH;
@@ -231,10 +242,12 @@ extern "C" __global__ void __launch_bounds__(256) backward_keys(
     int64 numbers = (blockIdx.z * (int64)gridDim.y + blockIdx.y) * group * time;
     if (starts) starts += blockIdx.z * time;
     int lane = threadIdx.x % WARP;
-    int64 begin = 0;  // the first query that sees one of these keys
+    int64 begin = 0, stop = time;  // the queries that see one of these keys
     if (causal) {
-        begin = first - early < chunk ? first - early : first - later < chunk ? chunk : first - later;
+        begin = query_of(first, chunk, early, later);
         begin = begin < 0 ? 0 : begin / TILE * TILE;
+        int64 behind = query_of((first + OWN < keys ? first + OWN : keys) - 1 + window, chunk, early, later);
+        stop = behind < time ? behind : time;
     }
     load(own_k, DIM, k + blockIdx.z * k_batch + blockIdx.y * k_head, k_time, first, OWN, keys, width);
     load(own_v, DIM, v + blockIdx.z * v_batch + blockIdx.y * v_head, v_time, first, OWN, keys, width);
@@ -242,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(256) backward_keys(
     clear(sum_k);
     clear(sum_v);
     for (int64 member = 0; member < group; member++, q += q_head, dy += dy_head, numbers += time) {
-        for (int64 start = begin; start < time; start += TILE) {
+        for (int64 start = begin; start < stop; start += TILE) {
             __syncthreads();
             load(tile_q, PITCH, q, q_time, start, TILE, time, width);
             load(tile_dy, PITCH, dy, dy_time, start, TILE, time, width);
@@ -251,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(256) backward_keys(
             products(dscore, own_v, tile_dy);
             int64 query = start + lane, latest = place(query, chunk, early, later);
             A shift = query < time ? lse[numbers + query] : A(0), dot = query < time ? delta[numbers + query] : A(0);
-            int64 oldest = starts && query < time ? starts[query] : 0;  // key that it sees
+            int64 oldest = causal ? oldest_of(query, starts, time, latest, window) : 0;  // key that it sees
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 bool seen = query < time && own + r < keys && (!causal || own + r <= latest) && oldest <= own + r;

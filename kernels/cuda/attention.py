@@ -1,14 +1,17 @@
 """Attention without the matrix of weights.
 
-It is cuDNN's where that is at hand and fits, in 16 bits (_cudnn_attention.py, _cudnn_chunks.py,
-_cudnn_documents.py); else reference kernels (attention.cu), for every type and width.
+It is cuDNN's where that is at hand and fits, in 16 bits without a window (_cudnn_attention.py,
+_cudnn_chunks.py, _cudnn_documents.py); else reference kernels (attention.cu), for every type and width.
 """
+
+from typing import Any
 
 from shardrt.kernels.cuda import _cudnn_chunks, _cudnn_documents
 from shardrt.kernels.cuda._launch import THREADS, Array, NotOnGPU, accumulator, backend, empty, launch
 
 _WARPS, _TILE = 8, 32  # as in attention.cu
 WIDEST = 256  # elements of a head
+_ALL = 1 << 62  # a window without an end
 
 
 def forward(
@@ -22,9 +25,10 @@ def forward(
     scale: float,
     starts: Array | None = None,
     offsets: tuple[int, ...] = (0,),
+    window: int | None = None,
 ) -> None:
     """Compute y = softmax(q k^T scale) v per head: shapes and what is seen as on the CPU."""
-    fused, arrays, done = backend().attention(), (q, k, v, y, lse), None
+    fused, arrays, done = _fused(window), (q, k, v, y, lse), None
     if fused is not None and starts is None:
         if offsets == (0,) and fused.forward(*arrays, causal=causal, scale=scale):
             return
@@ -32,7 +36,7 @@ def forward(
             return
     elif fused is not None and offsets == (0,):
         done = _cudnn_documents.forward(fused, *arrays, starts, scale=scale)
-    last = (causal, *_chunk(q, offsets), accumulator(q.dtype)(scale))
+    last = (causal, *_chunk(q, offsets), _window(window), accumulator(q.dtype)(scale))
     args = (q, k, v, starts, done, y, lse, *_strides(q, k, v, y), *_sizes(q, k), *last)
     _run("forward", q, q, args, tiles=2, own=1)
 
@@ -52,9 +56,10 @@ def backward(
     scale: float,
     starts: Array | None = None,
     offsets: tuple[int, ...] = (0,),
+    window: int | None = None,
 ) -> None:
     """dq, dk, dv from dy and forward, as on the CPU."""
-    fused, arrays, done = backend().attention(), (dy, q, k, v, y, lse, dq, dk, dv), None
+    fused, arrays, done = _fused(window), (dy, q, k, v, y, lse, dq, dk, dv), None
     if fused is not None and starts is None:
         if offsets == (0,) and fused.backward(*arrays, causal=causal, scale=scale):
             return
@@ -67,11 +72,20 @@ def backward(
     grid = -(-time // _WARPS), heads, batch
     strides = _strides(dy, y)
     launch("attention", "dots", q.dtype, grid, (dy, y, done, delta, *strides, time, width), DIM=_dim(width))
-    last = (*_sizes(q, k), causal, *_chunk(q, offsets), accumulator(q.dtype)(scale))
+    last = (*_sizes(q, k), causal, *_chunk(q, offsets), _window(window), accumulator(q.dtype)(scale))
     args = (dy, q, k, v, starts, done, lse, delta, dq, *_strides(dy, q, k, v, dq), *last)
     _run("backward_queries", q, q, args, tiles=2, own=2)
     args = (dy, q, k, v, starts, done, lse, delta, dk, dv, *_strides(dy, q, k, v, dk, dv), *last)
     _run("backward_keys", q, k, args, tiles=2, own=2)
+
+
+def _fused(window: int | None) -> Any:
+    """Give cuDNN's attention where that is at hand, and None for windows: reference kernels have these."""
+    return backend().attention() if window is None else None
+
+
+def _window(window: int | None) -> int:
+    return _ALL if window is None else window
 
 
 def _sizes(q: Array, k: Array) -> tuple[int, int, int, int]:

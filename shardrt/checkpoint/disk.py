@@ -11,6 +11,8 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+__all__ = ["Disk", "write_file"]
+
 # Errors of a file system that can't sync directories.
 _NO_DIRECTORIES = errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS
 

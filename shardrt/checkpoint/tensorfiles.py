@@ -22,9 +22,29 @@ from shardrt.checkpoint.disk import Disk
 from shardrt.nn.extents import Extent
 from shardrt.untrusted import read_regular, strict_json
 
-__all__ = ["FolderWriter", "StoredTensor", "open_folder", "plain_files", "read_json"]
+__all__ = [
+    "BESIDE",
+    "TOKENIZER_FILES",
+    "FolderWriter",
+    "StoredTensor",
+    "open_file",
+    "open_folder",
+    "plain_files",
+    "read_json",
+]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+BESIDE = (*TOKENIZER_FILES, "generation_config.json", "preprocessor_config.json")  # small files that go along
 BLOCK = 4 << 20  # bytes that are read, and converted, at a time
 LARGEST_JSON = 64 << 20  # bytes
 _ITEM = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2}  # types that a parameter can be read from
@@ -114,13 +134,13 @@ def open_folder(folder: Path) -> dict[str, StoredTensor]:
         FileNotFoundError: where there is neither file nor index.
     """
     if (folder / SINGLE).exists():
-        return _header(folder / SINGLE)
+        return open_file(folder / SINGLE)
     if not (folder / INDEX).exists():
         raise FileNotFoundError(f"{folder}: the folder has neither {SINGLE} nor {INDEX}")
     where = read_json(folder / INDEX).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise ValueError(f"{folder / INDEX}: weight_map must be a table of tensor names and file names")
-    headers = {name: _header(_inside(folder, name)) for name in sorted(set(where.values()))}
+    headers = {name: open_file(_inside(folder, name)) for name in sorted(set(where.values()))}
     strangers = sorted((file, name) for file, names in headers.items() for name in names.keys() - where)
     if strangers:
         raise ValueError(
@@ -303,8 +323,13 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _header(path: Path) -> dict[str, StoredTensor]:
-    """Name -> tensor of one file."""
+def open_file(path: Path) -> dict[str, StoredTensor]:
+    """Map name to tensor, of one file, of which only the header is read.
+
+    Raises:
+        ValueError: in one line that names the file, for what is damaged, and for types that are not floats.
+        OSError: if the file can't be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     status = path.stat()

@@ -56,6 +56,15 @@ def add_to(actions: Any) -> None:
     action.add_argument("--from", dest="source_format", choices=formats, help="format of A")
     action.add_argument("--ranks", type=_ranks, default=1, metavar="N", help="ranks that B has files for (1)")
     action.add_argument(
+        "--zero-stage", type=int, choices=(1, 2, 3), default=3, help="stage of DeepSpeed's ZeRO (3)"
+    )
+    action.add_argument(
+        "--zero-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="type in which DeepSpeed computes: bfloat16 if its configuration enables bf16",
+    )
+    action.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="type of the weights; without it they keep theirs"
     )
     action.add_argument("--weights-only", action="store_true", help="leave the state of training out")
@@ -96,7 +105,13 @@ def convert(options: argparse.Namespace) -> list[str]:
     target = SYNONYMS.get(options.to, options.to)
     if target == "shardrt" and options.dtype not in (None, "float32"):
         raise BadCheckpoint(f"--dtype {options.dtype}: shardrt's checkpoints hold float32")
-    reader, writer = module_of(options.source_format or format_of(options.source)), module_of(target)
+    source = options.source_format or format_of(options.source)
+    if (source, target) == ("peft", "shardrt"):
+        raise BadCheckpoint(
+            f"{options.source}: an adapter alone is no run; `shardrt train --init-from MODEL --lora.adapter "
+            f"{options.source}` goes on from it"
+        )
+    reader, writer = module_of(source), module_of(target)
     if not hasattr(writer, "files"):
         raise BadCheckpoint(f"--to {options.to}: this format is only read")
     opened = reader.read(options.source)
@@ -104,7 +119,14 @@ def convert(options: argparse.Namespace) -> list[str]:
     checkpoint = _chosen(checkpoint, options)
     if not (writer.STATE or options.weights_only):
         checkpoint = _without_state(checkpoint, options.to)
-    plan: Plan = writer.files(checkpoint, Options(options.target, options.ranks, layout=options.layout))
+    how = Options(
+        options.target,
+        options.ranks,
+        zero_stage=options.zero_stage,
+        zero_dtype=options.zero_dtype,
+        layout=options.layout,
+    )
+    plan: Plan = writer.files(checkpoint, how)
     into = plan.target or options.target
     with _progress() as progress:
         identity = _identity(options, opened)
@@ -147,7 +169,16 @@ def _family(checkpoint: Checkpoint, options: argparse.Namespace) -> names.Family
     if config is not None:
         return names.family_of(config, where, tensors, options.family)
     recipe = checkpoint.training.extra.get("config")
-    return names.family_of_recipe(recipe, checkpoint.path, tensors) if isinstance(recipe, dict) else None
+    if not isinstance(recipe, dict):
+        return None
+    if isinstance(begun := recipe.get("init_from"), str):  # the recipe's own shape was not read
+        where = Path(begun) / "config.json"
+        if not where.is_file():
+            raise BadCheckpoint(
+                f"{where}, which has the shape of the run's model, is not there; give --config FILE"
+            )
+        return names.family_of(read_json(where), where, tensors, options.family)
+    return names.family_of_recipe(recipe, checkpoint.path, tensors)
 
 
 def _with(checkpoint: Checkpoint, renamed: names.Renamed) -> Checkpoint:
@@ -218,6 +249,8 @@ def _identity(options: argparse.Namespace, source: Checkpoint) -> dict[str, Any]
                 "dialect",
                 "family",
                 "layout",
+                "zero_stage",
+                "zero_dtype",
             )
         },
     }

@@ -10,7 +10,7 @@ The names of Hugging Face and of shardrt are those of models/formats.
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -270,7 +270,7 @@ def _way(
 ) -> Iterable[list[Made]]:
     """The tables from one dialect to another, by way of Hugging Face's."""
     if source == SHARDRT:
-        yield list(_shardrt_to_hub(family))
+        yield list(_shardrt_to_hub(family, {name for _, name in tensors}))
     elif source in (TORCHTITAN, TORCHTITAN_OLD):
         yield list(_torchtitan(family, source, False))
     else:
@@ -340,12 +340,20 @@ class _Joined:
         return whole
 
 
-def _shardrt_to_hub(family: Family) -> Iterable[Made]:
-    """The tensors of Hugging Face's, each one of our parameters or rows of it."""
+def _shardrt_to_hub(family: Family, names: set[str]) -> Iterable[Made]:
+    """The tensors of Hugging Face's, each one of our parameters or rows of it; of LoRA adapters likewise.
+
+    An adapter of several layers in one becomes one for each: they share A, and B has the rows of all.
+    """
     for ours, parts in family.form.tensors(family.config):
-        first = 0
+        layer, first = ours.removesuffix(".weight"), 0
         for part in parts:
-            yield Made(family.form.full_name(part.name), (ours,), _Part(part, first))
+            full = family.form.full_name(part.name)
+            yield Made(full, (ours,), _Part(part, first))
+            if f"{layer}.lora_b" in names:
+                theirs, rows = full.removesuffix(".weight"), _Part(replace(part, transposed=False), first)
+                yield Made(f"{theirs}.lora_A.weight", (f"{layer}.lora_a",), _same)
+                yield Made(f"{theirs}.lora_B.weight", (f"{layer}.lora_b",), rows)
             first += part.rows or 0
 
 

@@ -40,7 +40,7 @@ _CLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Paramete
 
 
 def open_torch(path: Path, allowed: tuple[str, ...] = (), offset: int = 0, length: int | None = None) -> Any:
-    """What torch.save has written: plain values with tensors, which are read when their elements are asked for.
+    """What torch.save has written: plain values with tensors, whose elements are read when they are needed.
 
     Args:
         allowed: names of further classes and functions, whose objects are given as Called.

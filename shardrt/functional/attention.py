@@ -131,13 +131,13 @@ class SelfAttention(Repeatable):
         _, y, *_ = self.saved
         return y
 
-    def forward(self, qkv: Array, heads: tuple, causal: bool, scale: float, starts: Array | None) -> Array:
+    def forward(self, qkv: Array, heads: tuple, how: dict) -> Array:
+        """how: what the kernels take by keyword."""
         batch, time, width = qkv.shape
         y = empty((batch, time, width // sum(heads) * heads[0]), qkv.dtype)
         lse = empty_exact((batch, heads[0], time), qkv)
         qkv = _as_computed(qkv)
         (y_heads,) = split_heads(y, heads[:1])
-        how = {"causal": causal, "scale": scale, "starts": starts}
         kernels().attention.forward(*split_heads(qkv, heads), y_heads, lse, **how)
         self.saved = (qkv, for_product(y, qkv), lse, heads, how)
         return y
@@ -145,13 +145,10 @@ class SelfAttention(Repeatable):
     def keep(self, y: Array) -> tuple:
         return y, self.saved[2]  # and lse
 
-    def resume(
-        self, kept: tuple, qkv: Array, heads: tuple, causal: bool, scale: float, starts: Array | None
-    ) -> Array:
+    def resume(self, kept: tuple, qkv: Array, heads: tuple, how: dict) -> Array:
         y, lse = kept
         qkv = _as_computed(qkv)
-        y_saved = for_product(y, qkv)
-        self.saved = (qkv, y_saved, lse, heads, {"causal": causal, "scale": scale, "starts": starts})
+        self.saved = (qkv, for_product(y, qkv), lse, heads, how)
         return y
 
     def backward(self, dy: Array) -> tuple:
@@ -162,7 +159,7 @@ class SelfAttention(Repeatable):
         q, k, v = split_heads(qkv, heads)
         gradients = split_heads(dqkv, heads)
         kernels().attention.backward(dy_heads, q, k, v, y_heads, lse, *gradients, **how)
-        return dqkv, None, None, None, None
+        return dqkv, None, None
 
 
 def _as_computed(qkv: Array) -> Array:
@@ -179,6 +176,7 @@ def self_attention(
     scale: float | None = None,
     kv_heads: int | None = None,
     starts: Array | None = None,
+    window: int | None = None,
 ) -> "Tensor":
     """Attention of a sequence to itself, from queries, keys and values in one tensor, which is not copied.
 
@@ -189,12 +187,15 @@ def self_attention(
             heads unless given.
         starts: from document_starts, where a sequence holds several documents that don't see one another;
             with is_causal only. float32 or float64.
+        window: with is_causal only: a query at time t sees keys from t - window + 1 to t (Beltagy et al.,
+            Longformer, 2020, section 3.1), as with `sliding_window` of transformers. The cost grows with
+            time * window.
 
     Returns:
         (batch, time, heads * head_dim), the heads side by side.
 
     Raises:
-        ValueError: if the last dimension or `starts` does not fit or kv_heads does not divide heads.
+        ValueError: if the last dimension, `starts`, `window` or kv_heads does not fit.
         TypeError: for other dtypes.
 
     Example:
@@ -213,7 +214,18 @@ def self_attention(
             f"self_attention: starts must be {qkv.shape[:2]}, with is_causal, got {starts.shape} "
             f"(is_causal={is_causal})"
         )
-    return SelfAttention.apply(qkv, (heads, kv_heads, kv_heads), bool(is_causal), scale, starts)
+    if window is not None and not is_causal:
+        raise ValueError(f"self_attention: window needs is_causal, got window={window} without")
+    how = {"causal": bool(is_causal), "scale": scale, "starts": starts}
+    how["window"] = check_window("self_attention", window, qkv.shape[1])
+    return SelfAttention.apply(qkv, (heads, kv_heads, kv_heads), how)
+
+
+def check_window(op: str, window: int | None, time: int) -> int | None:
+    """The window, or None where `time` keys have room in it. ValueError for one without a key."""
+    if window is not None and window < 1:
+        raise ValueError(f"{op}: window must be at least 1, got {window}")
+    return None if window is None or window >= time else int(window)
 
 
 def check_packed(op: str, qkv: "Tensor", heads: int, kv_heads: int, scale: float | None) -> float:

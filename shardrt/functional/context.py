@@ -17,7 +17,7 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import Event
 from shardrt.functional._arrays import asarray, empty, empty_exact, empty_like, flat, kernels, tensor
 from shardrt.functional._types import Array, Tensor
-from shardrt.functional.attention import check_packed, split_heads
+from shardrt.functional.attention import check_packed, check_window, split_heads
 from shardrt.functional.collective import bits, named
 
 __all__ = ["context_attention", "own_chunks", "positions_of"]
@@ -44,14 +44,12 @@ def positions_of(time: int, rank: int, ranks: int) -> np.ndarray:
 class ContextAttention(Function):
     expensive = True
 
-    def forward(
-        self, qkv: Array, heads: tuple, mesh: DeviceMesh, scale: float, starts: Array | None
-    ) -> Array:
+    def forward(self, qkv: Array, heads: tuple, mesh: DeviceMesh, how: dict) -> Array:
+        """how: what the kernels take by keyword."""
         batch, time, width = qkv.shape
         y = empty((batch, time, width // sum(heads) * heads[0]), qkv.dtype)
         group = heads[0] // heads[1]
         lse = empty_exact((heads[1], batch, group, time), qkv)
-        how = {"causal": True, "scale": scale, "starts": starts, "offsets": _offsets(mesh, time)}
         (y_heads,) = split_heads(y, heads[:1])
         q, k, v = split_heads(qkv, heads)
         lane = _Lane(mesh, k, v, named("context"))
@@ -66,11 +64,8 @@ class ContextAttention(Function):
     def keep(self, y: Array) -> tuple:
         return y, self.saved[2]  # and lse
 
-    def resume(
-        self, kept: tuple, qkv: Array, heads: tuple, mesh: DeviceMesh, scale: float, starts: Array | None
-    ) -> Array:
+    def resume(self, kept: tuple, qkv: Array, heads: tuple, mesh: DeviceMesh, how: dict) -> Array:
         y, lse = kept
-        how = {"causal": True, "scale": scale, "starts": starts, "offsets": _offsets(mesh, qkv.shape[1])}
         self.saved = (qkv, y, lse, heads, mesh, how)
         return y
 
@@ -93,7 +88,7 @@ class ContextAttention(Function):
             before = lane.scatter(sums)
             del sums
         lane.take(before, dk[:, -1], dv[:, -1])
-        return dqkv, None, None, None, None
+        return dqkv, None, None, None
 
 
 def context_attention(
@@ -103,6 +98,7 @@ def context_attention(
     scale: float | None = None,
     kv_heads: int | None = None,
     starts: Array | None = None,
+    window: int | None = None,
 ) -> "Tensor":
     """As self_attention, is_causal, of sequences of which this rank has the chunks that `positions_of` gives.
 
@@ -113,12 +109,13 @@ def context_attention(
         mesh: the ranks, on one axis.
         starts: int64 (batch, time) on the device, where the document of each of these positions begins in the
             whole sequence.
+        window: that of self_attention, counted in the whole sequence.
 
     Returns:
         (batch, time, heads * head_dim).
 
     Raises:
-        ValueError: if sizes don't fit or `time` is odd.
+        ValueError: if sizes or `window` don't fit or `time` is odd.
         TypeError: for other dtypes.
     """
     qkv, kv_heads = tensor(qkv), heads if kv_heads is None else kv_heads
@@ -130,7 +127,9 @@ def context_attention(
     starts = None if starts is None else asarray(starts)
     if starts is not None and starts.shape != qkv.shape[:2]:
         raise ValueError(f"context_attention: starts must be {qkv.shape[:2]}, got {starts.shape}")
-    return ContextAttention.apply(qkv, (heads, kv_heads, kv_heads), mesh, scale, starts)
+    how = {"causal": True, "scale": scale, "starts": starts, "offsets": _offsets(mesh, qkv.shape[1])}
+    how["window"] = check_window("context_attention", window, qkv.shape[1] * mesh.size)
+    return ContextAttention.apply(qkv, (heads, kv_heads, kv_heads), mesh, how)
 
 
 def _offsets(mesh: DeviceMesh, time: int) -> tuple[int, int]:

@@ -5,11 +5,14 @@ model begins as it was. The layers stay the same objects and W and b keep their 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from math import sqrt
 
+import numpy as np
+
+from shardrt import device
 from shardrt import functional as F
 from shardrt.nn.init import Uniform, Zeros
 from shardrt.nn.layers import Linear
@@ -17,8 +20,9 @@ from shardrt.nn.public import Module, Parameter
 from shardrt.nn.storage import LocalStorage
 from shardrt.tensor import Tensor
 
-__all__ = ["adapted_layers", "add_lora", "is_adapted"]
+__all__ = ["adapted_layers", "add_lora", "columns_of_parts", "is_adapted"]
 
+Parts = tuple[tuple[int, int], ...]  # ranges of a layer's output rows
 Targets = tuple[str, ...] | Callable[[str, Linear], bool]  # paths of layers, or which of them
 
 
@@ -28,12 +32,30 @@ class LowRank:
 
     scale: float
     dropout: float
+    parts: Parts = ()  # see add_lora
 
     def __call__(self, layer: Linear, x: Tensor) -> Tensor:
         beside = F.dropout(x, self.dropout, layer.training) if self.dropout else x
-        small = F.linear(F.linear(beside, layer.lora_a), layer.lora_b)
+        small = F.linear(F.linear(beside, layer.lora_a), self._own_columns(layer.lora_b))
         y = F.linear(x, layer.weight, layer.bias) + small * self.scale
         return F.gelu(y, approximate="tanh") if layer.gelu else y
+
+    def _own_columns(self, b: Parameter) -> Tensor:
+        """B; the rows of a part have gradients only in the columns of that part, and stay zero elsewhere."""
+        if not self.parts:
+            return b
+        mask = np.zeros(b.whole_shape, b.dtype)
+        for rows, columns in columns_of_parts(self.parts, b.whole_shape[1]):
+            mask[rows, columns] = 1
+        if b.shape != mask.shape:
+            raise ValueError(f"{b.name}: an adapter in parts does not work with tensor parallelism")
+        return b * device.of(b.data).asarray(mask)
+
+
+def columns_of_parts(parts: Parts, columns: int) -> list[tuple[slice, slice]]:
+    """(rows, columns) of B of each part of an adapter: B has as many columns for each."""
+    rank = columns // len(parts)
+    return [(slice(*rows), slice(i * rank, i * rank + rank)) for i, rows in enumerate(parts)]
 
 
 def add_lora(
@@ -43,6 +65,7 @@ def add_lora(
     alpha: float | None = None,
     targets: Targets = ("*",),
     dropout: float = 0.0,
+    parts: Mapping[str, Parts] | None = None,
 ) -> Module:
     """Freeze `model` and give its linear layers trainable adapters; gives `model` back.
 
@@ -53,6 +76,9 @@ def add_lora(
         alpha: the adapter is scaled by alpha / rank; 2 * rank if None.
         targets: shell patterns for the layers' paths ("*.qkv"), or a function of (path, layer).
         dropout: of the adapters' input.
+        parts: for layers that are several linear layers in one (queries, keys and values), by path: ranges of
+            output rows, (start, stop), each of which gets an A and a B of its own, as separate layers would.
+            A is then (parts * rank, inputs), B (outputs, parts * rank) and zero outside each part's columns.
 
     Raises:
         ValueError: if no layer is picked, for numbers that cannot be, or after fully_shard.
@@ -70,17 +96,17 @@ def add_lora(
             f"add_lora: rank must be at least 1, alpha positive and dropout in [0, 1); got {rank}, {alpha} "
             f"and {dropout}"
         )
-    layers = [module for path, module in model.named_modules() if _picked(path, module, targets)]
+    layers = {path: module for path, module in model.named_modules() if _picked(path, module, targets)}
     if not layers:
         raise ValueError(
             f"add_lora: targets {targets!r} match no Linear of {type(model).__name__}{_there(model)}"
         )
-    for layer in layers:
+    for layer in layers.values():
         _check(layer, rank)
     for parameter in model.parameters():
         parameter.requires_grad = False
-    for layer in layers:
-        _adapt(layer, rank, alpha / rank, dropout)
+    for path, layer in layers.items():
+        _adapt(layer, rank, LowRank(alpha / rank, dropout, (parts or {}).get(path, ())))
     return model
 
 
@@ -163,13 +189,13 @@ def _check(layer: Linear, rank: int) -> None:
         )
 
 
-def _adapt(layer: Linear, rank: int, scale: float, dropout: float) -> None:
+def _adapt(layer: Linear, rank: int, adapter: LowRank) -> None:
     """Give the layer its adapter. The layer stays the same object, and its parameters keep their names."""
     outputs, inputs = layer.weight.shape
-    bound = 1 / sqrt(inputs)
+    bound, rank = 1 / sqrt(inputs), rank * max(1, len(adapter.parts))
     layer.lora_a = Parameter((rank, inputs), Uniform(-bound, bound), dtype=layer.weight.dtype)
     layer.lora_b = Parameter((outputs, rank), Zeros(), dtype=layer.weight.dtype)
-    layer.adapter = LowRank(scale, dropout)
+    layer.adapter = adapter
 
 
 def _take_out(layer: Linear) -> None:

@@ -117,9 +117,11 @@ class Context:
                 f"got {count} positions {got}: call the model with what shard_sequence gives"
             )
 
-    def attend(self, qkv: Tensor, heads: int, kv_heads: int, starts: Array) -> Tensor:
+    def attend(
+        self, qkv: Tensor, heads: int, kv_heads: int, starts: Array, window: int | None = None
+    ) -> Tensor:
         """As F.self_attention of the whole sequences, of which this is a part."""
-        return context_attention(qkv, heads, self.mesh, kv_heads=kv_heads, starts=starts)
+        return context_attention(qkv, heads, self.mesh, kv_heads=kv_heads, starts=starts, window=window)
 
 
 class Summing:

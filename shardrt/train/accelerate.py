@@ -1,20 +1,20 @@
 """Accelerate's configuration file, key by key, as settings of the training command.
 
 Each key becomes settings, has no effect here for a reason that is given, or is refused; no key is passed
-over. Written against Accelerate's sources of July 2026 (commands/config/cluster.py, utils/dataclasses.py,
-commands/launch.py). DeepSpeed's JSON would be another file, which gives a Converted, too.
+over. Written against the sources of Accelerate 1.15 (commands/config/cluster.py, utils/dataclasses.py,
+commands/launch.py). Keys of deepspeed_config are those of DeepSpeed by other names: deepspeed.py has them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardrt.train.config import built
-from shardrt.train.recipe import Recipe
+from shardrt.train import deepspeed
+from shardrt.train.conversion import Converted, Reader, Unconverted, is_set
 from shardrt.untrusted import Refused, read_regular
 
-__all__ = ["Converted", "Key", "Unconverted", "convert", "read_yaml"]
+__all__ = ["convert", "read_yaml"]
 
 _LARGEST = 1 << 20  # bytes of a file
 _ALL_BLOCKS = 1 << 14  # as many as a model may have
@@ -56,6 +56,12 @@ _NO_EFFECT = {
     "fsdp_config.fsdp_use_orig_params": "parameters keep their names and shapes",
     "fsdp_config.fsdp_cpu_ram_efficient_loading": "no rank makes or reads the whole model",
     "fsdp_config.fsdp_sync_module_states": "initial weights are a function of the seed",
+    "deepspeed_config.zero3_init_flag": "no rank makes or reads the whole model",
+    "deepspeed_config.deepspeed_moe_layer_cls_names": "units are whole blocks",
+    "deepspeed_config.deepspeed_multinode_launcher": _MPI,
+    "deepspeed_config.deepspeed_hostfile": "give the hosts to mpirun's -f, a line each",
+    "deepspeed_config.deepspeed_exclusion_filter": "leave the hosts out of mpirun's -f",
+    "deepspeed_config.deepspeed_inclusion_filter": "give the hosts to mpirun's -f, a line each",
     "parallelism_config.cp_backend": "there is one way",
     "parallelism_config.cp_comm_strategy": "keys and values are gathered by head",
     "parallelism_config.sp_backend": "sp_size is 1",
@@ -74,54 +80,28 @@ _ONLY_EMPTY = {
     "tpu_env": _TPU,
     "fsdp_config.fsdp_ignored_modules": "in a loop of your own, fully_shard(model, ignored=[...])",
 }
+# Those that functions below read.
+_READ = (
+    *("compute_environment", "distributed_type", "num_machines", "num_processes", "mixed_precision", "fp16"),
+    *("mpirun_config.mpirun_hostfile", "deepspeed_config.deepspeed_config_file"),
+    *(f"parallelism_config.{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")),
+    *(
+        f"fsdp_config.fsdp_{name}"
+        for name in (
+            *("version", "sharding_strategy", "reshard_after_forward", "auto_wrap_policy", "min_num_params"),
+            *("transformer_layer_cls_to_wrap", "backward_prefetch", "offload_params", "state_dict_type"),
+            *("activation_checkpointing", "activation_checkpointing_offload"),
+        )
+    ),
+)
 # Sections that Accelerate reads for one distributed_type alone.
 _SECTIONS = {"deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM", "fsdp_config": "FSDP"}
 _TABLES = (*_SECTIONS, "fp8_config", "parallelism_config", "mpirun_config")
 
 
-@dataclass(frozen=True)
-class Key:
-    """What became of one key. settings: of the recipe, "fsdp.strategy"; none: no effect, for a reason."""
-
-    name: str
-    value: Any
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Converted:
-    """keys: every one of the file. ranks, hosts: for mpirun; None where the file has no such key."""
-
-    keys: list[Key]
-    ranks: int | None
-    hosts: str | None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All settings of the recipe, "section.name" -> value."""
-        return {name: value for key in self.keys for name, value in key.settings.items()}
-
-    def toml(self, title: str) -> str:
-        """The recipe, each setting with the key that it is from. The title is a comment above it."""
-        tables: dict[str, list[str]] = {"": []}
-        for name, value in self.settings.items():
-            section, _, last = name.rpartition(".")
-            text = f'"{value}"' if isinstance(value, str) else str(value).lower()
-            sources = ", ".join(key.name for key in self.keys if name in key.settings)
-            tables.setdefault(section, []).append(f"{last} = {text}  # {sources}")
-        lines = [f"# {title}"]
-        for section, rows in tables.items():
-            lines += ["", f"[{section}]", *rows] if section else ["", *rows] if rows else []
-        return "\n".join(lines) + "\n"
-
-
-class Unconverted(ValueError):
-    """Keys that have no counterpart. lines: one for each."""
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__("; ".join(lines))
-        self.lines = lines
+def known() -> list[str]:
+    """The keys that convert knows."""
+    return [*_NO_EFFECT, *_ONLY_EMPTY, *_READ, *(f"deepspeed_config.{name}" for name in _DEEPSPEED)]
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -166,7 +146,7 @@ def convert(config: Mapping[str, Any], drop: Iterable[str] = ()) -> Converted:
 
     Raises Unconverted for all keys that have no counterpart, and for values that can't be.
     """
-    reader = _Reader(_flat(config), list(drop))
+    reader = Reader(_flat(config), list(drop))
     kind = _kind(reader)
     if kind is None:
         raise Unconverted(reader.refused)
@@ -177,111 +157,20 @@ def convert(config: Mapping[str, Any], drop: Iterable[str] = ()) -> Converted:
     reader.noted("num_processes", f"mpirun's -n {ranks}")
     hosts = reader.text("mpirun_config.mpirun_hostfile")
     reader.noted("mpirun_config.mpirun_hostfile", f"mpirun's -f {hosts}")
-    shards = _strategy(reader, kind, machines)
+    if kind == "DEEPSPEED":
+        shards = _deepspeed(reader, ranks)
+    else:
+        shards = _strategy(reader, kind, machines)
     _parallelism(reader, shards, ranks)
     _precision(reader, kind)
     _units(reader)
     _memory(reader)
     for name in list(reader.left):
-        if name in _NO_EFFECT or name in _ONLY_EMPTY and not _is_set(reader.left[name]):
+        if name in _NO_EFFECT or name in _ONLY_EMPTY and not is_set(reader.left[name]):
             reader.no_effect(name, _NO_EFFECT.get(name) or "it is not set")
         elif name in _ONLY_EMPTY:
             reader.refuse(name, _ONLY_EMPTY[name])
-        else:
-            reader.refuse(name, "unknown key")
-    _check(reader, ranks)
-    if reader.refused:
-        raise Unconverted(reader.refused)
-    order = {name: number for number, name in enumerate(_flat(config))}
-    keys = sorted(reader.keys, key=lambda key: order.get(key.name, -1))
-    return Converted(keys, ranks, hosts)
-
-
-class _Reader:
-    """Takes keys, and keeps what became of each. left: those that are not taken yet."""
-
-    def __init__(self, table: dict[str, Any], drop: list[str]) -> None:
-        self.left, self.keys, self.refused = dict(table), [], []
-        for name in drop:
-            if name in self.left:
-                self.no_effect(name, "dropped")
-            else:
-                self.refused.append(f"--drop {name}: there is no such key")
-
-    def take(self, name: str) -> Any:
-        return self.left.pop(name, None)
-
-    def setting(self, name: str, value: Any, note: str = "", **settings: Any) -> None:
-        """`name` becomes settings: "fsdp__strategy" for fsdp.strategy."""
-        named = {setting.replace("__", "."): each for setting, each in settings.items()}
-        self.left.pop(name, None)
-        self.keys.append(Key(name, value, named, note))
-
-    def change(self, setting: str, value: Any) -> None:
-        """Give a setting of a key another value: two keys together decide."""
-        for number, key in enumerate(self.keys):
-            if setting in key.settings:
-                self.keys[number] = replace(key, settings={**key.settings, setting: value})
-
-    def no_effect(self, name: str, why: str) -> None:
-        self.keys.append(Key(name, self.left.pop(name), note=why))
-
-    def noted(self, name: str, why: str) -> None:
-        """As no_effect, if the key is left."""
-        if name in self.left:
-            self.no_effect(name, why)
-
-    def refuse(self, name: str, why: str, value: Any = None) -> None:
-        value = self.left.pop(name, value)
-        shown = str(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
-        self.refused.append(f"{name}: {shown[:80]}: {why}")
-
-    def _taken(self, name: str, default: Any, read: Callable[[Any], Any], wanted: str) -> Any:
-        if self.left.get(name) is None:
-            if name in self.left:
-                self.no_effect(name, "it is not set")
-            return default
-        value = read(self.left[name])
-        if value is None:
-            self.refuse(name, f"must be {wanted}")
-            return default
-        return value
-
-    def flag(self, name: str) -> bool:
-        def read(value: Any) -> bool | None:
-            text = str(value).lower()
-            return True if text in _YES else False if text in _NO else None
-
-        return self._taken(name, False, read, "true or false")
-
-    def count(self, name: str, default: int | None) -> int | None:
-        """An integer of at least 1."""
-
-        def read(value: Any) -> int | None:
-            text = str(value) if isinstance(value, int | str) else ""
-            good = text.isascii() and text.isdecimal() and len(text) < 10
-            return int(text) if good and int(text) else None
-
-        return self._taken(name, default, read, "an integer of at least 1")
-
-    def text(self, name: str) -> str | None:
-        return self._taken(name, None, lambda value: value if isinstance(value, str) else None, "a text")
-
-    def choice(
-        self, name: str, choices: Iterable[str], default: str | None = None, numbered: bool = False
-    ) -> str | None:
-        """One of a few words in any case, or its number from 1 on. YAML takes a bare `no` for false."""
-        by_name = {choice.lower(): choice for choice in choices}
-        if numbered:
-            by_name |= {str(number): choice for number, choice in enumerate(choices, start=1)}
-
-        def read(value: Any) -> str | None:
-            return by_name.get("no" if value is False else str(value).lower())
-
-        return self._taken(name, default, read, f"one of {', '.join(choices)}")
-
-
-_YES, _NO = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")
+    return reader.finish(ranks, hosts, known())
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,11 +190,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _is_set(value: Any) -> bool:
-    return bool(value) and str(value).lower() not in _NO
-
-
-def _kind(reader: _Reader) -> str | None:
+def _kind(reader: Reader) -> str | None:
     """NO, FSDP or DDP; None where it is refused."""
     if "compute_environment" in reader.left:
         place = reader.choice("compute_environment", ["LOCAL_MACHINE", "AMAZON_SAGEMAKER"])
@@ -318,15 +203,15 @@ def _kind(reader: _Reader) -> str | None:
         return None
     given = reader.left["distributed_type"]
     kind = "NO" if given is False else str(given).upper()
-    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
-        others = {"DEEPSPEED": "DeepSpeed's", "MEGATRON_LM": "Megatron-LM's"}
-        why = f"{others[kind]} settings are not read" if kind in others else "it is for other processors"
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"):
+        megatron = kind == "MEGATRON_LM"
+        why = "Megatron-LM's settings are not read" if megatron else "it is for other processors"
         reader.refuse("distributed_type", why)
         return None
-    return kind if kind in ("NO", "FSDP") else "DDP"
+    return kind if kind in ("NO", "FSDP", "DEEPSPEED") else "DDP"
 
 
-def _ignored_sections(reader: _Reader, kind: str) -> None:
+def _ignored_sections(reader: Reader, kind: str) -> None:
     """Accelerate, too, reads these for their own distributed_type alone."""
     for name in list(reader.left):
         section, _, key = name.partition(".")
@@ -334,13 +219,13 @@ def _ignored_sections(reader: _Reader, kind: str) -> None:
         if wanted and kind != wanted:
             reader.no_effect(name, f"Accelerate reads it with distributed_type {wanted} alone")
         elif not key and section in _TABLES:
-            if _is_set(reader.left[name]):
+            if is_set(reader.left[name]):
                 reader.refuse(name, "must be a table of keys")
             else:
                 reader.no_effect(name, "it is empty")
 
 
-def _strategy(reader: _Reader, kind: str, machines: int | None) -> str:
+def _strategy(reader: Reader, kind: str, machines: int | None) -> str:
     """The strategy for shards that no parallelism_config doubles; sets the key that names it."""
     version = reader.choice("fsdp_config.fsdp_version", ["1", "2"], "1") if kind == "FSDP" else None
     reader.noted("fsdp_config.fsdp_version", "both versions come to the same")
@@ -374,7 +259,41 @@ def _strategy(reader: _Reader, kind: str, machines: int | None) -> str:
     return settings["fsdp__strategy"]
 
 
-def _parallelism(reader: _Reader, strategy: str, ranks: int | None) -> None:
+# Accelerate's key -> DeepSpeed's.
+_DEEPSPEED = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+
+
+def _deepspeed(reader: Reader, ranks: int | None) -> str:
+    """Keys of deepspeed_config; gives the strategy."""
+    reader.no_effect("distributed_type", "zero_stage says how")
+    file = "deepspeed_config.deepspeed_config_file"
+    if is_set(reader.left.get(file)) and reader.left[file] != "none":
+        reader.refuse(file, "convert this file itself: shardrt config convert FILE.json --ranks N")
+    reader.noted(file, "it is not set")
+    own = {ours: f"deepspeed_config.{name}" for name, ours in _DEEPSPEED.items()}
+    table = {ours: reader.take(name) for ours, name in own.items() if name in reader.left}
+    inner = Reader(table, [])
+    if "zero_optimization.stage" not in table:
+        table["zero_optimization.stage"] = inner.left["zero_optimization.stage"] = 2  # Accelerate's default
+    deepspeed.settle(inner, table, ranks)
+    for key in inner.keys:
+        reader.keys.append(replace(key, name=own.get(key.name, key.name)))
+    for line in inner.refused:
+        name, colon, why = line.partition(": ")
+        reader.refused.append(f"{own.get(name, name)}{colon}{why}")
+    return next((key.settings["fsdp.strategy"] for key in inner.keys if "fsdp.strategy" in key.settings), "")
+
+
+def _parallelism(reader: Reader, strategy: str, ranks: int | None) -> None:
     prefix = "parallelism_config."
     sizes = {}
     for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
@@ -406,7 +325,7 @@ def _parallelism(reader: _Reader, strategy: str, ranks: int | None) -> None:
         reader.refused.append(f"parallelism_config: its axes have {needed} ranks, num_processes is {ranks}")
 
 
-def _precision(reader: _Reader, kind: str) -> None:
+def _precision(reader: Reader, kind: str) -> None:
     if "fp16" in reader.left:  # files of 2021
         old = reader.flag("fp16")
         if "fp16" in reader.left and "mixed_precision" in reader.left:
@@ -423,15 +342,15 @@ def _precision(reader: _Reader, kind: str) -> None:
         chosen = reader.choice("mixed_precision", _TYPES)
         if chosen is not None:
             dtype = _TYPES[chosen]
-            # FSDP's plugin reduces in the same type; DistributedDataParallel's autocast in float32.
-            reduced = dtype if kind == "FSDP" else "float32"
+            # FSDP's plugin and DeepSpeed reduce in the same type, DistributedDataParallel in float32.
+            reduced = dtype if kind in ("FSDP", "DEEPSPEED") else "float32"
             value = reader.take("mixed_precision")
             reader.setting("mixed_precision", value, precision__param=dtype, precision__reduce=reduced)
     for name in [name for name in reader.left if name.startswith("fp8_config")]:
         reader.no_effect(name, "Accelerate reads it with mixed_precision fp8 alone")
 
 
-def _units(reader: _Reader) -> None:
+def _units(reader: Reader) -> None:
     """What is a unit, and how early it is gathered. No value of these changes a result."""
     prefix = "fsdp_config.fsdp_"
     policy, size = f"{prefix}auto_wrap_policy", f"{prefix}min_num_params"
@@ -466,20 +385,24 @@ def _units(reader: _Reader) -> None:
             reader.no_effect(name, "it is not set")
 
 
-def _memory(reader: _Reader) -> None:
+def _memory(reader: Reader) -> None:
     prefix = "fsdp_config.fsdp_"
     name = prefix + "offload_params"
     on = reader.flag(name)
     if on:
-        parts = ("parameters", "gradients", "optimizer")
-        settings: dict[str, Any] = {f"memory__offload_{part}": True for part in parts}
-        reader.setting(name, reader.take(name), **settings, memory__update_on="host")
+        reader.setting(name, reader.take(name), **deepspeed.ON_HOST)
     elif name in reader.left:
         reader.no_effect(name, "off, as in a recipe that says nothing")
     name = prefix + "activation_checkpointing"
     on = reader.flag(name)
     if name in reader.left:
         reader.setting(name, reader.take(name), memory__recompute="full" if on else "none")
+    name = prefix + "activation_checkpointing_offload"
+    on = reader.flag(name)
+    if on:
+        reader.setting(name, reader.take(name), memory__offload_activations=True)
+    elif name in reader.left:
+        reader.no_effect(name, "off, as in a recipe that says nothing")
     name = prefix + "state_dict_type"
     kinds = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
     chosen = reader.choice(name, kinds, numbered=True)
@@ -487,19 +410,3 @@ def _memory(reader: _Reader) -> None:
         reader.setting(name, reader.take(name), "whole weights at the end", export=True)
     elif name in reader.left:
         reader.no_effect(name, "checkpoints are sharded, for any number of ranks; see checkpoint.every")
-
-
-def _check(reader: _Reader, ranks: int | None) -> None:
-    """Refuse settings that do not fit together, as the training command would."""
-    tables: dict[str, dict[str, Any]] = {}
-    for key in reader.keys:
-        for name, value in key.settings.items():
-            section, _, last = name.rpartition(".")
-            if section:
-                tables.setdefault(section, {})[last] = value
-    try:
-        recipe = built(Recipe, tables)
-        if ranks is not None:
-            recipe.axes(ranks)
-    except ValueError as error:
-        reader.refused.append(str(error))

@@ -23,6 +23,7 @@ from shardrt.nn.public import Module
 from shardrt.optim import warmup_cosine, warmup_linear, warmup_stable_decay
 from shardrt.parallel.schedules import SCHEDULES
 from shardrt.recompute import checkpoint_blocks
+from shardrt.train.trackers.protocol import TRACKERS
 from shardrt.untrusted import read_regular
 
 __all__ = ["SampleConfig", "check_numbers", "load", "plain", "read_toml"]
@@ -287,15 +288,18 @@ class LoRAConfig:
     alpha: float = 0.0  # their outputs are scaled by alpha / rank; 0 for 2 * rank
     dropout: float = 0.0  # of their inputs
     targets: tuple[str, ...] = ("*",)  # patterns for the paths of the layers that get one
+    adapter: Path | None = None  # a folder of PEFT's whose matrices and settings it begins with
 
     def __post_init__(self) -> None:
+        if self.adapter is not None and replace(self, adapter=None) != LoRAConfig():
+            raise ValueError("lora.adapter brings rank, alpha, dropout and targets: leave these out")
         _at_least("lora.rank", self.rank, 0)
         _at_least("lora.alpha", self.alpha, 0)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout must be in [0, 1), got {self.dropout}")
 
     def prepare(self, model: Module) -> None:
-        """Freeze `model` and give it adapters, if there are to be any."""
+        """Freeze `model` and give it new adapters, if there are to be any."""
         if self.rank:
             how = {"targets": self.targets, "dropout": self.dropout}
             add_lora(model, self.rank, alpha=self.alpha or None, **how)
@@ -348,6 +352,7 @@ class ReportConfig:
     eval_samples: int = 128  # held-out samples for these
     final_samples: int = 0  # held-out samples for the last evaluation; 0: all
     trace: str = ""  # steps FIRST:LAST, counted from 1, of which a trace is kept; or one step
+    trackers: tuple[str, ...] = ()  # trackio, wandb, mlflow, tensorboard, or your own package.module:Class
 
     def __post_init__(self) -> None:
         for name in ("log_interval", "eval_interval", "eval_samples"):
@@ -355,6 +360,12 @@ class ReportConfig:
         _at_least("report.final_samples", self.final_samples, 0)
         if self.trace and not self.traced:
             raise ValueError(f"report.trace must be FIRST:LAST, steps from 1 on, got {self.trace!r}")
+        for name in self.trackers:
+            module, _, made = name.partition(":")
+            own = all(map(str.isidentifier, (*module.split("."), made)))
+            if name not in TRACKERS and not own:
+                known = f"one of {', '.join(TRACKERS)}, or package.module:Class"
+                raise ValueError(f"report.trackers must be {known}, got {name!r}")
 
     def evaluated(self, *, last: bool) -> int | None:
         """How many held-out samples an evaluation takes; None: all."""

@@ -11,9 +11,10 @@ import os
 import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,7 @@ class Corpus:
     bytes_per_token: float = 1.0
     documents: np.ndarray | None = None  # int64: where each begins, in both parts together
     end: int | None = None  # the token after each document, if there is one
+    tokenizer: str = "bytes"  # that made the tokens: its name and hash
 
     def gzip_bits_per_byte(self) -> float | None:
         """The size of the held-out text after gzip -9, to compare a model with. None for tokens."""
@@ -55,6 +57,22 @@ class Corpus:
         """Where training samples begin, by their numbers."""
         return [window_start(self.train.size, sample, window, seed) for sample in samples]
 
+    def windows(self, window: int) -> int:
+        """The samples of an epoch."""
+        return _windows(self.train.size, window)[0]
+
+    def described(self, samples: int, window: int) -> list[str]:
+        """A line for each source of a mixture: what it gives of the first `samples`."""
+        return []
+
+    def facts(self) -> dict[str, Any]:
+        """For logs and checkpoints, of a mixture."""
+        return {}
+
+    def named(self, names: Sequence[str]) -> "Corpus":
+        """With the names of its files that the user gave."""
+        return replace(self, source=", ".join(names)) if names else self
+
 
 _gzipped: dict[str, int] = {}  # bytes of the held-out part, by the text's digest
 
@@ -62,18 +80,25 @@ _gzipped: dict[str, int] = {}  # bytes of the held-out part, by the text's diges
 def load_corpus(files: Sequence[Path] = (), *, block_size: int, vocabulary: int = VOCABULARY) -> Corpus:
     """The text of `files`, one after the other; of the .py files of Python's own library if there are none.
 
-    Or one token file.
+    Or a token file. Several of those, and FILE:WEIGHT, are a mixture (mixture.py).
 
     Raises:
         ValueError: naming the file, for one that is missing, empty or no file, for tokens that are not below
             `vocabulary`, and where a part of the text is shorter than one window of `block_size` tokens and a
-            target.
+            target; for sources that can't be mixed.
         OSError: for one that can't be read.
     """
-    tokenised = [Path(file) for file in files if Path(file).suffix == SUFFIX]
+    from shardrt.train.mixture import mixed, sources  # which has corpora of this file
+
+    chosen = sources(files)
+    tokenised = [source.path for source in chosen if source.path.suffix == SUFFIX]
+    weighted = any(source.weight is not None for source in chosen)
+    if len(chosen) > 1 and (tokenised or weighted):
+        how = {"block_size": block_size, "vocabulary": vocabulary}
+        parts = [load_corpus([source.path], **how) for source in chosen]
+        return mixed(parts, [source.weight for source in chosen])
+    files = [source.path for source in chosen]
     if tokenised:
-        if len(files) > 1:
-            raise ValueError(f"data: a token file must be the only file; pass {tokenised[0]} alone")
         return _tokens(tokenised[0], block_size, vocabulary)
     if vocabulary < VOCABULARY:
         raise ValueError(f"model.vocab_size must be at least {VOCABULARY} for bytes, got {vocabulary}")
@@ -102,6 +127,7 @@ def _tokens(path: Path, block_size: int, vocabulary: int) -> Corpus:
         file.bytes / file.tokens.size,
         file.documents,
         file.end,
+        file.tokenizer,
     )
 
 
@@ -121,11 +147,16 @@ def window_start(length: int, sample: int, block_size: int, seed: int) -> int:
 
     An epoch also moves the windows by another offset, so that their borders move.
     """
-    offset_range = min(block_size, length - block_size)
-    count = (length - offset_range) // block_size
+    count, offset_range = _windows(length, block_size)
     epoch, index = divmod(sample, count)
     offset, order = _epoch(seed, epoch, count, offset_range)
     return offset + int(order[index]) * block_size
+
+
+def _windows(length: int, block_size: int) -> tuple[int, int]:
+    """(windows of an epoch, the offsets that it can have)."""
+    offset_range = min(block_size, length - block_size)
+    return (length - offset_range) // block_size, offset_range
 
 
 def held_out_starts(
@@ -157,7 +188,7 @@ def cut_windows(
     return rows[:, :-1].copy(), rows[:, 1:].copy()  # two arrays: targets may be marked as ignored
 
 
-@lru_cache(2)
+@lru_cache(64)  # of each source of a mixture, two
 def _epoch(seed: int, epoch: int, count: int, offset_range: int) -> tuple[int, np.ndarray]:
     """(offset, order of the windows), from raw Philox words: the same in every version of NumPy."""
     words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(count + 1)

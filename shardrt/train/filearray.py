@@ -11,18 +11,14 @@ from typing import Any
 import numpy as np
 
 
-class FileArray:
-    """`count` elements of `dtype` from byte `offset` on. A slice is another view; np.asarray reads it."""
+class Sliced:
+    """What arrays that are read late have in common: length, elements and slices.
+
+    A class gives `size`, and `cut(start, stop)`: a view.
+    """
 
     ndim = 1
-
-    def __init__(self, path: Path, dtype: Any, offset: int, count: int, file: Any = None) -> None:
-        """Raises OSError where the file can't be opened."""
-        self.path = path
-        self.dtype = np.dtype(dtype)
-        self.size = count
-        self._offset = offset
-        self._file = open(path, "rb", buffering=0) if file is None else file
+    size: int
 
     @property
     def shape(self) -> tuple[int]:
@@ -38,7 +34,26 @@ class FileArray:
             return np.asarray(self[range(self.size)[index] :][:1])[0]
         start, stop, step = index.indices(self.size)
         if step != 1:
-            raise ValueError(f"a slice of {self.path} must have step 1, got {step}")
+            raise ValueError(f"a slice of {self} must have step 1, got {step}")
+        return self.cut(start, stop)
+
+
+class FileArray(Sliced):
+    """`count` elements of `dtype` from byte `offset` on. A slice is another view; np.asarray reads it."""
+
+    def __init__(self, path: Path, dtype: Any, offset: int, count: int, file: Any = None) -> None:
+        """Raises OSError where the file can't be opened."""
+        self.path = path
+        self.dtype = np.dtype(dtype)
+        self.size = count
+        self._offset = offset
+        self._file = open(path, "rb", buffering=0) if file is None else file
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def cut(self, start: int, stop: int) -> "FileArray":
+        """As Sliced."""
         offset = self._offset + start * self.dtype.itemsize
         return FileArray(self.path, self.dtype, offset, max(0, stop - start), self._file)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-__all__ = ["IGNORED"]
+__all__ = ["IGNORED", "shares"]
 
 IGNORED = -100  # the target or label that F.cross_entropy leaves out
 

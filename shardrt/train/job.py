@@ -32,7 +32,7 @@ from shardrt.parallel import context_plan, expert_plan, most_rows, parallelize_m
 from shardrt.parallel.memory import pipeline_plan
 from shardrt.parallel.styles import Style
 from shardrt.train import config as settings
-from shardrt.train import loop, pipelines, tensorboard
+from shardrt.train import loop, pipelines, trackers
 from shardrt.train.axes import data_of, folded, shards_of
 from shardrt.train.errors import COPIES, DATA, DIFFERS, NONFINITE, USAGE, one_line
 from shardrt.train.metrics import PIPELINE, RunLog, new_run_directory, over_ranks, resumed_run_directory
@@ -121,6 +121,7 @@ def go(job: Job, plan: MemoryPlan, began: float) -> None:
                 pipeline.table.save(run.directory / PIPELINE)
         if recipe.resume:
             run.rewind(first, finished=first >= recipe.steps)
+    run.track(recipe.trackers, settings.plain(recipe), first)
     introduce(job, plan)
     for line in lines:
         run.say(line)
@@ -334,18 +335,17 @@ def planned_memory(
 
 def run_log(recipe: Recipe) -> RunLog:
     """Rank 0's log, in a new directory, or in the directory of the resumed run."""
-    if recipe.tensorboard:
-        tensorboard.check()  # before a directory is made
+    trackers.check(recipe.trackers)  # before a directory is made
     if recipe.resume == "auto":
         directory = resumed_run_directory(recipe.name)
         if (directory / "checkpoint").exists() and not (directory / "checkpoints").exists():
             raise ValueError(
                 f"{directory} is finished and has no checkpoint to resume from: pass another --name"
             )
-        return RunLog(directory, resumed=True, tensorboard=recipe.tensorboard)
+        return RunLog(directory, resumed=True)
     if recipe.resume:
         read_manifest(Path(recipe.resume))  # before a directory is made
-    return RunLog(new_run_directory(recipe.name), tensorboard=recipe.tensorboard)
+    return RunLog(new_run_directory(recipe.name))
 
 
 def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: RunLog, watch: Watch) -> Job:
@@ -386,7 +386,9 @@ def resume(job: Job) -> tuple[int, list[str]]:
             job.run.discard()
         raise
     message = [f"resumed from step {step}" if step else "no checkpoint yet: from the beginning"]
-    if changed := changes(extra, job.origin) if step else []:
+    if step and "config" not in extra:
+        message.append("the checkpoint comes from another program: its settings are not compared with these")
+    elif changed := changes(extra, job.origin) if step else []:
         message.append(f"warning: not the run that was saved: {'; '.join(changed[:8])}")
     return step, message
 

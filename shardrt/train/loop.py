@@ -382,5 +382,5 @@ def leave(job: Job, done: int, reason: str) -> None:
         except NonfiniteWeights as error:
             raise FloatingPointError(str(error)) from None
     job.run.say(f"stopped by {reason} after step {done}; resume with --resume auto")
-    job.run.close()
+    job.run.close("stopped")
     sys.exit(STOPPED)

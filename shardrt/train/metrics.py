@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from math import fsum, log
 from pathlib import Path
@@ -21,7 +21,7 @@ from shardrt.comm.objects import all_gather_object
 from shardrt.faults.lock import LOCK, lock
 from shardrt.train import charts
 from shardrt.train.screen import Screen
-from shardrt.train.tensorboard import FOLDER, Events
+from shardrt.train.trackers import TrackedRun, Tracking
 from shardrt.untrusted import strict_json
 
 __all__ = ["BITS", "METRICS", "PIPELINE", "RunLog"]
@@ -81,18 +81,15 @@ class RunLog:
 
     A full disk, or a directory that goes away, ends no run: one message says so, records wait in memory
     until they can be written, and a directory that was moved or removed is made again, with all records.
-
-    Args:
-        tensorboard: write events too.
     """
 
-    def __init__(self, directory: Path | None, *, resumed: bool = False, tensorboard: bool = False) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path | None, *, resumed: bool = False) -> None:
+        self.directory, self._resumed = directory, resumed
         self.screen = Screen(shown=directory is not None)
         self._lock = self._metrics = -1  # descriptors
         self._unwritten = b""
         self._reported = False  # that something can't be written
-        self._events = None
+        self._tracking: Tracking | None = None
         if directory is None:
             return
         self._lock = lock(directory)
@@ -100,7 +97,6 @@ class RunLog:
             if resumed:
                 _drop_unfinished_line(directory / METRICS)
             self._metrics = _opened(directory / METRICS, new=not resumed)
-            self._events = Events(directory / FOLDER) if tensorboard else None
         except BaseException:
             self.close()
             raise
@@ -124,8 +120,18 @@ class RunLog:
         temporary.replace(path)
         os.close(self._metrics)
         self._metrics = _opened(path)
-        if self._events:
-            self._events.rewind(step)
+
+    def track(self, trackers: Sequence[str], settings: dict[str, Any], step: int) -> None:
+        """From now on send figures to these trackers too.
+
+        Args:
+            settings: of the run, in the types of JSON.
+            step: updates of the weights so far.
+        """
+        if self.directory is not None and trackers:
+            folder = self.directory.resolve()
+            run = TrackedRun(folder.name, folder, settings, self._resumed, step)
+            self._tracking = Tracking(trackers, run, self.say)
 
     def discard(self) -> None:
         """Remove the directory, which is new, and write nothing more."""
@@ -143,12 +149,8 @@ class RunLog:
             return
         self._unwritten += json.dumps({"kind": kind, **record}, allow_nan=False).encode() + b"\n"
         self.flush()
-        try:
-            if self._events:
-                self._events.write(kind, record)
-        except OSError as error:
-            self._events = None
-            self.say(f"warning: no more events for TensorBoard: {error}")
+        if self._tracking:
+            self._tracking.write(kind, record)
 
     def flush(self) -> None:
         """Write the records that wait, if that is possible now; see that the directory is there.
@@ -185,28 +187,25 @@ class RunLog:
         self._metrics = metrics
         self.say(f"warning: {self.directory} was moved or removed: made again, with the records so far")
 
-    def close(self) -> None:
-        """Write nothing more, and let another job have the run."""
+    def close(self, status: str = "failed") -> None:
+        """Write nothing more, and let another job have the run. status: how it ended, for trackers."""
         self.flush()
+        if self._tracking:
+            self._tracking.close(status)
+        self._tracking = None
         if self._unwritten:
             self.say(f"warning: {self._unwritten.count(10)} records of {METRICS} could not be written")
         for file in (self._metrics, self._lock):
             if file >= 0:
                 os.close(file)
         self._metrics = self._lock = -1
-        try:
-            if self._events:
-                self._events.close()
-        except OSError as error:
-            self.say(f"warning: not all events for TensorBoard are written: {error}")
-        self._events = None
 
     def finish(self, record: dict[str, Any]) -> None:
         """Write the last record and the picture."""
         self.write("end", record)
         if self._metrics < 0:
             return
-        self.close()
+        self.close("finished")
         try:
             plot_losses(read_metrics(self.directory / METRICS), self.directory / "loss.png")
         except OSError as error:

@@ -30,7 +30,7 @@ class Recipe:
     deterministic: settings.Determinism = settings.Determinism["per-world"]
     threads: int = 0  # of the CPU per rank; 0: its share of the cores, but 1 where ranks change no bit
     ahead: int = 2  # steps whose batches are made ahead, in a thread
-    tensorboard: bool = False  # write its event files too, to runs/NAME/tensorboard
+    tensorboard: bool = False  # the same as report.trackers with tensorboard: runs/NAME/tensorboard
     optimizer: settings.OptimizerConfig = settings.OptimizerConfig()
     fsdp: settings.FSDPConfig = settings.FSDPConfig()
     parallel: settings.ParallelConfig = settings.ParallelConfig()
@@ -121,6 +121,12 @@ class Recipe:
             return []
         message = f"warning: optimizer.warmup_steps is {warmup}, of {self.steps} steps"
         return [f"{message}: lr never reaches {self.optimizer.lr}"]
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The names of all trackers, each once."""
+        asked = (*self.report.trackers, *(("tensorboard",) if self.tensorboard else ()))
+        return tuple(dict.fromkeys(asked))
 
     @property
     def invariant(self) -> bool:

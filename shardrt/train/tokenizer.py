@@ -4,21 +4,15 @@ A panic, an abort, or endless memory or time that a file causes is a BadTokens i
 """
 
 import hashlib
-import json
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from weakref import finalize
 
 import numpy as np
 
 from shardrt.train import tokenizer_process
-from shardrt.train.tokenizer_process import receive, send
+from shardrt.train.reader_process import ReaderProcess
 from shardrt.train.tokens import BadTokens
 from shardrt.untrusted import read_regular
 
@@ -47,7 +41,7 @@ class Tokenizer:
             self._content = content.decode()
         except ValueError as error:
             raise BadTokens(f"{path}: not a tokenizer.json ({error})") from None
-        self._process: _Process | None = None
+        self._process: ReaderProcess | None = None
         self._begin()
 
     def token_to_id(self, token: str) -> int | None:
@@ -68,6 +62,20 @@ class Tokenizer:
         """The text of ids."""
         return self._ask("decode", list(ids), len(ids))[0]
 
+    def chat(
+        self, given: dict[str, Any], size: int, what: str
+    ) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
+        """Tokens of conversations (chat_template.answer): (facts, ids, bytes that are 1 for answers).
+
+        Args:
+            size: characters of them all.
+            what: their name and the template's, for a message where the process does not survive them.
+        """
+        facts, content = self._ask("chat", given, size, what)
+        count = sum(facts["sizes"])
+        ids = np.frombuffer(content, np.uint32, count)
+        return facts, ids, np.frombuffer(content, np.uint8, count, 4 * count)
+
     def close(self) -> None:
         """End the process; when something is asked again, another is started."""
         if self._process is not None:
@@ -75,64 +83,21 @@ class Tokenizer:
         self._process = None
 
     def _begin(self) -> None:
-        self._process = _Process()
+        self._process = ReaderProcess(tokenizer_process.__file__)
         self.vocabulary: int = self._ask("load", self._content)[0]
 
-    def _ask(self, do: str, given: Any, size: int = 0) -> tuple[Any, bytes]:
-        """(the process's message, numbers)."""
+    def _ask(self, do: str, given: Any, size: int = 0, what: str = "") -> tuple[Any, bytes]:
+        """(the process's message, numbers). what: the cause of a crash, the tokenizer.json if not given."""
         if self._process is None:
             self._begin()
         size += len(self._content)
         answer = self._process.ask({"do": do, "with": given, "size": size})
         if answer is None:
-            message = self._process.last_words(tokenizer_process.seconds(size))
+            message = self._process.last_words(tokenizer_process.seconds(size), slice(2))
             self._process = None
-            raise BadTokens(f"{self.path}: the library tokenizers crashed on this file ({message})")
+            what = what or f"{self.path}: the library tokenizers crashed on this file"
+            raise BadTokens(f"{what} ({message})")
         if "error" in answer[0]:
-            what = "not a tokenizer.json" if do == "load" else "the library tokenizers refuses it"
-            raise BadTokens(f"{self.path}: {what} ({answer[0]['error']})")
+            why = "not a tokenizer.json" if do == "load" else "the library tokenizers refuses it"
+            raise BadTokens(f"{self.path}: {why} ({answer[0]['error']})")
         return answer[0]["is"], answer[1]
-
-
-class _Process:
-    """One of tokenizer_process.py, until it is ended or forgotten."""
-
-    def __init__(self) -> None:
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
-        # -P: the modules beside that file are not for it, nor for the library.
-        command = [sys.executable, "-P", tokenizer_process.__file__]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._complaints}
-        self._child = subprocess.Popen(command, **pipes)
-        self.end = finalize(self, _end, self._child)
-
-    def ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes] | None:
-        """The two parts of its answer; None if it gives none."""
-        try:
-            send(self._child.stdin, json.dumps(request).encode())
-            self._child.stdin.flush()
-        except BrokenPipeError:
-            return None
-        parts = receive(self._child.stdout), receive(self._child.stdout)
-        return None if None in parts else (json.loads(parts[0]), parts[1])
-
-    def last_words(self, seconds: float) -> str:
-        """How it ended."""
-        self.end()
-        code = self._child.returncode
-        if code == -signal.SIGPROF:
-            return f"it took more than {seconds:.0f} s"
-        ended = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        self._complaints.seek(0)
-        lines = self._complaints.read(1 << 20).decode(errors="replace").split("\n")
-        return ": ".join([ended, *[line.strip() for line in lines if line.strip()][:2]])[:300]
-
-
-def _end(child: subprocess.Popen) -> None:
-    """It goes when nothing more comes; one that works on something is not waited for."""
-    child.stdin.close()
-    try:
-        child.wait(0.2)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-    child.stdout.close()

@@ -11,6 +11,9 @@ import resource
 import signal
 import sys
 from array import array
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 _PRINTED = 1 << 20  # bytes of complaints
@@ -65,11 +68,23 @@ def _answer(tokenizer: Any, do: str, given: Any) -> tuple[dict[str, Any], bytes]
         return {"is": tokenizer.token_to_id(given)}, b""
     if do == "decode":
         return {"is": tokenizer.decode(given)}, b""
+    if do == "chat":
+        return _chat_template().answer(tokenizer, given)
     found = [encoded.ids for encoded in tokenizer.encode_batch(given, add_special_tokens=False)]
     ids = array("I")
     for own in found:
         ids.extend(own)
     return {"is": [len(own) for own in found]}, ids.tobytes()
+
+
+def _chat_template() -> ModuleType:
+    """The module next to this file, which has no package here. It imports jinja2."""
+    name = "chat_template"
+    if name not in sys.modules:
+        found = spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        sys.modules[name] = module_from_spec(found)
+        found.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def send(file: BinaryIO, data: bytes) -> None:

@@ -8,6 +8,7 @@ stand for, the largest of them, and XXH3-128 of both tensors. Any safetensors re
 import json
 import os
 import re
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ def write(
         raise FileExistsError(17, "exists already", str(path))
     kind = next(np.dtype(name) for name in _NAMES if np.iinfo(name).max >= vocabulary - 1)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    starts, count, size, largest, hasher = [], 0, 0, 0, xxh3_128()
+    starts, count, size, largest, hasher = array("q"), 0, 0, 0, xxh3_128()
     try:
         with open(temporary, "xb") as file:
             file.write(bytes(_HEADER))

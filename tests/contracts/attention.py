@@ -1,4 +1,4 @@
-"""Contracts of attention: other numbers of keys, shared heads, documents, chunks of queries."""
+"""Contracts of attention: other numbers of keys, shared heads, documents, chunks of queries, windows."""
 
 import numpy as np
 
@@ -30,7 +30,7 @@ def starts_of(lengths, places):
     return np.stack([starts, np.zeros_like(starts)])
 
 
-def scores_of(q, k, causal, scale, starts=None, offsets=None):
+def scores_of(q, k, causal, scale, starts=None, offsets=None, window=None):
     """q k^T, -inf where a query sees no key."""
     time, keys = q.shape[2], k.shape[2]
     k = np.repeat(k, q.shape[1] // k.shape[1], 1)
@@ -39,6 +39,8 @@ def scores_of(q, k, causal, scale, starts=None, offsets=None):
     seen = np.ones((len(q), time, keys), bool)
     if causal:
         seen &= np.arange(keys) <= places[:, None]
+    if window is not None:
+        seen &= np.arange(keys) > places[:, None] - window
     if starts is not None:
         seen &= np.arange(keys) >= starts[:, :, None]
     return np.where(seen[:, None], scale * q @ k.swapaxes(2, 3), -np.inf)
@@ -79,6 +81,13 @@ def cases():
         how = {"causal": True, "scale": 0.3, "offsets": offsets}
         for more in ({}, {"starts": starts_of((10, 30, 61, 3), places)}):
             yield (2, 2, 1, len(places), 104, 20), how | more, ("float32",)
+            yield (2, 2, 1, len(places), 104, 20), how | more | {"window": 9}, ("float32",)
+    how = {"causal": True, "scale": 0.3}
+    yield (1, 2, 2, 40, 40, 20), how | {"window": 3}, ("float32", "float64", "float16", "bfloat16")
+    for window in (1, 31, 33, 1000):
+        yield (2, 2, 1, 70, 70, 20), how | {"window": window}, ("float32",)
+    documents = starts_of((40, 2, 28), slice(None))
+    yield (2, 2, 1, 70, 70, 32), how | {"window": 12, "starts": documents}, ("float32",)
 
 
 def packed(values):
@@ -115,5 +124,5 @@ def forwards():
 @contract("attention.backward")
 def backwards():
     for shape, how, elements in cases():
-        if shape[4] > 1:  # of one key, the slopes of scores are 0 but for rounding
+        if min(shape[4], how.get("window", 2)) > 1:  # of one key, the slopes of scores are 0 but for rounding
             yield backward(shape, how, elements=elements, offsets=(0,))

@@ -18,6 +18,7 @@ from tests.cuda.small_gpt import agree
 CONFIG = LlamaConfig(
     n_layer=1, n_head=2, n_kv_head=1, n_embd=8, n_hidden=12, block_size=8, vocab_size=29, loss_chunk=3
 )
+BIASES = replace(CONFIG, qkv_bias=True)
 EXPERTS = replace(CONFIG, experts=3, qk_norm="head", head_size=6, balance_loss=0.1)
 BFLOAT16 = MixedPrecisionPolicy("bfloat16", "float32", full_precision=(nn.RMSNorm,))
 
@@ -45,8 +46,8 @@ def run(name, folder, policy):
 
 @pytest.mark.parametrize(
     ("config", "policy", "tolerance"),
-    [(CONFIG, None, 2e-5), (CONFIG, BFLOAT16, 2e-2), (EXPERTS, None, 2e-5)],
-    ids=["float32", "bfloat16", "experts"],
+    [(CONFIG, None, 2e-5), (CONFIG, BFLOAT16, 2e-2), (EXPERTS, None, 2e-5), (BIASES, None, 2e-5)],
+    ids=["float32", "bfloat16", "experts", "biases"],
 )
 def test_it_is_read_trained_and_continued_as_on_the_cpu(gpu, tmp_path, config, policy, tolerance):
     shardrt.manual_seed(0)

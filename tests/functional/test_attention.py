@@ -1,10 +1,11 @@
-"""functional/attention.py: views, the packed form, documents. More: test_beside_pytorch.py."""
+"""functional/attention.py: views, the packed form, documents, windows. More: test_beside_pytorch.py."""
 
 import numpy as np
 import pytest
 
-from shardrt import Tensor
+from shardrt import Tensor, nn
 from shardrt import functional as F
+from shardrt.recompute import checkpoint
 from tests import lab
 from tests.gradcheck import check_gradients, contiguous, leaf, normal, sliced
 
@@ -108,6 +109,56 @@ def test_document_starts():
     assert starts.tolist() == [[0, 0, 0, 3, 3, 5, 5, 5, 5, 5], [0, 1, 1, 1, 1, 1, 1, 1, 1, 9]]
 
 
+@pytest.mark.parametrize("window", [1, 2, 4, 6])
+@pytest.mark.parametrize("documents", [False, True])
+def test_gradients_in_a_window(window, documents):
+    starts = F.document_starts(np.array([[0, 0, 0, 0, 1, 1]])) if documents else None
+    x = leaf(normal(1, 6, (2 + 2) * 2))
+    check_gradients(lambda x: F.self_attention(x, 2, kv_heads=1, starts=starts, window=window), x)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_window_that_holds_the_sequence_changes_no_bit(dtype):
+    packed = normal(2, 37, 3 * 64).astype(dtype)
+    expected = F.self_attention(packed, 2).data
+    for window in (37, 38, 1 << 40):
+        np.testing.assert_array_equal(F.self_attention(packed, 2, window=window).data, expected)
+
+
+class Windowed(nn.Module):
+    def forward(self, x):
+        return F.self_attention(x * 1.0, 2, window=5)
+
+
+@pytest.mark.parametrize("policy", ["full", "matmul"])
+def test_a_recomputed_window_has_the_same_bits(policy):
+    found = []
+    for module in (Windowed(), checkpoint(Windowed(), policy)):
+        x = leaf(normal(1, 20, 24))
+        module(x).backward(normal(1, 20, 8, seed=1))
+        found.append(x.grad)
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("window", [1, 3, 127, 128, 129, 400])
+def test_a_window_is_that_of_transformers_and_torch(window):
+    torch = pytest.importorskip("torch")
+    packed, dy, places = normal(2, 270, 8 * 6), normal(2, 270, 4 * 6, seed=1), torch.arange(270)
+    mask = (places <= places[:, None]) & (places > places[:, None] - window)  # sliding_window_overlay
+    theirs = torch.tensor(packed, requires_grad=True)
+    q, k, v = theirs.reshape(2, 270, 8, 6).transpose(1, 2).split([4, 2, 2], 1)
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    y.transpose(1, 2).reshape(dy.shape).backward(torch.tensor(dy))
+    mine = leaf(packed)
+    found = F.self_attention(mine, 4, kv_heads=2, window=window)
+    found.backward(dy)
+    np.testing.assert_allclose(
+        found.data, y.detach().transpose(1, 2).reshape(dy.shape), rtol=1e-10, atol=1e-13
+    )
+    np.testing.assert_allclose(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+
 def attend(*shapes, **how):
     return F.scaled_dot_product_attention(*(normal(*shape) for shape in shapes), **how)
 
@@ -131,4 +182,6 @@ test_what_does_not_fit_is_an_error = lab.refusals(
         r"starts must be \(2, 9\), with is_causal, got \(2, 10\)",
     ),
     (lambda: F.self_attention(normal(2, 10, 12), 2, is_causal=False, starts=STARTS), "is_causal=False"),
+    (lambda: F.self_attention(normal(2, 10, 12), 2, window=0), "window must be at least 1, got 0"),
+    (lambda: F.self_attention(normal(2, 10, 12), 2, False, window=3), "window needs is_causal, got window=3"),
 )

@@ -57,6 +57,9 @@ DOCUMENTS = np.stack([np.repeat([0, 40, 101], [40, 61, 29]), np.zeros(130, np.in
         (64, 200, 96, 1, {"causal": True, "offsets": (30, 100)}),
         (66, 77, 64, 2, {"causal": False}),
         (9, 3, 128, 1, {"causal": False}),
+        (300, 300, 64, 1, {"causal": True, "window": 70}),
+        (130, 130, 64, 2, {"causal": True, "starts": DOCUMENTS, "window": 33}),
+        (64, 200, 96, 1, {"causal": True, "offsets": (30, 100), "window": 5}),
     ],
 )
 def test_what_libraries_compute(monkeypatch, low, time, keys, width, kv_heads, how):
@@ -71,13 +74,29 @@ def test_what_libraries_compute(monkeypatch, low, time, keys, width, kv_heads, h
         np.testing.assert_allclose(mine, other, rtol=0, atol=limit * np.abs(other).max())
 
 
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("low", KINDS)
-def test_a_query_has_the_same_bits_whatever_follows_and_a_head_whatever_is_beside_it(low):
+def test_a_query_has_the_same_bits_whatever_follows_and_a_head_whatever_is_beside_it(low, window):
     given = [heads(kind, 2, 150, 3, 64, seed=seed) for seed, kind in enumerate((False, low, low, low))]
-    how = {"causal": True, "scale": 0.125}
+    how = {"causal": True, "scale": 0.125, "window": window}
     found = run(*given, **how)
     for mine, whole in zip(run(*(x[:, :, :75] for x in given), **how)[:3], found[:3], strict=True):
         np.testing.assert_array_equal(mine, whole[:, :, :75])
     alone = [np.ascontiguousarray(x[1:, 2:]) for x in given]
     for mine, whole in zip(run(*alone, **how), found, strict=True):
         np.testing.assert_array_equal(mine, whole[1:, 2:])
+
+
+@pytest.mark.skipif(not onednn.computes_bf16(), reason="needs oneDNN")
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("window", [2, 50, 128])
+def test_a_window_of_bits_is_that_of_float32(monkeypatch, own, window):
+    if not own:
+        monkeypatch.setattr(_attention_pairs, "suits", lambda *_: False)
+    dy, *given = (
+        heads(kind, 1, 280, 1, 64, seed=seed) for seed, kind in enumerate((False, True, True, True))
+    )
+    how = {"causal": True, "scale": 0.125, "window": window}
+    found = run(dy, *given, **how)
+    for mine, exact in zip(found, run(dy, *map(K.matmul.widened, given), **how), strict=True):
+        np.testing.assert_allclose(mine, exact, rtol=0, atol=2e-2 * np.abs(exact).max())

@@ -374,13 +374,24 @@ def test_products_have_two_operations_for_each_inner_element():
     assert convolved.flops == 2 * 3 * 6 * 7 * 7 * 2 * 3 * 2
 
 
-@pytest.mark.parametrize("time, keys, how", [(8, 8, {}), (8, 5, {}), (8, 12, {"offsets": (2, 8)})])
+@pytest.mark.parametrize(
+    "time, keys, how",
+    [
+        (8, 8, {}),
+        (8, 5, {}),
+        (8, 12, {"offsets": (2, 8)}),
+        (8, 8, {"window": 3}),
+        (8, 8, {"window": 9}),
+        (8, 12, {"offsets": (2, 8), "window": 4}),
+    ],
+)
 def test_attention_counts_the_pairs_that_see_each_other(time, keys, how):
     q, k = empty(2, 4, time, 16), empty(2, 2, keys, 16)
     offsets = how.get("offsets", (0,))
     each = time // len(offsets)
     last = [offset + i for offset in offsets for i in range(each)]
-    pairs = 2 * 4 * sum(key <= at for at in last for key in range(keys))
+    window = how.get("window", 1000)
+    pairs = 2 * 4 * sum(at - window < key <= at for at in last for key in range(keys))
     how = {"causal": True, "scale": 1.0} | how
     lse = empty(2, 4, time)
     assert ON_GPU.attention.forward(q, k, k, q, lse, **how).flops == 2 * 2 * 16 * pairs

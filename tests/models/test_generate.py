@@ -4,21 +4,26 @@ import numpy as np
 import pytest
 
 import shardrt
-from models.cache import KVCache
+from models.cache import KVCache, LayerCache
 from models.gpt import GPT, GPTConfig
 from models.gpt import Block as GPTBlock
+from models.llama import FULL, SLIDING, Llama, LlamaConfig
 from models.llama import Block as LlamaBlock
-from models.llama import Llama, LlamaConfig
 from models.sampling import ByteText, continued, draw, generate, greedy
-from shardrt import no_grad
+from shardrt import Tensor, no_grad
+from shardrt import functional as F
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import by_class, wrap
 from shardrt.train.config import SampleConfig
+from tests.gradcheck import normal
 
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 31, "init_std": 0.4}
 KINDS = {
     "gpt": lambda: GPT(GPTConfig(**SIZES)),
     "llama": lambda: Llama(LlamaConfig(**SIZES, n_kv_head=2, n_hidden=48)),
+    "windows": lambda: Llama(
+        LlamaConfig(**SIZES, n_kv_head=2, n_hidden=48, sliding_window=5, layer_types=(SLIDING, FULL))
+    ),
     "experts": lambda: Llama(LlamaConfig(**SIZES, n_kv_head=2, n_hidden=24, experts=4, qk_norm="all")),
 }
 PROMPT = np.random.default_rng(0).integers(0, 31, (3, 7))
@@ -108,6 +113,15 @@ def test_logits_with_the_cache_are_those_without(kind):
         found = [np.asarray(model(PROMPT[:, :4], cache=cache))]
         found += [np.asarray(model(PROMPT[:, i : i + 1], cache=cache)) for i in (4, 5, 6)]
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 3, 20])
+def test_attention_in_a_window_with_the_cache_is_that_without(window):
+    qkv, cache = normal(2, 9, 8 * 5), LayerCache(9)
+    found = [cache.attend(Tensor(qkv[:, :4]), 4, 2, window).data]
+    found += [cache.attend(Tensor(qkv[:, i : i + 1]), 4, 2, window).data for i in range(4, 9)]
+    expected = F.self_attention(qkv, 4, kv_heads=2, window=window).data
+    np.testing.assert_allclose(np.concatenate(found, 1), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_what_a_cache_cannot_do_is_an_error():

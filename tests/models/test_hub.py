@@ -15,8 +15,8 @@ import shardrt
 from models.gpt import GPT, GPTConfig
 from models.gpt import Block as GPTBlock
 from models.hub import load_pretrained, save_pretrained, starts_afresh
+from models.llama import FULL, SLIDING, Llama, LlamaConfig
 from models.llama import Block as LlamaBlock
-from models.llama import Llama, LlamaConfig
 from models.vit import Block as ViTBlock
 from models.vit import ViT, ViTConfig
 from shardrt import nn, no_grad, optim
@@ -29,16 +29,26 @@ GPT_SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=
 LLAMA_SMALL = LlamaConfig(
     n_layer=2, n_head=4, n_kv_head=2, n_embd=16, n_hidden=24, block_size=12, vocab_size=31, tied=False
 )
+MISTRAL_SMALL = replace(LLAMA_SMALL, sliding_window=4)
+SOME = {"sliding_window": 5, "layer_types": (FULL, SLIDING)}
+QWEN2_SMALL = replace(LLAMA_SMALL, qkv_bias=True, tied=True, **SOME)
+QWEN3_SMALL = replace(LLAMA_SMALL, head_size=6, qk_norm="head", sliding_window=3)
 MIXTRAL_SMALL = replace(LLAMA_SMALL, experts=3, experts_per_token=2)
-QWEN3_SMALL = replace(MIXTRAL_SMALL, head_size=6, qk_norm="head", normalise_experts=False, tied=True)
+QWEN3_MOE_SMALL = replace(MIXTRAL_SMALL, head_size=6, qk_norm="head", normalise_experts=False, tied=True)
 OLMOE_SMALL = replace(MIXTRAL_SMALL, qk_norm="all", clip_qkv=2.5)
 VIT_SMALL = ViTConfig(n_layer=2, n_head=2, n_embd=16, n_hidden=24, image_size=8, patch_size=4, classes=5)
 EXPERTS = {
     "mixtral": lambda: Llama(MIXTRAL_SMALL),
-    "qwen3_moe": lambda: Llama(QWEN3_SMALL),
+    "qwen3_moe": lambda: Llama(QWEN3_MOE_SMALL),
     "olmoe": lambda: Llama(OLMOE_SMALL),
 }
-LANGUAGE = {"gpt2": lambda: GPT(GPT_SMALL), "llama": lambda: Llama(LLAMA_SMALL), **EXPERTS}
+KIN = {
+    "llama": lambda: Llama(LLAMA_SMALL),
+    "mistral": lambda: Llama(MISTRAL_SMALL),
+    "qwen2": lambda: Llama(QWEN2_SMALL),
+    "qwen3": lambda: Llama(QWEN3_SMALL),
+}
+LANGUAGE = {"gpt2": lambda: GPT(GPT_SMALL), **KIN, **EXPERTS}
 MODELS = {**LANGUAGE, "vit": lambda: ViT(VIT_SMALL)}
 
 
@@ -163,6 +173,15 @@ def setting(name, value):
     def change(folder):
         table = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(table | {name: value}))
+
+    return change
+
+
+def left_out(name, value):
+    def change(folder):
+        table = json.loads((folder / "config.json").read_text())
+        del table[name]
+        (folder / "config.json").write_text(json.dumps(table))
 
     return change
 
@@ -324,7 +343,30 @@ def test_a_snapshot_in_a_download_cache_is_read_through_its_links(folder, tmp_pa
         ("llama", {"head_dim": "4"}, "head_dim must be an integer of at least 1, got '4'"),
         ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no' is not supported"),
         ("llama", {"num_key_value_heads": 3}, "n_kv_head must divide n_head"),
-        ("mixtral", {"sliding_window": 4}, "sliding_window = 4 is not supported: attention sees all"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported, only 0.0 is"),
+        ("mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1, got 0"),
+        ("mistral", {"sliding_window": True}, "sliding_window must be an integer of at least 1, got True"),
+        ("mistral", {"attention_bias": True}, "attention_bias = True is not supported"),
+        ("mistral", {"layer_types": [SLIDING, FULL]}, r"layer_types = \['sliding_attention', 'full_att"),
+        ("qwen2", {"use_mrope": True}, "use_mrope = True is not supported, only False is"),
+        ("qwen2", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn' is not supported"),
+        ("qwen2", {"rope_parameters": None, "rope_scaling": {"type": "yarn"}}, "rope_type = 'yarn' is not"),
+        ("qwen2", {"layer_types": [SLIDING]}, "layer_types must be a list of 2 times 'full.*, got 1 values"),
+        ("qwen2", {"layer_types": [SLIDING, []]}, "layer_types must be a list of 2 times .*, got 2 values"),
+        ("qwen2", {"layer_types": "full"}, "layer_types must be a list of 2 times .*, got 'full'"),
+        (
+            "qwen2",
+            {"use_sliding_window": False},
+            r"layer_types = .* is not supported, only \['full_attention'",
+        ),
+        (
+            "qwen2",
+            {"use_sliding_window": 1},
+            "use_sliding_window = 1 is not supported; supported: False, True",
+        ),
+        ("qwen2", {"max_window_layers": -1}, "max_window_layers must be an integer of at least 0, got -1"),
+        ("qwen3", {"attention_bias": True}, "attention_bias = True is not supported"),
+        ("qwen3", {"head_dim": None}, r"q_proj.weight must have shape \(512, 16\), got \(24, 16\)"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
         (
             "mixtral",
@@ -351,10 +393,13 @@ def test_settings_that_are_not_known_are_refused(tmp_path, kind, changes, messag
         load_pretrained(tmp_path / kind)
 
 
-def test_a_window_that_nothing_leaves_and_other_names_are_taken(tmp_path):
+def test_other_names_and_what_says_nothing_are_taken(tmp_path):
     for kind, changes in (
         ("vit", {"image_size": [8, 8]}),
-        ("mixtral", {"sliding_window": 12, "head_dim": None}),
+        ("mixtral", {"sliding_window": None, "head_dim": None}),
+        ("mistral", {"head_dim": None, "layer_types": [SLIDING, SLIDING]}),
+        ("qwen2", {"layer_types": None, "attention_bias": False}),
+        ("qwen2", {"max_window_layers": 2}),  # layer_types goes over it
         ("qwen3_moe", {"sliding_window": 4, "use_sliding_window": False, "num_experts": None}),
         ("qwen3_moe", {"num_local_experts": None, "mlp_only_layers": None}),
     ):
@@ -365,6 +410,41 @@ def test_a_window_that_nothing_leaves_and_other_names_are_taken(tmp_path):
         for name, value in changes.items():
             setting(name, value)(folder)
         assert load_pretrained(folder).config == made(kind).config
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "window", "kinds"),
+    [
+        ("mistral", {"sliding_window": None}, 0, ()),
+        ("mistral", {"sliding_window": ...}, 4096, ()),  # left out
+        ("mixtral", {"sliding_window": 6}, 6, ()),
+        ("qwen2", {"use_sliding_window": False, "layer_types": None}, 0, ()),
+        ("qwen2", {"sliding_window": None, "layer_types": None}, 0, ()),
+        ("qwen2", {"layer_types": None, "max_window_layers": 0}, 5, ()),
+        ("qwen2", {"layer_types": None, "max_window_layers": ...}, 0, ()),  # 28, and there are 2 layers
+        ("qwen2", {"sliding_window": ..., "layer_types": [SLIDING, FULL]}, 4096, (SLIDING, FULL)),
+        ("qwen3", {"layer_types": [FULL, SLIDING]}, 3, (FULL, SLIDING)),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7}, 7, ()),
+    ],
+)
+def test_windows_are_read_as_transformers_reads_them_and_written_again(
+    tmp_path, kind, changes, window, kinds
+):
+    """The values are from its configuration classes."""
+    save_pretrained(made(kind), tmp_path / "source")
+    for name, value in changes.items():
+        (left_out if value is ... else setting)(name, value)(tmp_path / "source")
+    config = load_pretrained(tmp_path / "source").config
+    assert (config.sliding_window, config.layer_types) == (window, kinds)
+    for origin in (True, False):
+        model, folder = load_pretrained(tmp_path / "source"), tmp_path / f"again {origin}"
+        if not origin:
+            del model.origin
+        save_pretrained(model, folder)
+        assert load_pretrained(folder).config == config
+        written = json.loads((folder / "config.json").read_text())["model_type"]
+        plain = kind == "mistral" and not window and not origin  # such a Mistral is a Llama
+        assert written == ("llama" if plain else kind)
 
 
 def test_the_settings_of_transformers_4_are_read(tmp_path):
@@ -414,11 +494,16 @@ def test_what_has_no_format_is_refused(tmp_path):
     with pytest.raises(ValueError, match="GPT-2's format has biases"):
         save_pretrained(GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, bias=False)), tmp_path / "out")
     with pytest.raises(
-        ValueError, match="none of the formats llama, mixtral, qwen3_moe, olmoe can describe this model"
+        ValueError, match="none of the formats llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe can "
     ):
-        save_pretrained(Llama(replace(LLAMA_SMALL, qk_norm="head")), tmp_path / "out")
-    with pytest.raises(ValueError, match="none of the formats"):
-        save_pretrained(Llama(replace(MIXTRAL_SMALL, expert_bias=True)), tmp_path / "out")
+        save_pretrained(Llama(replace(LLAMA_SMALL, qk_norm="all")), tmp_path / "out")
+    for odd in (
+        replace(MIXTRAL_SMALL, expert_bias=True),
+        replace(LLAMA_SMALL, **SOME),
+        replace(QWEN2_SMALL, qk_norm="head"),
+    ):
+        with pytest.raises(ValueError, match="none of the formats"):
+            save_pretrained(Llama(odd), tmp_path / "out")
     with pytest.raises(ValueError, match="has a class token, and this model has pool='mean'"):
         save_pretrained(ViT(replace(VIT_SMALL, pool="mean")), tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="config.json"):

@@ -45,6 +45,11 @@ TOKENS = np.random.default_rng(0).integers(0, 31, (4, 16))
         (Llama, "mixtral-8x7b", 46702.792704),
         (Llama, "qwen3-30b-a3b", 30532.122624),
         (Llama, "olmoe-1b-7b", 6919.161856),
+        (Llama, "mistral-7b", 7241.732096),
+        (Llama, "qwen2.5-0.5b", 494.032768),
+        (Llama, "qwen2.5-7b", 7615.616512),
+        (Llama, "qwen3-0.6b", 596.049920),
+        (Llama, "qwen3-8b", 8190.735360),
     ],
 )
 def test_sizes_by_name_have_the_published_numbers_of_parameters(kind, name, millions):
@@ -147,6 +152,16 @@ test_a_config_that_makes_no_model_is_refused_by_name = configs(
     ({"experts": 4, "experts_per_token": 5}, "experts_per_token must be in [1, 4], the experts, got 5"),
     ({"balance_loss": float("nan")}, "balance_loss must be at least 0, got nan"),
     ({"qk_norm": "heads"}, "qk_norm must be none, head or all, got 'heads'"),
+    ({"sliding_window": -1}, "sliding_window must be at least 0, got -1"),
+    ({"layer_types": ("full_attention",)}, "layer_types must name each of the 12 layers, got 1 names"),
+    (
+        {"n_layer": 1, "layer_types": ("chunked",)},
+        "layer_types must be full_attention or sliding_attention, got 'chunked'",
+    ),
+    (
+        {"n_layer": 1, "layer_types": ("sliding_attention",)},
+        "layer_types: sliding_attention needs a sliding_window of at least 1, got 0",
+    ),
     ({"head_size": 7}, "head_size must be even and at least 0, got 7"),
 )
 

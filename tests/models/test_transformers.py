@@ -15,14 +15,22 @@ from models import hub, train
 from models.gpt import Block as GPTBlock
 from models.hub import load_pretrained, save_pretrained
 from models.llama import Block as LlamaBlock
+from models.plans import plan_of
 from models.sampling import continued, greedy
 from models.vit import Block as ViTBlock
 from shardrt import functional as F
 from shardrt import nn
 from shardrt.comm import init_device_mesh, thread, world
-from shardrt.fsdp import by_class, fully_shard, wrap
-from shardrt.parallel import expert_plan, parallelize_module
+from shardrt.fsdp import by_class, fully_shard, set_gradient_divide_factor, wrap
+from shardrt.parallel import (
+    Pipeline,
+    context_plan,
+    expert_plan,
+    parallelize_module,
+    shard_sequence,
+)
 from tests import lab
+from tests.parallel.meshes import whole_gradients
 
 pytestmark = pytest.mark.torch
 
@@ -54,6 +62,8 @@ def made(kind):
         return ViTForImageClassification(ViTConfig(**shape, initializer_range=0.2)).eval()
     if kind in EXPERTS:
         return mixture(kind).eval()
+    if kind in KIN:
+        return kin(kind).eval()
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     if kind == "llama-scaled":
         rope = {
@@ -80,6 +90,49 @@ def made(kind):
     return LlamaForCausalLM(config).eval()
 
 
+def kin(kind):
+    """One with a single MLP in a block; norms and biases are random, too, or no test would see them."""
+    import torch
+    from transformers import (
+        MistralConfig,
+        MistralForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
+
+    shape = {
+        "vocab_size": 61,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+    }
+    shape |= dict.fromkeys(("bos_token_id", "eos_token_id"))
+    some = ["full_attention", "sliding_attention", "full_attention"]
+    model = {
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True)),
+        "qwen2-windows": lambda: Qwen2ForCausalLM(
+            Qwen2Config(**shape, use_sliding_window=True, sliding_window=6, max_window_layers=1)
+        ),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=16, tie_word_embeddings=True)),
+        "qwen3-windows": lambda: Qwen3ForCausalLM(
+            Qwen3Config(**shape, head_dim=16, use_sliding_window=True, sliding_window=5, layer_types=some)
+        ),
+        "mistral": lambda: MistralForCausalLM(MistralConfig(**shape, sliding_window=7)),
+        "mistral-whole": lambda: MistralForCausalLM(MistralConfig(**shape, head_dim=16, sliding_window=None)),
+    }[kind]()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter += 0.3 * torch.randn(parameter.shape)
+    return model
+
+
 def mixture(kind):
     """One with experts; a head is not as wide as n_embd / n_head, where that may be."""
     from transformers import (
@@ -103,7 +156,7 @@ def mixture(kind):
     }
     shape |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if kind == "mixtral":
-        own = {"intermediate_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2}
+        own = {"intermediate_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
         return MixtralForCausalLM(MixtralConfig(**shape, **own))
     if kind == "qwen3-moe":
         own = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 16}
@@ -113,7 +166,8 @@ def mixture(kind):
 
 
 EXPERTS = ["mixtral", "qwen3-moe", "olmoe"]
-LANGUAGE = ["gpt2", "llama-tied", "llama-scaled", *EXPERTS]
+KIN = ["qwen2", "qwen2-windows", "qwen3", "qwen3-windows", "mistral", "mistral-whole"]
+LANGUAGE = ["gpt2", "llama-tied", "llama-scaled", *KIN, *EXPERTS]
 KINDS = [*LANGUAGE, "vit"]
 
 
@@ -205,12 +259,16 @@ def test_logits_loss_and_gradients_are_those_of_transformers(references, kind, r
     logits = np.concatenate([logits for logits, _, _ in found])
     assert np.abs(logits - reference.logits).max() <= 1e-4 * np.abs(reference.logits).max()
     assert np.mean([loss for _, loss, _ in found]) == pytest.approx(reference.loss, rel=1e-5)
-    gradients = found[0][2]
+    assert_gradients(found[0][2], reference)
+
+
+def assert_gradients(gradients, reference):
     assert gradients.keys() == reference.gradients.keys()
     for name, expected in reference.gradients.items():
         difference = np.linalg.norm(gradients[name] - expected)
         # A bias of all keys changes no softmax: its gradient is zero but for rounding.
-        scale = reference.gradients[name.replace("key.bias", "query.bias")]
+        of_queries = name.replace("key.bias", "query.bias").replace("k_proj.bias", "q_proj.bias")
+        scale = reference.gradients[of_queries]
         assert difference <= 1e-4 * np.linalg.norm(scale), name
 
 
@@ -230,6 +288,66 @@ def test_greedy_it_goes_on_as_transformers_does_token_for_token(references, kind
     assert len(np.unique(reference.greedy)) > 10  # not one token over and over
 
 
+def cut(folder, axis, size):
+    """(what runs it, its model, the mesh of the data, of all) with `axis` beside the data, on 4 ranks."""
+    mesh = init_device_mesh("cpu", (size, 4 // size), (axis, "dp_shard"))
+    model, data = load_pretrained(folder), mesh["dp_shard"]
+    net, stages = model, [model]
+    if axis == "tp":
+        parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=True))
+    elif axis == "cp":
+        parallelize_module(model, mesh["cp"], context_plan(model))
+        data = mesh.flat("dp_shard", "cp")
+    else:
+        net = Pipeline(model, mesh["pp"], schedule="1F1B", micro_batches=2)
+        stages = net.stages
+    for module in (module for stage in stages for module in (*stage.blocks, stage)):
+        fully_shard(module, mesh=data)
+    for stage in stages:
+        set_gradient_divide_factor(stage, 1.0)
+    return net, model, mesh
+
+
+def along(folder, axis, size):
+    """This rank's losses, the gradients under transformers' names, and the tokens that it goes on with."""
+    net, model, mesh = cut(folder, axis, size)
+    (rows,) = lab.rows(mesh["dp_shard"], TOKENS)
+    losses = []
+
+    def loss_of(output, batch):
+        losses.append(output.item() / TOKENS.size)
+        return output * (1 / TOKENS.size)
+
+    if axis == "pp":
+        net.step(loss_of, [{"tokens": r, "targets": r, "reduction": "sum"} for r in np.split(rows, 2)])
+    else:
+        batch = {"tokens": rows, "targets": rows}
+        if axis == "cp":
+            part = shard_sequence(rows, rows, mesh=mesh["cp"])
+            batch = {"tokens": part.tokens, "targets": part.targets, "positions": part.positions}
+        loss_of(model(**batch, reduction="sum"), batch).backward()
+    form, _ = hub.described(model)
+    places, gradients = dict(form.tensors(model.config)), {}
+    for name, values in whole_gradients(model).items():
+        for part, tensor in hub.in_files(values, places[name]):
+            gradients[form.full_name(part.name)] = np.array(tensor)
+    model.eval()
+    return sum(losses), gradients, continued(net, TOKENS[:2, :5], 16, greedy, block_size=128)
+
+
+@pytest.mark.parametrize("axis, size", [("tp", 2), ("tp", 4), ("pp", 2), ("cp", 2)])
+@pytest.mark.parametrize("kind", KIN[:-1])
+def test_along_other_axes_loss_gradients_and_tokens_are_those_of_transformers(references, kind, axis, size):
+    """With 4 ranks of tp two compute a head of keys and values together."""
+    reference = references(kind)
+    found = thread.run(4, along, reference.folder, axis, size)
+    loss = sum(loss for loss, _, _ in found) / (size if axis == "tp" else 1)
+    assert loss == pytest.approx(reference.loss, rel=1e-5)
+    assert_gradients(found[0][1], reference)
+    for _, _, tokens in found:
+        np.testing.assert_array_equal(tokens, reference.greedy[:, 5:21])
+
+
 def exported(source, target, ep=1):
     save_pretrained(sharded(source, ep)[0], target, file_bytes=40_000)
 
@@ -237,12 +355,16 @@ def exported(source, target, ep=1):
 @pytest.mark.parametrize("ranks, kind, ep", SPREAD)
 def test_files_of_spread_experts_are_those_they_came_from_to_the_bit(references, tmp_path, ranks, kind, ep):
     thread.run(ranks, exported, references(kind).folder, tmp_path, ep)
-    before = load_file(references(kind).folder / "model.safetensors")
+    before = tensors_in(references(kind).folder)
     assert any(".experts." in name for name in before)
-    after = {}
-    for file in tmp_path.glob("*.safetensors"):
-        after |= load_file(file)
-    lab.assert_equal(after, before)
+    lab.assert_equal(tensors_in(tmp_path), before)
+
+
+def tensors_in(folder):
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -252,6 +374,7 @@ def test_transformers_reads_what_was_exported_and_gives_the_same_logits(referenc
     reference, expected = references(kind), type(made(kind))
     thread.run(2, exported, reference.folder, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    lab.assert_equal(tensors_in(tmp_path / "out"), tensors_in(reference.folder))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [expected.__name__]
     model, message = expected.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(message.values()), message

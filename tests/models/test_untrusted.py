@@ -16,7 +16,7 @@ from shardrt.untrusted import printable
 from tests.damage import ESCAPE, damaged_bytes, damaged_json
 from tests.models.test_hub import made
 
-KINDS = ("gpt2", "llama", "mixtral", "qwen3_moe", "olmoe", "vit")
+KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe", "vit")
 
 
 def settles(function, *arguments):

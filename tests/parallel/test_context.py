@@ -59,7 +59,7 @@ DOCUMENTS = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2], [5] * 16
 # --- the op
 
 
-def attention(ranks, x, dy, starts=None):
+def attention(ranks, x, dy, starts=None, window=None):
     """y and dx of the whole, from parts on several ranks; in the order of time."""
 
     def part():
@@ -69,7 +69,7 @@ def attention(ranks, x, dy, starts=None):
         begins = None if starts is None else starts[:, own].copy()
         for role in ("context", "control"):
             mesh.communicator(role)
-        y = context_attention(qkv, HEADS, mesh, kv_heads=KV_HEADS, starts=begins)
+        y = context_attention(qkv, HEADS, mesh, kv_heads=KV_HEADS, starts=begins, window=window)
         y.backward(dy[:, own].copy())
         return own, y.data, qkv.grad
 
@@ -84,13 +84,14 @@ DY = normal(2, 16, HEADS * WIDTH, seed=1)
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 50])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_it_is_the_attention_of_one_rank(ranks, documents):
+def test_it_is_the_attention_of_one_rank(ranks, window, documents):
     starts = F.document_starts(DOCUMENTS) if documents else None
     whole = Tensor(PACKED, requires_grad=True)
-    expected = F.self_attention(whole, HEADS, kv_heads=KV_HEADS, starts=starts)
+    expected = F.self_attention(whole, HEADS, kv_heads=KV_HEADS, starts=starts, window=window)
     expected.backward(DY)
-    y, dx = attention(ranks, PACKED, DY, starts)
+    y, dx = attention(ranks, PACKED, DY, starts, window)
     np.testing.assert_allclose(y, expected.data, rtol=1e-12, atol=1e-14)
     np.testing.assert_allclose(dx, whole.grad, rtol=1e-11, atol=1e-13)
 

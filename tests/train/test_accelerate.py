@@ -97,6 +97,33 @@ MPI = COMMON.replace("num_machines: 1", "num_machines: 4") + (
 NODES = (
     "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 8\nfsdp_config:\n  fsdp_sharding_strategy: 5\n"
 )
+ZERO3 = (
+    COMMON
+    + """
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 2
+deepspeed_config:
+  gradient_accumulation_steps: 4
+  gradient_clipping: 1.0
+  offload_optimizer_device: cpu
+  offload_optimizer_nvme_path: none
+  offload_param_device: nvme
+  offload_param_nvme_path: spill
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  zero_stage: 3
+  deepspeed_multinode_launcher: standard
+  deepspeed_moe_layer_cls_names: MixtralSparseMoeBlock
+"""
+)
+RECOMPUTED = """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_activation_checkpointing: true
+  fsdp_activation_checkpointing_offload: true
+"""
 BF16 = {"precision.param": "bfloat16", "precision.reduce": "bfloat16"}
 FLOAT32 = {"precision.param": "float32", "precision.reduce": "float32"}
 OFFLOADED = {f"memory.offload_{part}": True for part in ("parameters", "gradients", "optimizer")}
@@ -138,6 +165,28 @@ FILES = {
     ),
     "the announcement of FSDP": (ANNOUNCED, {**FLOAT32, "fsdp.strategy": "FULL_SHARD"}),
     "test_configs/0_28_0_mpi.yaml": (MPI, {**FLOAT32, "fsdp.strategy": "NO_SHARD"}),
+    "config_yaml_templates/deepspeed.yaml": (
+        ZERO3,
+        {
+            **BF16,
+            **OFFLOADED,
+            "memory.update_on": "host",
+            "memory.directory": "spill",
+            "fsdp.strategy": "FULL_SHARD",
+            "micro_batches": 4,
+            "reduce_each": True,
+            "optimizer.clip_norm": 1.0,
+            "export": True,
+        },
+    ),
+    "activations on the host": (
+        RECOMPUTED,
+        {
+            "fsdp.strategy": "FULL_SHARD",
+            "memory.recompute": "full",
+            "memory.offload_activations": True,
+        },
+    ),
     "hybrid over nodes": (NODES, {"fsdp.strategy": "HYBRID_SHARD_GRAD_OP", "fsdp.copies": 2}),
 }
 
@@ -204,8 +253,14 @@ DDP = "distributed_type: MULTI_GPU\n"
 FSDP = "distributed_type: FSDP\nfsdp_config:\n"
 REFUSED = {
     "invalid_key: x\nother: [1]\n" + DDP: ["invalid_key: x: unknown key", "other: list: unknown key"],
-    "distributed_type: DEEPSPEED\nzzz: 1\n": [
-        "distributed_type: DEEPSPEED: DeepSpeed's settings are not read"
+    "distributed_type: MEGATRON_LM\nzzz: 1\n": [
+        "distributed_type: MEGATRON_LM: Megatron-LM's settings are not read"
+    ],
+    "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n": [
+        "deepspeed_config.deepspeed_config_file: ds.json: convert this file itself"
+    ],
+    "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 4\n": [
+        "deepspeed_config.zero_stage: 4: must be one of 0, 1, 2, 3"
     ],
     "distributed_type: MULTI_XPU\n": ["distributed_type: MULTI_XPU: it is for other processors"],
     "num_processes: 2\n": ["distributed_type: None: it must be there, as for Accelerate"],
@@ -292,12 +347,16 @@ def test_without_pyyaml_a_line_says_what_to_install(file, monkeypatch, capsys):
     assert "pip install 'shardrt[yaml]'" in jobs.tool_refuses(capsys, "config", "convert", file(DDP))
 
 
-def test_the_page_shows_a_file_and_what_the_command_prints_for_it(file, tmp_path, monkeypatch, capsys):
+SHOWN = {"yaml": "accelerate.yaml -o recipe.toml", "json": "ds_config.json -o zero2.toml"}
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_the_page_shows_a_file_and_what_the_command_prints_for_it(kind, tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "howto" / "from_accelerate.md").read_text()
     text, shown = re.search(
-        r"^```yaml\n(.*?)^```.*?^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE
+        rf"^```{kind}\n(.*?)^```.*?^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE
     ).groups()
-    file(text)
     monkeypatch.chdir(tmp_path)
-    assert main("config convert accelerate.yaml -o recipe.toml".split()) == 0
+    (tmp_path / SHOWN[kind].split()[0]).write_text(text)
+    assert main(f"config convert {SHOWN[kind]}".split()) == 0
     assert capsys.readouterr().out == shown

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardrt.comm import init_device_mesh, thread
-from shardrt.train import metrics, progress, screen, tensorboard
+from shardrt.train import metrics, progress, screen
 from shardrt.train.metrics import RunLog, new_run_directory, over_ranks, plot_losses, read_metrics
 from shardrt.train.progress import (
     Ranks,
@@ -67,36 +67,6 @@ def test_a_number_that_json_has_not_is_refused(tmp_path):
     with pytest.raises(ValueError):
         RunLog(tmp_path).write("step", {"loss": float("nan")})
     assert not (tmp_path / "metrics.jsonl").read_text()
-
-
-def test_tensorboard_reads_the_same_curves_also_of_a_run_that_was_resumed(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = RunLog(tmp_path, tensorboard=True)
-    for step in (1, 2, 3):
-        run.write("step", {**STEP, "step": step, "loss": 6.0 - step})
-    run.write("step", {**STEP, "step": 4, "loss": None})
-    run.close()
-    run = RunLog(tmp_path, resumed=True, tensorboard=True)
-    run.rewind(2)
-    run.write("step", {**STEP, "step": 3, "loss": 1.5})
-    run.write("evaluation", {**EVALUATION, "step": 3})
-    run.finish({"seconds": 1.0})
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    curves = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert curves["train/loss"] == [(1, 5.0), (2, 4.0), (3, 1.5)]
-    assert curves["train/norm"] == [(1, 1.25), (2, 1.25), (3, 1.25)]
-    assert curves["evaluation/held_out_loss"] == [(3, 2.0)]
-    assert {"train/lr", "train/tokens_per_s", "train/ms", "train/memory_mb"} <= curves.keys()
-    assert not {"train/step", "train/eta_s", "train/kind"} & curves.keys()
-
-
-def test_without_the_package_tensorboard_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ValueError, match="^tensorboard: the package is missing: pip install tensorboard$"):
-        tensorboard.check()
 
 
 class Full:

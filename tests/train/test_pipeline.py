@@ -314,7 +314,9 @@ def test_a_model_without_pieces_is_reported(folder, monkeypatch):
 
 def test_a_stage_that_refuses_its_input_is_told_on_all_ranks(folder, monkeypatch):
     """While memory is planned, in the first stage alone."""
-    monkeypatch.setattr("models.gpt.extended", lambda *how: (_ for _ in ()).throw(ValueError("too long")))
+    monkeypatch.setattr(
+        "models.gpt.extended", lambda *how, **more: (_ for _ in ()).throw(ValueError("too long"))
+    )
     message = thread.run(2, message_of, train.parse(arguments(*PP)))
     assert message == ["too long", "too long"]
 

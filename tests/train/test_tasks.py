@@ -157,6 +157,11 @@ def test_fine_tuning_begins_with_the_weights_of_files_and_exports_them_merged(fo
     generate.main(["runs/tuned", "--length", "4"])
     sample = printable(records(folder, "tuned", "end")[0]["sample"], lines=True)  # raw in the record alone
     assert capsys.readouterr().out == sample + "\n"
+    options = options[:2] + ["--name", "further", "--lora.adapter", "runs/tuned/adapter", "--export", "True"]
+    train.main(arguments(*options, "--text.window", "8", "--steps", "1", "--resume", ""))
+    merged = load_pretrained(folder / "runs" / "further" / "pretrained").state_dict()
+    assert any((after[name] != merged[name]).any() for name in changed)
+    assert all(np.abs(after[name] - merged[name]).max() < 0.05 for name in after), "it went on from there"
 
 
 test_what_makes_no_sense_is_one_line = jobs.one_line_tests(
@@ -167,6 +172,8 @@ test_what_makes_no_sense_is_one_line = jobs.one_line_tests(
     ("hf download some-org/model --local-dir FOLDER", "--init-from", "some-org/model"),
     ("size is 'gpt2', but init_from sets the shape", "--init-from", "here", "--size", "gpt2"),
     ("rank must be at most", "--lora.rank", "99"),
+    ("lora.adapter: init_from must name the model", "--lora.adapter", "here"),
+    ("lora.adapter brings rank", "--lora.adapter", "here", "--lora.rank", "2"),
     code=(2, 65),
 )
 

@@ -10,7 +10,7 @@ import pytest
 
 from models.sampling import TokenisedText
 from shardrt.__main__ import main
-from shardrt.train import data_command
+from shardrt.train import prepare
 from shardrt.train.data import cut_windows
 from shardrt.train.tokens import BadTokens, open_tokens, verify, write
 from shardrt.untrusted import printable
@@ -139,7 +139,7 @@ def test_commands_make_and_check_bytes(tmp_path, capsys):
         (["out.tokens", "missing.txt"], "missing.txt: No such file"),
         (["out.txt", "a.txt"], "must end in .tokens"),
         (["out.tokens", "a.txt", "--end", "x"], "--end needs --tokenizer"),
-        (["out.tokens", "bad.jsonl"], "bad.jsonl, line 2: expected a JSON object with a string field 'text'"),
+        (["out.tokens", "bad.jsonl"], "bad.jsonl, line 2: it has no column 'text'; its columns are tex"),
         (["out.tokens", "a.txt", "--tokenizer", "bad.jsonl"], "bad.jsonl: not a tokenizer.json"),
         (["there.tokens", "a.txt"], "there.tokens: exists already"),
     ],
@@ -188,7 +188,7 @@ def test_what_a_tokenizer_says_of_its_own_batches_does_not_cut_or_fill_documents
     save_tokenizer(tmp_path / "tokenizer.json", vocabulary, **batches)
     documents = ["a b " * 3, "a"] * 50
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    monkeypatch.setattr(data_command, "_BATCH", 40)  # several batches
+    monkeypatch.setattr(prepare, "_BATCH", 40)  # several batches
     assert main(["data", "make", "a.tokens", "a.jsonl", "--tokenizer", "tokenizer.json"]) == 0
     assert open_tokens(tmp_path / "a.tokens").tokens.tolist() == [1, 2, 1, 2, 1, 2, 1] * 50
     assert open_tokens(tmp_path / "a.tokens").documents.tolist() == [
@@ -267,7 +267,7 @@ def test_lines_that_are_deep_and_texts_that_are_pipes_are_one_line(tmp_path, cap
     os.symlink("/dev/zero", tmp_path / "zero.jsonl")
     os.symlink("/dev/zero", tmp_path / "zero.tokens")
     for name, message in (
-        ("a.jsonl", "a.jsonl, line 2: expected a JSON object with a string field 'text'"),
+        ("a.jsonl", "a.jsonl, line 2: nested more than 100 levels deep"),
         ("pipe.txt", "is not a regular file"),
         ("zero.jsonl", "is not a regular file"),
     ):

@@ -25,8 +25,10 @@ __all__ = ["FORMATS", "Options", "Plan", "format_of", "module_of"]
 # In the order in which a folder is tried: its name for --from and --to, its module.
 FORMATS = {
     "shardrt": "own",
+    "peft": "peft",
     "safetensors": "safetensors",
     "dcp": "dcp",
+    "deepspeed": "deepspeed",
 }
 SYNONYMS = {"huggingface": "safetensors"}
 
@@ -40,12 +42,16 @@ class Options:
     Attributes:
         target: the folder B.
         ranks: files, for formats that have a file for each rank.
+        zero_stage: 1, 2 or 3, of DeepSpeed's ZeRO.
+        zero_dtype: "float32" or "bfloat16", in which DeepSpeed computes; its master weights are float32.
         file_bytes: largest file, for formats that have as many as are needed.
         layout: the tables of the files, for formats that have several; "" for that of the names' dialect.
     """
 
     target: Path
     ranks: int = 1
+    zero_stage: int = 3
+    zero_dtype: str = "float32"
     file_bytes: int = 5_000_000_000
     layout: str = ""
 

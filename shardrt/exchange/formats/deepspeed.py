@@ -25,10 +25,14 @@ from shardrt.exchange.checkpoint import (
     Tensor,
     Training,
 )
+from shardrt.exchange.formats.deepspeed_write import files
 from shardrt.exchange.torch_zip import open_torch
 from shardrt.exchange.unpickle import Called
 from shardrt.untrusted import read_regular
 
+__all__ = ["DIALECT", "STATE", "files", "read", "recognises"]
+
+DIALECT, STATE = "", True
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt")
 _LATEST = "latest"
@@ -38,6 +42,9 @@ _CLASSES = (  # whose objects are in the files: of no use here but the address, 
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
     "argparse.Namespace",
+    "torch.float16",
+    "torch.bfloat16",
+    "torch.float32",
 )
 _MOMENTS = (FIRST_MOMENT, SECOND_MOMENT)
 # Of a file of the model's: what is read, or means nothing without DeepSpeed; the rest is the program's own.
@@ -56,6 +63,8 @@ _KNOWN = {
     "checkpoint_parallel_dimensions",
     "ds_config",
     "ds_version",
+    "global_samples",
+    "skipped_steps",
 }
 
 
@@ -157,7 +166,11 @@ def _ranks(folder: Path, pattern: re.Pattern) -> list[Path]:
 
 
 def _training(state: _Table) -> Training:
-    own = {name: value for name, value in state.values.items() if name not in _KNOWN}
+    own = {
+        name: value for name, value in state.values.items() if name not in _KNOWN and value not in (None, [])
+    }
+    buffers = state.list("buffer_names")
+    own |= {"buffer_names": buffers} if buffers else {}
     scheduler = state.table("lr_scheduler")
     return Training(
         step=state.natural("global_steps"), extra=own | ({"lr_scheduler": scheduler} if scheduler else {})
@@ -176,10 +189,36 @@ def _add_whole(state: _Table, result: Checkpoint) -> None:
     module = state.table("module")
     for name, value in module.items():
         result.tensors[PARAMETER, name] = _tensor(state, name, value)
-    if state.table("optimizer"):
+    if state.table("optimizer") and not _add_numbered(state, result):
         result.left.append(
             "optimizer state: ZeRO-0 keeps it by numbers, which do not say the parameters' names"
         )
+
+
+def _add_numbered(state: _Table, result: Checkpoint) -> bool:
+    """Add the state of PyTorch's optimizer, if it has one group, of all parameters, in the module's order."""
+    optimizer = state.inside("optimizer")
+    if "optimizer_state_dict" in optimizer.values:  # with 16-bit weights, around the optimizer's own
+        optimizer = optimizer.inside("optimizer_state_dict")
+    found, groups = optimizer.table("state"), optimizer.list("param_groups")
+    buffers = {name for name in state.list("buffer_names") if isinstance(name, str)}
+    names = [name for name in state.table("module") if name not in buffers]
+    if len(groups) != 1 or set(found) != set(range(len(names))):
+        return False
+    held = [_Table(f"{optimizer.where}: state", found[number]) for number in range(len(names))]
+    moments = [
+        {kind: _tensor(of, kind, of.values[kind]) for kind in _MOMENTS if kind in of.values} for of in held
+    ]
+    shapes = [result.tensors[PARAMETER, name].shape for name in names]
+    if any(kind.shape != shape for of, shape in zip(moments, shapes, strict=True) for kind in of.values()):
+        return False
+    for name, of, kinds in zip(names, held, moments, strict=True):
+        result.tensors |= {(kind, name): tensor for kind, tensor in kinds.items()}
+        if kinds:
+            result.training.steps[name] = _count(of, of.values.get("step", 0))
+    settings = _Table(f"{optimizer.where}: param_groups", groups[0]).values
+    result.training.groups.append({**settings, "params": names})
+    return True
 
 
 def _add_partitions(states: list[_Table], files: list[_Table], result: Checkpoint) -> None:
@@ -197,9 +236,21 @@ def _add_partitions(states: list[_Table], files: list[_Table], result: Checkpoin
     for name, shape in _shapes(states[0], states[0].table("frozen_param_shapes")).items():
         parts = [_tensor(state, name, state.table("frozen_param_fragments").get(name)) for state in states]
         _add(result, PARAMETER, name, shape, [(part, 0, prod(part.shape)) for part in parts], states[0].where)
-    for group, names in zip(ranks[0].settings, shapes, strict=False):
-        plain = {key: value for key, value in group.items() if key != "params"}
-        result.training.groups.append(plain | {"params": list(names)})
+    _add_groups(ranks[0], shapes, result)
+
+
+def _add_groups(rank: "_Rank", shapes: list[dict[str, tuple[int, ...]]], result: Checkpoint) -> None:
+    """The parameter groups; in stage 3 one may have several flat tensors."""
+    if not rank.settings:
+        result.left.append("the optimizer's settings: an elastic checkpoint does not say them")
+        return
+    at = 0
+    for group in rank.settings:
+        numbers = group.get("params")
+        count = len(numbers) if isinstance(numbers, list) and len(shapes) == len(rank.groups) else 1
+        names = [name for of in shapes[at : at + count] for name in of]
+        result.training.groups.append({**group, "params": names})
+        at += count
 
 
 Piece = tuple[int, int, int, int]  # rank, optimizer group, first element there, elements

@@ -236,7 +236,7 @@ def _lost(training: Training, trained: set[str]) -> list[str]:
     lines = [f"{name}: shardrt's runs have no such value" for name in training.extra if name not in _KEPT]
     if not trained:
         lines.append("optimizer state: there is none, so `--resume` finds no run here to go on from")
-    for settings in {json.dumps(_settings(group), sort_keys=True) for group in training.groups}:
+    for settings in sorted({json.dumps(_settings(group), sort_keys=True) for group in training.groups}):
         if "config" not in training.extra and settings != "{}":
             said = ", ".join(f"{name} {value}" for name, value in json.loads(settings).items())
             lines.append(f"the optimizer's {said}: the recipe of the run sets them")

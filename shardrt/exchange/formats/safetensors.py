@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 
 from shardrt.checkpoint.manifest import DTYPES
-from shardrt.checkpoint.tensorfiles import INDEX, SINGLE, StoredTensor, open_folder, plain_files, read_json
+from shardrt.checkpoint.tensorfiles import (
+    BESIDE,
+    INDEX,
+    SINGLE,
+    StoredTensor,
+    open_folder,
+    plain_files,
+    read_json,
+)
 from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint, Checkpoint, Tensor
 from shardrt.exchange.formats import Options, Plan
 from shardrt.exchange.output import Elements, File
@@ -20,18 +28,6 @@ from shardrt.untrusted import Refused
 
 DIALECT, STATE = "huggingface", False
 CONFIG = "config.json"
-BESIDE = (  # small files that go along
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "generation_config.json",
-    "preprocessor_config.json",
-)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {"bfloat16": "BF16"}
 
 
@@ -47,7 +43,7 @@ def read(path: Path) -> Checkpoint:
         config = read_json(path / CONFIG) if (path / CONFIG).exists() else None
     except (ValueError, Refused) as error:
         raise BadCheckpoint(str(error)) from None
-    tensors = {(PARAMETER, name): _InFile(tensor) for name, tensor in stored.items()}
+    tensors = {(PARAMETER, name): InFile(tensor) for name, tensor in stored.items()}
     return Checkpoint(path, tensors, config=config, files=plain_files(path, BESIDE))
 
 
@@ -58,7 +54,7 @@ def files(checkpoint: Checkpoint, options: Options) -> Plan:
     parts = list(_parts(weights, options.file_bytes))
     names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
     names = names if len(parts) > 1 else [SINGLE]
-    found = [_file(name, part) for name, part in zip(names, parts, strict=True)]
+    found = [tensors_file(name, part) for name, part in zip(names, parts, strict=True)]
     if len(parts) > 1:
         where = {name: file for file, part in zip(names, parts, strict=True) for name in part}
         total = sum(Elements.all(tensor).size for tensor in weights.values())
@@ -72,7 +68,7 @@ def files(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 @dataclass(frozen=True)
-class _InFile:
+class InFile:
     """A tensor of a file, in the type that it has there."""
 
     stored: StoredTensor
@@ -115,7 +111,7 @@ def _parts(weights: Mapping[str, Tensor], file_bytes: int) -> Iterator[dict[str,
     yield part
 
 
-def _file(name: str, weights: Mapping[str, Tensor]) -> File:
+def tensors_file(name: str, weights: Mapping[str, Tensor]) -> File:
     """A file of safetensors."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
     end, segments = 0, []
