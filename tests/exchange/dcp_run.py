@@ -1,13 +1,15 @@
-"""Trains a small Llama with FSDP2 on processes of this machine, and saves and loads distributed checkpoints.
+"""Trains a small Llama with FSDP2 and tensor parallelism, and saves and loads distributed checkpoints.
 
-    python tests/exchange/dcp_run.py JOBS.json
+    python -m tests.exchange.dcp_run JOBS.json
 
-JOBS.json is a list of tables: "world"; "kind" ("hub": transformers' Llama, "titan": one with torchtitan's
-names); "layout" ("app", "nested" or "flat"); "load", "save": folders; "steps"; "truth": an .npz that gets the
-weights, and the optimizer's state at first, then the weights and losses after the steps.
-"mesh": saves tensors that are cut along two dimensions instead.
+JOBS.json is a list of jobs, each done by 4 processes of this machine on a mesh of 2 by 2:
 
-The fixture of tests/exchange/fixtures/dcp was made by the job {"world": 4, "mesh": true, "save": ...}.
+    {"train": {"layout": "flat" or "nested", "load": folder or "save": folder, "truth": an .npz}}
+    {"mesh": folder}         saves tensors that are cut along two dimensions
+    {"shardrt": [words]}     a command of shardrt, by one process
+
+"truth" gets the weights and the optimizer's state, as they are saved or loaded.
+The fixture of tests/exchange/fixtures/dcp was made by {"mesh": folder}.
 """
 
 import json
@@ -18,6 +20,7 @@ import warnings
 
 import numpy as np
 import torch
+import torch._dynamo  # noqa: F401  each process would import it on its own
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -28,15 +31,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
+from shardrt.__main__ import main as shardrt_main
+
+WORLD = 4
 SHAPES = {"a.weight": (7, 5), "b.weight": (4, 6, 3), "c.weight": (1,), "d.weight": (9,)}
-
-
-def tokens(step):
-    """Two rows of 17 tokens, without a random generator."""
-    row, column = np.indices((2, 17))
-    return (11 * step + 7 * row + 3 * column * column + column * step) % 64
 
 
 def values(name):
@@ -50,6 +51,8 @@ def linear(rows, columns):
 
 
 class Attention(torch.nn.Module):
+    """Of one query for each position: enough for gradients of all weights."""
+
     def __init__(self):
         super().__init__()
         self.qkv_linear = torch.nn.ModuleDict(
@@ -58,17 +61,8 @@ class Attention(torch.nn.Module):
         self.wo = linear(32, 32)
 
     def forward(self, x):
-        size, time = x.shape[:2]
-        q, k, v = (self.qkv_linear[name](x).view(size, time, -1, 8) for name in ("wq", "wk", "wv"))
-        angles = torch.outer(torch.arange(time), 1 / 500000.0 ** (torch.arange(0, 8, 2) / 8))
-        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
-        q, k = (
-            torch.view_as_real(torch.view_as_complex(one.reshape(*one.shape[:-1], 4, 2)) * turn).flatten(3)
-            for one in (q, k)
-        )
-        k, v = (one.repeat_interleave(2, 2) for one in (k, v))
-        out = F.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (q, k, v)), is_causal=True)
-        return self.wo(out.transpose(1, 2).reshape(size, time, 32))
+        q, k, v = (self.qkv_linear[name](x) for name in ("wq", "wk", "wv"))
+        return self.wo(q * torch.cat((k, v), -1))
 
 
 class MLP(torch.nn.Module):
@@ -92,7 +86,7 @@ class Block(torch.nn.Module):
 
 
 class Titan(torch.nn.Module):
-    """Names and rotary embeddings of torchtitan's Llama."""
+    """Names and shapes of torchtitan's Llama."""
 
     def __init__(self):
         super().__init__()
@@ -107,25 +101,25 @@ class Titan(torch.nn.Module):
         return self.lm_head(self.norm(x))
 
 
-def model_of(kind):
+def trainer():
+    """A model on the mesh, each matrix of its blocks cut along both dimensions, and its optimizer."""
     torch.manual_seed(5)
-    if kind == "titan":
-        model = Titan()
-        for block in model.layers.values():
-            fully_shard(block)
-        return fully_shard(model), model
-    from transformers import LlamaConfig, LlamaForCausalLM
+    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), Titan()
+    columns, rows = ColwiseParallel, RowwiseParallel
+    for block in model.layers.values():
+        plan = {f"feed_forward.{name}": how() for name, how in (("w1", columns), ("w2", rows), ("w3", columns))}
+        parallelize_module(block, mesh["tp"], plan)
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    return model, optimizer
 
-    config = LlamaConfig(
-        num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64, max_position_embeddings=16, rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    for block in model.model.layers:
-        fully_shard(block)
-    fully_shard(model)
-    return model, lambda x: model(x).logits
+
+def step(model, optimizer, number):
+    rows = (torch.arange(34).reshape(2, 17) * (7 + number) + dist.get_rank() // 2) % 64
+    F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def tables(model, optimizer, layout):
@@ -133,24 +127,19 @@ def tables(model, optimizer, layout):
     flat = StateDictOptions(flatten_optimizer_state_dict=layout == "flat")
     state = get_optimizer_state_dict(model, optimizer, options=flat)
     if layout == "flat":
-        counts = {"train_state": {"step": 0, "ntokens_seen": 0}, "lr_scheduler": {"last_epoch": 0}}
+        counts = {"train_state": {"step": 2, "ntokens_seen": 64}, "lr_scheduler": {"last_epoch": 2}}
         return {**model.state_dict(), "optimizer": state, **counts}
-    own = {"model": model.state_dict(), "optim": state}
-    return {"app": own} if layout == "app" else own
+    return {"model": model.state_dict(), "optim": state}
 
 
-def load(model, optimizer, job):
-    layout = job["layout"]
+def load(model, optimizer, layout, folder):
     held = tables(model, optimizer, layout)
-    dcp.load(held, checkpoint_id=job["load"])
-    own = held.get("app", held)
-    weights = {name: held[name] for name in model.state_dict()} if layout == "flat" else own["model"]
+    dcp.load(held, checkpoint_id=folder)
+    flat = layout == "flat"
+    weights = {name: held[name] for name in model.state_dict()} if flat else held["model"]
     model.load_state_dict(weights)
-    options = StateDictOptions(flatten_optimizer_state_dict=layout == "flat")
-    set_optimizer_state_dict(
-        model, optimizer, own["optimizer" if layout == "flat" else "optim"], options=options
-    )
-    return held["train_state"]["step"] if layout == "flat" else None
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    set_optimizer_state_dict(model, optimizer, held["optimizer" if flat else "optim"], options=options)
 
 
 def whole(tensor):
@@ -158,50 +147,24 @@ def whole(tensor):
     return tensor.detach().numpy().copy()
 
 
-def train(job, rank):
-    model, forward = model_of(job["kind"])
-    named = list(model.named_parameters())
-    groups = [
-        {"params": [one for name, one in named if "norm" not in name], "weight_decay": 0.1},
-        {"params": [one for name, one in named if "norm" in name], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
-    truth, losses, first = {}, [], job.get("first", 0)
-
-    def step(number):
-        rows = torch.tensor(tokens(number))[rank :: job["world"]]
-        loss = F.cross_entropy(forward(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        return mean.item() / job["world"]
-
+def train(job):
+    model, optimizer = trainer()
+    for number in range(2):
+        step(model, optimizer, number)
     if "load" in job:
-        step(99)  # makes the optimizer's state; what it has changed is overwritten
-        counted = load(model, optimizer, job)
-        assert counted in (None, first), counted
+        step(model, optimizer, 9)  # what it changes is overwritten
+        load(model, optimizer, job["layout"], job["load"])
     else:
-        for number in range(first):
-            step(number)
+        dcp.save(tables(model, optimizer, job["layout"]), checkpoint_id=job["save"])
+    truth = {}
     for name, parameter in model.named_parameters():
         truth[f"parameter/{name}"] = whole(parameter)
         truth |= {f"{kind}/{name}": whole(one) for kind, one in optimizer.state[parameter].items()}
-    if "save" in job:
-        held = tables(model, optimizer, job["layout"])
-        held |= (
-            {"train_state": {"step": first, "ntokens_seen": first * 32}} if job["layout"] == "flat" else {}
-        )
-        dcp.save(held, checkpoint_id=job["save"])
-    losses = [step(first + number) for number in range(job["steps"])]
-    truth |= {f"after/{name}": whole(parameter) for name, parameter in model.named_parameters()}
-    truth["losses"] = np.array(losses)
-    if rank == 0:
+    if dist.get_rank() == 0:
         np.savez(job["truth"], **truth)
 
 
-def two_dimensional(job):
+def two_dimensional(folder):
     mesh = init_device_mesh("cpu", (2, 2))
     cuts = {
         "a.weight": (Shard(0), Shard(1)),
@@ -212,26 +175,31 @@ def two_dimensional(job):
         name: distribute_tensor(torch.tensor(values(name)), mesh, cuts.get(name, (Replicate(), Shard(0))))
         for name in SHAPES
     }
-    dcp.save({"model": held, "step": 3}, checkpoint_id=job["save"])
+    dcp.save({"model": held, "step": 3}, checkpoint_id=folder)
 
 
 def run(rank, job, file):
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=job["world"])
-    two_dimensional(job) if job.get("mesh") else train(job, rank)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD)
+    two_dimensional(job["mesh"]) if "mesh" in job else train(job["train"])
     dist.barrier()
     dist.destroy_process_group()
+
+
+def shardrt(words):
+    sys.exit(shardrt_main(words))
 
 
 def main(jobs):
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         for number, job in enumerate(jobs):
-            made = [
-                fork.Process(target=run, args=(rank, job, f"{folder}/{number}"))
-                for rank in range(job["world"])
-            ]
+            if "shardrt" in job:
+                made = [fork.Process(target=shardrt, args=(job["shardrt"],))]
+            else:
+                file = f"{folder}/{number}"
+                made = [fork.Process(target=run, args=(rank, job, file)) for rank in range(WORLD)]
             for process in made:
                 process.start()
             for process in made:
