@@ -2,7 +2,8 @@
 
     python -m tests.exchange.hostile VALID SCRATCH FIRST COUNT TO FROM
 
-For each seed a copy of the folder VALID is changed in a few places and converted. The process ends with 1 and
+For each seed a copy of the folder VALID, which lies on the same file system, is changed in a few places and
+converted. The process ends with 1 and
 says which seed it was, if a conversion ends in anything but success or one line and code 65, or if it runs a
 program, imports a module that a valid conversion does not, or opens a file for writing outside SCRATCH/out.
 A reader more needs no code here; `mutate` may get a function for a format's own damage.
@@ -37,6 +38,10 @@ def mutate(folder, seed, special=()):
         if not files:
             return
         path = random_.choice(files)
+        if path.stat().st_nlink > 1:  # the valid folder has it too
+            data = path.read_bytes()
+            path.unlink()
+            path.write_bytes(data)
         ways = [_bytes, _bytes, _cut, _grown, _replaced, _inside, _inside, _inside, *special, *special]
         random_.choice(ways)(path, random_)
 
@@ -250,7 +255,7 @@ def run(valid, scratch, first, count, to, source, special):
     for seed in range(first, first + count):
         mutant = scratch / "mutant"
         shutil.rmtree(mutant, ignore_errors=True)
-        shutil.copytree(valid, mutant)
+        shutil.copytree(valid, mutant, copy_function=os.link)
         mutate(mutant, seed, special)
         before = sorted(p.name for p in scratch.iterdir())
         watched.on = True
