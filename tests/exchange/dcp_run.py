@@ -107,9 +107,7 @@ def trainer():
     mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), Titan()
     cuts = {"w1": ColwiseParallel, "w2": RowwiseParallel, "w3": ColwiseParallel}
     for block in model.layers.values():
-        plan = {
-            f"feed_forward.{name}": how() for name, how in (("w1", columns), ("w2", rows), ("w3", columns))
-        }
+        plan = {f"feed_forward.{name}": cut() for name, cut in cuts.items()}
         parallelize_module(block, mesh["tp"], plan)
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
