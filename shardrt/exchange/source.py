@@ -1,5 +1,6 @@
 """Tensors that lie in files as plain numbers, read in ranges."""
 
+import errno
 import os
 from math import prod
 from pathlib import Path
@@ -34,7 +35,7 @@ class SourceFile:
         return data.tobytes()
 
     def read_into(self, data: np.ndarray, offset: int) -> None:
-        """Fill an array of bytes with those from `offset` on.
+        """Fill an array of bytes with those from `offset` on; a hole at the beginning is not read.
 
         Raises:
             BadCheckpoint: if the file ends before, or has changed.
@@ -44,7 +45,9 @@ class SourceFile:
         try:
             if _identity(os.fstat(file)) != self._identity:
                 raise BadCheckpoint(f"{self.path} has changed since it was opened")
-            view = memoryview(data)
+            hole = min(_next_data(file, offset, self.size) - offset, data.size)
+            data[:hole] = 0
+            view, offset = memoryview(data)[hole:], offset + hole
             while view:
                 done = os.preadv(file, [view], offset)
                 if not done:
@@ -69,6 +72,14 @@ class FileTensor:
     def read_into(self, out: np.ndarray, start: int) -> None:
         """As Tensor.read_into."""
         self._file.read_into(out.view(np.uint8), self._offset + start * self.dtype.itemsize)
+
+
+def _next_data(file: int, offset: int, size: int) -> int:
+    """Where a file of this size has data first from `offset` on, as far as its file system knows of holes."""
+    try:
+        return os.lseek(file, offset, os.SEEK_DATA)
+    except OSError as error:
+        return max(offset, size) if error.errno == errno.ENXIO else offset
 
 
 def _without_waiting(path: str, flags: int) -> int:
