@@ -35,7 +35,7 @@ class SourceFile:
         return data.tobytes()
 
     def read_into(self, data: np.ndarray, offset: int) -> None:
-        """Fill an array of bytes with those from `offset` on; a hole at the beginning is not read.
+        """Fill an array of bytes with those from `offset` on. Holes are not read.
 
         Raises:
             BadCheckpoint: if the file ends before, or has changed.
@@ -45,14 +45,16 @@ class SourceFile:
         try:
             if _identity(os.fstat(file)) != self._identity:
                 raise BadCheckpoint(f"{self.path} has changed since it was opened")
-            hole = min(_next_data(file, offset, self.size) - offset, data.size)
-            data[:hole] = 0
-            view, offset = memoryview(data)[hole:], offset + hole
-            while view:
-                done = os.preadv(file, [view], offset)
-                if not done:
-                    raise BadCheckpoint(f"{self.path}: the file ends before byte {offset + len(view)}")
-                view, offset = view[done:], offset + done
+            if offset + data.size > self.size:
+                raise BadCheckpoint(f"{self.path}: the file ends before byte {offset + data.size}")
+            done = 0
+            while done < data.size:
+                begin = _seek(file, offset + done, os.SEEK_DATA, self.size) - offset
+                data[done:begin] = 0
+                end = _seek(file, offset + begin, os.SEEK_HOLE, self.size) - offset
+                done = begin + os.preadv(file, [data[begin:end]], offset + begin)
+                if done == begin < data.size:
+                    raise BadCheckpoint(f"{self.path}: the file ends before byte {offset + data.size}")
         finally:
             os.close(file)
 
@@ -74,12 +76,15 @@ class FileTensor:
         self._file.read_into(out.view(np.uint8), self._offset + start * self.dtype.itemsize)
 
 
-def _next_data(file: int, offset: int, size: int) -> int:
-    """Where a file of this size has data first from `offset` on, as far as its file system knows of holes."""
+def _seek(file: int, offset: int, kind: int, size: int) -> int:
+    """Where data or a hole begins, at `offset` or behind, or where a file of this size ends.
+
+    Where the file system knows of no holes, all is data.
+    """
     try:
-        return os.lseek(file, offset, os.SEEK_DATA)
+        return os.lseek(file, offset, kind)
     except OSError as error:
-        return max(offset, size) if error.errno == errno.ENXIO else offset
+        return offset if kind == os.SEEK_DATA and error.errno != errno.ENXIO else size
 
 
 def _without_waiting(path: str, flags: int) -> int:
