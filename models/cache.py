@@ -18,7 +18,8 @@ Array = Any
 class KVCache:
     """One LayerCache per layer, for `room` tokens of each sequence of a batch.
 
-    Costs 2 * layers * batch * kv_heads * room * head_dim elements, on every rank, taken at the first use.
+    Costs 2 * batch * kv_heads * room * head_dim elements a layer, on every rank, taken at the first use. A
+    layer with a window keeps the tokens in it alone: with fewer of them, that number stands for room.
     """
 
     def __init__(self, layers: int, room: int) -> None:
@@ -85,10 +86,15 @@ def layer_of(batch: Mapping[str, Any], number: int) -> "LayerCache | None":
 
 
 class LayerCache:
-    """The cache of one layer: two arrays (batch, kv_heads, room, head_dim), filled up to `length`."""
+    """The cache of one layer: two arrays (batch, kv_heads, room, head_dim), filled up to `length`.
+
+    With a window that is less than room they have as many rows as the window. A new token takes the row of
+    the oldest, which it does not see. The order of rows is of no account: one query sees them all.
+    """
 
     def __init__(self, room: int) -> None:
         self.room, self.length = room, 0
+        self.row = 0  # that the next token takes
         self.keys: Array = None
         self.values: Array = None
 
@@ -96,15 +102,17 @@ class LayerCache:
         """As self_attention of `qkv`, whose queries see what was read before as well."""
         q, k, v = split_heads(qkv.data, (heads, kv_heads, kv_heads))
         batch, time = qkv.shape[:2]
+        rows = self.room if window is None else min(window, self.room)
         if self.keys is None:
-            shape = (batch, kv_heads, self.room, q.shape[3])
+            shape = (batch, kv_heads, rows, q.shape[3])
             self.keys, self.values = (device.current().empty(shape, qkv.dtype) for _ in range(2))
+        kept = min(time, rows)
+        self.keys[:, :, self.row : self.row + kept] = k[:, :, time - kept :]
+        self.values[:, :, self.row : self.row + kept] = v[:, :, time - kept :]
         first, self.length = self.length, self.length + time
-        self.keys[:, :, first : self.length] = k
-        self.values[:, :, first : self.length] = v
+        self.row = (self.row + kept) % rows
         if first == 0:
             return F.self_attention(qkv, heads, kv_heads=kv_heads, window=window)
-        oldest = 0 if window is None else max(0, self.length - window)  # that the one query sees
-        keys, values = (Tensor(a[:, :, oldest : self.length]) for a in (self.keys, self.values))
+        keys, values = (Tensor(a[:, :, : min(self.length, rows)]) for a in (self.keys, self.values))
         y = F.scaled_dot_product_attention(Tensor(q), keys, values)
         return y.transpose(1, 2).reshape(batch, time, heads * q.shape[3])

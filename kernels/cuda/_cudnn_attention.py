@@ -9,7 +9,7 @@ looks at head h // (heads of q / heads of k). cuDNN sees that from the shapes; n
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,18 @@ _ELEMENTS = ("float16", "bfloat16")
 _VECTOR = 8  # elements of 16 bytes, in which cuDNN reads
 _WORKSPACE = 5 << 29  # bytes that a deterministic backward may take: a head of 32,768 tokens takes 4 << 29
 _RESHAPING, _RESHAPES = ((1, 24), (1, 25), (1, 26)), 92200  # see builds_backward
+_WINDOWS = 90200  # cuDNN that takes a window
 _FORWARD, _BACKWARD = ("q", "k", "v", "y", "lse"), ("dy", "q", "k", "v", "y", "lse", "dq", "dk", "dv")
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees: up to the diagonal, by cuDNN's name of its alignment, "" for all of them.
+
+    window: of those the last so many, None for all of them.
+    """
+
+    alignment: str
+    window: int | None = None
 
 
 class CuDNNAttention:
@@ -33,31 +44,46 @@ class CuDNNAttention:
         self._reported: set[str] = set()
         self._builds_backward = builds_backward(*cudnn.versions)
 
-    def forward(self, *arrays: Array, causal: bool, scale: float, bottom_right: bool = False) -> bool:
+    def forward(
+        self,
+        *arrays: Array,
+        causal: bool,
+        scale: float,
+        bottom_right: bool = False,
+        window: int | None = None,
+    ) -> bool:
         """As attention.forward of its arrays, if cuDNN can; else does nothing and gives False.
 
         bottom_right: causal so that the last query sees all keys, and each one before it one less.
         """
         q, k, v, y, lse = arrays
-        mask = _mask(q, k, causal, bottom_right)
-        return suits(q, k, lse, v, y) and self.cudnn.run(*self._operation(_FORWARD, arrays, mask, scale))
+        mask = _mask(q, k, causal, bottom_right, window)
+        fits = suits(q, k, lse, v, y) and self._takes(window)
+        return fits and self.cudnn.run(*self._operation(_FORWARD, arrays, mask, scale))
 
-    def backward(self, *arrays: Array, causal: bool, scale: float, bottom_right: bool = False) -> bool:
+    def backward(
+        self,
+        *arrays: Array,
+        causal: bool,
+        scale: float,
+        bottom_right: bool = False,
+        window: int | None = None,
+    ) -> bool:
         """As attention.backward of its arrays, if cuDNN can; else False: gradients are still to be written.
 
         Where deterministic algorithms are asked for, the same bits every time. On Hopper that takes memory
         for the matrix of weights (all of cuDNN before 9.25), so it goes in parts of a bounded size.
         """
         dy, q, k, v, y, lse, dq, dk, dv = arrays
-        fits = suits(q, k, lse, dy, v, y, dq, dk, dv) and not self.can_not_build()
-        if not fits or self._may_give_nan(q, k, causal):
+        fits = suits(q, k, lse, dy, v, y, dq, dk, dv) and self._takes(window)
+        if not fits or self.can_not_build() or self._may_give_nan(q, k, causal):
             return False
-        fixed, mask = are_deterministic_algorithms_enabled(), _mask(q, k, causal, bottom_right)
+        fixed, mask = are_deterministic_algorithms_enabled(), _mask(q, k, causal, bottom_right, window)
         parts = self._parts(arrays, mask, scale) if fixed else [arrays]
         operations = (self._operation(_BACKWARD, part, mask, scale, fixed) for part in parts)
         return bool(parts) and all(self.cudnn.run(*operation) for operation in operations)
 
-    def _parts(self, arrays: tuple, mask: str, scale: float) -> list[tuple]:
+    def _parts(self, arrays: tuple, mask: Mask, scale: float) -> list[tuple]:
         """The arrays by samples, or else by heads, so that none takes more than _WORKSPACE; or no parts."""
         size = self.cudnn.workspace(*self._operation(_BACKWARD, arrays, mask, scale, True))
         if size is None:
@@ -69,6 +95,9 @@ class CuDNNAttention:
             self._report(f"deterministic attention of {arrays[1].shape} would take {size} bytes")
         found = [self._parts(half, mask, scale) for half in halves]
         return [part for parts in found for part in parts] if all(found) else []
+
+    def _takes(self, window: int | None) -> bool:
+        return window is None or self.cudnn.versions[1] >= _WINDOWS
 
     def can_not_build(self) -> bool:
         """Whether these versions can't build a backward together: each shape would be tried and told of."""
@@ -100,14 +129,16 @@ class CuDNNAttention:
             warnings.warn(f"{what}; slower kernels do its backward", stacklevel=5)
 
     def _operation(
-        self, names: tuple, arrays: tuple, mask: str, scale: float, fixed: bool = False
+        self, names: tuple, arrays: tuple, mask: Mask, scale: float, fixed: bool = False
     ) -> tuple[tuple, tuple, Callable[[Any], None], str]:
         """What CuDNN.run is told: the kind, the arrays, how the graph is described, what is refused."""
         cudnn, named = self.cudnn.module, dict(zip(names, arrays, strict=True))
         how: dict[str, Any] = {"attn_scale": float(scale)}
-        if mask:
-            how |= {"diagonal_alignment": getattr(cudnn.diagonal_alignment, mask)}
+        if mask.alignment:
+            how |= {"diagonal_alignment": getattr(cudnn.diagonal_alignment, mask.alignment)}
             how |= {"diagonal_band_right_bound": 0}
+        if mask.window is not None:
+            how |= {"diagonal_band_left_bound": mask.window}  # key + window > query
         q, k = named["q"], named["k"]
         refused = f"attention: cuDNN refuses q {q.shape}, k {k.shape} of {q.dtype.name}"
 
@@ -145,11 +176,11 @@ def builds_backward(frontend: str, backend: int) -> bool:
     return backend >= _RESHAPES or number not in _RESHAPING
 
 
-def _mask(q: Array, k: Array, causal: bool, bottom_right: bool) -> str:
-    """Name cuDNN's alignment of the diagonal, "" without one; both are the same with one key a query."""
+def _mask(q: Array, k: Array, causal: bool, bottom_right: bool, window: int | None) -> Mask:
+    """Give the mask; both alignments are the same with one key a query."""
     if not causal:
-        return ""
-    return "BOTTOM_RIGHT" if bottom_right and q.shape[2] != k.shape[2] else "TOP_LEFT"
+        return Mask("")
+    return Mask("BOTTOM_RIGHT" if bottom_right and q.shape[2] != k.shape[2] else "TOP_LEFT", window)
 
 
 def suits(q: Array, k: Array, lse: Array, *others: Array) -> bool:

@@ -1,7 +1,7 @@
 """Attention without the matrix of weights.
 
-It is cuDNN's where that is at hand and fits, in 16 bits without a window (_cudnn_attention.py,
-_cudnn_chunks.py, _cudnn_documents.py); else reference kernels (attention.cu), for every type and width.
+It is cuDNN's where that is at hand and fits, in 16 bits (_cudnn_attention.py, _cudnn_chunks.py,
+_cudnn_documents.py); else reference kernels (attention.cu), for every type and width.
 """
 
 from typing import Any
@@ -28,9 +28,9 @@ def forward(
     window: int | None = None,
 ) -> None:
     """Compute y = softmax(q k^T scale) v per head: shapes and what is seen as on the CPU."""
-    fused, arrays, done = _fused(window), (q, k, v, y, lse), None
+    fused, arrays, done = _fused(window, starts, offsets), (q, k, v, y, lse), None
     if fused is not None and starts is None:
-        if offsets == (0,) and fused.forward(*arrays, causal=causal, scale=scale):
+        if offsets == (0,) and fused.forward(*arrays, causal=causal, scale=scale, window=window):
             return
         if offsets != (0,) and _cudnn_chunks.forward(fused, *arrays, scale=scale, offsets=offsets):
             return
@@ -59,9 +59,9 @@ def backward(
     window: int | None = None,
 ) -> None:
     """dq, dk, dv from dy and forward, as on the CPU."""
-    fused, arrays, done = _fused(window), (dy, q, k, v, y, lse, dq, dk, dv), None
+    fused, arrays, done = _fused(window, starts, offsets), (dy, q, k, v, y, lse, dq, dk, dv), None
     if fused is not None and starts is None:
-        if offsets == (0,) and fused.backward(*arrays, causal=causal, scale=scale):
+        if offsets == (0,) and fused.backward(*arrays, causal=causal, scale=scale, window=window):
             return
         if offsets != (0,) and _cudnn_chunks.backward(fused, *arrays, scale=scale, offsets=offsets):
             return
@@ -79,9 +79,9 @@ def backward(
     _run("backward_keys", q, k, args, tiles=2, own=2)
 
 
-def _fused(window: int | None) -> Any:
-    """Give cuDNN's attention where that is at hand, and None for windows: reference kernels have these."""
-    return backend().attention() if window is None else None
+def _fused(window: int | None, starts: Array | None, offsets: tuple[int, ...]) -> Any:
+    """Give cuDNN's attention, if at hand; reference kernels have windows of documents and of chunks."""
+    return backend().attention() if window is None or (starts is None and offsets == (0,)) else None
 
 
 def _window(window: int | None) -> int:

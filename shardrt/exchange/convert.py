@@ -23,6 +23,7 @@ import numpy as np
 from shardrt.exchange import names
 from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint, Checkpoint, Training
 from shardrt.exchange.formats import FORMATS, SYNONYMS, Options, Plan, format_of, module_of
+from shardrt.exchange.groups import checked, completed, settings
 from shardrt.exchange.output import Output
 from shardrt.exchange.views import Cast
 from shardrt.untrusted import Refused, read_regular, say
@@ -68,6 +69,13 @@ def add_to(actions: Any) -> None:
         "--dtype", choices=("float32", "bfloat16"), help="type of the weights; without it they keep theirs"
     )
     action.add_argument("--weights-only", action="store_true", help="leave the state of training out")
+    action.add_argument(
+        "--optimizer",
+        type=settings,
+        default={},
+        metavar="SETTINGS",
+        help="the optimizer's, where A lacks them or B needs others: 'lr = 3e-4, weight_decay = 0.1'",
+    )
     action.add_argument("--names", type=Path, metavar="FILE.toml", help="a table of names, applied to A's")
     action.add_argument("--dialect", choices=tuple(names.DIALECTS), help="program whose names B gets")
     action.add_argument("--family", default="", metavar="NAME", help="kind of model, as llama")
@@ -105,6 +113,8 @@ def convert(options: argparse.Namespace) -> list[str]:
     target = SYNONYMS.get(options.to, options.to)
     if target == "shardrt" and options.dtype not in (None, "float32"):
         raise BadCheckpoint(f"--dtype {options.dtype}: shardrt's checkpoints hold float32")
+    if target == "shardrt" and options.optimizer:
+        raise BadCheckpoint("--optimizer: the recipe of a shardrt run sets it")
     source = options.source_format or format_of(options.source)
     if (source, target) == ("peft", "shardrt"):
         raise BadCheckpoint(
@@ -115,10 +125,13 @@ def convert(options: argparse.Namespace) -> list[str]:
     if not hasattr(writer, "files"):
         raise BadCheckpoint(f"--to {options.to}: this format is only read")
     opened = reader.read(options.source)
+    checked(opened.training.groups, opened.path)
     checkpoint = _in_names(opened, options, options.dialect or writer.DIALECT)
     checkpoint = _chosen(checkpoint, options)
     if not (writer.STATE or options.weights_only):
         checkpoint = _without_state(checkpoint, options.to)
+    elif target != "shardrt":
+        checkpoint = completed(checkpoint, options.optimizer)
     how = Options(
         options.target,
         options.ranks,
@@ -251,6 +264,7 @@ def _identity(options: argparse.Namespace, source: Checkpoint) -> dict[str, Any]
                 "layout",
                 "zero_stage",
                 "zero_dtype",
+                "optimizer",
             )
         },
     }

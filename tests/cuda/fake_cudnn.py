@@ -137,14 +137,19 @@ class Graph:
         assert self.io in ("HALF", "BFLOAT16")
         self.padded = mask.pop("use_padding_mask", False)
         self.lengths = mask.pop("seq_len_q", None), mask.pop("seq_len_kv", None)
+        window = mask.pop("diagonal_band_left_bound", None)
+        assert window is None or (type(window) is int and mask), "without a right bound it sees what follows"
         aligned = mask.get("diagonal_alignment", "TOP_LEFT")
         assert aligned in ("TOP_LEFT", "BOTTOM_RIGHT")
         assert mask in ({}, {"diagonal_alignment": aligned, "diagonal_band_right_bound": 0})
         queries, keys = (tensor.dim[2] for tensor in inputs[kind == "backward" :][:2])
-        how = {"causal": bool(mask), "scale": scale}
+        how = {"causal": bool(mask), "scale": scale, "window": window}
         if aligned == "BOTTOM_RIGHT":
             how["offsets"] = (keys - queries,)
-        self.unsupported = unsupported(kind, aligned, queries, keys, self.cudnn.backend_version())
+        backend = self.cudnn.backend_version()
+        self.unsupported = unsupported(kind, aligned, queries, keys, backend) or (
+            "" if window is None else window_unsupported(kind, window, aligned, queries, keys, backend)
+        )
 
         def compute(arrays):
             attend(kind, arrays, how)
@@ -277,6 +282,21 @@ def unsupported(kind, aligned, queries, keys, backend):
         return "Bottom right causal mask does not support max_s_q > max_s_kv"
     if aligned == "BOTTOM_RIGHT" and backend < 90600 and (queries % 64 or keys % 64):
         return "Bottom right causal mask is only supported with multiples of 64 below 9.6.0"
+    return ""
+
+
+def window_unsupported(kind, window, aligned, queries, keys, backend):
+    """As `unsupported`, of a left bound; before 9.2 cuDNN itself has no engine."""
+    if backend < 90200:
+        return "no engine"
+    if window <= 0 and (kind == "backward" or backend < 91000):
+        return "Left bound (Sliding window length) should be greater than or equals to zero when set."
+    if queries > keys:
+        return "Sliding window attention is only supported with max_s_q <= max_s_kv."
+    if aligned == "BOTTOM_RIGHT" and queries == keys and backend <= 90900:
+        return "On Hopper architecture, this specific combination is not supported for backend 9.9 or below"
+    if aligned == "BOTTOM_RIGHT" and queries != keys and backend < 90600:
+        return "Sliding window attention with bottom right causal mask requires s_q == s_kv below 9.6.0"
     return ""
 
 

@@ -298,6 +298,27 @@ def test_rows_far_below_have_finite_gradients_where_cudnn_gives_nan(cudnn, emula
         assert lse.max() < -89 and all(np.isfinite(x.astype(np.float32)).all() for x in gradients)
 
 
+@pytest.mark.parametrize("window", [1, 4, 8])
+def test_a_window_is_a_left_bound(cudnn, emulated, window):
+    with packed("bfloat16", heads=4, kv_heads=2) as arrays:
+        run(*arrays, window=window)
+        assert_exact(*arrays, window=window)
+        assert len(cudnn.graphs) == 2 and emulated.launches == []
+        run(*arrays, window=None)
+        assert len(cudnn.graphs) == 4, "a window has a graph of its own"
+
+
+def test_a_version_without_windows_leaves_them_to_the_reference_kernels(emulated):
+    module = played(emulated, backend=90102)
+    with packed("bfloat16") as arrays, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(*arrays, window=4)
+        assert_exact(*arrays, window=4, factor=2)
+        assert module.graphs == [] and "forward" in emulated.launches
+        run(*arrays)
+        assert len(module.graphs) == 2
+
+
 @contextmanager
 def chunks_of(element, offsets, batch=2, heads=4, kv_heads=2, each=26, keys=104, width=64):
     """Queries in one array with dy and y, keys and values in another; as context parallelism has them."""

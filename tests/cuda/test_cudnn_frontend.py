@@ -11,9 +11,16 @@ import pytest
 
 from shardrt.kernels.cuda import _cudnn_documents
 from shardrt.kernels.cuda._cudnn import CuDNN
-from shardrt.kernels.cuda._cudnn_attention import _BACKWARD, _FORWARD, CuDNNAttention, builds_backward
+from shardrt.kernels.cuda._cudnn_attention import (
+    _BACKWARD,
+    _FORWARD,
+    CuDNNAttention,
+    Mask,
+    builds_backward,
+)
 from shardrt.kernels.cuda._cudnn_conv2d import _NEVER_IN_FLOAT32, CuDNNConv2d
 from tests.cuda import fake_cudnn
+from tests.cuda.test_cudnn import played
 
 real = pytest.importorskip("cudnn")
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -76,13 +83,15 @@ def heads(count):
     return array(2, 64, count, 64).transpose(0, 2, 1, 3)
 
 
-@pytest.mark.parametrize("mask", ["", "TOP_LEFT", "BOTTOM_RIGHT"])
+@pytest.mark.parametrize(
+    "mask", [Mask(""), Mask("TOP_LEFT"), Mask("BOTTOM_RIGHT"), Mask("TOP_LEFT", 16)], ids=str
+)
 @pytest.mark.parametrize("shared", [1, 2])
 def test_attention_is_built_where_the_versions_are_said_to_fit(described, mask, shared):
     fused, fits = CuDNNAttention(described), builds_backward(*described.versions)
     q, y, dy, dq = (heads(4) for _ in range(4))
     k, v, dk, dv = (heads(4 // shared) for _ in range(4))
-    if mask == "BOTTOM_RIGHT":  # of the last 16 queries, as of a chunk
+    if mask.alignment == "BOTTOM_RIGHT":  # of the last 16 queries, as of a chunk
         q, y, dy, dq = (x[:, :, 48:] for x in (q, y, dy, dq))
     lse = array(2, 4, q.shape[2], dtype=np.dtype(np.float32))
     assert described.run(*fused._operation(_FORWARD, (q, k, v, y, lse), mask, 0.1))
@@ -93,6 +102,25 @@ def test_attention_is_built_where_the_versions_are_said_to_fit(described, mask, 
         else:
             with pytest.warns(UserWarning, match="RESHAPE_MODE"):
                 assert not described.run(*operation)
+
+
+@pytest.mark.filterwarnings("ignore:attention. cuDNN refuses")
+@pytest.mark.parametrize("keys, fits", [(64, True), (48, False)])
+def test_the_stand_in_refuses_windows_as_the_real_one(described, emulated, keys, fits):
+    """More queries than keys."""
+    played(emulated, frontend=described.versions[0], backend=described.versions[1])
+    q, dy, y, dq = (heads(4) for _ in range(4))
+    k, v, dk, dv = (heads(4)[:, :, :keys] for _ in range(4))
+    lse, mask = array(2, 4, 64, dtype=np.dtype(np.float32)), Mask("TOP_LEFT", 16)
+    real, ours = (
+        (
+            fused.cudnn.run(*fused._operation(_FORWARD, (q, k, v, y, lse), mask, 0.1)),
+            fused.cudnn.run(*fused._operation(_BACKWARD, (dy, q, k, v, y, lse, dq, dk, dv), mask, 0.1)),
+        )
+        for fused in (CuDNNAttention(described), emulated.attention())
+    )
+    assert real == ours
+    assert all(real) == (fits and builds_backward(*described.versions))
 
 
 @pytest.mark.parametrize("shared", [1, 2])

@@ -32,6 +32,12 @@ def test_heads_that_share_keys_and_values(on_gpu, element):
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("window", [5, TIME * 5 // 8])
+def test_a_window_where_heads_share_keys_and_values(on_gpu, element, window):
+    check(on_gpu, element, (2, 4, 2, TIME, TIME, 64), window=window)
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("length", [TIME * 5 // 8, 4], ids=["documents", "many documents"])
 def test_documents_as_in_training_and_too_many_for_cudnn(on_gpu, element, length):
     starts = np.broadcast_to(np.arange(TIME) // length * length, (2, TIME)).copy()  # a plan is for 4 here

@@ -12,6 +12,7 @@ from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
 from shardrt import functional as F
 from shardrt import nn, optim
+from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, set_gradient_divide_factor
 from shardrt.parallel import ContextParallel, context_plan, expert_plan, parallelize_module, shard_sequence
@@ -24,8 +25,10 @@ SIZES = {"n_layer": 1, "n_embd": 16, "block_size": 8, "vocab_size": 19, "init_st
 MODELS = {
     "gpt": lambda: GPT(GPTConfig(n_head=2, dropout=0.2, **SIZES)),
     "llama": lambda: Llama(LlamaConfig(n_head=2, n_kv_head=1, n_hidden=16, **SIZES)),
+    "mistral": lambda: Llama(LlamaConfig(n_head=2, n_kv_head=1, n_hidden=16, sliding_window=3, **SIZES)),
 }
 EXPERTS = LlamaConfig(1, 2, 1, 16, 16, 8, 19, init_std=0.1, qk_norm="head", experts=4, balance_loss=0.1)
+PRECISIONS = (("float32", 1e-4), ("bfloat16", 3e-2))
 DOCUMENTS = np.array([[0, 0, 0, 1, 1, 1, 1, 2], [0] * 8])
 
 
@@ -56,6 +59,16 @@ def steps_along_cp(model, mesh, starts=None):
     part = part_of(np.zeros((2, 9), int))
     memory_plan(model, step=lambda: model(**part).backward())
     return two_steps(model, loss_of)
+
+
+def alone(name, kind, precision):
+    """Losses and norms, and all weights behind them."""
+    mesh = init_device_mesh(name)
+    shardrt.manual_seed(3)
+    model = MODELS[kind]()
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(precision, "float32"))
+    seen = two_steps(model, lambda rows: model(rows[:, :-1], rows[:, 1:]))
+    return np.concatenate([np.ravel(values) for values in (seen, *full_state_dict(model).values())])
 
 
 def along_tp(name, shards, kind, sequence):
@@ -98,13 +111,14 @@ def folded(name, sizes, sequence):
 
 
 CASES = [  # ranks, tolerance, how
+    *((1, tolerance, alone, "mistral", precision) for precision, tolerance in PRECISIONS),
     *(
         (2 * shards, 1e-4, along_tp, shards, kind, sequence)
         for kind, shards in (("gpt", 1), ("llama", 1), ("gpt", 2))
         for sequence in (False, True)
     ),
     (2, 1e-4, along_cp, "gpt", "float32"),
-    (2, 1e-4, along_cp, "llama", "float32"),
+    *((2, 1e-4, along_cp, kind, "float32") for kind in ("llama", "mistral")),
     (2, 3e-2, along_cp, "llama", "bfloat16"),
     (2, 1e-4, folded, (1, 1, 2), False),
     (4, 1e-4, folded, (1, 2, 2), True),

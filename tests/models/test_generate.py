@@ -122,6 +122,7 @@ def test_attention_in_a_window_with_the_cache_is_that_without(window):
     found += [cache.attend(Tensor(qkv[:, i : i + 1]), 4, 2, window).data for i in range(4, 9)]
     expected = F.self_attention(qkv, 4, kv_heads=2, window=window).data
     np.testing.assert_allclose(np.concatenate(found, 1), expected, rtol=1e-12, atol=1e-14)
+    assert cache.keys.shape == cache.values.shape == (2, 2, min(window, 9), 5), "no token that is not seen"
 
 
 def test_what_a_cache_cannot_do_is_an_error():

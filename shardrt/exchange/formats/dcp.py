@@ -55,10 +55,14 @@ _STEP = re.compile(r"step-(\d{1,18})")
 _RESERVED = ("config", "data", "scaler", "versions")  # of a run of shardrt's
 # What torch.optim.AdamW has in a group; a program looks for all of it when it loads.
 _ADAMW = {
-    "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False, "maximize": False,
-    "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
     "decoupled_weight_decay": True,
-}  # fmt: skip
+}
 
 
 def recognises(path: Path) -> bool:
@@ -449,7 +453,7 @@ class _Found:
             self.left.append(f"optimizer state of {len(strange)} names that no weight has: {said}")
         tensors |= {key: one for key, one in self.state.items() if key[1] in weights}
         steps = {name: count for name, count in self.steps.items() if name in weights}
-        training = Training(self._step(steps), steps, list(self._groups(path)), self.extra)
+        training = Training(self._step(steps), steps, list(self._groups()), self.extra)
         return Checkpoint(path, tensors, training, left=self.left)
 
     def _step(self, steps: Mapping[str, int]) -> int | None:
@@ -464,7 +468,7 @@ class _Found:
             return self.extra.pop("step")
         return max(steps.values(), default=None)
 
-    def _groups(self, path: Path) -> Iterator[dict[str, Any]]:
+    def _groups(self) -> Iterator[dict[str, Any]]:
         """The optimizer's groups; settings that are kept for each parameter make a group where they agree."""
         merged: dict[str, dict[str, Any]] = {}
         for owner, group in self.groups.items():
@@ -473,9 +477,6 @@ class _Found:
                 self.left.append("the optimizer's settings: they are kept by numbers, not by names")
                 continue
             settings = {key: value for key, value in group.items() if key != "params"}
-            for key in ("lr", "eps", "weight_decay"):
-                if key in settings and type(settings[key]) not in (int, float):
-                    raise BadCheckpoint(f"{path}: the optimizer's {key} is no number")
             key = repr((owner if isinstance(owner, int) else "", settings))
             merged.setdefault(key, {**settings, "params": []})["params"].extend(params)
         yield from merged.values()
@@ -554,8 +555,7 @@ def _entries(checkpoint: Checkpoint, flat: bool) -> tuple[list[tuple[tuple[str |
     for name in trained:
         step = training.steps.get(name, training.step or 0)
         found.append((_of_state(flat, name, "step"), _Value(np.dtype(np.float32), step)))
-    groups, left = _groups(training, list(trained))
-    for number, group in enumerate(groups):
+    for number, group in enumerate(_groups(training)):
         settings = {key: value for key, value in group.items() if key != "params"}
         if flat:
             for name, (key, value) in product(group["params"], settings.items()):
@@ -566,7 +566,7 @@ def _entries(checkpoint: Checkpoint, flat: bool) -> tuple[list[tuple[tuple[str |
     if training.step is not None:
         found += _counts(training, flat)
     kept = {"train_state", "lr_scheduler"} if flat else set()
-    left += [f"{name}: there is no place for it here" for name in training.extra if name not in kept]
+    left = [f"{name}: there is no place for it here" for name in training.extra if name not in kept]
     if flat and trained:
         left.append("dataloader: torchtitan needs it in checkpoint.exclude_from_loading")
     return found, left
@@ -589,27 +589,18 @@ def _counts(training: Training, flat: bool) -> list[tuple[tuple[str | int, ...],
     ]
 
 
-def _groups(training: Training, trained: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Groups with all that torch.optim.AdamW has in them; and a line if their settings are not known."""
+def _groups(training: Training) -> list[dict[str, Any]]:
+    """Groups with all that torch.optim.AdamW has in them."""
     recipe = training.extra.get("config")
     chosen = recipe.get("optimizer") if isinstance(recipe, dict) else None
     rate = chosen.get("lr") if isinstance(chosen, dict) else None
-    groups, rest = [], dict.fromkeys(trained)
+    groups = []
     for group in training.groups:
         full = _ADAMW | group
         full["betas"] = tuple(full["betas"])
         full.setdefault("initial_lr", rate if isinstance(rate, float) else full["lr"])
         groups.append(full)
-        for name in group.get("params", ()):
-            rest.pop(name, None)
-    if not rest:
-        return groups, []
-    groups.append({**_ADAMW, "initial_lr": _ADAMW["lr"], "params": list(rest)})
-    line = (
-        f"the optimizer's settings for {len(rest)} parameters: they are not known, and PyTorch's defaults "
-        "stand; set your own after loading"
-    )
-    return groups, [line]
+    return groups
 
 
 class _Writer:

@@ -144,16 +144,20 @@ def _shared(weights: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, str
 def _groups(
     checkpoint: Checkpoint, trained: Sequence[str], weights: dict[str, Tensor], left: list[str]
 ) -> list[_Group]:
-    """The groups of the source, or one."""
-    given = [group for group in checkpoint.training.groups if group.get("params")]
-    named = [name for group in given for name in group["params"]]
-    if sorted(named) != sorted(trained):
+    """The groups of the source; one more for parameters in none, which have no optimizer state."""
+    given, rest = list(checkpoint.training.groups), dict.fromkeys(trained)
+    for group in given:
+        for name in group["params"]:
+            rest.pop(name, None)
+    if rest:
         values = ", ".join(f"{name} {value}" for name, value in _DEFAULTS.items())
         left.append(f"the optimizer's settings: not known, so one group has {values}; set them after loading")
-        given = [{**_DEFAULTS, "params": list(trained)}]
-    steps, result = checkpoint.training.steps, []
+        given.append({**_DEFAULTS, "params": list(rest)})
+    steps, known, result = checkpoint.training.steps, set(trained), []
     for group in given:
-        names = list(group["params"])
+        names = [name for name in group["params"] if name in known]
+        if not names:
+            continue
         counts = {steps.get(name, 0) for name in names}
         if len(counts) > 1:
             left.append(

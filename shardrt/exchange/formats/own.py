@@ -32,6 +32,7 @@ from shardrt.checkpoint.rankfile import Reader, kind_of
 from shardrt.checkpoint.store import MANIFEST, STEP, Store, read_manifest
 from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint, Checkpoint, Tensor, Training
 from shardrt.exchange.formats import Options, Plan
+from shardrt.exchange.groups import SETTINGS
 from shardrt.exchange.output import Elements, File, Late, Segment, Sums
 from shardrt.exchange.views import Cast
 from shardrt.nn.extents import Extent
@@ -42,7 +43,8 @@ from shardrt.train.config import OptimizerConfig
 
 DIALECT, STATE = "shardrt", True
 _BLOCKS = 16  # that are kept, verified
-_KEPT = ("scaler", "config", "data", "versions")  # of `extra`: what a run has put there
+_OF_RUNS = ("scaler", "config", "data", "versions")  # of `extra`: what a run has put there
+_OF_OTHERS = "exchange"  # of `extra`: what other programs have put there, for a conversion back
 _OWN_KINDS = {theirs: ours for ours, theirs in KINDS.items()}
 
 
@@ -68,8 +70,12 @@ def read(path: Path) -> Checkpoint:
         (kind, name): _Saved(manifest.parameters[name], parts, blocks, f"{kind} of {name!r}")
         for (kind, name), parts in pieces.items()
     }
-    training = Training(manifest.step, dict(manifest.steps), extra=dict(manifest.extra))
-    training.groups = _groups(manifest)
+    extra = dict(manifest.extra)
+    others = extra.pop(_OF_OTHERS, {})
+    if not isinstance(others, dict):
+        raise BadCheckpoint(f"{found / MANIFEST}: {_OF_OTHERS!r} must be a table")
+    groups = others.pop("param_groups", None) or _groups(manifest)
+    training = Training(manifest.step, dict(manifest.steps), groups, others | extra)
     return Checkpoint(found, tensors, training)
 
 
@@ -177,9 +183,8 @@ class _Layout:
             if kind != PARAMETER and name not in self._parameters:
                 raise BadCheckpoint(f"{kind} of {name}: there is no such parameter")
         self._steps = {name: training.steps.get(name, step) for name in trained}
-        kept = {name: value for name, value in training.extra.items() if name in _KEPT}
         try:
-            self._extra = as_read(kept)
+            self._extra = as_read(_extra(training))
         except (TypeError, ValueError) as error:
             raise BadCheckpoint(str(error)) from None
 
@@ -231,21 +236,30 @@ def _storable(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
+def _extra(training: Training) -> dict[str, Any]:
+    """A run's own values as it puts them there; apart from them, those that no run reads."""
+    extra = {name: value for name, value in training.extra.items() if name in _OF_RUNS}
+    others = {name: value for name, value in training.extra.items() if name not in _OF_RUNS}
+    if "config" not in extra and training.groups:  # else the recipe says it
+        others["param_groups"] = training.groups
+    return extra | ({_OF_OTHERS: others} if others else {})
+
+
 def _lost(training: Training, trained: set[str]) -> list[str]:
-    """Lines about what a checkpoint of shardrt's does not hold."""
-    lines = [f"{name}: shardrt's runs have no such value" for name in training.extra if name not in _KEPT]
+    """Lines about what runs of shardrt's do not go on from."""
+    lines = [
+        f"{name}: a run does not use it; a conversion of this checkpoint writes it again"
+        for name in training.extra
+        if name not in _OF_RUNS
+    ]
     if not trained:
         lines.append("optimizer state: there is none, so `--resume` finds no run here to go on from")
-    for settings in sorted({json.dumps(_settings(group), sort_keys=True) for group in training.groups}):
-        if "config" not in training.extra and settings != "{}":
-            said = ", ".join(f"{name} {value}" for name, value in json.loads(settings).items())
-            lines.append(f"the optimizer's {said}: the recipe of the run sets them")
+    if training.groups and "config" not in training.extra:
+        said = [{name: group[name] for name in SETTINGS if name in group} for group in training.groups]
+        for settings in sorted({json.dumps(one) for one in said if one}):
+            words = ", ".join(f"{name} {value}" for name, value in json.loads(settings).items())
+            lines.append(f"the optimizer's {words}: the recipe of the run sets them")
     return lines
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("lr", "betas", "eps", "weight_decay")
-    return {name: group[name] for name in names if name in group}
 
 
 def _place(target: Path, step: int) -> Path:
