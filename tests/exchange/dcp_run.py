@@ -8,7 +8,7 @@ JOBS.json is a list of jobs, each done by 4 processes of this machine on a mesh 
     {"mesh": folder}         saves tensors that are cut along two dimensions
     {"shardrt": [words]}     a command of shardrt, by one process
 
-"truth" gets the weights and the optimizer's state, as they are saved or loaded.
+"truth" gets the weights, the optimizer's state and the settings of its groups, as they are saved or loaded.
 The fixture of tests/exchange/fixtures/dcp was made by {"mesh": folder}.
 """
 
@@ -101,8 +101,8 @@ class Titan(torch.nn.Module):
         return self.lm_head(self.norm(x))
 
 
-def trainer():
-    """A model on the mesh, each matrix of its blocks cut along both dimensions, and its optimizer."""
+def trainer(lr, decay):
+    """A model on the mesh, some matrices of its blocks cut twice, and its optimizer with two groups."""
     torch.manual_seed(5)
     mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), Titan()
     cuts = {"w1": ColwiseParallel, "w2": RowwiseParallel, "w3": ColwiseParallel}
@@ -111,8 +111,12 @@ def trainer():
         parallelize_module(block, mesh["tp"], plan)
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, foreach=False)
-    return model, optimizer
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [one for name, one in named if "norm" not in name], "weight_decay": decay},
+        {"params": [one for name, one in named if "norm" in name], "weight_decay": 0.0},
+    ]
+    return model, torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-7, foreach=False)
 
 
 def step(model, optimizer, number):
@@ -148,15 +152,17 @@ def whole(tensor):
 
 
 def train(job):
-    model, optimizer = trainer()
-    for number in range(2):
-        step(model, optimizer, number)
     if "load" in job:
-        step(model, optimizer, 9)  # what it changes is overwritten
+        model, optimizer = trainer(0.5, 0.5)
+        step(model, optimizer, 9)  # makes the optimizer's state, which is loaded into
         load(model, optimizer, job["layout"], job["load"])
     else:
+        model, optimizer = trainer(1e-3, 0.1)
+        for number in range(2):
+            step(model, optimizer, number)
         dcp.save(tables(model, optimizer, job["layout"]), checkpoint_id=job["save"])
-    truth = {}
+    settings = ("lr", "eps", "weight_decay")
+    truth = {"groups": np.array([[group[key] for key in settings] for group in optimizer.param_groups])}
     for name, parameter in model.named_parameters():
         truth[f"parameter/{name}"] = whole(parameter)
         truth |= {f"{kind}/{name}": whole(one) for kind, one in optimizer.state[parameter].items()}
