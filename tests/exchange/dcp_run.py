@@ -7,6 +7,7 @@ JOBS.json is a list of jobs, each done by 4 processes of this machine on a mesh 
     {"train": {"layout": "flat" or "nested", "load": folder or "save": folder, "truth": an .npz}}
     {"mesh": folder}         saves tensors that are cut along two dimensions
     {"shardrt": [words]}     a command of shardrt, by one process
+    {"read": {"load": folder, "truth": an .npz}}    all that is in nested tables, by one process
 
 "truth" gets the weights, the optimizer's state and the settings of its groups, as they are saved or loaded.
 The fixture of tests/exchange/fixtures/dcp was made by {"mesh": folder}.
@@ -23,6 +24,7 @@ import torch
 import torch._dynamo  # noqa: F401  each process would import it on its own
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -193,6 +195,18 @@ def run(rank, job, file):
     dist.destroy_process_group()
 
 
+def read(job):
+    """Load all by PyTorch's own loader, which makes the tensors from the metadata alone."""
+    held = state_dict_loader._load_state_dict_from_keys(checkpoint_id=job["load"])
+    truth = {"step": np.array(held["step"])}
+    truth |= {f"parameter/{name}": whole(value) for name, value in held["model"].items()}
+    for name, table in held["optim"]["state"].items():
+        truth |= {f"{kind}/{name}": whole(value) for kind, value in table.items()}
+    for group in held["optim"]["param_groups"]:
+        truth |= {f"decay/{name}": np.array(group["weight_decay"]) for name in group["params"]}
+    np.savez(job["truth"], **truth)
+
+
 def shardrt(words):
     sys.exit(shardrt_main(words))
 
@@ -203,6 +217,8 @@ def main(jobs):
         for number, job in enumerate(jobs):
             if "shardrt" in job:
                 made = [fork.Process(target=shardrt, args=(job["shardrt"],))]
+            elif "read" in job:
+                made = [fork.Process(target=read, args=(job["read"],))]
             else:
                 file = f"{folder}/{number}"
                 made = [fork.Process(target=run, args=(rank, job, file)) for rank in range(WORLD)]
