@@ -46,10 +46,13 @@ INSTALL_CHAKRA := $(BIN)/pip install --quiet --no-deps 'mlc-chakra>=1.0' protobu
 # Programs whose files are read and written, without what only other uses of them need.
 INSTALL_PEERS := $(BIN)/pip install --quiet --no-deps peft accelerate >/dev/null 2>&1 \
 	|| echo 'peft could not be installed: the tests against it are skipped'
+INSTALL_TRACKIO := $(BIN)/pip install --quiet --no-deps trackio gradio-client orjson httpx httpcore brotli starlette \
+	uvicorn python-multipart >/dev/null 2>&1 || echo 'trackio could not be installed: the tests against it are skipped'
 
 test: $(FOR_TESTS) ## run the tests, JOBS=3 at a time; against PyTorch if it can be installed (ARGS="tests/fsdp ...")
 	@$(INSTALL_TORCH)
 	@$(INSTALL_PEERS)
+	@$(INSTALL_TRACKIO)
 	$(BIN)/python -m tests -n $(JOBS) $(ARGS)
 
 check: $(FOR_TESTS) ## run the quick tests, in four minutes: nothing against PyTorch, nothing long

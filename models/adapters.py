@@ -59,6 +59,8 @@ _REQUIRED = {
 # computes with another base: what the start took out of it.
 _STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
+_INSTEAD = "PEFT's merge_and_unload() gives a whole model to begin from (--init-from)"
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -88,10 +90,19 @@ def load_adapter(model: nn.Module, directory: str | Path) -> nn.Module:
     for name, wanted in _REQUIRED.items():
         if not wanted and settings.get(name) in ([], {}):  # axolotl says "nothing" so
             continue
-        settings.require(name, wanted)
+        try:
+            settings.require(name, wanted)
+        except ValueError as error:
+            raise ValueError(f"{error}; {_INSTEAD}") from None
     settings.one_of("init_lora_weights", *_STARTS, default=True)
     rank, alpha = settings.size("r"), settings.number("lora_alpha", 8)
+    dropout = settings.number("lora_dropout", 0.0)
     scale = alpha / (sqrt(rank) if settings.flag("use_rslora") else rank)
+    if not scale * rank > 0 or not 0 <= dropout < 1:
+        raise ValueError(
+            f"{directory / CONFIG}: lora_alpha must be positive and lora_dropout in [0, 1), got {alpha} and "
+            f"{dropout}"
+        )
     tensors = _by_layer(directory / WEIGHTS, open_file(directory / WEIGHTS))
     together = _layers(directory / WEIGHTS, _parts(model, described(model)[0]), tensors)
     layers = {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
@@ -106,7 +117,7 @@ def load_adapter(model: nn.Module, directory: str | Path) -> nn.Module:
         rank,
         alpha=scale * rank,
         targets=lambda path, _: path in together,
-        dropout=settings.number("lora_dropout", 0.0),
+        dropout=dropout,
         parts=rows,
     )
     for path, parts in together.items():
@@ -185,7 +196,10 @@ def _by_layer(path: Path, stored: dict[str, StoredTensor]) -> dict[str, dict[str
     for name, tensor in stored.items():
         key = _KEY.fullmatch(name)
         if key is None:
-            raise ValueError(f"{path}: {name!r} is no matrix of a LoRA adapter of a linear layer")
+            raise ValueError(
+                f"{path}: {name[:200]!r} is no matrix of a LoRA adapter of a linear layer, and no other is "
+                f"loaded; {_INSTEAD}"
+            )
         found.setdefault(key[1], {})[key[2]] = tensor
     if alone := sorted(theirs for theirs, pair in found.items() if len(pair) < 2):
         raise ValueError(f"{path}: {alone[0]} has one matrix, an adapter has two")
@@ -197,7 +211,8 @@ def _by_layer(path: Path, stored: dict[str, StoredTensor]) -> dict[str, dict[str
 def _layers(path: Path, parts: list[_Part], tensors: dict[str, Any]) -> dict[str, list[_Part]]:
     """Path of a layer here -> its adapted parts."""
     if odd := sorted(tensors.keys() - {part.theirs for part in parts}):
-        raise ValueError(f"{path}: the model has no linear layer {odd[0]!r}")
+        why = "shares the weights of the embedding" if odd[0].endswith("lm_head") else "is no linear layer"
+        raise ValueError(f"{path}: the adapter has {odd[0][:200]!r}, which {why} in this model; {_INSTEAD}")
     together: dict[str, list[_Part]] = {}
     for part in parts:
         if part.theirs in tensors:

@@ -5,17 +5,20 @@ beyond every type. A name or a text may hold control characters. All input from 
 through here; the caller then checks its content.
 """
 
+import errno
 import json
 import os
 import stat
 import sys
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
 
 __all__ = [
     "Refused",
+    "SourceFile",
     "encodable",
     "natural",
     "number",
@@ -57,6 +60,62 @@ def open_regular(path: Path, limit: int | None = None) -> BinaryIO:
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "rb")
+
+
+class SourceFile:
+    """A regular file that is read in ranges, and must stay as it was when this object was made.
+
+    Attributes:
+        path: as given.
+        size: bytes.
+
+    Raises:
+        Refused, OSError: as open_regular.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with open_regular(path) as file:
+            status = os.fstat(file.fileno())
+        self.path, self.size, self._identity = path, status.st_size, _identity(status)
+
+    @contextmanager
+    def open(self) -> Iterator[int]:
+        """A descriptor inside a with block. Raises Refused if the file has changed."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if _identity(os.fstat(descriptor)) != self._identity:
+                raise Refused(f"{self.path} has changed since it was opened")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def fill(self, descriptor: int, data: Any, offset: int) -> None:
+        """Fill `data`, bytes of memory, with those from `offset` on. Raises Refused if there are fewer."""
+        view = memoryview(data)
+        while view:
+            done = os.preadv(descriptor, [view], offset)
+            if not done:
+                raise Refused(f"{self.path}: the file ends before byte {offset + len(view)}")
+            view, offset = view[done:], offset + done
+
+    def read_into(self, data: Any, offset: int) -> None:
+        """As fill, with a descriptor of its own; holes are not read."""
+        if offset + data.size > self.size:
+            raise Refused(f"{self.path}: the file ends before byte {offset + data.size}")
+        with self.open() as descriptor:
+            done = 0
+            while done < data.size:
+                begin = _seek(descriptor, offset + done, os.SEEK_DATA, self.size) - offset
+                data[done:begin] = 0
+                done = _seek(descriptor, offset + begin, os.SEEK_HOLE, self.size) - offset
+                self.fill(descriptor, data[begin:done], offset + begin)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """The bytes from `offset` on."""
+        data = bytearray(size)
+        with self.open() as descriptor:
+            self.fill(descriptor, data, offset)
+        return bytes(data)
 
 
 def read_regular(path: Path, limit: int) -> bytes:
@@ -151,6 +210,21 @@ def private(path: Path, *users: int) -> str:
         if others and not (place != there[0] and found.st_mode & stat.S_ISVTX):  # existing files stay there
             return f"{place} can be written by other users"
     return ""
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _seek(descriptor: int, offset: int, kind: int, size: int) -> int:
+    """Where data or a hole begins, at `offset` or behind it, or where a file of this size ends.
+
+    Where the file system knows of no holes, all is data.
+    """
+    try:
+        return os.lseek(descriptor, offset, kind)
+    except OSError as error:
+        return offset if kind == os.SEEK_DATA and error.errno != errno.ENXIO else size
 
 
 def _own_group(group: int, user: int) -> bool:

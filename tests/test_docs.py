@@ -190,6 +190,7 @@ NOT_RUN = {
     r"torchrun .*": "PyTorch's",
     r"tensorboard --logdir runs": "a server",
     r"hf download .*": "downloads",
+    r"python -m shardrt\.models\.generate runs/tuned .*": "of a run on talks: tests/models/test_chat.py",
     r"mpirun .*--lora\.adapter ADAPTER .*": "PEFT's: tests/train/test_tasks.py",
     r"mpirun -hosts .* ckpt gather runs/NAME": "of hosts: tests/hosts/test_checkpoint.py",
     r"shardrt learn \d+ exercise_\d+\.py": "of a reader's file: tests/learn",

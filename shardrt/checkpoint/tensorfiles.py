@@ -8,9 +8,7 @@ an index are plain names of regular files in the same folder.
 import json
 import mmap
 import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,7 +18,7 @@ import numpy as np
 
 from shardrt.checkpoint.disk import Disk
 from shardrt.nn.extents import Extent
-from shardrt.untrusted import read_regular, strict_json
+from shardrt.untrusted import SourceFile, read_regular, strict_json
 
 __all__ = [
     "BESIDE",
@@ -56,7 +54,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    file: "_File"
+    file: SourceFile
     offset: int
 
     def pieces(self, runs: Extent, transposed: bool) -> Iterator[np.ndarray]:
@@ -82,7 +80,7 @@ class StoredTensor:
         for begin in map(runs.begin, range(runs.count)):
             for start in range(begin, begin + runs.length, each):
                 size = min(each, begin + runs.length - start)
-                self.file.read(file, raw[: size * item], self.offset + start * item)
+                self.file.fill(file, raw[: size * item], self.offset + start * item)
                 yield self._converted(raw[: size * item], numbers[:size])
 
     def _columns(self, file: int, runs: Extent) -> Iterator[np.ndarray]:
@@ -99,10 +97,10 @@ class StoredTensor:
             wide = min(each, stop - low)
             data, before = raw[: height * wide * item], (low - start) * height
             if wide == columns:
-                self.file.read(file, data, self.offset + top * columns * item)
+                self.file.fill(file, data, self.offset + top * columns * item)
             else:
                 for row, line in enumerate(data.reshape(height, wide * item), top):
-                    self.file.read(file, line, self.offset + (row * columns + low) * item)
+                    self.file.fill(file, line, self.offset + (row * columns + low) * item)
             values = self._converted(data, numbers[: height * wide])
             turned = _scratch(height * each, values.dtype) if turned is None else turned
             turned[: values.size].reshape(wide, height)[...] = values.reshape(height, wide).T
@@ -281,46 +279,11 @@ class FolderWriter:
         self._files = {}
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file as it was when its header was read."""
-
-    path: Path
-    identity: tuple[int, ...]
-
-    @contextmanager
-    def open(self) -> Iterator[int]:
-        """A descriptor inside a with block."""
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if _identity(os.fstat(descriptor)) != self.identity:
-                raise self._changed()
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-    def read(self, descriptor: int, data: np.ndarray, offset: int) -> None:
-        """Fill `data` with the bytes from `offset` on."""
-        view = memoryview(data)
-        while view:
-            done = os.preadv(descriptor, [view], offset)
-            if not done:
-                raise self._changed()
-            view, offset = view[done:], offset + done
-
-    def _changed(self) -> ValueError:
-        return ValueError(f"{self.path} has changed since the model was made from it")
-
-
 def _scratch(count: int, dtype: Any, times: int = 1) -> np.ndarray:
     """Memory of its own pages, which all go back when it is freed; malloc would keep some of each piece."""
     dtype = np.dtype(dtype)
     pages = mmap.mmap(-1, max(1, count * times * dtype.itemsize))
     return np.frombuffer(pages, dtype, count * times)
-
-
-def _identity(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def open_file(path: Path) -> dict[str, StoredTensor]:
@@ -332,21 +295,18 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
     """
     from safetensors import SafetensorError, safe_open
 
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is not a regular file")
+    file = SourceFile(path)
     try:
         with safe_open(path, "np"):  # refuses wrong lengths, holes and overlaps
             pass
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    file = _File(path, _identity(status))
-    with open(path, "rb") as data:
-        length = int.from_bytes(data.read(8), "little")
-        try:
-            entries = strict_json(data.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
+    length = int.from_bytes(file.read(0, 8), "little")
+    header = file.read(8, length)
+    try:
+        entries = strict_json(header)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
         if entry["dtype"] not in _ITEM:

@@ -18,11 +18,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardrt.untrusted import Refused
+
 CHUNK = 16 << 20  # bytes that are read at a time
 PARAMETER, FIRST_MOMENT, SECOND_MOMENT = "parameter", "exp_avg", "exp_avg_sq"  # kinds of tensors
 
 
-class BadCheckpoint(ValueError):
+class BadCheckpoint(Refused):
     """A checkpoint can't be read or written. The message names the file and its fault, in one line."""
 
 
@@ -41,7 +43,7 @@ class Tensor(Protocol):
         """Fill 1-D `out`, of `dtype`, with its elements in C order from `start` on.
 
         Raises:
-            BadCheckpoint: if the file is damaged or has changed.
+            Refused: if the file is damaged or has changed.
             OSError: if the file system fails.
         """
         ...

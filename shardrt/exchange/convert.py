@@ -26,7 +26,7 @@ from shardrt.exchange.formats import FORMATS, SYNONYMS, Options, Plan, format_of
 from shardrt.exchange.groups import checked, completed, settings
 from shardrt.exchange.output import Output
 from shardrt.exchange.views import Cast
-from shardrt.untrusted import Refused, read_regular, say
+from shardrt.untrusted import read_regular, say
 
 __all__ = ["add_to", "convert"]
 
@@ -93,8 +93,6 @@ def run(options: argparse.Namespace) -> int:
     """Convert, and print what was converted and what was left out; returns the exit code."""
     try:
         say(*convert(options))
-    except BadCheckpoint as error:
-        raise Refused(str(error)) from None
     except KeyboardInterrupt:
         say("stopped; the same command goes on from here", file=sys.stderr)
         return _STOPPED
@@ -286,10 +284,13 @@ def _report(checkpoint: Checkpoint, plan: Plan, target: Path) -> list[str]:
     parts += [f"{size / 1e9:.3f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"]
     parts += [f"step {checkpoint.training.step}"] if checkpoint.training.step is not None else []
     parts += [f"lr {', '.join(f'{rate:g}' for rate in rates)}"] if rates else []
-    return [
-        f"wrote {target}: {', '.join(parts)}",
-        *(f"left out: {line}" for line in dict.fromkeys([*checkpoint.left, *plan.left])),
+    lost = sorted(checkpoint.files.keys() - {file.name for file in plan.files})
+    left = [
+        *checkpoint.left,
+        *plan.left,
+        *(f"{name}: there is no place for it here; copy it" for name in lost),
     ]
+    return [f"wrote {target}: {', '.join(parts)}", *(f"left out: {line}" for line in dict.fromkeys(left))]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint, Tensor
-from shardrt.exchange.views import Concat, Heads, Reshaped, Rows, Transposed
+from shardrt.exchange.views import Heads, Reshaped, Rows, Transposed, concat
 from shardrt.untrusted import Refused, natural, read_regular
 
 __all__ = [
@@ -43,6 +43,7 @@ DIALECTS = {
 }
 _WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _LARGEST = 1 << 20  # bytes of a table of names
+_LONGEST = 1000  # characters of a name that a line with {} or * may fit
 _ROTARY = ("llama",)  # families whose queries and keys torchtitan pairs by neighbours
 # Hugging Face's names, without "model.", and torchtitan's (models/*/state_dict_adapter.py there).
 _TORCHTITAN = {
@@ -186,10 +187,10 @@ def from_table(tensors: Mapping[tuple[str, str], Tensor], path: Path) -> Renamed
     """The tensors under names by a user's table.
 
     A line of it is `"layers.{}.q.weight" = "decoder.{}.query.weight"`: the new name, and the name in the
-    files. {} is a number, * any text. In place of a name in the files a table may have: from (a name, or a
-    list of names to join by rows), rows ([first, count]), transposed (true), interleave or halves (the
-    number of heads whose rows for rotary embeddings are interleaved, or put in halves). Names that no line
-    fits stay as they are.
+    files. {} is a number, * any text (two at most). In place of a name in the files a table may have: from (a
+    name, or a list of names to join by rows), rows ([first, count]), transposed (true), interleave or halves
+    (the number of heads whose rows for rotary embeddings are interleaved, or put in halves). Names that no
+    line fits stay as they are.
 
     Raises:
         BadCheckpoint: for a table that is none.
@@ -236,25 +237,25 @@ class _Rule:
         right = of and all(isinstance(one, str) for one in of)
         right = right and isinstance(rows, list) and len(rows) == 2 and all(map(natural, rows))
         right = right and all(type(how[key]) is known[key] for key in how if key not in ("from", "rows"))
-        if not right or len({_holes(text) for text in (name, *of)}) > 1:
+        if not right or len({_holes(text) for text in (name, *of)}) > 1 or name.count("*") > 2:
             raise BadCheckpoint(
-                f"{path}: {name!r}: names are strings with the same {{}} and *, rows two numbers, transposed "
-                "true or false, interleave and halves a number of heads"
+                f"{path}: {name[:80]!r}: names have the same {{}} and *, two * at most; rows two numbers, "
+                "transposed true or false, interleave and halves a number of heads"
             )
         return cls(path, name, tuple(of), how)
 
-    def made(self, names: Iterable[str]) -> Iterable[Made]:
+    def made(self, names: Mapping[str, None]) -> Iterable[Made]:
         """What it makes of the names that its first name fits."""
-        text = re.escape(self.of[0]).replace(r"\{\}", r"(\d+)").replace(r"\*", "(.*)")
+        text = re.escape(self.of[0]).replace(r"\{\}", r"(\d++)").replace(r"\*", "(.*)")
         pattern = re.compile(text)
-        for name in names:
-            if found := pattern.fullmatch(name):
+        for name in names if _holes(self.of[0]) else names.keys() & {self.of[0]}:
+            if len(name) <= _LONGEST and (found := pattern.fullmatch(name)):
                 of = tuple(_filled(one, found.groups()) for one in self.of)
                 yield Made(_filled(self.name, found.groups()), of, self._make)
 
     def _make(self, parts: Sequence[Tensor], name: str) -> Tensor:
         how = self.how
-        tensor = parts[0] if len(parts) == 1 else Concat(parts, name)
+        tensor = parts[0] if len(parts) == 1 else concat(parts, name)
         if "rows" in how:
             tensor = Rows(tensor, *how["rows"], name)
         if how.get("transposed"):
@@ -333,7 +334,7 @@ class _Joined:
             if part.rows is not None and (not tensor.shape or tensor.shape[0] != part.rows):
                 raise BadCheckpoint(f"{part.name} must have {part.rows} rows, got shape {tensor.shape}")
             turned.append(Transposed(tensor, part.name) if part.transposed else tensor)
-        whole = turned[0] if len(turned) == 1 and self.parts[0].rows is None else Concat(turned, name)
+        whole = turned[0] if len(turned) == 1 and self.parts[0].rows is None else concat(turned, name)
         if ".experts." in self.ours:  # matrices one below the other
             experts = self.family.config.experts
             whole = Reshaped(whole, (experts, whole.shape[0] // experts, *whole.shape[1:]))

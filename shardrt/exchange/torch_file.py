@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from shardrt.exchange.checkpoint import Tensor
+from shardrt.exchange.checkpoint import BadCheckpoint, Tensor
 from shardrt.exchange.output import Elements, Late, Segment
 from shardrt.exchange.torch_zip import STORAGES, TENSOR
 from shardrt.exchange.unpickle import Called, Global
@@ -108,6 +108,10 @@ class _Pickle:
 
     def _of_tensor(self, tensor: Tensor) -> Iterator[bytes]:
         key, shape = str(len(self.tensors)), tuple(tensor.shape)
+        if tensor.dtype not in _NAMES:
+            raise BadCheckpoint(
+                f"torch.save has no storage of {tensor.dtype} here: {', '.join(map(str, _NAMES))}"
+            )
         self.tensors.append(tensor)
         strides = tuple(accumulate((shape[:0:-1]), lambda a, b: a * b, initial=1))[::-1] if shape else ()
         yield from self._of(Global(TENSOR))
@@ -123,7 +127,9 @@ def _integer(value: int) -> bytes:
     if -(1 << 31) <= value < 1 << 31:
         return b"J" + struct.pack("<i", value)
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes([len(data)]) + data  # LONG1
+    if len(data) < 256:
+        return b"\x8a" + bytes([len(data)]) + data  # LONG1
+    return b"\x8b" + struct.pack("<i", len(data)) + data  # LONG4
 
 
 @dataclass

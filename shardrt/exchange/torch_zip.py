@@ -7,6 +7,7 @@ compressed, and begin at multiples of 64 bytes. Tensors are read in ranges from 
 import io
 import struct
 import zipfile
+import zlib
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,11 +17,14 @@ import ml_dtypes
 import numpy as np
 
 from shardrt.exchange.checkpoint import BadCheckpoint
-from shardrt.exchange.source import FileTensor, SourceFile
+from shardrt.exchange.source import FileTensor
 from shardrt.exchange.unpickle import Called, Global, unpickle
+from shardrt.untrusted import SourceFile
 
-LARGEST_PICKLE = 256 << 20  # bytes
-LARGEST_DIRECTORY = 256 << 20  # bytes of a zip's list of entries
+LARGEST_PICKLE = 64 << 20  # bytes: 250,000 tensors
+LARGEST_DIRECTORY = 32 << 20  # bytes of a zip's list of entries: 300,000 storages
+_DIMENSIONS = 64  # that a tensor of PyTorch has at most
+_LOCAL = 30  # bytes of the header before an entry, without its name
 STORAGES = {
     "torch.DoubleStorage": np.dtype(np.float64),
     "torch.FloatStorage": np.dtype(np.float32),
@@ -33,9 +37,10 @@ STORAGES = {
     "torch.ByteStorage": np.dtype(np.uint8),
     "torch.BoolStorage": np.dtype(np.bool_),
 }
-TENSOR, PARAMETER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
+TENSOR = "torch._utils._rebuild_tensor_v2"
+_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 SUBCLASS = "torch._tensor._rebuild_from_type_v2"  # also a tensor that a program has given attributes
-_CALLS = (TENSOR, PARAMETER, SUBCLASS)
+_CALLS = (TENSOR, *_PARAMETERS, SUBCLASS)
 _CLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
 
 
@@ -88,7 +93,10 @@ class _Zip:
         except (zipfile.BadZipFile, ValueError, struct.error, NotImplementedError, OverflowError) as error:
             raise BadCheckpoint(f"{file.path}: not a file of torch.save: {error}") from None
         # The folder in which all entries lie has the name of the file when it was saved.
-        self._entries = {entry.filename.partition("/")[2]: entry for entry in entries}
+        names = [entry.filename.partition("/") for entry in entries]
+        if len({folder for folder, _, _ in names}) > 1:
+            raise BadCheckpoint(f"{file.path}: the zip has more than one folder")
+        self._entries = {name: entry for (_, _, name), entry in zip(names, entries, strict=True)}
         if len(self._entries) != len(entries):
             raise BadCheckpoint(f"{file.path}: the zip has an entry twice")
 
@@ -99,7 +107,10 @@ class _Zip:
         start, size = self._place(name)
         if size > most:
             raise BadCheckpoint(f"{self._file.path}: {name} has {size} bytes, more than {most}")
-        return self._file.read(start, size)
+        data, checksum = self._file.read(start, size), self._entries[name].CRC
+        if checksum and zlib.crc32(data) != checksum:  # PyTorch writes 0 where it computes none
+            raise BadCheckpoint(f"{self._file.path}: {name} is damaged: its checksum differs")
+        return data
 
     def storage(self, reference: Any) -> _Storage:
         """What a persistent id of torch.save stands for."""
@@ -123,16 +134,21 @@ class _Zip:
 
     def _place(self, name: str) -> tuple[int, int]:
         """(offset in the file, bytes) of an entry."""
-        entry = self._entries[name]
-        header = entry.header_offset
+        entry, shown = self._entries[name], f"{self._file.path}: {name[:80]!r}"
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
-            raise BadCheckpoint(f"{self._file.path}: {name[:80]} is compressed or encrypted")
-        if not 0 <= header <= self._length - 30:
-            raise BadCheckpoint(f"{self._file.path}: {name[:80]} lies outside the zip")
-        local = self._file.read(self._offset + header, 30)
-        start = header + 30 + sum(struct.unpack("<HH", local[26:30]))
-        if local[:4] != b"PK\3\4" or start + entry.file_size > self._length:
-            raise BadCheckpoint(f"{self._file.path}: {name[:80]} lies outside the zip")
+            raise BadCheckpoint(f"{shown} is compressed or encrypted, as torch.save never does")
+        if entry.compress_size != entry.file_size:
+            raise BadCheckpoint(f"{shown} has two sizes, {entry.compress_size} and {entry.file_size} bytes")
+        stored = entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437")
+        begin = entry.header_offset + _LOCAL + len(stored)
+        if entry.header_offset < 0 or begin > self._length:
+            raise BadCheckpoint(f"{shown} lies outside the zip")
+        local = self._file.read(self._offset + entry.header_offset, _LOCAL + len(stored))
+        if local[:4] != b"PK\3\4" or local[_LOCAL:] != stored:
+            raise BadCheckpoint(f"{shown} is not where the zip's directory says")
+        start = begin + int.from_bytes(local[28:30], "little")
+        if start + entry.file_size > self._length:
+            raise BadCheckpoint(f"{shown} lies outside the zip")
         return self._offset + start, entry.file_size
 
 
@@ -185,7 +201,7 @@ def _with_tensors(value: Any, path: Path, known: dict[int, Any]) -> Any:
 
 
 def _tensor(call: Called, path: Path, known: dict[int, Any]) -> Any:
-    if call.name == PARAMETER:
+    if call.name in _PARAMETERS:
         return _with_tensors(call.args[0], path, known) if call.args else None
     if call.name == SUBCLASS:
         function, _, args, *_ = (*call.args, None, None, None)
@@ -193,7 +209,7 @@ def _tensor(call: Called, path: Path, known: dict[int, Any]) -> Any:
             raise BadCheckpoint(f"{path}: a tensor of a class of its own has no values")
         return (
             _tensor(Called(function.name, args), path, known)
-            if function.name in (TENSOR, PARAMETER)
+            if function.name in (TENSOR, *_PARAMETERS)
             else None
         )
     storage, offset, shape, strides, *_ = (*call.args, None, None, None, None)
@@ -201,10 +217,13 @@ def _tensor(call: Called, path: Path, known: dict[int, Any]) -> Any:
         type(sizes) is tuple and all(type(n) is int and 0 <= n < 1 << 48 for n in sizes)
         for sizes in (shape, strides, (offset,))
     )
-    if not plain or len(shape) != len(strides):
-        raise BadCheckpoint(f"{path}: a tensor has no storage, shape or strides")
+    if not plain or len(shape) != len(strides) or len(shape) > _DIMENSIONS:
+        raise BadCheckpoint(f"{path}: a tensor has no storage, shape or strides that PyTorch gives")
     if prod(shape) and not _is_contiguous(shape, strides):
-        raise BadCheckpoint(f"{path}: a tensor of shape {shape} with strides {strides} is not contiguous")
+        raise BadCheckpoint(
+            f"{path}: a tensor of shape {shape} has strides {strides}; only contiguous tensors are read: "
+            "save its contiguous()"
+        )
     if offset + prod(shape) > storage.size:
         raise BadCheckpoint(f"{path}: a tensor of shape {shape} ends outside its storage")
     return FileTensor(storage.file, storage.offset + offset * storage.dtype.itemsize, storage.dtype, shape)

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from shardrt.exchange.checkpoint import BadCheckpoint
+from shardrt.untrusted import Refused
 
 DEPTH = 60  # levels of tables in tables
-LARGEST = 20_000_000  # values, each shared one counted as often as it is met
+LARGEST = 20_000_000  # values, each shared one counted as often as it is met; containers and copies as made
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ def unpickle(
     try:
         value = reader.read(data)
         _check(value)
-    except BadCheckpoint as error:
-        raise BadCheckpoint(f"{where}: {error}") from None
+    except Refused as error:
+        raise BadCheckpoint(f"{where}: {str(error).removeprefix(f'{where}: ')}") from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, MemoryError) as error:
         message = str(error).replace("\n", " ")[:200]
         raise BadCheckpoint(f"{where}: the pickle is damaged ({type(error).__name__}: {message})") from None
@@ -86,10 +87,13 @@ class _Reader:
         self._allowed, self._persistent = allowed, persistent
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
+        self._left = LARGEST  # containers, memo entries and copies that may be made yet
 
     def read(self, data: bytes) -> Any:
         """Follow the opcodes up to STOP."""
         for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name in _CONTAINERS:
+                self._spend(1)
             if opcode.name == "STOP":
                 if len(self._stack) != 1:
                     raise BadCheckpoint("the pickle ends with another number of values than one")
@@ -104,6 +108,12 @@ class _Reader:
                     raise BadCheckpoint(f"the pickle uses {opcode.name}, which no checkpoint needs")
                 step(self, argument)
         raise BadCheckpoint("the pickle has no end")
+
+    def _spend(self, count: int) -> None:
+        """Count what takes memory: a short pickle could copy one long list many times."""
+        self._left -= count
+        if self._left < 0:
+            raise BadCheckpoint("the pickle makes more values than a checkpoint has")
 
     def _marked(self) -> list[Any]:
         """Take the items down to the last mark."""
@@ -171,6 +181,8 @@ class _Reader:
         args, function = self._take(), self._take()
         if type(function) is not Global or type(args) is not tuple:
             raise BadCheckpoint("the pickle calls what is no class or function")
+        if function.name in _PLAIN:
+            self._spend(sum(_copied(arg) for arg in args))
         self._stack.append(_called(function.name, args))
 
     def build(self) -> None:
@@ -188,6 +200,13 @@ class _Reader:
         if self._persistent is None:
             raise BadCheckpoint("the pickle refers to what is outside of it")
         self._stack.append(self._persistent(self._take()))
+
+
+def _copied(value: Any) -> int:
+    """How many containers take as much memory as a copy of a value."""
+    return (
+        len(value) // 8 if type(value) is str else 5 * len(value) if type(value) in (list, tuple, dict) else 0
+    )
 
 
 def _called(name: str, args: tuple) -> Any:
@@ -271,6 +290,10 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
     "EMPTY_LIST": list,
     "EMPTY_TUPLE": tuple,
     "MARK": lambda: _MARK,
+}
+_CONTAINERS = {  # what a byte or two make; a pickle's other values are not much larger than their bytes
+    *("EMPTY_DICT", "EMPTY_LIST", "LIST", "DICT", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ"),
+    *("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
 }
 _STEPS: dict[str, Callable[[_Reader, Any], None]] = {
     **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), lambda reader, at: reader.put(at)),

@@ -8,9 +8,9 @@ from math import prod
 
 import numpy as np
 
-from shardrt.exchange.checkpoint import CHUNK, BadCheckpoint, Tensor
+from shardrt.exchange.checkpoint import CHUNK, BadCheckpoint, Joined, Tensor
 
-__all__ = ["Cast", "Concat", "Heads", "Reshaped", "Rows", "Transposed"]
+__all__ = ["Cast", "Heads", "Reshaped", "Rows", "Transposed", "concat"]
 
 _HEAD = 256 << 20  # bytes of a head that is turned in memory
 
@@ -39,31 +39,20 @@ class Reshaped:
         self.read_into = tensor.read_into
 
 
-class Concat:
+def concat(parts: Sequence[Tensor], name: str) -> Joined:
     """Tensors one after the other along their first dimension.
 
     Raises:
         BadCheckpoint: if their types or rows differ; naming `name`.
     """
-
-    def __init__(self, parts: Sequence[Tensor], name: str) -> None:
-        first = parts[0]
-        if any(part.dtype != first.dtype or part.shape[1:] != first.shape[1:] for part in parts):
-            found = ", ".join(f"{part.dtype.name} {part.shape}" for part in parts[:4])
-            raise BadCheckpoint(f"{name}: its parts have types and shapes that can't be joined: {found}")
-        if any(not part.shape for part in parts):
-            raise BadCheckpoint(f"{name}: its parts are single numbers, which have no rows")
-        self.dtype, self.shape = first.dtype, (sum(part.shape[0] for part in parts), *first.shape[1:])
-        self._parts = [(part, prod(part.shape)) for part in parts]
-
-    def read_into(self, out: np.ndarray, start: int) -> None:
-        """As Tensor."""
-        begin, stop = 0, start + out.size
-        for part, size in self._parts:
-            low, high = max(start, begin), min(stop, begin + size)
-            if low < high:
-                part.read_into(out[low - start : high - start], low - begin)
-            begin += size
+    first = parts[0]
+    if any(part.dtype != first.dtype or part.shape[1:] != first.shape[1:] for part in parts):
+        found = ", ".join(f"{part.dtype.name} {part.shape}" for part in parts[:4])
+        raise BadCheckpoint(f"{name}: its parts have types and shapes that can't be joined: {found}")
+    if any(not part.shape for part in parts):
+        raise BadCheckpoint(f"{name}: its parts are single numbers, which have no rows")
+    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+    return Joined(first.dtype, shape, [(part, 0, prod(part.shape)) for part in parts])
 
 
 class Rows:

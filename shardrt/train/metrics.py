@@ -195,6 +195,7 @@ class RunLog:
         self._tracking = None
         if self._unwritten:
             self.say(f"warning: {self._unwritten.count(10)} records of {METRICS} could not be written")
+            self._unwritten = b""
         for file in (self._metrics, self._lock):
             if file >= 0:
                 os.close(file)

@@ -1,5 +1,6 @@
 """Small checkpoints of a Llama with AdamW state, made without training."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -55,6 +56,29 @@ def write(made, target, ranks=2):
     plan = own.files(made, Options(target, ranks))
     Output(plan.target, {}).write(plan.files)
     return plan.target
+
+
+def adapter(target, config=CONFIG, rank=2, layers=("self_attn.q_proj", "mlp.down_proj"), more=(), **said):
+    """A folder of PEFT's with an adapter of some layers; gives the folder.
+
+    more: names of further tensors. said: further settings.
+    """
+    from safetensors.numpy import save_file
+
+    random, tensors = np.random.default_rng(1), {}
+    for layer, number in ((layer, n) for layer in layers for n in range(config.n_layer)):
+        inputs = config.n_hidden if "down" in layer else config.n_embd
+        for letter, shape in (("A", (rank, inputs)), ("B", (config.n_embd, rank))):
+            name = f"base_model.model.model.layers.{number}.{layer}.lora_{letter}.weight"
+            tensors[name] = random.normal(size=shape).astype(np.float32)
+    tensors |= {f"base_model.model.{name}": np.ones((2, 4), np.float32) for name in more}
+    target.mkdir(parents=True)
+    save_file(tensors, target / "adapter_model.safetensors", {"format": "pt"})
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "lora_dropout": 0.0, "bias": "none"}
+    settings |= said
+    names = [layer.rpartition(".")[2] for layer in layers]
+    (target / "adapter_config.json").write_text(json.dumps({"target_modules": names, **settings}))
+    return target
 
 
 assert FORMATS["llama"].holds(CONFIG)

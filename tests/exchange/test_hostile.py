@@ -7,13 +7,14 @@ import sys
 import pytest
 
 from shardrt.__main__ import main
-from tests.exchange.made import checkpoint, write
+from tests.exchange.made import adapter, checkpoint, write
 
 
-@pytest.mark.parametrize("source", ["shardrt", "safetensors"])
+@pytest.mark.parametrize("source", ["shardrt", "safetensors", "peft"])
 def test_mutants_of_a_checkpoint_are_refused_in_one_line(source, tmp_path):
-    valid = write(checkpoint(), tmp_path / "run")
-    to = "safetensors"
+    valid, to = write(checkpoint(), tmp_path / "run"), "safetensors"
+    if source == "peft":
+        valid, to = adapter(tmp_path / "adapter"), "peft"
     if source == "safetensors":
         assert main(["ckpt", "convert", str(valid), str(tmp_path / "hub"), "--to", to]) == 0
         valid, to = tmp_path / "hub", "shardrt"

@@ -124,7 +124,8 @@ def test_a_table_of_the_user(tmp_path):
     "line",
     ["x", '"a" = 3', '"a.{}" = "b"', '"a" = []', '"a" = {rows = [1, 2]}', '"a" = {from = "net", rows = [1]}',
      '"a" = {from = "net", transposed = 1}', '"a" = {from = "net", shape = 3}', '"a" = ["net", "absent"]',
-     '"b" = "net"\n"b*" = "rest*"', '"rest" = "net"', '"a" = {from = "net", interleave = -2}', "[" * 5000],
+     '"a***" = "net***"', '"b" = "net"\n"b*" = "rest*"', '"rest" = "net"',
+     '"a" = {from = "net", interleave = -2}', "[" * 5000],
 )  # fmt: skip
 def test_a_table_that_is_none_is_one_line(line, tmp_path):
     (tmp_path / "names.toml").write_text(line)

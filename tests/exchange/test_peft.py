@@ -1,14 +1,17 @@
 """LoRA adapters by `ckpt convert`: as a run exports them, bitwise, and through other formats and back."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models import train
+from models import llama, train
+from models.adapters import load_adapter
 from shardrt.__main__ import main
 from shardrt.exchange.formats.peft import CONFIG, WEIGHTS
+from tests.exchange import made
 from tests.lab import jobs
 
 SMALL = ("--architecture", "llama", "--model.n-layer", "2", "--model.n-embd", "16", "--model.n-head", "2")
@@ -99,3 +102,45 @@ def test_what_is_no_adapter_or_no_model_is_one_line(folder, tmp_path, capsys, so
     assert main(["ckpt", "convert", str(path), str(tmp_path / "x"), "--to", to]) == 65
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+OTHERS = {
+    "embedding": (
+        ["model.embed_tokens.lora_embedding_A"],
+        {},
+        r"is the adapter of an embedding \(embed_tokens in target_modules\)",
+        "is no matrix of a LoRA adapter of a linear layer",
+    ),
+    "modules_to_save": (
+        ["lm_head.weight"],
+        {"modules_to_save": ["lm_head"]},
+        r"is trained whole \(modules_to_save\)",
+        r"modules_to_save = \['lm_head'\] is not supported",
+    ),
+    "DoRA": (
+        ["model.layers.0.self_attn.q_proj.lora_magnitude_vector"],
+        {"use_dora": True},
+        r"is of DoRA \(use_dora\)",
+        "use_dora = True is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_lora_of_a_linear_layer_is_named_with_a_way_out(name, tmp_path, capsys):
+    more, said, converted, loaded = OTHERS[name]
+    path = made.adapter(tmp_path / "a", more=more, **said)
+    assert main(["ckpt", "convert", str(path), str(tmp_path / "b"), "--to", "peft"]) == 65
+    error = capsys.readouterr().err
+    assert re.search(converted, error) and "merge_and_unload()" in error and error.count("\n") == 1
+    assert main(["ckpt", "convert", str(path), str(tmp_path / "c"), "--to", "safetensors"]) == 0
+    with pytest.raises(ValueError, match=rf"{loaded}.*; PEFT's merge_and_unload\(\) gives a whole model"):
+        load_adapter(llama.Llama(made.CONFIG), path)
+
+
+def test_an_adapter_of_a_head_that_is_the_embedding_is_named(tmp_path):
+    path = made.adapter(tmp_path / "a", more=["lm_head.lora_A.weight", "lm_head.lora_B.weight"])
+    assert main(["ckpt", "convert", str(path), str(tmp_path / "b"), "--to", "peft"]) == 0
+    assert load_file(path / WEIGHTS).keys() == load_file(tmp_path / "b" / WEIGHTS).keys()
+    with pytest.raises(ValueError, match="'lm_head', which shares the weights of the embedding .*merge_and_"):
+        load_adapter(llama.Llama(made.CONFIG), path)

@@ -54,7 +54,22 @@ def nested(opening: bytes, closing: bytes, levels: int) -> bytes:
 SHARED = b"\x80\x02]q\x00" + b"".join(
     b"]q" + bytes([n + 1]) + b"(h" + bytes([n]) + b"h" + bytes([n]) + b"e" for n in range(40)
 )
+
+
+def copies(name: bytes, value: bytes) -> bytes:
+    """A large value, of which 30,000 calls each make a copy."""
+    return b"\x80\x02](" + value + b"q\x00c" + name + b"\nq\x01" + b"h\x01h\x00\x85R" * 30_000 + b"e."
+
+
 HOSTILE = {
+    "copies of a list": copies(b"torch\nSize", b"](" + b"N" * 100_000 + b"e"),
+    "copies of a table": copies(
+        b"collections\nOrderedDict",
+        b"}(" + b"".join(b"M%bN" % struct.pack("<H", n) for n in range(65_000)) + b"u",
+    ),
+    "copies of text": copies(b"_codecs\nencode", b"X" + struct.pack("<I", 100_000) + b"x" * 100_000)
+    .replace(b"\x85R", b"h\x02\x86R")
+    .replace(b"](", b"X\6\0\0\0latin1q\x02](", 1),
     "os.system": pickle.dumps(Command(os.system, "touch executed")),
     "os.system, protocol 0": pickle.dumps(Command(os.system, "touch executed"), 0),
     "eval": pickle.dumps(Command(eval, "open('executed', 'w')")),
@@ -139,3 +154,10 @@ def test_500_damaged_pickles_are_read_or_refused_and_do_nothing():
 def test_scalars_of_numpy_are_named_where_they_are_not_read():
     with pytest.raises(BadCheckpoint, match="numpy"):
         unpickle(pickle.dumps(np.float64(1.5)), "x", ())
+
+
+def test_containers_are_counted_while_they_are_made(monkeypatch):
+    monkeypatch.setattr("shardrt.exchange.unpickle.LARGEST", 99)
+    for one in (b"]", b"}", b")\x85", b"N\x94"):
+        with pytest.raises(BadCheckpoint, match="makes more values"):
+            unpickle(b"\x80\x04(" + one * 100 + b"l.", "x", ())

@@ -5,14 +5,14 @@ import pytest
 
 from shardrt.exchange import views
 from shardrt.exchange.checkpoint import BadCheckpoint
-from shardrt.exchange.views import Cast, Concat, Heads, Reshaped, Rows, Transposed
+from shardrt.exchange.views import Cast, Heads, Reshaped, Rows, Transposed, concat
 from tests.exchange.made import Held
 
 A = np.random.default_rng(0).normal(size=(24, 10)).astype(np.float32)
 B = np.random.default_rng(1).normal(size=(6, 10)).astype(np.float32)
 CASES = {
     "float16": (Cast(Held(A), np.dtype(np.float16)), A.astype(np.float16)),
-    "joined": (Concat([Held(A), Held(B), Held(A)], "x"), np.concatenate([A, B, A])),
+    "joined": (concat([Held(A), Held(B), Held(A)], "x"), np.concatenate([A, B, A])),
     "rows": (Rows(Held(A), 5, 7, "x"), A[5:12]),
     "rows of matrices": (Rows(Held(A.reshape(2, 12, 10)), 5, 9, "x"), A[5:14]),
     "of a vector": (Rows(Held(A[:, 0].copy()), 3, 4, "x"), A[3:7, 0]),
@@ -41,8 +41,8 @@ def test_a_range_of_a_view_is_that_of_the_array(case, monkeypatch):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Concat([Held(A), Held(B.T.copy())], "layer"),
-        lambda: Concat([Held(A), Held(B.astype(np.float64))], "layer"),
+        lambda: concat([Held(A), Held(B.T.copy())], "layer"),
+        lambda: concat([Held(A), Held(B.astype(np.float64))], "layer"),
         lambda: Rows(Held(A), 20, 5, "layer"),
         lambda: Transposed(Held(A[0]), "layer"),
         lambda: Heads(Held(A), 5, True, "layer"),

@@ -206,7 +206,7 @@ def test_settings_that_are_empty_are_not_there(saved, tmp_path):
 @pytest.mark.parametrize(
     "rename, message",
     [
-        (lambda name: name.replace("q_proj", "w_proj"), "the model has no linear layer"),
+        (lambda name: name.replace("q_proj", "w_proj"), "which is no linear layer in this model"),
         (lambda name: name.replace("lora_A", "lora_embedding_A"), "no matrix of a LoRA adapter"),
         (
             lambda name: name.replace("layers.0.self_attn.q_proj.lora_A", "layers.0.a.lora_A"),

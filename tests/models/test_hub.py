@@ -460,7 +460,7 @@ def test_the_settings_of_transformers_4_are_read(tmp_path):
 def test_files_that_change_before_they_are_read_are_an_error(folder):
     model = load_pretrained(folder)
     rewritten(folder, lambda tensors: tensors)
-    with pytest.raises(ValueError, match="has changed since the model was made from it"):
+    with pytest.raises(ValueError, match="has changed since it was opened"):
         model.state_dict()
 
 

@@ -22,11 +22,10 @@ from shardrt.exchange import names
 from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint, Checkpoint, Joined, Tensor, Training
 from shardrt.exchange.formats import Options, Plan
 from shardrt.exchange.output import File, Segment
-from shardrt.exchange.source import SourceFile
 from shardrt.exchange.torch_file import pickled, torch_segments
 from shardrt.exchange.torch_zip import STORAGES, open_torch
 from shardrt.exchange.unpickle import Called, Global, unpickle
-from shardrt.untrusted import natural, read_regular
+from shardrt.untrusted import SourceFile, natural, read_regular
 
 DIALECT, STATE = "huggingface", True
 METADATA = ".metadata"

@@ -13,7 +13,7 @@ from typing import Any
 from shardrt.checkpoint.tensorfiles import open_file, read_json
 from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint, Checkpoint, Tensor
 from shardrt.exchange.formats import Options, Plan
-from shardrt.exchange.formats.safetensors import InFile, tensors_file
+from shardrt.exchange.formats.safetensors import in_file, tensors_file
 from shardrt.exchange.output import File
 from shardrt.untrusted import Refused
 
@@ -22,6 +22,12 @@ STATE = True  # of which the recipe says how a run's adapters are scaled; the re
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MATRIX = re.compile(rf"(?:{re.escape(_PREFIX)})?(.+\.lora_[AB])(?:\.\w+)?\.weight")
+
+_OTHERS = {
+    ".lora_embedding_": "the adapter of an embedding (embed_tokens in target_modules)",
+    ".modules_to_save.": "trained whole (modules_to_save)",
+    ".lora_magnitude_vector": "of DoRA (use_dora)",
+}
 
 
 def recognises(path: Path) -> bool:
@@ -36,7 +42,7 @@ def read(path: Path) -> Checkpoint:
         stored = open_file(path / WEIGHTS)
     except (ValueError, Refused) as error:
         raise BadCheckpoint(str(error)) from None
-    tensors = {(PARAMETER, name.removeprefix(_PREFIX)): InFile(tensor) for name, tensor in stored.items()}
+    tensors = {(PARAMETER, name.removeprefix(_PREFIX)): in_file(tensor) for name, tensor in stored.items()}
     return Checkpoint(path, tensors, files={CONFIG: _text(config)})
 
 
@@ -44,8 +50,9 @@ def files(checkpoint: Checkpoint, options: Options) -> Plan:
     """The adapters of a checkpoint, and what PEFT needs to know of them.
 
     Raises:
-        BadCheckpoint: if there are none, or nothing says how they are scaled.
+        BadCheckpoint: if there are none, or others than LoRA's, or nothing says how they are scaled.
     """
+    _check_kinds(checkpoint)
     adapters: dict[str, Tensor] = {}
     for (kind, name), tensor in checkpoint.tensors.items():
         if kind == PARAMETER and (matrix := _MATRIX.fullmatch(name)):
@@ -62,6 +69,22 @@ def files(checkpoint: Checkpoint, options: Options) -> Plan:
     files = [tensors_file(WEIGHTS, adapters), File(CONFIG, [content])]
     more = {name: content for name, content in checkpoint.files.items() if name != CONFIG}
     return Plan([*files, *(File(name, [content]) for name, content in more.items())], left=left)
+
+
+def _check_kinds(checkpoint: Checkpoint) -> None:
+    """Refuse what an adapter may hold apart from the two matrices of a linear layer: it would be lost."""
+    config = checkpoint.files.get(CONFIG)
+    saved = json.loads(config).get("modules_to_save") if config else None
+    whole = tuple(f"{name}.weight" for name in saved) if isinstance(saved, list) else ()
+    for kind, name in checkpoint.tensors:
+        other = next((what for part, what in _OTHERS.items() if part in name), None)
+        if name.endswith(whole):
+            other = _OTHERS[".modules_to_save."]
+        if kind == PARAMETER and other is not None:
+            raise BadCheckpoint(
+                f"{checkpoint.path}: {name[:200]!r} is {other}; `--to peft` writes LoRA of linear layers "
+                "alone: train without it, or convert the whole model that PEFT's merge_and_unload() gives"
+            )
 
 
 def _config(checkpoint: Checkpoint, adapters: dict[str, Tensor]) -> bytes:

@@ -5,7 +5,6 @@ They hold weights alone. The optimizer's state has no place there.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from shardrt.checkpoint.tensorfiles import (
 from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint, Checkpoint, Tensor
 from shardrt.exchange.formats import Options, Plan
 from shardrt.exchange.output import Elements, File
+from shardrt.exchange.source import FileTensor
 from shardrt.untrusted import Refused
 
 DIALECT, STATE = "huggingface", False
@@ -43,7 +43,7 @@ def read(path: Path) -> Checkpoint:
         config = read_json(path / CONFIG) if (path / CONFIG).exists() else None
     except (ValueError, Refused) as error:
         raise BadCheckpoint(str(error)) from None
-    tensors = {(PARAMETER, name): InFile(tensor) for name, tensor in stored.items()}
+    tensors = {(PARAMETER, name): in_file(tensor) for name, tensor in stored.items()}
     return Checkpoint(path, tensors, config=config, files=plain_files(path, BESIDE))
 
 
@@ -67,36 +67,6 @@ def files(checkpoint: Checkpoint, options: Options) -> Plan:
     return Plan(found, left=left)
 
 
-@dataclass(frozen=True)
-class InFile:
-    """A tensor of a file, in the type that it has there."""
-
-    stored: StoredTensor
-
-    @property
-    def dtype(self) -> np.dtype:
-        """As Tensor."""
-        if self.stored.dtype == "BF16":
-            import ml_dtypes
-
-            return np.dtype(ml_dtypes.bfloat16)
-        return np.dtype(DTYPES[self.stored.dtype])
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As Tensor."""
-        return self.stored.shape
-
-    def read_into(self, out: np.ndarray, start: int) -> None:
-        """As Tensor."""
-        file, offset = self.stored.file, self.stored.offset + start * out.dtype.itemsize
-        try:
-            with file.open() as descriptor:
-                file.read(descriptor, out.view(np.uint8), offset)
-        except ValueError as error:
-            raise BadCheckpoint(str(error)) from None
-
-
 def _parts(weights: Mapping[str, Tensor], file_bytes: int) -> Iterator[dict[str, Tensor]]:
     """The weights of each file."""
     part: dict[str, Tensor] = {}
@@ -109,6 +79,14 @@ def _parts(weights: Mapping[str, Tensor], file_bytes: int) -> Iterator[dict[str,
         part[name] = tensor
         room -= size
     yield part
+
+
+def in_file(stored: StoredTensor) -> FileTensor:
+    """A tensor of a file, in the type that it has there."""
+    import ml_dtypes
+
+    dtype = np.dtype(ml_dtypes.bfloat16 if stored.dtype == "BF16" else DTYPES[stored.dtype])
+    return FileTensor(stored.file, stored.offset, dtype, stored.shape)
 
 
 def tensors_file(name: str, weights: Mapping[str, Tensor]) -> File:

@@ -22,6 +22,7 @@ __all__ = ["Tracking"]
 
 ROOM = 1 << 20  # bytes that wait for a slow tracker; then records are dropped
 PATIENCE = 10.0  # seconds that the end of a run waits for all trackers together
+_GRACE = 1.0  # seconds to end the processes that a tracker started
 _PAUSE = 0.005  # seconds between two looks at a process that ends
 _REPORTS = 1 << 16  # bytes of reports that are read at once
 _GROUPS = {"step": "train", "evaluation": "evaluation"}  # kind of record -> prefix of its figures
@@ -190,10 +191,13 @@ class _Delivery:
         if self._child is None:
             return
         child, self._child = self._child, None
+        child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(_GRACE)
         with suppress(OSError):
             os.killpg(child.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
-            child.wait(1.0)
+            child.wait(_GRACE)
         child.stdin.close()
         child.stdout.close()
 
