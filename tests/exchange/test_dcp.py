@@ -311,7 +311,7 @@ def torch_ran(tmp_path_factory):
 @pytest.mark.torch
 @pytest.mark.parametrize("ranks", RANKS)
 def test_torch_reads_each_value_that_is_written(ranks, torch_ran):
-    """By its own loader: all tensors bitwise, the counts, and who is in which group."""
+    """By its own loader: all tensors bitwise, the counts, and the group of each parameter."""
     made, found = own.read(torch_ran / "made"), dict(np.load(torch_ran / f"of-{ranks}.npz"))
     names = {name for _, name in made.tensors}
     assert found.pop("step") == 7
