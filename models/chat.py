@@ -12,6 +12,7 @@ from shardrt.train.chat import TEMPLATE, Examples, fitted
 from shardrt.train.chat_file import examples_of
 from shardrt.train.held_out import IGNORED, shares
 from shardrt.train.metrics import RunLog
+from shardrt.train.mixture import sources
 from shardrt.train.packing import Packed
 from shardrt.train.tokens import BadTokens
 
@@ -36,6 +37,8 @@ class Chat(Language):
             )
         if not recipe.data:
             raise ValueError("text.chat needs data: pass --data FILE.jsonl")
+        if any(source.weight is not None for source in sources(recipe.data)):
+            raise ValueError("text.chat: conversations have no weights; pass --data a.jsonl b.jsonl")
         self._words: Text = recipe.words()
         self.examples: Examples = examples_of(recipe.data, self._words.folder, recipe.text.split)
         if (largest := self.examples.largest) >= self.shape.vocab_size:

@@ -64,6 +64,8 @@ class LanguageRecipe(PretrainedRecipe):
         super().__post_init__()
         paths = [source.path for source in sources(self.data)]
         tokenised = any(path.suffix == SUFFIX or has_records(path) for path in paths)
+        if self.text.end and not any(has_records(path) for path in paths):
+            raise ValueError("text.end is put behind records alone; `shardrt data make` has --end for texts")
         as_bytes = not self.pretrained and not tokenised
         if as_bytes and 0 < self.model.vocab_size < VOCABULARY:
             raise ValueError(
@@ -107,7 +109,8 @@ class LanguageRecipe(PretrainedRecipe):
         """
         self.check_origin()
         text, found = self.text, []
-        how = Preparation(text.tokenizer, text.end, text.column, text.split)
+        size = 0 if self.pretrained else self.model.vocab_size
+        how = Preparation(text.tokenizer, text.end, text.column, text.split, size)
         for given, source in zip(self.data, sources(self.data), strict=True):
             if has_records(source.path):
                 weight = str(given)[len(str(source.path)) :]
@@ -133,7 +136,8 @@ class LanguageRecipe(PretrainedRecipe):
         if made_by == "bytes":
             if self.text.tokenizer is not None:
                 raise ValueError(
-                    f"text.tokenizer: the data are byte tokens, so leave it out; got {self.text.tokenizer}"
+                    f"text.tokenizer: the data are byte tokens; make a token file of them by `shardrt data "
+                    f"make`, or leave it out; got {self.text.tokenizer}"
                 )
             return ByteText()
         if self.text.tokenizer is None:

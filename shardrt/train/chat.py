@@ -7,8 +7,10 @@ tokenizer and the chat template are those of a folder of Hugging Face.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,20 +19,24 @@ from typing import Any
 import numpy as np
 
 from shardrt.train.filearray import FileArray
-from shardrt.train.records import records
+from shardrt.train.reading import Row, batches, rows, size_of
 from shardrt.train.tokenizer import Tokenizer
 from shardrt.train.tokens import BadTokens
+from shardrt.train.workers import in_order
 from shardrt.untrusted import read_regular, strict_json
 
-__all__ = ["TEMPLATE", "ChatFolder", "Examples", "TooLong", "fitted", "read_examples"]
+__all__ = ["TEMPLATE", "ChatFolder", "Examples", "TooLong", "fitted", "tokenised"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEMPLATE, CONFIG, SPECIAL = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SHAREGPT = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
+_SHAREGPT |= {"observation": "tool"}
+_SHAREGPT_KEYS = {"from": "role", "value": "content"}
 _LARGEST = {TEMPLATE: 1 << 20, CONFIG: 64 << 20}  # bytes
 SECONDS = 5.0  # of processor time for what the template makes of a record
 _BATCH = 1 << 19  # characters of records that go to the tokenizer together
+_MOST = 8  # processes that render and tokenise, if there are cores for them
 _TOGETHER = 1 << 14  # examples that are looked at together
 
 Record = dict[str, Any]
@@ -64,6 +70,12 @@ class ChatFolder:
         self.path, self._templates = self._found(template, config)
         given = json.dumps([self._special, self._templates], sort_keys=True).encode()
         self.name = f"{self.tokenizer.name}, template sha256 {hashlib.sha256(given).hexdigest()[:16]}"
+
+    def another(self) -> "ChatFolder":
+        """The same, with a process of its own."""
+        found = copy(self)
+        found.tokenizer = Tokenizer(self.tokenizer.path)
+        return found
 
     def _settings(self, name: str) -> dict[str, Any]:
         path = self.folder / name
@@ -114,7 +126,7 @@ class ChatFolder:
             (ids of each record, uint32; of each a uint8 that is 1 for each token of an answer; the ids of
             special tokens).
         """
-        size = sum(_characters(record) for record in records)
+        size = sum(size_of(record) for record in records)
         what = f"{places[0]} to {places[-1]}: {self.path}: the template or the tokenizer crashed"
         given = {"records": list(records), "special": self._special, "prompt": prompt}
         given["seconds"] = SECONDS
@@ -174,13 +186,14 @@ def conversation(record: Record, place: str) -> Record:
     {"prompt", "completion"}.
     """
     record = {name: value for name, value in record.items() if value is not None}  # tables have all columns
+    if "chat_template_kwargs" in record:
+        raise BadTokens(f"{place}: chat_template_kwargs are not read; write them into the template")
     if "messages" in record:
         messages, first = _messages(record["messages"], "messages", place), 0
     elif "conversations" in record:
-        turned = record["conversations"]
-        if isinstance(turned, list):
-            turned = [_of_sharegpt(each) for each in turned]
-        messages, first = _messages(turned, "conversations", place), 0
+        messages, first = _messages(record["conversations"], "conversations", place), 0
+        if isinstance(record.get("system"), str) and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": record["system"]}, *messages]
     elif "prompt" in record and "completion" in record:
         parts = {name: record[name] for name in ("prompt", "completion")}
         if all(isinstance(each, str) for each in parts.values()):
@@ -199,50 +212,59 @@ def conversation(record: Record, place: str) -> Record:
     ]
     if not answers:
         raise BadTokens(f"{place}: no message of the assistant to learn from")
-    found = {"messages": messages, "answers": answers}
-    return found | {"tools": record["tools"]} if record.get("tools") else found
+    tools = _tools(record.get("tools"), place)
+    return {"messages": messages, "answers": answers} | ({"tools": tools} if tools else {})
 
 
-def _of_sharegpt(turn: Any) -> Any:
-    if not isinstance(turn, dict):
-        return turn
-    role = turn.get("from")
-    return {
-        "role": _SHAREGPT.get(role, role) if isinstance(role, str) else role,
-        "content": turn.get("value"),
-    }
+def _tools(found: Any, place: str) -> list[dict] | None:
+    """A list of objects, or its JSON, as tables have it."""
+    if isinstance(found, str) and found.strip():
+        try:
+            found = strict_json(found)
+        except ValueError as error:
+            raise BadTokens(f"{place}: tools must be a list or its JSON ({error})") from None
+    if not found:
+        return None
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise BadTokens(f"{place}: tools must be a list of objects, or its JSON")
+    return found
 
 
 def _messages(found: Any, name: str, place: str) -> list[dict]:
     if not isinstance(found, list) or not found:
         raise BadTokens(f"{place}: {name} must be a list of messages, not empty")
-    for number, message in enumerate(found, start=1):
-        where = f"{place}: message {number}"
-        if not isinstance(message, dict):
-            raise BadTokens(
-                f"{where}: expected an object with role and content, got a {type(message).__name__}"
-            )
-        if (role := message.get("role")) not in ROLES:
-            raise BadTokens(f"{where}: role must be one of {', '.join(ROLES)}, got {str(role)[:40]!r}")
-        if (weight := message.get("weight", 1)) not in (0, 1, None):
-            raise BadTokens(f"{where}: weight must be 0 or 1, got {str(weight)[:40]!r}")
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise BadTokens(f"{where}: content must be a text, got a {type(content).__name__}")
-    return found
+    return [_message(each, f"{place}: message {number}") for number, each in enumerate(found, start=1)]
 
 
-def _characters(value: Any) -> int:
-    """Of all texts in a record."""
-    if isinstance(value, dict):
-        return sum(map(_characters, value.values()))
-    return (
-        sum(map(_characters, value))
-        if isinstance(value, list)
-        else len(value)
-        if isinstance(value, str)
-        else 1
-    )
+def _message(message: Any, where: str) -> dict:
+    """A message with role and content, whose texts are texts or lists of parts."""
+    if not isinstance(message, dict):
+        raise BadTokens(f"{where}: expected an object with role and content, got a {type(message).__name__}")
+    message = {_SHAREGPT_KEYS.get(key, key): value for key, value in message.items() if value is not None}
+    role = message.get("role")
+    message["role"] = role = _SHAREGPT.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        raise BadTokens(f"{where}: role must be one of {', '.join(ROLES)}, got {str(role)[:40]!r}")
+    if (weight := message.get("weight", 1)) not in (0, 1):
+        raise BadTokens(f"{where}: weight must be 0 or 1, got {str(weight)[:40]!r}")
+    calls, content = message.get("tool_calls"), message.get("content")
+    if calls and (not isinstance(calls, list) or not all(isinstance(each, dict) for each in calls)):
+        raise BadTokens(f"{where}: tool_calls must be a list of objects")
+    if isinstance(content, list) and content:
+        message["content"] = [_part(part, where) for part in content]
+    elif not isinstance(content, str) and not (content is None and calls):
+        raise BadTokens(f"{where}: content must be a text, got a {type(content).__name__}")
+    return message
+
+
+def _part(part: Any, where: str) -> dict:
+    """A text that is a part of a message's content."""
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind != "text":
+        raise BadTokens(f"{where}: content has a part of type {str(kind)[:40]!r}; only texts are learnt")
+    if not isinstance(part.get("text"), str):
+        raise BadTokens(f"{where}: content has a part of type 'text' without a text")
+    return {"type": "text", "text": part["text"]}
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,53 +280,30 @@ class Examples:
     made_by: str  # ChatFolder.name
 
 
-def read_examples(paths: Sequence[Path], folder: ChatFolder, split: str = "train") -> Examples:
-    """The examples of records. Deterministic, unless the template asks for the date.
+def tokenised(
+    paths: Sequence[Path], folder: ChatFolder, split: str = "train", place: Sequence[int] = ()
+) -> Iterator[tuple[list[Row], list[np.ndarray], list[np.ndarray]]]:
+    """Records in batches, with the tokens of each (uint32), and which of them are answers (uint8).
 
-    split: of folders of records that have several.
+    Deterministic, unless the template asks for the date.
+
+    Args:
+        split: of folders of records that have several.
+        place: of the Row at which an earlier reading ended.
 
     Raises:
         BadTokens, BadRecords: naming the file, the line and what is wrong.
         OSError: if a file can't be read.
     """
-    from xxhash import xxh3_128
 
-    ids, answers, sizes = [], [], [0]
-    for batch in _batches(_conversations(paths, split)):
-        found, own, _ = folder.encode([record for record, _ in batch], [place for _, place in batch])
-        ids += found
-        answers += own
-        sizes += map(len, found)
-    folder.tokenizer.close()
-    source = ", ".join(map(str, paths))
-    if not sum(sizes):
-        raise BadTokens(f"{source}: no records with a text")
-    arrays = np.concatenate(ids), np.concatenate(answers), np.cumsum(sizes, dtype=np.int64)
-    hasher = xxh3_128()
-    for array in arrays:
-        hasher.update(np.ascontiguousarray(array))
-    digest, largest = f"xxh3 {hasher.hexdigest()}", int(arrays[0].max())
-    return Examples(source, digest, *arrays, largest, folder.name)
+    def encode(worker: ChatFolder, batch: list[Row]) -> tuple:
+        ids, answers, _ = worker.encode([row.value for row in batch], [row.where for row in batch])
+        return batch, ids, answers
 
-
-def _conversations(paths: Sequence[Path], split: str) -> Iterator[tuple[Record, str]]:
-    """(each record, where it is)."""
-    for path in paths:
-        found = records(path, split=split)
-        for record in found:
-            yield conversation(record, found.where), found.where
-
-
-def _batches(records: Iterable[tuple[Record, str]]) -> Iterator[list[tuple[Record, str]]]:
-    batch, size = [], 0
-    for record in records:
-        batch.append(record)
-        size += _characters(record[0])
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    read = rows(paths, None, split, place, texts=False)
+    found = (replace(row, value=conversation(row.value, row.where)) for row in read)
+    most = min(_MOST, len(os.sched_getaffinity(0)))
+    yield from in_order(encode, batches(found, _BATCH), folder, folder.another, most)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,17 +6,19 @@ Training reads the tokens of a window when it needs them.
 """
 
 import json
-import os
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
-from shardrt.train.chat import ChatFolder, Examples, read_examples
+from shardrt.train.chat import ChatFolder, Examples, tokenised
 from shardrt.train.filearray import FileArray
 from shardrt.train.prepare import once
-from shardrt.train.records import record_files
+from shardrt.train.reading import Progress, made_from
+from shardrt.train.screen import Screen
 from shardrt.train.tokens import BadTokens
+from shardrt.train.unfinished import Unfinished
 from shardrt.untrusted import open_regular
 
 __all__ = ["examples_of"]
@@ -28,7 +30,7 @@ _CHUNK = 1 << 22  # elements that are looked at together
 
 
 def examples_of(paths: Sequence[Path], folder: ChatFolder, split: str = "train") -> Examples:
-    """The examples of records, or of one file that `write` has made with the same folder.
+    """The examples of records, or of one file that `make` has made with the same folder.
 
     Of records such a file is made, once for all ranks and runs, until a source or the folder changes.
     split: of folders of records that have several.
@@ -50,34 +52,61 @@ def examples_of(paths: Sequence[Path], folder: ChatFolder, split: str = "train")
 
 def _made(paths: Sequence[Path], folder: ChatFolder, split: str) -> Path:
     """The file of records in runs/.tokens."""
-    from xxhash import xxh3_128_hexdigest
-
-    files = [(str(file.resolve()), file.stat()) for path in paths for file in record_files(path, split)]
-    sources = [(name, found.st_size, found.st_mtime_ns) for name, found in files]
-    key = xxh3_128_hexdigest(json.dumps([_FORMAT, sources, folder.name]).encode())
+    key = made_from(paths, split, _FORMAT, folder.name)
     name = f"{paths[0].name.split('.')[0]}-{key[:16]}{SUFFIX}"
-    return once(name, lambda out: write(out, read_examples(paths, folder, split)))
+    return once(name, lambda out: make(out, paths, folder, split))
 
 
-def write(path: Path, examples: Examples) -> None:
-    """Make a file of examples; it appears at `path` when it is whole. Raises FileExistsError, OSError."""
-    from safetensors.numpy import save_file
+def make(out: Path, paths: Sequence[Path], folder: ChatFolder, split: str = "train") -> Examples:
+    """Make a file of examples; it appears at `out` when it is whole. A killed process's work goes on.
 
-    if path.exists():
-        raise FileExistsError(17, "exists already", str(path))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    facts = {"format": _FORMAT, "source": examples.source, "made_by": examples.made_by}
-    facts |= {"digest": examples.digest, "largest": str(examples.largest)}
+    split: of folders of records that have several.
+
+    Raises:
+        FileExistsError: for an `out` that exists.
+        BadTokens, BadRecords: naming the file, the line and what is wrong.
+        Refused: if another process is making the file.
+        OSError: if the file system fails; called again, it goes on.
+    """
+    source = made_from(paths, split, _FORMAT, folder.name, version("tokenizers"), version("jinja2"))
+    file = Unfinished(out, source, {name: dtype for name, (_, dtype) in _TYPES.items()})
+    facts, screen = dict(file.facts), Screen()
     try:
-        with open(temporary, "xb") as file:
-            mode = os.fstat(file.fileno()).st_mode & 0o777  # the library would let its owner alone read it
-        save_file({name: getattr(examples, name) for name in _TYPES}, temporary, facts)
-        with open(temporary, "rb") as file:
-            os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
-        os.rename(temporary, path)
+        with screen.moving():
+            progress = Progress(screen, paths, max(0, file.size("begins") - 1))
+            if not file.size("begins"):
+                file.append("begins", np.zeros(1, np.int64))
+            for batch, tokens, answers in tokenised(paths, folder, split, facts.get("place", ())):
+                ends = file.size("tokens") + np.cumsum([own.size for own in tokens])
+                file.append("begins", ends)
+                file.append("tokens", np.concatenate(tokens))
+                file.append("answers", np.concatenate(answers))
+                said = facts.get("answers", 0) + sum(int(own.sum()) for own in answers)
+                largest = max(facts.get("largest", 0), *(int(own.max(initial=0)) for own in tokens))
+                facts = {"answers": said, "largest": largest, "place": batch[-1].place}
+                file.keep(facts)
+                progress.show(batch)
+        names = ", ".join(map(str, paths))
+        if not file.size("tokens"):
+            raise BadTokens(f"{names}: no records with a text")
+        if not facts["answers"]:
+            raise BadTokens(f"{names}: {folder.path}: no record has a token of an answer")
+        known = {"format": _FORMAT, "source": _shortened(names), "made_by": folder.name}
+        known |= {"largest": str(facts["largest"])}
+        file.finish(lambda digest: known | {"digest": f"xxh3 {digest}"})
+    except ValueError:
+        file.remove()
+        raise
+    except BaseException:
+        file.close()
+        raise
     finally:
-        temporary.unlink(missing_ok=True)
+        folder.tokenizer.close()
+    return open_examples(out)
+
+
+def _shortened(names: str) -> str:
+    return names if len(names) < 1000 else f"{names[:1000]}..."
 
 
 def open_examples(path: Path) -> Examples:

@@ -88,12 +88,16 @@ class Template:
 
     def __init__(self, source: str, special: dict[str, str]) -> None:
         self._template, self._special = _compiled(source), special
+        self._parts: bool | None = None  # not known yet
         self.marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
 
     def rendered(self, messages: list[dict], more: bool, tools: Any = None) -> tuple[str, Spans]:
         """(the text of messages, what is marked in it). more: with the beginning of an answer behind it."""
         pieces, size = [], 0
-        given = {**self._special, "messages": [_message(each) for each in messages]}
+        shown = [_message(each) for each in messages]
+        if any(isinstance(each.get("content"), list) for each in shown) and not self._reads_parts():
+            shown = [_joined(each) for each in shown]
+        given = {**self._special, "messages": shown}
         given |= {"tools": tools, "documents": None, "add_generation_prompt": more}
         for piece in self._template.generate(**given):
             size += len(piece)
@@ -101,6 +105,18 @@ class Template:
                 raise Unusable(f"the template makes more than {LONGEST} characters of it")
             pieces.append(piece)
         return _unmarked("".join(pieces))
+
+    def _reads_parts(self) -> bool:
+        """Whether the template writes the text of a content that is a list of parts, and not the list."""
+        if self._parts is None:
+            probe = {"role": "user", "content": [{"type": "text", "text": "shardrt"}]}
+            given = {**self._special, "messages": [probe], "tools": None, "documents": None}
+            try:
+                text = "".join(self._template.generate(**given, add_generation_prompt=False))
+            except Exception:  # of any kind: the template is a program
+                text = ""
+            self._parts = "shardrt" in text and re.search(r"""text['"]\s*:""", text) is None
+        return self._parts
 
     def example(self, record: dict[str, Any], ends: tuple[str, ...]) -> tuple[str, Spans]:
         """(the text of a conversation, its answers). ends: texts of special tokens."""
@@ -178,6 +194,14 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in message.items() if value is not None}
     reasoning = next((kept[name] for name in _REASONING if name in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is one text, for templates that know no parts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "".join(part["text"] for part in content)}
 
 
 class _Generation(Extension):

@@ -20,6 +20,7 @@ import numpy as np
 
 from shardrt.train.filearray import FileArray
 from shardrt.train.held_out import shares
+from shardrt.train.records import plain_text
 from shardrt.train.tokens import SUFFIX, open_tokens
 
 __all__ = ["Corpus", "VOCABULARY", "cut_windows", "held_out_starts", "load_corpus"]
@@ -203,7 +204,7 @@ def _read(path: Path) -> bytes:
     content = path.read_bytes()
     if not content:
         raise ValueError(f"data: {path} is empty")
-    return content
+    return plain_text(path, content)
 
 
 def _standard_library() -> list[bytes]:

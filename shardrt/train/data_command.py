@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrt.train import chat_file
-from shardrt.train.chat import ChatFolder, read_examples
+from shardrt.train.chat import ChatFolder
 from shardrt.train.prepare import Preparation, make_tokens
 from shardrt.train.tokens import SUFFIX, BadTokens, TokenFile, open_tokens, verify
 from shardrt.untrusted import say
@@ -56,8 +56,8 @@ def chat(options: argparse.Namespace) -> int:
     if options.file.suffix != chat_file.SUFFIX:
         raise BadTokens(f"{options.file}: the name must end in {chat_file.SUFFIX}")
     folder = ChatFolder(options.init_from, template=options.chat_template)
-    chat_file.write(options.file, read_examples(options.records, folder, options.split))
-    say(chat_file.described(options.file, chat_file.open_examples(options.file)))
+    made = chat_file.make(options.file, options.records, folder, options.split)
+    say(chat_file.described(options.file, made))
     return 0
 
 

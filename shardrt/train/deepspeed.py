@@ -21,6 +21,7 @@ ON_HOST: dict[str, Any] = {
     **{f"memory__offload_{part}": True for part in ("parameters", "gradients", "optimizer")},
     "memory__update_on": "host",
 }
+_WAITS = {"offload_optimizer": "DeepSpeed's float32 weights wait there, too", "offload_param": ""}
 _STRATEGIES = ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD")  # by stage
 _TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _LONG = {long: long for long in _TYPES.values()} | {"float": "float32", "half": "float16"}
@@ -174,7 +175,6 @@ _ONLY_DEFAULT: dict[str, tuple[Any, str]] = {
     "torch_autocast.lower_precision_safe_modules": (None, "all layers but norms compute in precision.param"),
     "data_types.buffer_dtype": (None, "buffers keep their type"),
     "data_types.keep_in_fp32_modules": ("auto", "see precision.norms_in_float32"),
-    "data_types.grad_accum_dtype": (None, "gradients are added in their own type"),
     _OPTIMIZER + "eps": (1e-8, "the training command has 1e-8"),
     _OPTIMIZER + "bias_correction": (True, "AdamW corrects it"),
     _OPTIMIZER + "amsgrad": (False, "there is no AMSGrad"),
@@ -246,6 +246,7 @@ _READ = (
         "tensorboard.enabled",
     ),
     *("bf16.check_grad_overflow", "torch_autocast.enabled", "torch_autocast.dtype", "data_types.param_dtype"),
+    "data_types.grad_accum_dtype",
     *("activation_checkpointing.cpu_checkpointing", "activation_checkpointing.partition_activations"),
     *("pipeline.stages", "pipeline.activation_checkpoint_interval", "checkpoint.use_node_local_storage"),
     *("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "expert_parallel.enabled"),
@@ -500,6 +501,9 @@ def _in_groups(reader: Reader, stage: int, shares: int | None) -> bool:
         else:
             found = True
             note = f"a group of {size} ranks has all shards, the optimizer's too"
+            if "hpz" in name:
+                more = shares // size
+                note += f": {more} times DeepSpeed's optimizer state; without the key it is FULL_SHARD"
             reader.setting(name, reader.take(name), note, fsdp__copies=shares // size)
     return found
 
@@ -542,6 +546,11 @@ def _precision(reader: Reader) -> None:
             reader.change(setting, _LONG[dtype])
         section, _, last = settings[0].partition(".")
         reader.setting(name, reader.take(name), **{f"{section}__{last}": _LONG[dtype]})
+    name = "data_types.grad_accum_dtype"
+    dtype = reader.choice(name, _LONG)
+    if dtype and _LONG[dtype] != "float32":
+        reader.refuse(name, "gradients are added in float32")
+    reader.noted(name, "gradients are added in float32")
 
 
 def _offload(reader: Reader) -> None:
@@ -558,7 +567,7 @@ def _offload(reader: Reader) -> None:
             reader.no_effect(device, "DeepSpeed reads it with stage 3 alone")
             where = "none"
         if device in reader.left and where != "none":
-            reader.setting(device, reader.take(device), **settings)
+            reader.setting(device, reader.take(device), _WAITS[part], **settings)
         reader.noted(device, "nothing waits on the host")
         given = reader.left.get(path)
         if where != "nvme":
@@ -569,10 +578,11 @@ def _offload(reader: Reader) -> None:
             reader.refuse(path, f"there is one folder for files, {folders[0]}")
         else:
             folders = [given]
-            reader.setting(path, reader.take(path), memory__directory=given)
+            note = "all that waits on the host is in its files"
+            reader.setting(path, reader.take(path), note, memory__directory=given)
         name = _ZERO + old
         if reader.flag(name):
-            reader.setting(name, reader.take(name), **settings)
+            reader.setting(name, reader.take(name), _WAITS[part], **settings)
         reader.noted(name, "nothing waits on the host")
 
 

@@ -1,34 +1,38 @@
 """From texts and records to a token file, document by document; and token files that training makes itself.
 
 Training on a Parquet file, say, first writes runs/.tokens/NAME-KEY.tokens, once: after that the samples are
-those of any token file, at every number of ranks, and a run resumes at any of them at once.
+those of any token file, at every number of ranks, and a run resumes at any of them at once. A preparation
+that is killed goes on where it was.
 """
 
 import fcntl
-import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from glob import escape
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
+from shardrt.comm import mpi_world
 from shardrt.train.metrics import RUNS
-from shardrt.train.records import has_records, record_files, records
+from shardrt.train.reading import TEXT, Progress, Row, batches, made_from, rows
 from shardrt.train.screen import Screen
 from shardrt.train.tokenizer import LARGEST, Tokenizer
-from shardrt.train.tokens import SUFFIX, BadTokens, TokenFile, write
-from shardrt.untrusted import open_regular, read_regular
+from shardrt.train.tokens import SUFFIX, BadTokens, TokenFile, TokenWriter
+from shardrt.train.workers import in_order
+from shardrt.untrusted import read_regular
 
 __all__ = ["Preparation", "make_tokens", "prepared"]
 
 CACHE = ".tokens"  # in runs/
 BYTES = 256  # the vocabulary without a tokeniser
-_BATCH = 1 << 20  # bytes of text that are tokenised together
-_ABANDONED = 3600.0  # seconds without a write
+_BATCH = 1 << 20  # characters of text that are tokenised together
+_AHEAD = 2  # tokenizers, each of which uses all cores; one works while the other is given its texts
+_ABANDONED = 7 * 86400.0  # seconds without a write
 _FORMAT = 1  # of what is made; after a change all files are made again
 
 
@@ -40,6 +44,16 @@ class Preparation:
     end: str = ""  # the token behind each document, if any
     column: str = "text"
     split: str = "train"
+    vocabulary: int = 0  # of the model that will read the tokens, which decides none of them; 0: any
+
+    def made_from(self, paths: Sequence[Path]) -> str:
+        """A hash of sources and settings. Raises BadTokens, BadRecords, OSError as make_tokens does."""
+        from xxhash import xxh3_128_hexdigest
+
+        made_by = None
+        if self.tokenizer is not None:
+            made_by = xxh3_128_hexdigest(read_regular(self.tokenizer, LARGEST))
+        return made_from(paths, self.split, _FORMAT, made_by, self.end, self.column)
 
 
 def prepared(path: Path, how: Preparation) -> Path:
@@ -52,13 +66,7 @@ def prepared(path: Path, how: Preparation) -> Path:
         BadTokens, BadRecords: for what can't be used.
         OSError: if the file system fails.
     """
-    from xxhash import xxh3_128_hexdigest
-
-    files = [(str(file.resolve()), file.stat()) for file in record_files(path, how.split)]
-    sources = [(name, found.st_size, found.st_mtime_ns) for name, found in files]
-    made_by = None if how.tokenizer is None else xxh3_128_hexdigest(read_regular(how.tokenizer, LARGEST))
-    identity = json.dumps([_FORMAT, sources, made_by, how.end, how.column])
-    key = xxh3_128_hexdigest(identity.encode())
+    key = how.made_from([path])
     return once(f"{path.name.split('.')[0]}-{key[:16]}{SUFFIX}", lambda out: make_tokens(out, [path], how))
 
 
@@ -71,20 +79,32 @@ def once(name: str, make: Callable[[Path], object]) -> Path:
     with open(out.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system gives it back when a process ends, however it ends
         if not out.exists():
-            _remove_unfinished(out)
-            make(out)
+            _remove_abandoned(out.parent)
+            with _all_cores():
+                make(out)
     return out
 
 
-def _remove_unfinished(out: Path) -> None:
-    """Remove what processes that were killed have left of a file.
-
-    A lock may not reach other hosts, so a new file stays, but for one of this process's number.
-    """
-    for left in out.parent.glob(f".{escape(out.name)}.*.tmp"):
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the unfinished files with which no process has gone on for a week."""
+    for left in folder.glob(".*.part"):
         with suppress(OSError):
-            if time.time() - left.stat().st_mtime > _ABANDONED or left.suffixes[-2] == f".{os.getpid()}":
-                left.unlink()
+            if time.time() - left.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(left)
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Let what is started inside use the cores of the other ranks, which wait."""
+    if mpi_world.launch() is None:
+        yield
+        return
+    own = os.sched_getaffinity(0)  # the launcher may have bound each rank to cores of its own
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the system leaves out what is not this job's
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 def make_tokens(out: Path, paths: Sequence[Path], how: Preparation) -> TokenFile:
@@ -93,46 +113,39 @@ def make_tokens(out: Path, paths: Sequence[Path], how: Preparation) -> TokenFile
     Raises:
         FileExistsError: for an `out` that exists.
         BadTokens, BadRecords: for what can't be used.
-        OSError: if the file system fails.
+        Refused: if another process is making the file.
+        OSError: if the file system fails; called again, it goes on.
     """
     if how.tokenizer is None and how.end:
         raise BadTokens("--end needs --tokenizer: byte tokens have no end token")
-    screen = Screen()
-    with screen.moving():
-        documents = _documents(paths, how, screen)
-        if how.tokenizer is None:
-            facts = {"vocabulary": BYTES, "tokenizer": "bytes"}
-            return write(out, documents, lambda text: np.frombuffer(text, np.uint8), **facts)
-        tokenizer = Tokenizer(how.tokenizer)
+    if out.exists():
+        raise FileExistsError(17, "exists already", str(out))
+    source = how.made_from(paths)
+    if how.tokenizer is None:
+        tokenizer, last, limit = None, [], None
+        facts = {"vocabulary": BYTES, "tokenizer": "bytes", "made_from": source}
+    else:
+        tokenizer, limit = Tokenizer(how.tokenizer), TEXT
+        if 0 < how.vocabulary < tokenizer.vocabulary:  # said before hours of work
+            raise BadTokens(
+                f"{how.tokenizer}: its largest token is {tokenizer.vocabulary - 1}, which is not below "
+                f"model.vocab_size, {how.vocabulary}; pass --model.vocab-size 0 to take the tokenizer's"
+            )
         last = _end(tokenizer, how)
         facts = {"vocabulary": tokenizer.vocabulary, "tokenizer": tokenizer.name}
-        facts["end"] = last[0] if last else None
-        found = _tokenised(tokenizer, documents, last)
-        return write(out, found, lambda text: text.ids, **facts)
-
-
-def _documents(paths: Sequence[Path], how: Preparation, screen: Screen) -> Iterator[bytes]:
-    for path in paths:
-        if not has_records(path):
-            with open_regular(path) as file:
-                yield file.read()
-            continue
-        rows = records(path, [how.column], split=how.split)
-        screen.show(f"tokenising {path.name}, %", 0, 100)
-        for row in rows:
-            text = row[how.column]
-            if not isinstance(text, str):
-                kind = type(text).__name__
-                raise BadTokens(f"{rows.where}: column {how.column!r} must have strings, got {kind}")
-            yield _encoded(text, rows.where, how.column)
-            screen.show(f"tokenising {path.name}, %", max(1, int(100 * rows.part)), 100, lines=True)
-
-
-def _encoded(text: str, where: str, column: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        raise BadTokens(f"{where}: column {column!r} has text that is not Unicode") from None
+        facts |= {"end": last[0] if last else None, "made_from": f"{source} {version('tokenizers')}"}
+    screen = Screen()
+    with TokenWriter(out, **facts) as writer, screen.moving():
+        progress = Progress(screen, paths, writer.documents)
+        found = rows(paths, [how.column], how.split, writer.facts.get("place", ()), limit)
+        for batch, texts, tokens in _tokenised(batches(found, _BATCH), how, tokenizer):
+            for text, ids in zip(texts, tokens, strict=True):
+                writer.add(np.append(ids, last).astype(np.int64) if last and ids.size else ids, len(text))
+            writer.keep(place=batch[-1].place)
+            progress.show(batch)
+        if not writer.documents:
+            raise BadTokens(f"{', '.join(map(str, paths))}: there is no text")
+        return writer.finish()
 
 
 def _end(tokenizer: Tokenizer, how: Preparation) -> list[int]:
@@ -143,29 +156,30 @@ def _end(tokenizer: Tokenizer, how: Preparation) -> list[int]:
     return last
 
 
-class _Tokenised(bytes):
-    """A document with its tokens."""
+def _tokenised(
+    found: Iterator[list[Row]], how: Preparation, tokenizer: Tokenizer | None
+) -> Iterator[tuple[list[Row], list[bytes], list[np.ndarray]]]:
+    """Batches, their texts and the tokens of each text."""
+    texts = ((batch, [_text(row, how.column) for row in batch]) for batch in found)
+    if tokenizer is None:
+        yield from ((batch, own, [np.frombuffer(text, np.uint8) for text in own]) for batch, own in texts)
+        return
 
-    ids: np.ndarray
+    def encode(worker: Tokenizer, given: tuple[list[Row], list[bytes]]) -> tuple:
+        return *given, worker.encode([text.decode(errors="replace") for text in given[1]])
+
+    yield from in_order(encode, texts, tokenizer, lambda: Tokenizer(tokenizer.path), _AHEAD)
 
 
-def _tokenised(tokenizer: Tokenizer, documents: Iterator[bytes], last: list[int]) -> Iterator[_Tokenised]:
-    """The documents with their tokens. Many are encoded at once: the library uses a thread for each core."""
-    for texts in _batches(documents):
-        readable = [text.decode(errors="replace") for text in texts]
-        for text, found in zip(texts, tokenizer.encode(readable), strict=True):
-            document = _Tokenised(text)
-            document.ids = np.append(found, last).astype(np.int64) if found.size else found
-            yield document
-
-
-def _batches(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
-    """Neighbouring documents, _BATCH bytes at least of each; the last may be smaller."""
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    yield batch
+def _text(row: Row, column: str) -> bytes:
+    """The document of a row."""
+    if isinstance(row.value, bytes):
+        return row.value
+    text = row.value[column]
+    if not isinstance(text, str):
+        kind = type(text).__name__
+        raise BadTokens(f"{row.where}: column {column!r} must have strings, got {kind}")
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise BadTokens(f"{row.where}: column {column!r} has text that is not Unicode") from None

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from re import fullmatch
 from typing import Any
@@ -18,7 +19,7 @@ from shardrt.train import records_process
 from shardrt.train.reader_process import ReaderProcess
 from shardrt.untrusted import Refused, open_regular, printable, read_regular, strict_json
 
-__all__ = ["BadRecords", "Place", "Records", "has_records", "record_files", "records"]
+__all__ = ["BadRecords", "Place", "Records", "has_records", "plain_text", "record_files", "records"]
 
 LINE = 64 << 20  # bytes of one line of JSON
 FILES = 100_000  # of a folder
@@ -27,6 +28,16 @@ _STATE = 64 << 20  # bytes of a dataset's state.json
 _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _TABLES = (".parquet", ".arrow", ".feather")
+# How files begin that are no text, and what their names should end in.
+_PACKED = {
+    b"\x1f\x8b": "compressed; uncompress it, or call JSON lines NAME.jsonl.gz",
+    b"\x28\xb5\x2f\xfd": "compressed; uncompress it",
+    b"\xfd7zXZ\0": "compressed; uncompress it",
+    b"BZh": "compressed; uncompress it",
+    b"PK\x03\x04": "compressed; uncompress it",
+    b"PAR1": "Parquet, whose name must end in .parquet",
+    b"ARROW1": "Arrow, whose name must end in .arrow",
+}
 _SPLITS = "train|validation|valid|val|dev|test|eval"
 
 
@@ -72,6 +83,14 @@ def has_records(path: Path) -> bool:
     return path.name.endswith((*_LINES, *_TABLES)) or path.is_dir()
 
 
+def plain_text(path: Path, data: bytes) -> bytes:
+    """The content of a file that is one document. Raises BadRecords for tables and compressed files."""
+    for begin, what in _PACKED.items():
+        if data.startswith(begin):
+            raise BadRecords(f"{path}: not a text, but {what}")
+    return data
+
+
 def record_files(path: Path, split: str = "train") -> list[Path]:
     """The files of records of a path, in their order. Raises BadRecords, OSError as `records` does."""
     if not path.is_dir():
@@ -104,7 +123,7 @@ class Records(Iterator[dict[str, Any]]):
         self.place = start
         self.part = 0.0  # of the files that is read, from 0 to 1
         self._process: ReaderProcess | None = None
-        self._sizes = [file.stat().st_size for file in self.files]
+        self._ends = list(accumulate((file.stat().st_size for file in self.files), initial=0))
         self._rows = self._read()
 
     def __next__(self) -> dict[str, Any]:
@@ -138,13 +157,13 @@ class Records(Iterator[dict[str, Any]]):
         self.part = 1.0
 
     def _progress(self, inside: float) -> None:
-        before = sum(self._sizes[: self.place.file])
-        here = self._sizes[self.place.file]
-        self.part = (before + min(1.0, inside) * here) / max(1, sum(self._sizes))
+        begin, end = self._ends[self.place.file : self.place.file + 2]
+        self.part = (begin + min(1.0, inside) * (end - begin)) / max(1, self._ends[-1])
 
     def _lines(self, path: Path) -> Iterator[tuple[dict[str, Any], Place]]:
-        place, size = self.place, max(1, self._sizes[self.place.file])
+        place = self.place
         with open_regular(path) as raw:
+            size = max(1, path.stat().st_size)
             lines = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
             row = place.row
             try:

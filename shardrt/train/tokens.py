@@ -6,25 +6,23 @@ stand for, the largest of them, and XXH3-128 of both tensors. Any safetensors re
 """
 
 import json
-import os
 import re
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shardrt.train.filearray import FileArray
+from shardrt.train.unfinished import NAMES, Unfinished
 from shardrt.untrusted import open_regular
 
 __all__ = ["BadTokens", "SUFFIX", "open_tokens"]
 
 SUFFIX = ".tokens"
 _FORMAT = "shardrt tokens 1"
-_HEADER = 4096  # bytes kept free for the header while the number of tokens is not known
 _CHUNK = 1 << 22  # tokens that are looked at together
-_NAMES = {"uint8": "U8", "uint16": "U16", "uint32": "U32", "int64": "I64"}
 _NUMBER = re.compile("[0-9]{1,18}")
 _KEYS = ("format", "vocabulary", "tokenizer", "bytes", "largest", "xxh3_128")
 
@@ -65,6 +63,74 @@ class TokenFile:
         )
 
 
+class TokenWriter:
+    """Makes a token file, document by document; it appears at `path` when it is whole.
+
+    Args:
+        end: the token that is the last of each document.
+        made_from: what decides the content. A killed process's work on the same goes on, from `facts`.
+
+    Raises:
+        FileExistsError: for a `path` that exists.
+        BadTokens: for a token that is not in the vocabulary, or if there is none.
+        Refused: if another process is making the file.
+        OSError: if the file system fails.
+    """
+
+    def __init__(
+        self, path: Path, *, vocabulary: int, tokenizer: str, end: int | None = None, made_from: str = ""
+    ) -> None:
+        kind = next(np.dtype(name) for name in NAMES if np.iinfo(name).max >= vocabulary - 1)
+        self.path, self._vocabulary, self._tokenizer, self._end = path, vocabulary, tokenizer, end
+        self._file = Unfinished(path, made_from, {"tokens": kind, "documents": np.int64})
+        self.facts = self._file.facts
+        self.bytes, self._largest = self.facts.get("bytes", 0), self.facts.get("largest", 0)
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
+        """What was kept stays, unless the error is one of the content, which would come again."""
+        if isinstance(error, ValueError):
+            self._file.remove()
+        elif error is not None:
+            self._file.close()
+
+    @property
+    def documents(self) -> int:
+        """How many there are."""
+        return self._file.size("documents")
+
+    def add(self, tokens: Sequence[int] | np.ndarray, size: int) -> None:
+        """Add a document of `size` bytes of text, unless it has no tokens: integers from 0 on."""
+        wide = np.asarray(tokens)
+        if wide.size == 0:
+            return
+        low, high = int(wide.min()), int(wide.max())
+        if low < 0 or high >= self._vocabulary:  # in fewer bits it would become another token
+            wrong = low if low < 0 else high
+            raise BadTokens(f"{self.path}: token {wrong} is not in the vocabulary of {self._vocabulary}")
+        self._file.append("documents", np.array([self._file.size("tokens")]))
+        self._file.append("tokens", wide)
+        self.bytes, self._largest = self.bytes + size, max(self._largest, high)
+
+    def keep(self, **facts: Any) -> None:
+        """What there is outlives a kill, from time to time; `facts` say where the maker goes on."""
+        self._file.keep({"bytes": self.bytes, "largest": self._largest, **facts})
+
+    def finish(self) -> TokenFile:
+        """Put the file in its place, and open it."""
+        if not self.documents:
+            raise BadTokens(f"{self.path}: the documents have no tokens")
+        self._file.finish(self._metadata)
+        return open_tokens(self.path)
+
+    def _metadata(self, digest: str) -> dict[str, str]:
+        facts = (_FORMAT, self._vocabulary, self._tokenizer, self.bytes, self._largest, digest)
+        metadata = dict(zip(_KEYS, map(str, facts), strict=True))
+        return metadata | ({} if self._end is None else {"end": str(self._end)})
+
+
 def write(
     path: Path,
     documents: Iterable[bytes],
@@ -74,78 +140,17 @@ def write(
     tokenizer: str,
     end: int | None = None,
 ) -> TokenFile:
-    """Make a token file of documents, one after the other; it appears at `path` when it is whole.
+    """Make a token file of documents, one after the other, by a TokenWriter.
 
     Args:
         encode: a document's tokens, integers from 0 on and below `vocabulary`, which decides the bits of
             each.
         end: the token that `encode` puts after each document.
-
-    Raises:
-        FileExistsError: for a `path` that exists.
-        BadTokens: for a token that is not in the vocabulary or if there is none.
-        OSError: if the file system fails.
     """
-    from xxhash import xxh3_128
-
-    if path.exists():
-        raise FileExistsError(17, "exists already", str(path))
-    kind = next(np.dtype(name) for name in _NAMES if np.iinfo(name).max >= vocabulary - 1)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    starts, count, size, largest, hasher = array("q"), 0, 0, 0, xxh3_128()
-    try:
-        with open(temporary, "xb") as file:
-            file.write(bytes(_HEADER))
-            for document in documents:
-                wide = np.asarray(encode(document))
-                if wide.size == 0:
-                    continue
-                low, high = int(wide.min()), int(wide.max())
-                if low < 0 or high >= vocabulary:  # in fewer bits it would become another token
-                    wrong = low if low < 0 else high
-                    raise BadTokens(f"{path}: token {wrong} is not in the vocabulary of {vocabulary}")
-                tokens = np.ascontiguousarray(wide, kind)
-                starts.append(count)
-                count, size = count + tokens.size, size + len(document)
-                largest = max(largest, high)
-                hasher.update(tokens)
-                file.write(tokens)
-            if not count:
-                raise BadTokens(f"{path}: the documents have no tokens")
-            padding = -(count * kind.itemsize) % 8
-            file.write(bytes(padding))
-            places = np.array(starts, np.int64)
-            hasher.update(places)
-            file.write(places)
-            facts = (_FORMAT, vocabulary, tokenizer, size, largest, hasher.hexdigest())
-            metadata = dict(zip(_KEYS, map(str, facts), strict=True))
-            metadata |= {} if end is None else {"end": str(end)}
-            file.seek(0)
-            file.write(_header(kind, count, padding, places, metadata))
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return open_tokens(path)
-
-
-def _header(kind: np.dtype, count: int, padding: int, places: np.ndarray, facts: dict[str, str]) -> bytes:
-    """As safetensors wants it: tensors without holes, so the padding of the tokens is a separate tensor."""
-    end = count * kind.itemsize
-    entries = {"__metadata__": facts, "tokens": _entry(kind, count, 0)}
-    if padding:
-        entries["padding"] = _entry(np.dtype(np.uint8), padding, end)
-    entries["documents"] = _entry(places.dtype, places.size, end + padding)
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    if len(text) > _HEADER - 8:
-        raise BadTokens(f"the tokenizer's name is too long: {facts['tokenizer'][:60]}...")
-    return (_HEADER - 8).to_bytes(8, "little") + text.ljust(_HEADER - 8)
-
-
-def _entry(kind: np.dtype, count: int, start: int) -> dict:
-    stop = start + count * kind.itemsize
-    return {"dtype": _NAMES[kind.name], "shape": [count], "data_offsets": [start, stop]}
+    with TokenWriter(path, vocabulary=vocabulary, tokenizer=tokenizer, end=end) as writer:
+        for document in documents:
+            writer.add(encode(document), len(document))
+        return writer.finish()
 
 
 def open_tokens(path: Path) -> TokenFile:
@@ -201,7 +206,7 @@ def _found(path: Path, name: str) -> FileArray:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         entry = json.loads(file.read(length))[name]
-    kind = {short: np.dtype(long) for long, short in _NAMES.items()}[entry["dtype"]]
+    kind = {short: np.dtype(long) for long, short in NAMES.items()}[entry["dtype"]]
     if kind.name not in (("int64",) if name == "documents" else ("uint8", "uint16", "uint32")):
         raise ValueError(f"the type of its {name}: {entry['dtype']}")
     (count,) = entry["shape"]

@@ -14,6 +14,7 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 
 class Net(torch.nn.Module):
@@ -102,17 +103,18 @@ def main() -> None:
     if args.save:
         engine.save_checkpoint(args.save, client_state={"note": "hello", "step": args.steps})
         if args.truth:
-            keep(engine, args.truth, rank)
+            keep(engine, args.truth, rank, args.save)
     if args.after:
         keep(engine, args.after, rank)
 
 
-def keep(engine: deepspeed.DeepSpeedEngine, path: str, rank: int) -> None:
-    """Write each parameter and its moments, as DeepSpeed gives them."""
+def keep(engine: deepspeed.DeepSpeedEngine, path: str, rank: int, saved: str | None = None) -> None:
+    """Write each parameter and its moments, as DeepSpeed gives them; and the weights of a folder saved."""
     found = {}
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):  # or stages 1 and 2 have no moments
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
+    masters = dict(_masters(engine.optimizer))
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             if hasattr(parameter, "ds_id"):
@@ -122,8 +124,9 @@ def keep(engine: deepspeed.DeepSpeedEngine, path: str, rank: int) -> None:
                 found[f"parameter/{name}"] = parameter.detach().float().numpy().copy()
             continue
         for kind in ("parameter", "exp_avg", "exp_avg_sq"):
-            if kind != "parameter" and not hasattr(engine.optimizer, "partition_count"):  # stage 0
-                value = engine.optimizer.state[parameter][kind]
+            if not engine.zero_optimization():
+                master = masters.get(parameter, parameter)
+                value = master if kind == "parameter" else engine.optimizer.state[master][kind]
                 found[f"{kind}/{name}"] = value.detach().float().numpy().copy()
                 continue
             value = (
@@ -136,7 +139,18 @@ def keep(engine: deepspeed.DeepSpeedEngine, path: str, rank: int) -> None:
     found["lr"] = np.array([group["lr"] for group in engine.optimizer.param_groups])
     found["global_steps"] = np.array(engine.global_steps)
     if rank == 0:
-        np.savez(path, **found)
+        if saved and engine.zero_optimization():
+            weights = get_fp32_state_dict_from_zero_checkpoint(saved)
+            found |= {f"fp32/{name}": value.detach().float().numpy() for name, value in weights.items()}
+        np.savez_compressed(path, **found)
+
+
+def _masters(optimizer):
+    """Stage 0 with 16 bits: (parameter, its float32 weights)."""
+    for halves, floats in zip(
+        getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()), strict=False
+    ):
+        yield from zip(halves, floats, strict=True)
 
 
 if __name__ == "__main__":

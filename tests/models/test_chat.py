@@ -258,6 +258,7 @@ def test_what_is_too_long_is_counted(folder):
             "text.chat needs init_from",
         ),
         (("--init-from", "llama", "--data", "bad.jsonl"), "bad.jsonl, line 1: no message of the assistant"),
+        (("--init-from", "llama", "--data", "bad.jsonl:0.5"), "conversations have no weights"),
         (("--init-from", "llama", "--data", "none.jsonl"), "none.jsonl: No such file"),
         (
             ("--init-from", "gpt", "--data", "long.jsonl", "--text.window", "8"),

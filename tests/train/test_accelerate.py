@@ -4,6 +4,7 @@ The files have the keys of those in Accelerate's repository (examples/config_yam
 examples/torch_native_parallelism, tests/test_configs), as FILES says.
 """
 
+import json
 import re
 import sys
 import tomllib
@@ -13,9 +14,10 @@ import pytest
 from models import train
 from shardrt.__main__ import main
 from shardrt.comm import thread
-from shardrt.train.accelerate import convert
+from shardrt.train.accelerate import convert, known
 from tests.lab import jobs
 from tests.ranks import ROOT
+from tests.train import accelerate_keys
 
 yaml = pytest.importorskip("yaml")
 
@@ -360,3 +362,41 @@ def test_the_page_shows_a_file_and_what_the_command_prints_for_it(kind, tmp_path
     (tmp_path / SHOWN[kind].split()[0]).write_text(text)
     assert main(f"config convert {SHOWN[kind]}".split()) == 0
     assert capsys.readouterr().out == shown
+
+
+KEYS = json.loads((ROOT / "tests" / "train" / "accelerate_keys.json").read_text())
+# Fields of plugins -> keys of the file by another name.
+NAMED = {
+    "cpu_offload": "fsdp_offload_params",
+    "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "hf_ds_config": "deepspeed_config_file",
+    "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
+}
+
+
+def lists():
+    """The kept keys, and those of the installed package."""
+    package = accelerate_keys.installed()
+    return {"kept": KEYS} | ({"installed": accelerate_keys.keys(package)} if package else {})
+
+
+@pytest.mark.parametrize("which", lists())
+def test_every_key_of_accelerate_is_known(which):
+    found = {name.replace(".parallelism_config_", ".") for name in lists()[which]["file"]}
+    sections = {name.partition(".")[0] for name in known() if "." in name}
+    assert len(found) > 70 and found - {*known(), *sections} == {"fp8_config", "megatron_lm_config"}
+    for name in sorted(found - {*known(), *sections}):
+        converted = convert({"distributed_type": "FSDP", "num_processes": 2, name: {"a": 1}})
+        assert "alone" in next(key.note for key in converted.keys if key.name == f"{name}.a")
+
+
+@pytest.mark.parametrize("which", lists())
+@pytest.mark.parametrize("plugin", ["FullyShardedDataParallelPlugin", "DeepSpeedPlugin"])
+def test_every_field_of_a_plugin_is_a_key_or_on_the_page(which, plugin):
+    page = (ROOT / "docs" / "howto" / "from_accelerate.md").read_text()
+    ours = {name.rpartition(".")[2] for name in known()}
+    fields = lists()[which][plugin]
+    assert len(fields) > 10
+    for name in fields:
+        by_name = {name, f"fsdp_{name}", NAMED.get(name)}
+        assert ours & by_name or f"`{name}`" in page, name

@@ -2,13 +2,15 @@
 
 import json
 import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 
 from shardrt.__main__ import main
 from shardrt.train import chat, chat_file
-from shardrt.train.chat import ChatFolder, TooLong, conversation, fitted, read_examples
+from shardrt.train.chat import ChatFolder, TooLong, conversation, fitted
 from shardrt.train.chat_file import examples_of
 from shardrt.train.filearray import FileArray
 from shardrt.train.records import BadRecords
@@ -27,6 +29,12 @@ def folders(tmp_path_factory):
     """Name of a template -> its folder."""
     made = tmp_path_factory.mktemp("folders")
     return {name: talks.furnish(made / name, name) for name in (*NAMES, "marked")}
+
+
+def read_examples(paths, folder):
+    """The examples of records, by a file that is made of them."""
+    with TemporaryDirectory() as made:
+        return chat_file.make(Path(made) / "made.chat", paths, folder)
 
 
 def decoded(folder, ids):
@@ -161,6 +169,49 @@ def test_an_answer_of_weight_0_is_left_out_and_sharegpt_has_other_names(folders)
     assert answers_of(folders["chatml"], {"conversations": turns}) == ["two<|im_end|>"]
 
 
+PARTS = "{% for m in messages %}[{% for p in m.content %}{{ p.text }}{% endfor %}]{% endfor %}"
+EITHER = (
+    "{% for m in messages %}[{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}]{% endfor %}"
+)
+
+
+def in_parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize("template", [PARTS, EITHER])
+def test_a_template_that_reads_parts_gets_them_as_transformers_gives_them(tmp_path, template):
+    transformers = pytest.importorskip("transformers")
+    record = said(in_parts("one ", "two"), in_parts("three"))
+    path = talks.furnish(tmp_path / "model", template=template)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    expected = theirs.apply_chat_template(record["messages"], tokenize=True, return_dict=False)
+    folder, ids, answers = encoded(path, record)
+    assert ids.tolist() == expected and decoded(folder, ids) == "[one two][three]"
+
+
+@pytest.mark.parametrize("name", (*NAMES, "marked"))
+def test_parts_are_one_text_for_other_templates(folders, name):
+    _, ids, answers = encoded(folders[name], said(in_parts("What is ", "one?"), in_parts("two ", "three")))
+    _, expected, same = encoded(folders[name], said("What is one?", "two three"))
+    assert ids.tolist() == expected.tolist() and answers.tolist() == same.tolist()
+
+
+def test_sharegpt_has_a_system_text_tools_in_json_and_either_names(folders):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    record = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    record |= {"system": "Be brief.", "tools": json.dumps(tools)}
+    expected = encoded(folders["chatml"], said("a", "b", system="Be brief.", tools=tools))[1].tolist()
+    assert encoded(folders["chatml"], record)[1].tolist() == expected
+    mixed = {"conversations": [{"role": "user", "content": "a"}, {"from": "gpt", "value": "b"}]}
+    plain = encoded(folders["chatml"], said("a", "b"))[1].tolist()
+    assert encoded(folders["chatml"], mixed)[1].tolist() == plain
+    named = {"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "tools": "[]"}
+    assert encoded(folders["chatml"], named)[1].tolist() == plain
+
+
 def test_the_end_of_a_turn_is_the_special_token_that_the_template_writes(folders, tmp_path):
     for name, end in (("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("mistral", "</s>")):
         folder = ChatFolder(folders[name])
@@ -258,7 +309,24 @@ RECORDS = [
     ('{"prompt": "a", "completion": [1]}', "prompt must be a list of messages"),
     ('{"prompt": "a"}', "got 'prompt'"),
     (json.dumps(said("a", "\ud800")), "surrogates not allowed"),
-    (json.dumps(said("a", "a", "a", "a") | {"tools": 1}), "'int' object is not iterable"),
+    (json.dumps(said("a", "a", tools=1)), "tools must be a list of objects, or its JSON"),
+    (json.dumps(said("a", "a", tools=["f"])), "tools must be a list of objects, or its JSON"),
+    (json.dumps(said("a", "a", tools="{")), "tools must be a list or its JSON (Expecting"),
+    (json.dumps(said("a", "a", chat_template_kwargs={})), "chat_template_kwargs are not read"),
+    (
+        json.dumps(said("a", [{"type": "image", "url": "a.png"}])),
+        "message 2: content has a part of type 'image'",
+    ),
+    (json.dumps(said([{"type": "image_url", "text": "a"}], "a")), "part of type 'image_url'; only texts are"),
+    (json.dumps(said("a", ["b"])), "message 2: content has a part of type 'str'"),
+    (
+        json.dumps(said("a", [{"type": "text"}])),
+        "message 2: content has a part of type 'text' without a text",
+    ),
+    (json.dumps(said("a", [])), "message 2: content must be a text, got a list"),
+    ('{"messages": [{"role": "assistant", "tool_calls": "f"}]}', "message 1: tool_calls must be a list"),
+    ('{"instruction": "a", "output": "b"}', "got 'instruction', 'output'"),
+    ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "got 'prompt', 'chosen', 'rejected'"),
 ]
 
 
@@ -422,6 +490,16 @@ def test_examples_that_are_looked_at_in_parts_are_the_same(monkeypatch):
     parts = fitted(given, 6, TooLong.truncate)
     for name in ("begins", "sizes", "answers", "truncated", "skipped"):
         np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))
+
+
+def test_a_template_that_marks_no_answer_and_files_without_records_are_one_line(tmp_path):
+    template = "{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    path, lines = talks.furnish(tmp_path / "m", template=template), write(tmp_path / "a.jsonl", CONVERSATIONS)
+    with pytest.raises(BadTokens, match="a.jsonl: .*chat_template.jinja: no record has a token of an answer"):
+        read_examples([lines], ChatFolder(path))
+    lines.rename(tmp_path / "a.json")
+    with pytest.raises(BadRecords, match="a.json: not a file of records"):
+        read_examples([tmp_path / "a.json"], ChatFolder(path))
 
 
 def test_without_jinja2_one_line_says_what_to_install(folders, monkeypatch):

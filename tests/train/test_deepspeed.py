@@ -7,13 +7,17 @@ the example in Hugging Face's documentation of the Trainer (stage 3 with offload
 import json
 import random
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from models import train
+from shardrt import nn
 from shardrt.__main__ import main
-from shardrt.comm import thread
+from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, no_sync
 from shardrt.train import deepspeed
 from shardrt.train.conversion import Unconverted
 from tests.lab import jobs
@@ -267,6 +271,10 @@ REFUSED = {
     '{"a": 1, "a": 2}': ["duplicate key 'a'"],
     '{"a": 1e999}': ["too large"],
     '{"a": NaN}': ["NaN is not valid JSON"],
+    '{"data_types": {"grad_accum_dtype": "bf16"}}': [
+        "grad_accum_dtype: bf16: gradients are added in float32"
+    ],
+    '{"data_types": {"grad_accum_dtype": "int8"}}': ["grad_accum_dtype: int8: must be one of"],
     '{"a": ': ["Expecting value"],
     '{"a":' * 200 + "1" + "}" * 200: ["deep"],
     "{" * 100000: ["Expecting property name"],
@@ -292,6 +300,28 @@ def test_groups_of_zeropp_and_mics_are_hybrid_shards():
             "fsdp.copies": 4,
         }
         assert deepspeed.convert(table, ranks=8).settings == {"fsdp.strategy": "FULL_SHARD"}
+
+
+def test_what_a_secondary_partition_costs_here_is_said():
+    table = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}
+    (note,) = [key.note for key in deepspeed.convert(table, ranks=32).keys if "hpz" in key.name]
+    assert "4 times DeepSpeed's optimizer state; without the key it is FULL_SHARD" in note
+    table["zero_optimization"] = {"stage": 3, "mics_shard_size": 8}
+    assert not any("times" in key.note for key in deepspeed.convert(table, ranks=32).keys)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "float32", None])
+def test_gradients_are_added_in_float32(dtype):
+    """As many bfloat16 additions of 1 would stay at 256."""
+    table = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": dtype}}
+    assert deepspeed.convert(table).settings["precision.reduce"] == "bfloat16"
+    policy = MixedPrecisionPolicy(param_dtype="bfloat16", reduce_dtype="bfloat16")
+    model = fully_shard(nn.Linear(1, 1, bias=False), mesh=init_device_mesh("auto"), mp_policy=policy)
+    for part in range(300):
+        with no_sync(model) if part < 299 else nullcontext():
+            model(np.ones((1, 1), np.float32)).sum().backward()
+    (weight,) = model.parameters()
+    assert weight.grad.tolist() == [300.0]
 
 
 def test_the_ranks_of_axes_do_not_multiply_the_batch():

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from models import train
 from shardrt.train.data import cut_windows, load_corpus
 from shardrt.train.mixture import PERIOD, Joined, schedule, sources
 from shardrt.train.prepare import Preparation, prepared
@@ -165,6 +166,16 @@ def test_a_mixture_has_the_same_batches_on_1_2_and_4_ranks(folder):
     assert found[1] == found[2] == found[4]
     facts = jobs.records(folder, "on-4", "run")[0]
     assert facts["mixture"] == ["a.jsonl: 7/10", "text.txt: 3/10"]
+
+
+def test_a_vocabulary_that_is_too_small_is_found_before_tokenising(folder, capfd):
+    jobs.save_tokenizer(folder / "tokenizer.json", {"[UNK]": 0, "la": 900})
+    arguments = ["--data", "a.jsonl", "--text.tokenizer", "tokenizer.json", "--model.vocab-size", "900"]
+    refused = jobs.refused(capfd, 65, train.main, arguments)
+    assert "its largest token is 900, which is not below model.vocab_size, 900" in refused
+    assert not list((folder / "runs" / ".tokens").glob("*.tokens"))
+    refused = jobs.refused(capfd, 2, train.main, ["--data", "text.txt", "--text.end", "la"])
+    assert "text.end is put behind records alone" in refused
 
 
 def test_a_folder_of_parquet_files_is_trained_on(folder):

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import random
 import shutil
 import tracemalloc
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from shardrt.train.prepare import once
 from shardrt.train.records import BadRecords, records
 from shardrt.untrusted import printable
 from tests.damage import damaged_bytes, damaged_json
@@ -263,15 +261,3 @@ def test_a_process_that_dies_is_one_line(folder):
             if read._process is not None:
                 read._process._child.kill()
                 read._process._child.wait()
-
-
-def test_what_a_killed_preparation_left_is_removed_by_the_next(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "runs" / ".tokens"
-    folder.mkdir(parents=True)
-    old, other, own = (folder / f".a[1].chat.{number}.tmp" for number in (11, 12, os.getpid()))
-    for each in (old, other, own):
-        each.touch()
-    os.utime(old, (0, 0))
-    once("a[1].chat", lambda out: out.touch())
-    assert {path.name for path in folder.iterdir()} == {"a[1].chat", "a[1].lock", other.name}

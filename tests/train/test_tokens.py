@@ -138,6 +138,19 @@ def test_commands_make_and_check_bytes(tmp_path, capsys):
     [
         (["out.tokens", "missing.txt"], "missing.txt: No such file"),
         (["out.txt", "a.txt"], "must end in .tokens"),
+        (["none/out.tokens", "a.txt"], "error: none: No such file"),
+        (["out.tokens", "empty.jsonl", "empty.txt"], "empty.jsonl, empty.txt: there is no text"),
+        (["out.tokens", "a.gz"], "a.gz: not a text, but compressed; uncompress it, or call JSON lines NAME"),
+        (["out.tokens", "a.zst"], "a.zst: not a text, but compressed; uncompress it"),
+        (["out.tokens", "a.pqt"], "a.pqt: not a text, but Parquet, whose name must end in .parquet"),
+        (["out.tokens", "utf16.jsonl"], "utf16.jsonl, line 1: "),
+        (["out.tokens", "null.jsonl"], "null.jsonl, line 2: column 'text' must have strings, got NoneType"),
+        (["out.tokens", "half.jsonl"], "half.jsonl, line 1: column 'text' has text that is not Unicode"),
+        (["out.tokens", "cut.jsonl"], "cut.jsonl, line 2: Unterminated string"),
+        (
+            ["out.tokens", "long.txt", "--tokenizer", "t.json"],
+            "long.txt: the file has 41 bytes; the limit is 40",
+        ),
         (["out.tokens", "a.txt", "--end", "x"], "--end needs --tokenizer"),
         (["out.tokens", "bad.jsonl"], "bad.jsonl, line 2: it has no column 'text'; its columns are tex"),
         (["out.tokens", "a.txt", "--tokenizer", "bad.jsonl"], "bad.jsonl: not a tokenizer.json"),
@@ -149,9 +162,27 @@ def test_what_cannot_be_made_is_one_line(tmp_path, monkeypatch, capsys, argument
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("hello")
     (tmp_path / "there.tokens").write_text("")
+    (tmp_path / "long.txt").write_text("a" * 41)
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "utf16.jsonl").write_bytes('{"text": "a"}\n'.encode("utf-16"))
+    (tmp_path / "null.jsonl").write_text('{"text": "a"}\n{"text": null}\n')
+    (tmp_path / "half.jsonl").write_text('{"text": "a\\ud800"}\n')
+    (tmp_path / "cut.jsonl").write_text('{"text": "a"}\n{"text": "b')
+    for name, head in {"a.gz": b"\x1f\x8b", "a.zst": b"\x28\xb5\x2f\xfd", "a.pqt": b"PAR1"}.items():
+        (tmp_path / name).write_bytes(head + b"a" * 900)
+    save_tokenizer(tmp_path / "t.json", {"[UNK]": 0, "a": 1})
+    monkeypatch.setattr(prepare, "TEXT", 40)
     (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{"tex": 1}\n')
     assert text in tool_refuses(capsys, "data", "make", *arguments)
     assert not (tmp_path / "out.tokens").exists()
+
+
+def test_marks_of_byte_order_and_ends_of_lines_of_other_systems_are_no_text(tmp_path):
+    lines, out = tmp_path / "a.jsonl", tmp_path / "a.tokens"
+    lines.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two"}')
+    assert main(["data", "make", str(out), str(lines)]) == 0
+    assert bytes(open_tokens(out).tokens) == b"onetwo"
 
 
 def test_a_tokenizer_of_a_file(tmp_path):

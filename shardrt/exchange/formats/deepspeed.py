@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.checkpoint.manifest import as_read
 from shardrt.exchange.checkpoint import (
     FIRST_MOMENT,
     PARAMETER,
@@ -27,7 +28,6 @@ from shardrt.exchange.checkpoint import (
 )
 from shardrt.exchange.formats.deepspeed_write import files
 from shardrt.exchange.torch_zip import open_torch
-from shardrt.exchange.unpickle import Called
 from shardrt.untrusted import read_regular
 
 __all__ = ["DIALECT", "STATE", "files", "read", "recognises"]
@@ -36,7 +36,10 @@ DIALECT, STATE = "", True
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt")
 _LATEST = "latest"
-_CLASSES = (  # whose objects are in the files: of no use here but the address, which says where a slice lies
+_PARTITIONS = "single_partition_of_fp32_groups"
+_FLAT = "fp32_flat_groups"
+_ALIGNED = 2  # elements: a flat group of stages 1 and 2 is padded to a multiple of this times the ranks
+_CLASSES = (  # whose objects are in the files: of no use here
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -63,8 +66,6 @@ _KNOWN = {
     "checkpoint_parallel_dimensions",
     "ds_config",
     "ds_version",
-    "global_samples",
-    "skipped_steps",
 }
 
 
@@ -87,7 +88,8 @@ def read(path: Path) -> Checkpoint:
     if not models:
         raise BadCheckpoint(f"{folder}: the folder has no *_model_states.pt")
     states = [_Table(file, open_torch(file, _CLASSES)) for file in models]
-    result = Checkpoint(path, {}, _training(states[0]))
+    result = Checkpoint(path, {})
+    result.training = _training(states[0], result.left)
     _add_buffers(states[0], result)
     if optimizers:
         _add_partitions(states, [_Table(file, open_torch(file, _CLASSES)) for file in optimizers], result)
@@ -165,16 +167,26 @@ def _ranks(folder: Path, pattern: re.Pattern) -> list[Path]:
     return [found[rank] for rank in range(len(found))]
 
 
-def _training(state: _Table) -> Training:
-    own = {
-        name: value for name, value in state.values.items() if name not in _KNOWN and value not in (None, [])
-    }
-    buffers = state.list("buffer_names")
-    own |= {"buffer_names": buffers} if buffers else {}
-    scheduler = state.table("lr_scheduler")
-    return Training(
-        step=state.natural("global_steps"), extra=own | ({"lr_scheduler": scheduler} if scheduler else {})
-    )
+def _training(state: _Table, left: list[str]) -> Training:
+    """Counts, and what the program has put there itself (client_state)."""
+    state.natural("global_samples"), state.natural("skipped_steps")
+    kept = {name: value for name, value in state.values.items() if name not in _KNOWN}
+    for name in ("buffer_names", "shared_params", "lr_scheduler"):
+        kept[name] = state.values.get(name)
+    filled = {name: value for name, value in kept.items() if value not in (None, [], {})}
+    return Training(step=state.natural("global_steps"), extra=_plain(filled, left))
+
+
+def _plain(values: dict[str, Any], left: list[str]) -> dict[str, Any]:
+    """The entries that any format can hold: numbers, text, lists and tables. Adds lines about the others."""
+    plain = {}
+    for name, value in values.items():
+        try:
+            as_read({str(name): value})
+            plain[str(name)] = value
+        except (TypeError, ValueError):
+            left.append(f"{str(name)[:80]}: it is not a plain value")
+    return plain
 
 
 def _add_buffers(state: _Table, result: Checkpoint) -> None:
@@ -185,39 +197,59 @@ def _add_buffers(state: _Table, result: Checkpoint) -> None:
 
 
 def _add_whole(state: _Table, result: Checkpoint) -> None:
-    """Stage 0: whole weights, and PyTorch's own optimizer state, whose parameters have numbers."""
-    module = state.table("module")
+    """Stage 0: whole weights, and PyTorch's own optimizer state, whose parameters have numbers.
+
+    Also stages 1 and 2 without the optimizer's files. In stage 3 those have the weights.
+    """
+    module, zero = state.table("module"), {}
+    for table in (*state.list("param_shapes"), state.table("frozen_param_shapes")):
+        zero |= _shapes(state, table)
     for name, value in module.items():
-        result.tensors[PARAMETER, name] = _tensor(state, name, value)
-    if state.table("optimizer") and not _add_numbered(state, result):
+        tensor = _tensor(state, name, value)
+        if zero.get(name, tensor.shape) != tensor.shape:
+            raise state.bad(name, "is not whole: ZeRO-3 has it in *_optim_states.pt, which are not here")
+        result.tensors[PARAMETER, name] = tensor
+    if zero:
+        result.left.append("optimizer state: *_optim_states.pt, which have it, are not here")
+    elif state.table("optimizer") and not _add_numbered(state, result):
         result.left.append(
-            "optimizer state: ZeRO-0 keeps it by numbers, which do not say the parameters' names"
+            "optimizer state, and float32 weights of 16-bit ones: ZeRO-0 with several groups keeps them by "
+            "numbers, which do not say the parameters' names"
         )
 
 
 def _add_numbered(state: _Table, result: Checkpoint) -> bool:
-    """Add the state of PyTorch's optimizer, if it has one group, of all parameters, in the module's order."""
-    optimizer = state.inside("optimizer")
-    if "optimizer_state_dict" in optimizer.values:  # with 16-bit weights, around the optimizer's own
-        optimizer = optimizer.inside("optimizer_state_dict")
+    """Add the state of PyTorch's optimizer, if it has one group, of all parameters, in the module's order.
+
+    With 16-bit weights the float32 master weights are there too, and the count of updates is one too large:
+    DeepSpeed makes its moments by an update without gradients (runtime/fp16/unfused_optimizer.py), and then
+    corrects their bias by that count. So the count stays as it is.
+    """
+    outer = optimizer = state.inside("optimizer")
+    if "optimizer_state_dict" in outer.values:
+        optimizer = outer.inside("optimizer_state_dict")
     found, groups = optimizer.table("state"), optimizer.list("param_groups")
     buffers = {name for name in state.list("buffer_names") if isinstance(name, str)}
     names = [name for name in state.table("module") if name not in buffers]
     if len(groups) != 1 or set(found) != set(range(len(names))):
         return False
+    masters = outer.list("fp32_groups")
+    masters = masters[0] if masters and isinstance(masters[0], list) else []
     held = [_Table(f"{optimizer.where}: state", found[number]) for number in range(len(names))]
     moments = [
         {kind: _tensor(of, kind, of.values[kind]) for kind in _MOMENTS if kind in of.values} for of in held
     ]
+    for kinds, master in zip(moments, masters, strict=False):
+        kinds[PARAMETER] = _tensor(outer, "fp32_groups", master)
     shapes = [result.tensors[PARAMETER, name].shape for name in names]
     if any(kind.shape != shape for of, shape in zip(moments, shapes, strict=True) for kind in of.values()):
         return False
     for name, of, kinds in zip(names, held, moments, strict=True):
         result.tensors |= {(kind, name): tensor for kind, tensor in kinds.items()}
-        if kinds:
+        if FIRST_MOMENT in kinds:
             result.training.steps[name] = _count(of, of.values.get("step", 0))
     settings = _Table(f"{optimizer.where}: param_groups", groups[0]).values
-    result.training.groups.append({**settings, "params": names})
+    result.training.groups.append({**_plain(settings, result.left), "params": names})
     return True
 
 
@@ -225,11 +257,8 @@ def _add_partitions(states: list[_Table], files: list[_Table], result: Checkpoin
     """Stages 1 to 3: weights and optimizer state of each parameter, from the parts of all ranks."""
     optimizers = [file.inside("optimizer_state_dict") for file in files]
     shapes = [_shapes(states[0], group) for group in states[0].list("param_shapes")]
-    world = optimizers[0].values.get("partition_count")
-    world = max(world, default=0) if isinstance(world, list) else world
-    if world != len(files):
-        raise BadCheckpoint(f"{files[0].where}: it is one of {world!r} ranks' files, {len(files)} are here")
     ranks = [_Rank.of(optimizer) for optimizer in optimizers]
+    _check_together(ranks, len(shapes))
     fragments = _equal_parts if ranks[0].stage == 3 else _slices
     for name, shape, pieces in fragments(ranks, shapes):
         _add_parameter(result, ranks, name, shape, pieces)
@@ -237,6 +266,31 @@ def _add_partitions(states: list[_Table], files: list[_Table], result: Checkpoin
         parts = [_tensor(state, name, state.table("frozen_param_fragments").get(name)) for state in states]
         _add(result, PARAMETER, name, shape, [(part, 0, prod(part.shape)) for part in parts], states[0].where)
     _add_groups(ranks[0], shapes, result)
+    clip = optimizers[0].values.get("clip_grad", states[0].table("ds_config").get("gradient_clipping"))
+    if isinstance(clip, int | float) and clip > 0:
+        result.left.append(f"clip_grad {str(clip)[:20]}: B's own settings say how gradients are clipped")
+    if optimizers[0].values.get("dynamic_loss_scale") is True:
+        result.left.append("loss_scaler: the loss scale of fp16 begins where B's own settings say")
+
+
+def _check_together(ranks: list["_Rank"], groups: int) -> None:
+    """Refuse files of several runs, or of several steps of one, in a folder."""
+    first = ranks[0]
+    if first.stage < 3 and len(first.groups) != groups:
+        raise BadCheckpoint(f"{first.where}: it has {len(first.groups)} groups, and param_shapes {groups}")
+    for rank in ranks:
+        worlds = rank.optimizer.values.get("partition_count")  # of each group; experts have fewer ranks
+        worlds = worlds if isinstance(worlds, list) else [worlds]
+        if any(world != len(ranks) for world in worlds):
+            raise BadCheckpoint(
+                f"{rank.where}: it is one of {str(worlds)[:80]} ranks' files, {len(ranks)} are here"
+            )
+        if (rank.stage, len(rank.groups)) != (first.stage, len(first.groups)):
+            raise BadCheckpoint(f"{rank.where}: it has other groups than rank 0")
+        if any(one.keys() != other.keys() for one, other in zip(rank.groups, first.groups, strict=True)):
+            raise BadCheckpoint(f"{rank.where}: it has other kinds of optimizer state than rank 0")
+        if rank.steps != first.steps:
+            raise BadCheckpoint(f"{rank.where}: it is of step {rank.steps}, rank 0 of step {first.steps}")
 
 
 def _add_groups(rank: "_Rank", shapes: list[dict[str, tuple[int, ...]]], result: Checkpoint) -> None:
@@ -249,7 +303,7 @@ def _add_groups(rank: "_Rank", shapes: list[dict[str, tuple[int, ...]]], result:
         numbers = group.get("params")
         count = len(numbers) if isinstance(numbers, list) and len(shapes) == len(rank.groups) else 1
         names = [name for of in shapes[at : at + count] for name in of]
-        result.training.groups.append({**group, "params": names})
+        result.training.groups.append({**_plain(group, result.left), "params": names})
         at += count
 
 
@@ -269,8 +323,8 @@ class _Rank:
 
     @classmethod
     def of(cls, optimizer: _Table) -> "_Rank":
-        stage = 3 if "fp32_flat_groups" in optimizer.values else 2
-        name = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        stage = 3 if _FLAT in optimizer.values else 2
+        name = _FLAT if stage == 3 else _PARTITIONS
         weights = optimizer.list(name)
         if not weights:
             raise optimizer.bad(
@@ -280,12 +334,14 @@ class _Rank:
         found = base if isinstance(base, list) else _Table(optimizer.where, base).table("state")
         settings = [] if isinstance(base, list) else _Table(optimizer.where, base).list("param_groups")
         groups, steps = [], []
+        found = dict(enumerate(found)) if isinstance(found, list) else found
         for number, flat in enumerate(weights):
-            state = found[number] if isinstance(found, list) and number < len(found) else {}
-            state = found.get(number, {}) if isinstance(found, dict) else state
-            moments = {kind: _tensor(optimizer, kind, state[kind]) for kind in _MOMENTS if kind in state}
+            state = _Table(f"{optimizer.where}: state", found.get(number, {}))
+            moments = {
+                kind: _tensor(state, kind, state.values[kind]) for kind in _MOMENTS if kind in state.values
+            }
             groups.append({PARAMETER: _tensor(optimizer, name, flat)} | moments)
-            steps.append(_count(optimizer, state.get("step", 0)))
+            steps.append(_count(state, state.values.get("step", 0)))
         return cls(
             optimizer.where, stage, groups, steps, [g for g in settings if isinstance(g, dict)], optimizer
         )
@@ -296,47 +352,43 @@ class _Rank:
 
 
 def _slices(ranks: list[_Rank], shapes: list[dict]) -> Iterator[tuple[str, tuple[int, ...], list[Piece]]]:
-    """Stages 1 and 2: (name, shape, pieces), as each rank says which part of a parameter lies where.
+    """Stages 1 and 2: (name, shape, pieces): parameters lie one after the other over the ranks.
 
-    Files of DeepSpeed before 0.8 do not say: there parameters lie one after the other.
+    The files also have an address of each piece (param_slice_mappings), which is not read: with
+    round_robin_gradients DeepSpeed 0.19 writes those of another order than its flat tensors have.
     """
     for group, names in enumerate(shapes):
-        said = [_addresses(rank, group) for rank in ranks]
-        if not any(said):
-            said = _addresses_in_order(ranks, group, names)
-        for name, shape in names.items():
-            pieces = [(r, group, *here[name]) for r, here in enumerate(said) if name in here]
+        paddings = _paddings(ranks[0], group, len(names))
+        begin, each = 0, ranks[0].elements(group)  # only the last ranks may have less, without padding
+        for (name, shape), padding in zip(names.items(), paddings, strict=True):
+            end, pieces = begin + prod(shape), []
+            for rank in range(begin // max(each, 1), min(len(ranks), -(-end // max(each, 1)))):
+                start, stop = max(begin, rank * each), min(end, rank * each + each)
+                if start < stop:
+                    pieces.append((rank, group, start - rank * each, stop - start))
             yield name, shape, pieces
+            begin = end + padding
+        left = sum(rank.elements(group) for rank in ranks) - begin
+        if not -1 < left < _ALIGNED * len(ranks):
+            raise ranks[0].optimizer.bad(
+                _PARTITIONS, f"has {left} elements of group {group} more than the parameters in param_shapes"
+            )
 
 
-def _addresses(rank: _Rank, group: int) -> dict[str, tuple[int, int]]:
-    """Name -> (first element, elements) of what a rank has of each parameter."""
-    mappings = rank.optimizer.list("param_slice_mappings")
-    if group >= len(mappings):
-        return {}
-    found = {}
-    for name, address in _Table(rank.where, mappings[group]).values.items():
-        fields = address.state if isinstance(address, Called) and isinstance(address.state, dict) else {}
-        start, count = fields.get("start"), fields.get("numel")
-        if type(start) is not int or type(count) is not int or not 0 <= start <= start + count <= 1 << 62:
-            raise rank.optimizer.bad("param_slice_mappings", f"has no place for {name!r}")
-        found[name] = (start, count)
+def _paddings(rank: _Rank, group: int, parameters: int) -> list[int]:
+    """Elements behind each parameter of a group that belong to none (parameter_alignment)."""
+    name = "param_alignment_paddings"
+    paddings = rank.optimizer.list(name)
+    if not paddings:
+        return [0] * parameters
+    found = paddings[group] if group < len(paddings) else None
+    if not isinstance(found, list) or len(found) != parameters or not all(map(_is_small, found)):
+        raise rank.optimizer.bad(name, f"must have {parameters} natural numbers for group {group}")
     return found
 
 
-def _addresses_in_order(
-    ranks: list[_Rank], group: int, names: dict[str, tuple[int, ...]]
-) -> list[dict[str, tuple[int, int]]]:
-    """The same for parameters that lie one after the other over the ranks."""
-    found: list[dict[str, tuple[int, int]]] = [{} for _ in ranks]
-    begin, each = 0, ranks[0].elements(group)  # only the last ranks may have less, without padding
-    for name, shape in names.items():
-        end = begin + prod(shape)
-        for rank in range(begin // max(each, 1), min(len(ranks), -(-end // max(each, 1)))):
-            start, stop = max(begin, rank * each), min(end, rank * each + each)
-            found[rank][name] = (start - rank * each, stop - start)
-        begin = end
-    return found
+def _is_small(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 20
 
 
 def _equal_parts(
@@ -346,15 +398,18 @@ def _equal_parts(
 
     Parameters lie one after the other over all flat groups, and none lies in two.
     """
-    group, begin = 0, 0
+    group, begin, groups = 0, 0, len(ranks[0].groups)
     for name, shape in (item for names in shapes for item in names.items()):
         size = prod(shape)
         each = -(-size // len(ranks))
-        while group < len(ranks[0].groups) - 1 and begin >= ranks[0].elements(group):
-            group, begin = group + 1, 0
+        while group < groups - 1 and begin >= ranks[0].elements(group):
+            group, begin = group + 1, begin - ranks[0].elements(group)
         counts = [max(0, min(each, size - each * rank)) for rank in range(len(ranks))]
         yield name, shape, [(rank, group, begin, count) for rank, count in enumerate(counts) if count]
         begin += each
+    left = sum(map(ranks[0].elements, range(group, groups))) - begin
+    if left:
+        raise ranks[0].optimizer.bad(_FLAT, f"has {left} elements more than the parameters in param_shapes")
 
 
 def _add_parameter(
@@ -365,7 +420,7 @@ def _add_parameter(
         if all(kind in ranks[rank].groups[group] for rank, group, _, _ in pieces):
             parts = [(ranks[rank].groups[group][kind], start, count) for rank, group, start, count in pieces]
             _add(result, kind, name, shape, parts, ranks[0].where)
-    if (FIRST_MOMENT, name) in result.tensors:
+    if pieces and (FIRST_MOMENT, name) in result.tensors:  # a parameter without elements has no pieces
         rank, group, *_ = pieces[0]
         result.training.steps[name] = ranks[rank].steps[group]
 

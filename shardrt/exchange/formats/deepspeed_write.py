@@ -56,7 +56,7 @@ def files(checkpoint: Checkpoint, options: Options) -> Plan:
     stage3 = options.zero_stage == 3
     for rank in range(options.ranks if stage3 else 1):
         name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage3 else "mp_rank_00_model_states.pt"
-        write.append((name, extra | _model(layout, checkpoint, options, rank, step)))
+        write.append((name, {"skipped_steps": 0} | extra | _model(layout, checkpoint, options, rank, step)))
     for rank in range(options.ranks):
         prefix = "bf16_" if half else ""
         optimizer = _stage3(layout, rank, options) if stage3 else _stage12(layout, rank, options)
@@ -133,12 +133,21 @@ def _layout(checkpoint: Checkpoint) -> _Layout:
 
 
 def _shared(weights: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, str]:
-    """Name without optimizer state -> name of the same tensor before it."""
+    """Name without optimizer state -> name of the same parameter.
+
+    The same tensor is so, and what the source says (shared_params), which other formats hold twice.
+    """
     first: dict[int, str] = {}
     for name, tensor in weights.items():
         if id(tensor) not in first or (FIRST_MOMENT, name) in checkpoint.tensors:
             first[id(tensor)] = name
-    return {name: first[id(tensor)] for name, tensor in weights.items() if first[id(tensor)] != name}
+    found = {name: first[id(tensor)] for name, tensor in weights.items() if first[id(tensor)] != name}
+    said = checkpoint.training.extra.get("shared_params")
+    for name, of in said.items() if isinstance(said, dict) else ():
+        known = name in weights and isinstance(of, str) and of in weights and of not in (name, *found)
+        if known and weights[name].shape == weights[of].shape:
+            found |= {} if (FIRST_MOMENT, name) in checkpoint.tensors else {name: of}
+    return found
 
 
 def _groups(
@@ -237,7 +246,6 @@ def _model(layout: _Layout, checkpoint: Checkpoint, options: Options, rank: int,
         "lr_scheduler": _scheduler(training.extra.get("lr_scheduler"), layout, step),
         "data_sampler": None,
         "random_ltd": None,
-        "skipped_steps": 0,
         "global_steps": step,
         "dp_world_size": options.ranks,
         "mp_world_size": 1,
