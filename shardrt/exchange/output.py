@@ -413,7 +413,7 @@ def _late(file: File, chunk: _Chunk, sums: Mapping[str, Sums]) -> np.ndarray:
 
 
 def _put(descriptor: int, data: np.ndarray, position: int) -> None:
-    """Write bytes at a position, but leave holes where there are zeros alone."""
+    """Write bytes at a position. Where there are only zeros, a hole stays."""
     for begin in range(0, data.size, _WRITE):
         part, at = data[begin : begin + _WRITE], position + begin
         view = memoryview(b"" if _are_zeros(part) else part)
