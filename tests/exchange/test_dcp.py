@@ -123,7 +123,7 @@ def small():
     return Checkpoint(Path("memory"), tensors, Training(7, dict.fromkeys(shapes, 7), groups))
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [0, pytest.param(500, marks=pytest.mark.rest)])
 def test_500_mutants_are_refused_in_one_line(first, tmp_path):
     plan = dcp.files(small(), Options(tmp_path / "dcp", 2))
     Output(tmp_path / "dcp", {}).write(plan.files)
@@ -256,8 +256,7 @@ def llama_3_8b():
     return shapes
 
 
-@pytest.mark.slow
-@pytest.mark.serial
+@pytest.mark.rest
 def test_96_gigabytes_of_llama_8b_convert(tmp_path, capsys):
     sparse(llama_3_8b(), 0.002, tmp_path / "dcp", 8)
     size = sum(path.stat().st_size for path in (tmp_path / "dcp").iterdir())
