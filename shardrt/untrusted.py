@@ -99,11 +99,16 @@ class SourceFile:
             view, offset = view[done:], offset + done
 
     def read_into(self, data: Any, offset: int) -> None:
-        """As fill, with a descriptor of its own; a hole at the beginning is not read."""
+        """As fill, with a descriptor of its own; holes are not read."""
+        if offset + data.size > self.size:
+            raise Refused(f"{self.path}: the file ends before byte {offset + data.size}")
         with self.open() as descriptor:
-            hole = min(_next_data(descriptor, offset, self.size) - offset, data.size)
-            data[:hole] = 0
-            self.fill(descriptor, data[hole:], offset + hole)
+            done = 0
+            while done < data.size:
+                begin = _seek(descriptor, offset + done, os.SEEK_DATA, self.size) - offset
+                data[done:begin] = 0
+                done = _seek(descriptor, offset + begin, os.SEEK_HOLE, self.size) - offset
+                self.fill(descriptor, data[begin:done], offset + begin)
 
     def read(self, offset: int, size: int) -> bytes:
         """The bytes from `offset` on."""
@@ -211,12 +216,15 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _next_data(file: int, offset: int, size: int) -> int:
-    """Where a file of this size has data first from `offset` on, as far as its file system knows of holes."""
+def _seek(descriptor: int, offset: int, kind: int, size: int) -> int:
+    """Where data or a hole begins, at `offset` or behind it, or where a file of this size ends.
+
+    Where the file system knows of no holes, all is data.
+    """
     try:
-        return os.lseek(file, offset, os.SEEK_DATA)
+        return os.lseek(descriptor, offset, kind)
     except OSError as error:
-        return max(offset, size) if error.errno == errno.ENXIO else offset
+        return offset if kind == os.SEEK_DATA and error.errno != errno.ENXIO else size
 
 
 def _own_group(group: int, user: int) -> bool:

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(name, "1")
@@ -28,6 +29,17 @@ with suppress(ImportError):  # the tests for a GPU need none
 def pytest_collection_finish():
     """All tests and modules stay: garbage collections, of which some tests ask for many, pass them over."""
     gc.freeze()
+
+
+def pytest_runtest_setup(item):
+    """Nothing is imported where tests are collected: each process does that, and few run these.
+
+    PyTorch with transformers and PEFT takes seven seconds.
+    """
+    marks = item.iter_markers("torch")
+    missing = [name for mark in marks for name in ("torch", *mark.args) if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"no {missing[0]}")
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.peers.launch import ONE_THREAD, launch, one_thread
 from shardrt.comm import thread
 
 ROOT = Path(__file__).parent.parent
@@ -63,12 +64,13 @@ def add_launcher(parser: ArgumentParser) -> None:
 def clean_environment(**variables: str) -> dict[str, str]:
     """This environment with the repository on the path, and nothing a launcher or `import shardrt` put there.
 
-    (Thread counts: this process has all cores, each rank of a child its share.)
+    One thread for each process: with as many as cores BLAS mostly waits for a core that another test has, and
+    a small training takes nine times the processor's time.
     """
-    dropped = (name for name in os.environ if name.startswith(_DROPPED) or name.endswith("_NUM_THREADS"))
-    kept = {name: os.environ[name] for name in os.environ.keys() - set(dropped)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
     kept |= on_hosts[1] if on_hosts is not None else {}
-    return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])} | variables
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return kept | ONE_THREAD | {"PYTHONPATH": path} | variables
 
 
 def python(*args: object, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -81,6 +83,36 @@ def python(*args: object, cwd: Path = ROOT, **variables: str) -> subprocess.Comp
         cwd=cwd,
         env=clean_environment(**variables),
     )
+
+
+# Imports once what every rank of a job of PyTorch does, for five seconds, then becomes the ranks.
+_FORKS = """
+import os, runpy, sys
+import torch._dynamo, torch.distributed.fsdp
+size, module, *sys.argv[1:] = sys.argv[1:]
+ranks = {}
+for rank in range(int(size)):
+    if (process := os.fork()) == 0:
+        os.environ |= {"WORLD_SIZE": size, "RANK": str(rank)}
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        sys.exit()
+    ranks[process] = rank
+while ranks:
+    process, code = os.wait()
+    rank = ranks.pop(process)
+    if code:
+        for other in ranks:
+            os.kill(other, 9)
+        sys.exit(f"rank {rank} ended with exit code {os.waitstatus_to_exitcode(code)}")
+"""
+
+
+def torch_ranks(size: int, module: str, *args: object) -> str:
+    """`python -m module *args` on ranks of PyTorch; what they printed.
+
+    Raises RuntimeError with what all have to say if one fails.
+    """
+    return launch(["-c", _FORKS, str(size), module, *map(str, args)], 1, one_thread(), timeout=BACKSTOP)
 
 
 def mpirun(

@@ -14,6 +14,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ _WRITE = 1 << 20  # bytes of a call: calls of 16 MiB were 3 to 10 times slower o
 _SYNCED = 1 << 30  # bytes from one entry of the journal to the next
 _BUFFERS = 4  # of CHUNK bytes: one is read, one is written, two wait
 _LARGEST_JOURNAL = 256 << 20  # bytes
+_CRC_32 = 0xEDB88320  # its polynomial, with the highest power in bit 0
 _BEGINNING = {"bytes": 0, "crcs": [], "blocks": [], "running": 0, "done": False}  # of a file in the journal
 
 
@@ -194,8 +196,9 @@ class Output:
                 data = chunk.content
                 if data is None:
                     data = _late(file, chunk, sums)
-                _put(descriptor, data, summer.sums.bytes)
-                summer.add(chunk.ends, data)
+                if not chunk.zeros:
+                    _put(descriptor, data, summer.sums.bytes)
+                summer.add(chunk.ends, data, chunk.zeros)
                 ahead.free(chunk.buffer)
                 self._progress(self._before + summer.sums.bytes, self._total)
                 if summer.sums.bytes - synced >= _SYNCED:
@@ -243,10 +246,10 @@ class _Summer:
         self._kind, self._crc = file.sums, state["running"]
         self._block: Any = None
 
-    def add(self, ends: bool, data: np.ndarray) -> None:
-        """Count bytes, which end a segment or not."""
+    def add(self, ends: bool, data: np.ndarray, zeros: bool = False) -> None:
+        """Count bytes, which end a segment or not, and are all zero if `zeros` says so."""
         if self._kind == "crc":
-            self._crc = zlib.crc32(data, self._crc)
+            self._crc = crc_after_zeros(self._crc, data.size) if zeros else zlib.crc32(data, self._crc)
             if ends:
                 self.sums.crcs.append(self._crc)
                 self._crc = 0
@@ -287,7 +290,7 @@ class _Summer:
 class _Chunk:
     """Some bytes of a segment: `content`, None for a Late, without its first `skipped` bytes.
 
-    ends: they are its last. buffer: the memory that they take.
+    ends: they are its last. buffer: the memory that they take. zeros: a page or more, all zero: a hole.
     """
 
     number: int
@@ -295,6 +298,7 @@ class _Chunk:
     content: np.ndarray | Elements | None
     skipped: int = 0
     buffer: np.ndarray | None = None
+    zeros: bool = False
 
 
 class _Ahead:
@@ -337,7 +341,8 @@ class _Ahead:
                 if buffer is None or self._stopped:
                     return
                 if isinstance(chunk.content, Elements):
-                    chunk = replace(chunk, content=_filled(buffer, chunk.content)[chunk.skipped :])
+                    data = _filled(buffer, chunk.content)[chunk.skipped :]
+                    chunk = replace(chunk, content=data, zeros=_are_zeros(data))
                 elif chunk.content is not None:
                     buffer[: chunk.content.size] = chunk.content
                     chunk = replace(chunk, content=buffer[: chunk.content.size])
@@ -408,10 +413,43 @@ def _late(file: File, chunk: _Chunk, sums: Mapping[str, Sums]) -> np.ndarray:
 
 
 def _put(descriptor: int, data: np.ndarray, position: int) -> None:
-    """Write bytes at a position; a page of zeros or more stays a hole."""
-    if data.size >= mmap.PAGESIZE and not data[:: mmap.PAGESIZE].any() and not data.any():
-        return
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(descriptor, view[:_WRITE], position)
-        view, position = view[done:], position + done
+    """Write bytes at a position. Where there are only zeros, a hole stays."""
+    for begin in range(0, data.size, _WRITE):
+        part, at = data[begin : begin + _WRITE], position + begin
+        view = memoryview(b"" if _are_zeros(part) else part)
+        while view:
+            done = os.pwrite(descriptor, view, at)
+            view, at = view[done:], at + done
+
+
+def _are_zeros(data: np.ndarray) -> bool:
+    """Whether bytes are all zero, and a page at least. Of other data few bytes are looked at."""
+    return data.size >= mmap.PAGESIZE and not data[:: mmap.PAGESIZE].any() and not data.any()
+
+
+def crc_after_zeros(crc: int, count: int) -> int:
+    """CRC-32 of what has `crc` and `count` zero bytes behind it, in O(log count).
+
+    A CRC is a polynomial over GF(2) modulo the method's own, and its highest power is in bit 0. A zero byte
+    multiplies it by x^8 (zlib's crc32_combine).
+    """
+    return _times(crc ^ 0xFFFFFFFF, _power_of_zeros(count)) ^ 0xFFFFFFFF
+
+
+@lru_cache(64)
+def _power_of_zeros(count: int) -> int:
+    """The polynomial x^(8 count), by squaring."""
+    power, square = 1 << 31, 1 << 23
+    while count:
+        power = _times(power, square) if count & 1 else power
+        square, count = _times(square, square), count >> 1
+    return power
+
+
+def _times(one: int, other: int) -> int:
+    """One polynomial times the other, modulo that of CRC-32."""
+    total = 0
+    for bit in range(31, -1, -1):
+        total ^= other if one >> bit & 1 else 0
+        other = other >> 1 ^ (_CRC_32 if other & 1 else 0)
+    return total

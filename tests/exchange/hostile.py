@@ -2,7 +2,8 @@
 
     python -m tests.exchange.hostile VALID SCRATCH FIRST COUNT TO FROM
 
-For each seed a copy of the folder VALID is changed in a few places and converted. The process ends with 1 and
+For each seed a copy of the folder VALID, which lies on the same file system, is changed in a few places and
+converted. The process ends with 1 and
 says which seed it was, if a conversion ends in anything but success or one line and code 65, or if it runs a
 program, imports a module that a valid conversion does not, or opens a file for writing outside SCRATCH/out.
 A reader more needs no code here; `mutate` may get a function for a format's own damage.
@@ -37,6 +38,10 @@ def mutate(folder, seed, special=()):
         if not files:
             return
         path = random_.choice(files)
+        if path.stat().st_nlink > 1:  # the valid folder has it too
+            data = path.read_bytes()
+            path.unlink()
+            path.write_bytes(data)
         ways = [_bytes, _bytes, _cut, _grown, _replaced, _inside, _inside, _inside, *special, *special]
         random_.choice(ways)(path, random_)
 
@@ -119,6 +124,67 @@ def signed(path, random_):
         return
 
 
+GADGETS = (
+    ("os.system", ("touch forged",)),
+    ("posix.system", ("touch forged",)),
+    ("builtins.eval", ("1",)),
+    ("builtins.getattr", ("", "format")),
+    ("subprocess.Popen", (("touch", "forged"),)),
+    ("torch.serialization.load", ("/etc/passwd",)),
+)
+
+
+def forged(path, random_):
+    """Of PyTorch's distributed checkpoints: values of the metadata changed, calls put into it."""
+    from shardrt.exchange.formats.dcp import _ALLOWED
+    from shardrt.exchange.torch_file import pickled
+    from shardrt.exchange.unpickle import Called, unpickle
+
+    if path.name != ".metadata":
+        return
+    try:
+        value = unpickle(path.read_bytes(), path, _ALLOWED)
+        places = list(_places(value))
+        holder, key = random_.choice(places)
+        old, way = holder[key], random_.randrange(8)
+        if way == 0:
+            gadget = Called(*random_.choice(GADGETS))
+            holder[key] = random_.choice(
+                (gadget, Called("torch.Size", (gadget,)), Called(gadget.name, (), {}))
+            )
+        elif way == 1:
+            del holder[key]
+        elif isinstance(old, int) and not isinstance(old, bool):
+            holder[key] = random_.choice((*HUGE, old + 1, old - 1, 0))
+        elif isinstance(old, str):
+            holder[key] = random_.choice((*OUTSIDE, ".metadata", "__1_0.distcp", "__0_0.distcp"))
+        else:
+            other, at = random_.choice(places)
+            holder[key] = random_.choice((other[at], [], {}, None, (HUGE[2],) * 40))
+        path.write_bytes(pickled(value))
+    except (ValueError, RecursionError, IndexError, AttributeError, TypeError, OverflowError):
+        return
+
+
+def _places(value):
+    """(table or list, key) of all values of a pickle that may be changed."""
+    from shardrt.exchange.unpickle import Called
+
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Called):
+            if isinstance(item.state, tuple):
+                item.state = list(item.state)
+            todo.append(item.state)
+        elif isinstance(item, dict | list):
+            for key, child in list(item.items() if isinstance(item, dict) else enumerate(item)):
+                if isinstance(child, tuple):
+                    item[key] = child = list(child) if len(child) > 9 else child
+                yield item, key
+                todo += [key, child]
+
+
 class Watched:
     """What a process may not do while it reads a mutant."""
 
@@ -189,7 +255,7 @@ def run(valid, scratch, first, count, to, source, special):
     for seed in range(first, first + count):
         mutant = scratch / "mutant"
         shutil.rmtree(mutant, ignore_errors=True)
-        shutil.copytree(valid, mutant)
+        shutil.copytree(valid, mutant, copy_function=os.link)
         mutate(mutant, seed, special)
         before = sorted(p.name for p in scratch.iterdir())
         watched.on = True
@@ -214,5 +280,5 @@ def say(text):
 
 if __name__ == "__main__":
     valid_, scratch_, first_, count_, to_, source_ = sys.argv[1:]
-    special_ = (signed,) if source_ == "shardrt" else ()
+    special_ = {"shardrt": (signed,), "dcp": (forged, forged)}.get(source_, ())
     sys.exit(run(Path(valid_), Path(scratch_), int(first_), int(count_), to_, source_, special_))

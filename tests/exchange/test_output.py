@@ -12,7 +12,8 @@ from xxhash import xxh3_128_hexdigest
 from shardrt.checkpoint.manifest import BLOCK
 from shardrt.exchange import output
 from shardrt.exchange.checkpoint import BadCheckpoint
-from shardrt.exchange.output import Elements, File, Late, Output
+from shardrt.exchange.output import Elements, File, Late, Output, crc_after_zeros
+from shardrt.untrusted import Refused, SourceFile
 
 
 class Held:
@@ -140,14 +141,59 @@ def test_a_damaged_journal_is_one_line(tmp_path):
         Output(tmp_path / "new", {})
 
 
-def test_zeros_are_holes(tmp_path):
-    zeros = Held(np.zeros(8 << 20, np.float32))
-    Output(tmp_path / "new", {}).write([File("zeros", [b"x", Elements.all(zeros)])])
-    path: Path = tmp_path / "new" / "zeros"
-    assert path.stat().st_size == 1 + (32 << 20)
-    assert path.read_bytes() == b"x" + bytes(32 << 20)
-    if os.stat(path).st_blocks:  # a file system without holes counts none of them
+def assert_has_holes(path):
+    """That it takes less than 1 MiB of the disk, where file systems have holes and count blocks."""
+    probe = path.with_name("probe")
+    with open(probe, "wb") as file:
+        file.truncate(32 << 20)
+    if os.stat(probe).st_blocks * 512 < 1 << 20 and os.stat(path).st_blocks:
         assert os.stat(path).st_blocks * 512 < 1 << 20
+
+
+@pytest.mark.parametrize("kind", ["crc", "blocks"])
+def test_zeros_are_holes_with_the_checksums_of_zeros(tmp_path, kind):
+    count = (3 * BLOCK + (1 << 20) + 5) // 4
+    tensors = [Held(np.zeros(count, np.float32)), Held(SMALL), Held(np.zeros(1 << 20, np.float32))]
+    seen = {}
+    segments = [b"x", *map(Elements.all, tensors), Late(lambda sums: seen.update(sums) or b"")]
+    Output(tmp_path / "new", {}).write([File("zeros", segments, kind)])
+    path: Path = tmp_path / "new" / "zeros"
+    parts = [b"x", *(tensor.values.tobytes() for tensor in tensors)]
+    data = b"".join(parts)
+    assert path.read_bytes() == data
+    blocks = [data[start : start + BLOCK] for start in range(0, len(data), BLOCK)]
+    sums = seen["zeros"]
+    assert sums.crcs[:4] == ([zlib.crc32(part) for part in parts] if kind == "crc" else [])
+    assert sums.blocks == ([xxh3_128_hexdigest(block) for block in blocks] if kind == "blocks" else [])
+    assert_has_holes(path)
+
+
+def test_crc_goes_on_over_zeros_that_are_not_read():
+    for count in (0, 1, 7, 8, 4096, 123_457):
+        for data in (b"", b"\0", b"abc", bytes(range(256))):
+            assert crc_after_zeros(zlib.crc32(data), count) == zlib.crc32(data + bytes(count))
+
+
+def test_holes_of_a_source_are_not_read(tmp_path, monkeypatch):
+    path = tmp_path / "source"
+    with open(path, "wb") as file:
+        file.write(b"begin")
+        file.seek(8 << 20)
+        file.write(b"middle")
+        file.truncate((24 << 20) + 3)
+    read, reads = os.preadv, []
+    monkeypatch.setattr(os, "preadv", lambda *given: reads.append(read(*given)) or reads[-1])
+    source, expected = SourceFile(path), path.read_bytes()
+    out = np.full(4 << 20, 255, np.uint8)
+    for offset in (0, 4 << 20, (8 << 20) - 5, 12 << 20, source.size - out.size):
+        out[:] = 255
+        source.read_into(out, offset)
+        assert out.tobytes() == expected[offset : offset + out.size], offset
+    with open(path, "rb") as file:
+        if file.seek(1 << 20, os.SEEK_DATA) > 1 << 20:  # this file system has holes
+            assert sum(reads) < 3 * out.size
+    with pytest.raises(Refused, match="ends before"):
+        source.read_into(out, source.size - 5)
 
 
 def test_a_full_disk_is_an_error_that_names_the_file_and_is_resumed(tmp_path, monkeypatch):

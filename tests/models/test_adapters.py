@@ -9,13 +9,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-
-import peft
-import torch
-import transformers
 
 from models.adapters import CONFIG, WEIGHTS, load_adapter, save_adapter
 from models.hub import load_pretrained, save_pretrained
@@ -27,7 +20,7 @@ from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import by_class, fully_shard, wrap
 from tests import lab
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.torch("transformers", "peft")
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (4, 12))
 KINDS = {  # kind -> layers that PEFT adapts
@@ -38,6 +31,9 @@ KINDS = {  # kind -> layers that PEFT adapts
 
 
 def base(kind):
+    import torch
+    import transformers
+
     torch.manual_seed(0)
     if kind == "gpt2":
         shape = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
@@ -58,6 +54,9 @@ def base(kind):
 
 def theirs(kind, folder, **settings):
     """A model of PEFT's whose adapters are not zero, saved with its base in `folder`."""
+    import peft
+    import torch
+
     model = base(kind)
     model.save_pretrained(folder / "base")
     settings = {"r": 3, "lora_alpha": 5, "target_modules": KINDS[kind], "task_type": "CAUSAL_LM"} | settings
@@ -88,6 +87,8 @@ def ours(folder):
 
 
 def their_logits(model):
+    import torch
+
     with torch.no_grad():
         return model.eval()(torch.from_numpy(TOKENS)).logits.numpy()
 
@@ -100,6 +101,8 @@ def test_an_adapter_of_peft_computes_here_what_it_does_there(saved, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_saved_as_it_was_bitwise_and_peft_reads_it(saved, kind, tmp_path):
+    import peft
+
     folder, model = saved(kind)
     save_adapter(ours(folder), tmp_path / "again")
     before, after = load_file(folder / "adapter" / WEIGHTS), load_file(tmp_path / "again" / WEIGHTS)
@@ -114,6 +117,9 @@ def test_it_is_saved_as_it_was_bitwise_and_peft_reads_it(saved, kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_as_in_peft(saved, kind, tmp_path):
     """Five steps of AdamW with weight decay: nothing leaks between queries, keys and values."""
+    import peft
+    import torch
+
     folder, _ = saved(kind)
     model = peft.PeftModel.from_pretrained(base(kind), folder / "adapter", is_trainable=True)
     inputs = torch.from_numpy(TOKENS)
@@ -145,6 +151,9 @@ def trained(folder, target):
 
 
 def test_one_adapter_of_a_whole_layer_becomes_one_for_each_of_peft(saved, tmp_path):
+    import peft
+    import transformers
+
     folder, _ = saved("llama")
     logits = thread.run(2, with_own_adapter, folder, tmp_path / "own")[0]
     read = peft.PeftModel.from_pretrained(base("llama"), tmp_path / "own")

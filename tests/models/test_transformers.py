@@ -8,8 +8,6 @@ import pytest
 from safetensors.numpy import load_file
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
 
 from models import hub, train
 from models.gpt import Block as GPTBlock
@@ -32,7 +30,7 @@ from shardrt.parallel import (
 from tests import lab
 from tests.parallel.meshes import whole_gradients
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.torch("transformers")
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (4, 20))
 IMAGES = np.random.default_rng(1).normal(size=(4, 3, 24, 24)).astype(np.float32)

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from bench.peers.launch import launch, one_thread
 from bench.training import model_of, piped
 from models.plans import plan_of
 from shardrt import optim
@@ -22,7 +21,7 @@ from tests.parity import axes
 from tests.parity.features import OPTIMIZERS, STEPS
 from tests.parity.job import Notes, part
 from tests.parity.test_features import assert_agrees
-from tests.ranks import BACKSTOP, run_ranks
+from tests.ranks import run_ranks, torch_ranks
 
 pytestmark = pytest.mark.torch
 
@@ -38,8 +37,7 @@ def world(tmp_path_factory):
     for name, job in axes.JOBS.items():
         shapes = {key: parameter.shape for key, parameter in model_of(job).named_parameters()}
         axes.save_weights(folder / f"{name}.npz", shapes)
-    program = ["-m", "tests.parity.axes_torch", str(folder)]
-    launch(program, axes.RANKS, one_thread(), timeout=BACKSTOP)
+    torch_ranks(axes.RANKS, "tests.parity.axes_torch", folder)
     with np.load(folder / "torch.npz") as arrays:
         return folder, {name: arrays[name] for name in arrays}
 

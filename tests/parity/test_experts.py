@@ -3,11 +3,6 @@
 import numpy as np
 import pytest
 
-from tests.models.test_transformers import EXPERTS, made
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 from models.hub import load_pretrained
 from models.llama import Block
 from shardrt import nn, optim
@@ -15,10 +10,11 @@ from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import by_class, wrap
 from tests import lab
+from tests.models.test_transformers import EXPERTS, made
 from tests.parity.features import OPTIMIZERS, STEPS
 from tests.parity.job import piece
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.torch("transformers")
 
 RANKS, BALANCE = 2, 0.05
 TOKENS = np.random.default_rng(3).integers(0, 61, (STEPS, 4, 21))

@@ -17,14 +17,13 @@ import numpy as np
 import pytest
 
 import shardrt
-from bench.peers.launch import launch, one_thread
 from models.gpt import GPT, Block
 from shardrt.fsdp import MixedPrecisionPolicy, by_class, by_size
 from tests import lab
 from tests.parity import features, features_shardrt
 from tests.parity.features_shardrt import config_of
 from tests.parity.job import Job, part
-from tests.ranks import BACKSTOP, mpirun, run_ranks
+from tests.ranks import mpirun, run_ranks, torch_ranks
 
 pytestmark = pytest.mark.torch
 
@@ -55,7 +54,7 @@ def world(tmp_path_factory):
     path = tmp_path_factory.mktemp("features")
     save_job(path / "job.npz")
     save_curve(path / "curve.npz")
-    launch(["-m", "tests.parity.features_torch", str(path)], 2, one_thread(), timeout=BACKSTOP)
+    torch_ranks(2, "tests.parity.features_torch", path)
     return World(path)
 
 

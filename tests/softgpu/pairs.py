@@ -5,9 +5,9 @@ python -m tests.softgpu.pairs [--all] [-n JOBS]
 Each set of features trains on the GPU in more than one order of streams: with the same bits in each, and near
 the CPU's numbers. Of 16 bits the CPU has the storage and not the arithmetic, so there the measure is what
 PyTorch's own 16 bits change of its own float32 (LOW), and the last place of the loss. `--all`: 1, 2 and 4
-ranks, all orders; else 2 ranks (4 of two axes) in two orders, every eighth set, and of those of pairs that
-share an option every tenth. Tensor parallelism and a pipeline take twice these ranks each. JOBS processes
-share the sets. Prints JSON: {what was trained: what was wrong}.
+ranks, all orders; else 2 ranks (4 of two axes) in two orders, and every feature in one set of few ranks.
+Tensor parallelism and a pipeline take twice these ranks each. JOBS processes share the sets. Prints JSON:
+{what was trained: what was wrong}.
 """
 
 import argparse
@@ -101,9 +101,20 @@ def refused(names):
     return "not refused"
 
 
+def spread(sets):
+    """Sets of at most four ranks in which, together, every feature is; a feature of none is one by itself."""
+    few = [*(names for names in sets if pairs.ranks_for(names) <= 4), *((name,) for name in pairs.FEATURES)]
+    chosen, left = [], set(pairs.FEATURES)
+    while left:
+        chosen.append(max(few, key=lambda names: len(left.intersection(names)) / pairs.ranks_for(names)))
+        left.difference_update(chosen[-1])
+    return chosen
+
+
 def jobs(every):
     """(name, function, arguments) of all there is to do."""
-    chosen = [*pairs.TOGETHER, *pairs.IN_TURNS] if every else [*pairs.TOGETHER[::8], *pairs.IN_TURNS[::10]]
+    chosen = [*pairs.TOGETHER, *pairs.IN_TURNS]
+    chosen = chosen if every else spread(chosen)
     for index, names in enumerate(chosen):
         other = MODES[1 + index % (len(MODES) - 1)]
         modes = MODES if every else ("late", other)

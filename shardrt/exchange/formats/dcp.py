@@ -475,7 +475,7 @@ class _Found:
             if type(params) is not list or not all(type(name) is str for name in params):
                 self.left.append("the optimizer's settings: they are kept by numbers, not by names")
                 continue
-            settings = {key: value for key, value in group.items() if key != "params"}
+            settings = {key: value for key, value in sorted(group.items()) if key != "params"}
             key = repr((owner if isinstance(owner, int) else "", settings))
             merged.setdefault(key, {**settings, "params": []})["params"].extend(params)
         yield from merged.values()
