@@ -138,7 +138,12 @@ def test_settings_of_another_optimizer_go_through_as_they_are(layout, tmp_path, 
     made = of_a_loop()
     made.tensors = {(kind, name): one for (kind, name), one in made.tensors.items() if kind == PARAMETER}
     made.training.steps = {}
-    sgd = {"lr": 0.1, "momentum": 0, "weight_decay": 0.01, "params": sorted({name for _, name in made.tensors})}
+    sgd = {
+        "lr": 0.1,
+        "momentum": 0,
+        "weight_decay": 0.01,
+        "params": sorted({name for _, name in made.tensors}),
+    }
     made.training.groups = [sgd]
     write(made, tmp_path / "own")
     assert convert(tmp_path / "own", tmp_path / "out", "--to", "dcp", *OURS, "--layout", layout) == 0
