@@ -138,11 +138,26 @@ def convert(options: argparse.Namespace) -> list[str]:
         layout=options.layout,
     )
     plan: Plan = writer.files(checkpoint, how)
-    into = plan.target or options.target
+    into = _place(plan.target or options.target, opened.path)
     with _progress() as progress:
         identity = _identity(options, opened)
         Output(into, identity, restart=options.restart, progress=progress).write(plan.files)
     return _report(checkpoint, plan, into)
+
+
+def _place(target: Path, source: Path) -> Path:
+    """The folder that B gets: behind a link, the one that it leads to.
+
+    Raises:
+        BadCheckpoint: if the folder can't get its name at the end, or lies in A, whose files must not change.
+    """
+    if target.is_symlink():
+        target = Path(os.path.realpath(target))
+    if os.path.ismount(target):
+        raise BadCheckpoint(f"{target}: a file system is mounted here; give a folder in it")
+    if source.is_dir() and source.resolve() in target.resolve().parents:
+        raise BadCheckpoint(f"{target}: this is inside the checkpoint {source} that is read")
+    return target
 
 
 def _in_names(checkpoint: Checkpoint, options: argparse.Namespace, dialect: str) -> Checkpoint:

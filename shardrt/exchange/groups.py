@@ -9,6 +9,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from sys import float_info
 from typing import Any
 
 from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint, Checkpoint
@@ -82,10 +83,11 @@ def completed(checkpoint: Checkpoint, given: Mapping[str, Any]) -> Checkpoint:
 
 
 _WHAT = ("no number", "not two numbers")  # settings, betas
+_LARGEST = float_info.max  # infinities and NaN are no settings
 
 
 def _is_setting(name: str, value: Any) -> bool:
     numbers = value if name == "betas" else [value]
     if not isinstance(numbers, list | tuple) or len(numbers) != (2 if name == "betas" else 1):
         return False
-    return all(type(number) in (int, float) for number in numbers)
+    return all(type(number) in (int, float) and -_LARGEST <= number <= _LARGEST for number in numbers)

@@ -268,6 +268,8 @@ def test_a_gigabyte_converts_in_a_fraction_of_it(tmp_path):
         (["absent", "new", "--to", "safetensors"], "absent: No such checkpoint"),
         (["empty", "new", "--to", "safetensors"], "no checkpoint of a known format"),
         (["run", "full", "--to", "safetensors"], "full: File exists"),
+        (["run", "/proc", "--to", "safetensors"], "/proc: a file system is mounted here"),
+        (["run/checkpoints/step-00000007", "run/checkpoints/step-00000007/new", "--to", "dcp"], "is inside"),
         (["run", "new", "--to", "shardrt", "--dtype", "bfloat16"], "--dtype bfloat16"),
         (["run", "new", "--to", "safetensors", "--config", "absent"], "absent: No such file"),
         (["run", "new", "--to", "safetensors", "--from", "safetensors"], "has neither model.safetensors"),
@@ -283,3 +285,14 @@ def test_what_can_not_be_done_is_one_line(words, line, tmp_path, monkeypatch, ca
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and line in error
     assert not Path("new").exists()
+
+
+def test_a_link_is_followed_to_the_folder_that_is_written(tmp_path):
+    run = write(checkpoint(), tmp_path / "run")
+    (tmp_path / "disk").mkdir()
+    for name, leads in (("empty", "disk"), ("dangling", "absent")):
+        (tmp_path / name).symlink_to(leads)
+        assert convert(run, tmp_path / name, "--to", "safetensors") == 0
+        assert (tmp_path / name).is_symlink()
+        assert (tmp_path / leads / "model.safetensors").is_file()
+    assert not list(tmp_path.glob(".tmp-*"))

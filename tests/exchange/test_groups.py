@@ -5,6 +5,7 @@ import json
 import pytest
 
 from shardrt.__main__ import main
+from shardrt.exchange.checkpoint import PARAMETER
 from shardrt.exchange.formats import dcp, own
 from tests.exchange.made import checkpoint, write
 from tests.exchange.test_convert import convert, sign
@@ -98,6 +99,8 @@ def test_settings_without_use_are_refused(words, line, tmp_path, capsys):
     [
         ("lr = fast", "is not as 'lr = 3e-4"),
         ("lr = '1'", "lr is no number"),
+        ("lr = nan", "lr is no number"),
+        ("betas = [0.9, inf]", "betas is not two numbers"),
         ("betas = 0.9", "betas is not two numbers"),
         ("momentum = 0.9", "'momentum' is none of lr, betas, eps, weight_decay"),
         ("lr = 1 }\neps = { a = 1", "eps is no number"),
@@ -117,6 +120,7 @@ def test_settings_of_the_command_line_are_checked(text, line, tmp_path, capsys):
         {"param_groups": [{"lr": "1e-3", "params": ["wte"]}]},
         {"param_groups": [{"betas": [1], "params": ["wte"]}]},
         {"param_groups": [{"params": [7]}]},
+        {"param_groups": [{"eps": 10**400, "params": ["wte"]}]},
     ],
 )
 def test_a_manifest_with_other_groups_is_one_line(others, tmp_path, capsys):
@@ -126,3 +130,23 @@ def test_a_manifest_with_other_groups_is_one_line(others, tmp_path, capsys):
     sign(path, body)
     assert convert(tmp_path / "own", tmp_path / "out", "--to", "dcp") == 65
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("layout", ["flat", "nested"])
+def test_settings_of_another_optimizer_go_through_as_they_are(layout, tmp_path, capsys):
+    """SGD has no betas, and without momentum no state."""
+    made = of_a_loop()
+    made.tensors = {(kind, name): one for (kind, name), one in made.tensors.items() if kind == PARAMETER}
+    made.training.steps = {}
+    sgd = {
+        "lr": 0.1,
+        "momentum": 0,
+        "weight_decay": 0.01,
+        "params": sorted({name for _, name in made.tensors}),
+    }
+    made.training.groups = [sgd]
+    write(made, tmp_path / "own")
+    assert convert(tmp_path / "own", tmp_path / "out", "--to", "dcp", *OURS, "--layout", layout) == 0
+    (group,) = dcp.read(tmp_path / "out").training.groups
+    assert group | {"params": sorted(group["params"])} == sgd | {"initial_lr": 0.1}
+    assert capsys.readouterr().err == ""

@@ -589,15 +589,17 @@ def _counts(training: Training, flat: bool) -> list[tuple[tuple[str | int, ...],
 
 
 def _groups(training: Training) -> list[dict[str, Any]]:
-    """Groups with all that torch.optim.AdamW has in them."""
+    """Groups with all that torch.optim.AdamW has in them, where they are of AdamW: others have no betas."""
     recipe = training.extra.get("config")
     chosen = recipe.get("optimizer") if isinstance(recipe, dict) else None
     rate = chosen.get("lr") if isinstance(chosen, dict) else None
     groups = []
     for group in training.groups:
-        full = _ADAMW | group
-        full["betas"] = tuple(full["betas"])
-        full.setdefault("initial_lr", rate if isinstance(rate, float) else full["lr"])
+        full = dict(group)
+        if "betas" in group:
+            full = _ADAMW | group | {"betas": tuple(group["betas"])}
+        if "lr" in group:
+            full.setdefault("initial_lr", rate if isinstance(rate, float) else group["lr"])
         groups.append(full)
     return groups
 

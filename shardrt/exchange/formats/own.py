@@ -6,7 +6,7 @@ as many ranks as are wanted; any number of ranks restores them.
 
 import json
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields
@@ -81,12 +81,17 @@ def read(path: Path) -> Checkpoint:
 
 def files(checkpoint: Checkpoint, options: Options) -> Plan:
     """A file for each rank, and the manifest."""
-    left, tensors = [], {}
+    tensors: dict[tuple[str, str], Tensor] = {}
+    strange: Counter[str] = Counter()
     for (kind, name), tensor in checkpoint.tensors.items():
         if kind != PARAMETER and kind not in _OWN_KINDS:
-            left.append(f"{kind} of {name}: shardrt's optimizers keep no such state")
+            strange[kind] += 1
         else:
             tensors[kind, name] = _storable(tensor, name)
+    left = [
+        f"{kind} of {count} parameters: shardrt's optimizers keep no such state"
+        for kind, count in strange.items()
+    ]
     left += _lost(checkpoint.training, {name for kind, name in tensors if kind != PARAMETER})
     step = checkpoint.training.step or 0
     ranks = [_rank_file(tensors, rank, options.ranks) for rank in range(options.ranks)]
