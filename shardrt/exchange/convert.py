@@ -290,8 +290,11 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _report(checkpoint: Checkpoint, plan: Plan, target: Path) -> list[str]:
     """Lines: what is written, and what is not."""
-    weights = [tensor for (kind, _), tensor in checkpoint.tensors.items() if kind == PARAMETER]
-    others = len(checkpoint.tensors) - len(weights)
+    written = checkpoint.tensors
+    if plan.tensors is not None:
+        written = {key: tensor for key, tensor in written.items() if key in plan.tensors}
+    weights = [tensor for (kind, _), tensor in written.items() if kind == PARAMETER]
+    others = len(written) - len(weights)
     size = sum(file.size for file in plan.files)
     rates = sorted({group["lr"] for group in checkpoint.training.groups if "lr" in group})
     parts = [f"{len(weights)} tensors of weights ({sum(prod(t.shape) for t in weights)} elements)"]

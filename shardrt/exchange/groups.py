@@ -12,8 +12,9 @@ from pathlib import Path
 from sys import float_info
 from typing import Any
 
-from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint, Checkpoint
+from shardrt.exchange.checkpoint import FIRST_MOMENT, PARAMETER, SECOND_MOMENT, BadCheckpoint, Checkpoint
 
+_OF_ADAMW = (PARAMETER, FIRST_MOMENT, SECOND_MOMENT)
 SETTINGS = ("lr", "betas", "eps", "weight_decay")  # of AdamW, as PyTorch calls them
 
 
@@ -68,8 +69,14 @@ def completed(checkpoint: Checkpoint, given: Mapping[str, Any]) -> Checkpoint:
         )
     groups = [{**group, **given} for group in checkpoint.training.groups]
     grouped = {name for group in groups for name in group["params"]}
-    rest = [name for name in trained if name not in grouped]
-    groups += [{**given, "params": rest}] if rest else []
+    rest = dict.fromkeys(name for name in trained if name not in grouped)
+    other = next((kind for kind, name in checkpoint.tensors if name in rest and kind not in _OF_ADAMW), None)
+    if other is not None:
+        raise BadCheckpoint(
+            f"{checkpoint.path}: the state {other!r} is not of AdamW, and nothing says the settings of its "
+            "optimizer; convert with --weights-only"
+        )
+    groups += [{**given, "params": list(rest)}] if rest else []
     for group in groups:
         missing = [name for name in SETTINGS if name not in group]
         of = [name for name in group["params"] if name in trained]

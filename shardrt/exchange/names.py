@@ -176,7 +176,7 @@ def renamed(
     if family is None:
         raise BadCheckpoint(
             f"{where}: {source}'s names become {target}'s by the model's config.json, which is not there; "
-            "give --config FILE, or a table with --names FILE.toml"
+            f"give --config FILE or a table with --names FILE.toml, or keep the names with --dialect {source}"
         )
     for table in _way(source, target, family, tensors):
         found = _applied(found, table, where)
@@ -305,8 +305,9 @@ def _applied(before: Renamed, table: Iterable[Made], where: Path) -> Renamed:
             after.of[made.name] = tuple(first for name in made.of for first in of[name])
             used.update(keys)
     if missing:
-        rest = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise BadCheckpoint(f"{where}: tensors are missing: {', '.join(map(repr, missing[:5]))}{rest}")
+        lacking = list(dict.fromkeys(missing))
+        rest = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+        raise BadCheckpoint(f"{where}: tensors are missing: {', '.join(map(repr, lacking[:5]))}{rest}")
     for kind, name in bare:
         if (kind, name) not in used:
             after.left.append(f"{kind} {name}: the model has no such tensor (a copy, a mask, another's)")

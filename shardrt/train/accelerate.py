@@ -228,7 +228,7 @@ def _ignored_sections(reader: Reader, kind: str) -> None:
 def _strategy(reader: Reader, kind: str, machines: int | None) -> str:
     """The strategy for shards that no parallelism_config doubles; sets the key that names it."""
     version = reader.choice("fsdp_config.fsdp_version", ["1", "2"], "1") if kind == "FSDP" else None
-    reader.noted("fsdp_config.fsdp_version", "both versions come to the same")
+    reader.noted("fsdp_config.fsdp_version", "shardrt does the same for both")
     if kind != "FSDP":
         reader.setting("distributed_type", reader.take("distributed_type"), fsdp__strategy="NO_SHARD")
         return "NO_SHARD"

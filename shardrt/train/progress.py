@@ -6,7 +6,6 @@ from math import isnan, nan
 from typing import Any
 
 import numpy as np
-import psutil
 
 from shardrt import functional as F
 from shardrt.autograd import no_grad
@@ -137,6 +136,8 @@ def _seconds_of(a: Tensor) -> float:
 
 def memory_mb() -> float:
     """Resident memory of this process in 10^6 bytes; pages that it shares with other ranks are included."""
+    import psutil  # `make gpu` does without it
+
     return psutil.Process().memory_info().rss / MEGABYTE
 
 

@@ -108,7 +108,7 @@ class Progress:
         self._name, self._screen, self._rows = f"{paths[0].name}{more}", screen, rows_before
         self._began, self._first, self._read = time.perf_counter(), None, 0
         if rows_before:
-            screen.say(f"{self._name}: goes on behind {rows_before} documents that are tokenised")
+            screen.say(f"{self._name}: goes on after {rows_before} documents, which are tokenised")
         screen.show(self._name, 0, 100)
 
     def show(self, batch: Sequence[Row]) -> None:

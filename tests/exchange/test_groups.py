@@ -5,8 +5,9 @@ import json
 import pytest
 
 from shardrt.__main__ import main
-from shardrt.exchange.checkpoint import PARAMETER
+from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint
 from shardrt.exchange.formats import dcp, own
+from shardrt.exchange.groups import completed
 from tests.exchange.made import checkpoint, write
 from tests.exchange.test_convert import convert, sign
 
@@ -49,7 +50,7 @@ def test_groups_and_counts_of_tokens_go_through_shardrt(tmp_path, capsys):
     titan = ("--to", "dcp", *OURS, "--layout", "flat")
     assert convert(tmp_path / "own", tmp_path / "titan", *titan) == 0
     assert convert(tmp_path / "titan", tmp_path / "back", "--to", "shardrt", *OURS) == 0
-    assert "train_state: a run does not use it" in capsys.readouterr().out
+    assert "train_state: a run does not use it; it is kept" in capsys.readouterr().out
     back = own.read(tmp_path / "back").training
     assert settings(back) == settings(made.training)
     assert back.extra["train_state"] == {"ntokens_seen": 4096}
@@ -150,3 +151,27 @@ def test_settings_of_another_optimizer_go_through_as_they_are(layout, tmp_path, 
     (group,) = dcp.read(tmp_path / "out").training.groups
     assert group | {"params": sorted(group["params"])} == sgd | {"initial_lr": 0.1}
     assert capsys.readouterr().err == ""
+
+
+def test_values_of_the_program_go_through_shardrt_to_their_tables(tmp_path, capsys):
+    made = grouped()
+    values = {"scheduler": {"last_epoch": 7, "base_lrs": [3e-4, 2e-4], "warm": {"up": True}}, "note": "x"}
+    made.training.extra = {**values, "data": {"place": 3}}
+    made.training.groups[0]["amsgrad"] = True  # without its state, which no AdamW here keeps
+    write(made, tmp_path / "own")
+    assert convert(tmp_path / "own", tmp_path / "dcp", "--to", "dcp", *OURS, "--layout", "nested") == 0
+    assert "left out: data: there is no place for it here" in capsys.readouterr().out
+    read = dcp.read(tmp_path / "dcp").training
+    assert read.extra == values
+    assert not any(group["amsgrad"] for group in read.groups)
+
+
+def test_the_state_of_another_optimizer_is_no_adamw():
+    made = of_a_loop()
+    made.tensors = {
+        ("momentum" if kind == "exp_avg" else kind, name): tensor
+        for (kind, name), tensor in made.tensors.items()
+        if kind != "exp_avg_sq"
+    }
+    with pytest.raises(BadCheckpoint, match="the state 'momentum' is not of AdamW"):
+        completed(made, {"lr": 1e-3})

@@ -90,7 +90,7 @@ def test_bytes_go_on_where_a_process_was_killed(sources, tmp_path, capsys, owner
     capsys.readouterr()
     make_tokens(out, sources, Preparation())
     assert out.read_bytes() == (tmp_path / "whole.tokens").read_bytes()
-    said = re.search(r"a.jsonl and 2 more: goes on behind (\d+) documents", capsys.readouterr().out)
+    said = re.search(r"a.jsonl and 2 more: goes on after (\d+) documents", capsys.readouterr().out)
     assert kept == int(said[1] if said else 0)
     assert left(tmp_path) == []
 
@@ -114,7 +114,7 @@ def test_a_command_that_is_killed_goes_on(sources, tmp_path, capsys):
     run.kill()
     run.wait()
     assert kept.exists() and not (tmp_path / "out.tokens").exists()
-    assert main(command) == 0 and "goes on behind" in capsys.readouterr().out
+    assert main(command) == 0 and "goes on after" in capsys.readouterr().out
     command[2] = "whole.tokens"
     assert main(command) == 0 and "goes on" not in capsys.readouterr().out
     assert (tmp_path / "out.tokens").read_bytes() == (tmp_path / "whole.tokens").read_bytes()
@@ -128,7 +128,7 @@ def test_conversations_go_on_too(tmp_path, capsys):
     out = tmp_path / "out.chat"
     killed_in(lambda: chat_file.make(out, [lines], folder), Unfinished, "keep", 3)
     chat_file.make(out, [lines], folder)
-    assert "talks.jsonl: goes on behind 4 documents that are tokenised" in capsys.readouterr().out
+    assert "talks.jsonl: goes on after 4 documents, which are tokenised" in capsys.readouterr().out
     assert out.read_bytes() == (tmp_path / "whole.chat").read_bytes()
     assert left(tmp_path) == []
 
@@ -143,7 +143,7 @@ def test_parquet_goes_on_too(tmp_path, capsys):
     out = tmp_path / "out.tokens"
     killed_in(lambda: make_tokens(out, [tmp_path / "a"], Preparation()), TokenWriter, "add", 250)
     make_tokens(out, [tmp_path / "a"], Preparation())
-    assert "goes on behind 2" in capsys.readouterr().out
+    assert "goes on after 2" in capsys.readouterr().out
     assert out.read_bytes() == (tmp_path / "whole.tokens").read_bytes()
 
 
@@ -207,7 +207,7 @@ def test_the_work_of_a_host_that_is_gone_is_taken_over(sources, tmp_path, monkey
     other = part.rename(tmp_path / ".out.tokens.elsewhere.part")
     os.utime(other / "kept.json", (1, 1))
     make_tokens(out, sources, Preparation())
-    assert "goes on behind" in capsys.readouterr().out and left(tmp_path) == []
+    assert "goes on after" in capsys.readouterr().out and left(tmp_path) == []
 
 
 def test_what_is_unfinished_for_a_week_is_removed(tmp_path, monkeypatch):

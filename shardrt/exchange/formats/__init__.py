@@ -11,7 +11,7 @@ A format is a line in FORMATS and a module with
 `files` may be missing from a format that is only read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -64,11 +64,13 @@ class Plan:
         files: all of them, in the order in which they are written.
         target: the folder that holds them, if it is not the Options' but one in it.
         left: what the Checkpoint holds and the format can't, one line each: `convert` prints them.
+        tensors: keys of those of the Checkpoint that are written, if not all are.
     """
 
     files: Sequence[File]
     target: Path | None = None
     left: list[str] = field(default_factory=list)
+    tensors: Collection[tuple[str, str]] | None = None
 
 
 def module_of(name: str) -> ModuleType:

@@ -554,7 +554,10 @@ def _entries(checkpoint: Checkpoint, flat: bool) -> tuple[list[tuple[tuple[str |
     for name in trained:
         step = training.steps.get(name, training.step or 0)
         found.append((_of_state(flat, name, "step"), _Value(np.dtype(np.float32), step)))
+    amsgrad = any(kind == "max_exp_avg_sq" for kind, _ in checkpoint.tensors)
     for number, group in enumerate(_groups(training)):
+        if "amsgrad" in group:
+            group["amsgrad"] = group["amsgrad"] and amsgrad  # not without its state
         settings = {key: value for key, value in group.items() if key != "params"}
         if flat:
             for name, (key, value) in product(group["params"], settings.items()):
@@ -564,11 +567,24 @@ def _entries(checkpoint: Checkpoint, flat: bool) -> tuple[list[tuple[tuple[str |
                 found.append((("optim", "param_groups", number, key), value))
     if training.step is not None:
         found += _counts(training, flat)
-    kept = {"train_state", "lr_scheduler"} if flat else set()
-    left = [f"{name}: there is no place for it here" for name in training.extra if name not in kept]
+    left = []
+    for name, value in training.extra.items():
+        if not (flat or name in _RESERVED):
+            found += _leaves((name,), value)
+        elif not flat or name not in ("train_state", "lr_scheduler"):
+            left.append(f"{name}: there is no place for it here")
     if flat and trained:
         left.append("dataloader: torchtitan needs it in checkpoint.exclude_from_loading")
     return found, left
+
+
+def _leaves(keys: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """The values inside tables, as DCP takes a state_dict apart."""
+    if isinstance(value, dict) and value:
+        for key, inside in value.items():
+            yield from _leaves((*keys, key), inside)
+    else:
+        yield keys, value
 
 
 def _of_state(flat: bool, name: str, kind: str) -> tuple[str | int, ...]:

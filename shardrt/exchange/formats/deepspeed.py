@@ -32,7 +32,7 @@ from shardrt.untrusted import read_regular
 
 __all__ = ["DIALECT", "STATE", "files", "read", "recognises"]
 
-DIALECT, STATE = "", True
+DIALECT, STATE = "huggingface", True
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt")
 _LATEST = "latest"

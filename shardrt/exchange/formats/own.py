@@ -253,7 +253,7 @@ def _extra(training: Training) -> dict[str, Any]:
 def _lost(training: Training, trained: set[str]) -> list[str]:
     """Lines about what runs of shardrt's do not go on from."""
     lines = [
-        f"{name}: a run does not use it; a conversion of this checkpoint writes it again"
+        f"{name}: a run does not use it; it is kept for a conversion back"
         for name in training.extra
         if name not in _OF_RUNS
     ]

@@ -54,21 +54,23 @@ def files(checkpoint: Checkpoint, options: Options) -> Plan:
     """
     _check_kinds(checkpoint)
     adapters: dict[str, Tensor] = {}
+    written = set()
     for (kind, name), tensor in checkpoint.tensors.items():
         if kind == PARAMETER and (matrix := _MATRIX.fullmatch(name)):
             adapters[f"{_PREFIX}{matrix[1]}.weight"] = tensor
+            written.add((kind, name))
     if not adapters:
         raise BadCheckpoint(f"{checkpoint.path}: no tensor of it belongs to a LoRA adapter")
     others = sum(kind == PARAMETER for kind, _ in checkpoint.tensors) - len(adapters)
-    left = (
-        [f"{others} tensors of the model: {CONFIG} names it, an adapter has none of them"] if others else []
-    )
+    left = [f"{others} tensors of the model, which {CONFIG} names"] if others else []
     if any(kind != PARAMETER for kind, _ in checkpoint.tensors):
         left.append("optimizer state: peft holds weights alone")
     content = _config(checkpoint, adapters)
     files = [tensors_file(WEIGHTS, adapters), File(CONFIG, [content])]
     more = {name: content for name, content in checkpoint.files.items() if name != CONFIG}
-    return Plan([*files, *(File(name, [content]) for name, content in more.items())], left=left)
+    return Plan(
+        [*files, *(File(name, [content]) for name, content in more.items())], left=left, tensors=written
+    )
 
 
 def _check_kinds(checkpoint: Checkpoint) -> None:
@@ -91,17 +93,18 @@ def _config(checkpoint: Checkpoint, adapters: dict[str, Tensor]) -> bytes:
     """Of the source, of its folder, or of the recipe of the run that has trained the adapters."""
     if CONFIG in checkpoint.files:
         return checkpoint.files[CONFIG]
-    if (checkpoint.path / CONFIG).exists():
-        try:
-            return _text(read_json(checkpoint.path / CONFIG))
-        except (ValueError, Refused) as error:
-            raise BadCheckpoint(str(error)) from None
     recipe = checkpoint.training.extra.get("config")
     lora = recipe.get("lora") if isinstance(recipe, dict) else None
+    begun = lora.get("adapter") if isinstance(lora, dict) else None  # an adapter from which the run began
+    for folder in (checkpoint.path, *([Path(begun)] if isinstance(begun, str) and begun else [])):
+        if (folder / CONFIG).exists():
+            try:
+                return _text(read_json(folder / CONFIG))
+            except (ValueError, Refused) as error:
+                raise BadCheckpoint(str(error)) from None
     if not isinstance(lora, dict) or type(lora.get("rank")) is not int or lora["rank"] < 1:
         raise BadCheckpoint(
-            f"{checkpoint.path}: nothing says how the adapters are scaled: put their {CONFIG} there. A run "
-            "that began with --lora.adapter writes its adapter with --export True"
+            f"{checkpoint.path}: nothing says how the adapters are scaled: put their {CONFIG} there"
         )
     rank = lora["rank"]
     wrong = sorted(
