@@ -31,8 +31,8 @@ def checked(groups: Any, path: Path) -> list[dict[str, Any]]:
         if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
             raise BadCheckpoint(f"{path}: a parameter group has no list of names")
         for name in SETTINGS:
-            if name in group and not _is_setting(name, group[name]):
-                raise BadCheckpoint(f"{path}: the optimizer's {name} is {_WHAT[name == 'betas']}")
+            if name in group and (fault := _fault(name, group[name])):
+                raise BadCheckpoint(f"{path}: the optimizer's {name} is {fault}")
     return groups
 
 
@@ -50,8 +50,8 @@ def settings(text: str) -> dict[str, Any]:
     for name, value in [*table.items(), *given.items()]:
         if name not in SETTINGS:
             raise ArgumentTypeError(f"{name!r} is none of {', '.join(SETTINGS)}")
-        if not _is_setting(name, value):
-            raise ArgumentTypeError(f"{name} is {_WHAT[name == 'betas']}")
+        if fault := _fault(name, value):
+            raise ArgumentTypeError(f"{name} is {fault}")
     return given
 
 
@@ -89,12 +89,14 @@ def completed(checkpoint: Checkpoint, given: Mapping[str, Any]) -> Checkpoint:
     return replace(checkpoint, training=replace(checkpoint.training, groups=groups))
 
 
-_WHAT = ("no number", "not two numbers")  # settings, betas
-_LARGEST = float_info.max  # infinities and NaN are no settings
+def _fault(name: str, value: Any) -> str:
+    """What is wrong with the value of a setting; "" if nothing is."""
+    if name != "betas":
+        return "" if _is_number(value) else "no number"
+    two = isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))
+    return "" if two else "not two numbers"
 
 
-def _is_setting(name: str, value: Any) -> bool:
-    numbers = value if name == "betas" else [value]
-    if not isinstance(numbers, list | tuple) or len(numbers) != (2 if name == "betas" else 1):
-        return False
-    return all(type(number) in (int, float) and -_LARGEST <= number <= _LARGEST for number in numbers)
+def _is_number(value: Any) -> bool:
+    """Infinities and NaN are none."""
+    return type(value) in (int, float) and -float_info.max <= value <= float_info.max

@@ -131,6 +131,7 @@ GADGETS = (
     ("builtins.getattr", ("", "format")),
     ("subprocess.Popen", (("touch", "forged"),)),
     ("torch.serialization.load", ("/etc/passwd",)),
+    ("torch.load", ("/etc/passwd",)),
 )
 
 

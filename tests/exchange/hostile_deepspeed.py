@@ -18,17 +18,9 @@ from shardrt.exchange.formats.deepspeed import _CLASSES
 from shardrt.exchange.torch_file import _Pickle
 from shardrt.exchange.torch_zip import open_torch
 from shardrt.exchange.unpickle import Called
-from tests.exchange.hostile import HUGE, OUTSIDE, run
+from tests.exchange.hostile import GADGETS, HUGE, OUTSIDE, run
 from tests.exchange.made import Held, whole
 
-GADGETS = (
-    Called("os.system", ("touch forged",)),
-    Called("posix.system", ("touch forged",)),
-    Called("builtins.eval", ("1",)),
-    Called("builtins.getattr", ("", "format")),
-    Called("subprocess.Popen", (("touch", "forged"),)),
-    Called("torch.load", ("/etc/passwd",)),
-)
 NAMES = ("", "../x", "a" * 5000, "scale", "embed.weight", "\x1b[2J", "\ud800", 7, None)
 
 
@@ -55,7 +47,7 @@ def forged(path, random_):
         holder, key = random_.choice(places)
         old, way = holder[key], random_.randrange(10)
         if way == 0:
-            gadget = random_.choice(GADGETS)
+            gadget = Called(*random_.choice(GADGETS))
             holder[key] = random_.choice((gadget, [gadget], Called("torch.Size", (gadget,))))
         elif way == 1:
             del holder[key]

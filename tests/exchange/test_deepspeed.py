@@ -119,10 +119,10 @@ def of_program(training):
 def test_groups_counts_and_names_go_through_shardrt_and_back(case, tmp_path, capsys):
     folder, _ = unpacked(case, tmp_path / case)
     assert convert(folder, tmp_path / "own", "--to", "shardrt") == 0
-    told = capsys.readouterr().out
+    said = capsys.readouterr().out
     for name in ("global_samples", "buffer_names", "note", "lr_scheduler"):
-        assert f"left out: {name}: a run does not use it" in told
-    assert ("left out: clip_grad 1.0: B's own settings" in told) == (case != "zero3-tied")  # not in its files
+        assert f"left out: {name}: a run does not use it" in said
+    assert ("left out: clip_grad 1.0: B's own settings" in said) == (case != "zero3-tied")  # not in its files
     assert convert(tmp_path / "own", tmp_path / "back", "--to", "deepspeed", "--ranks", 2) == 0
     _, *left = capsys.readouterr().out.splitlines()
     assert [line.partition(", ")[0] for line in left] == [

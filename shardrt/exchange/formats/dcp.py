@@ -554,10 +554,7 @@ def _entries(checkpoint: Checkpoint, flat: bool) -> tuple[list[tuple[tuple[str |
     for name in trained:
         step = training.steps.get(name, training.step or 0)
         found.append((_of_state(flat, name, "step"), _Value(np.dtype(np.float32), step)))
-    amsgrad = any(kind == "max_exp_avg_sq" for kind, _ in checkpoint.tensors)
-    for number, group in enumerate(_groups(training)):
-        if "amsgrad" in group:
-            group["amsgrad"] = group["amsgrad"] and amsgrad  # not without its state
+    for number, group in enumerate(_groups(checkpoint)):
         settings = {key: value for key, value in group.items() if key != "params"}
         if flat:
             for name, (key, value) in product(group["params"], settings.items()):
@@ -604,8 +601,12 @@ def _counts(training: Training, flat: bool) -> list[tuple[tuple[str | int, ...],
     ]
 
 
-def _groups(training: Training) -> list[dict[str, Any]]:
+def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """Groups with all that torch.optim.AdamW has in them, where they are of AdamW: others have no betas."""
+    training, has_amsgrad = (
+        checkpoint.training,
+        any(kind == "max_exp_avg_sq" for kind, _ in checkpoint.tensors),
+    )
     recipe = training.extra.get("config")
     chosen = recipe.get("optimizer") if isinstance(recipe, dict) else None
     rate = chosen.get("lr") if isinstance(chosen, dict) else None
@@ -614,6 +615,7 @@ def _groups(training: Training) -> list[dict[str, Any]]:
         full = dict(group)
         if "betas" in group:
             full = _ADAMW | group | {"betas": tuple(group["betas"])}
+            full["amsgrad"] = full["amsgrad"] and has_amsgrad  # PyTorch looks for its state
         if "lr" in group:
             full.setdefault("initial_lr", rate if isinstance(rate, float) else group["lr"])
         groups.append(full)
