@@ -3,11 +3,11 @@
 import numpy as np
 
 from shardrt.kernels.cost import Array, cost
-from shardrt.kernels.cpu import blockwise, cast
+from shardrt.kernels.cpu import _blockwise, cast
+from shardrt.kernels.cpu._blockwise import BLOCK
 from shardrt.kernels.cpu._jit import fused
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.adamw import _updated
-from shardrt.kernels.cpu.blockwise import BLOCK
 
 
 @cost("param grad m m_scales v v_scales ranges -> param m m_scales v v_scales rounded", flops=60)
@@ -22,14 +22,14 @@ def step(
     rounded: Array | None = None,
     kind: str = "",
 ) -> None:
-    """As adamw.step on float32. m and v are codes, with their scales: see blockwise.
+    """As adamw.step on float32. m and v are codes, with their scales: see _blockwise.
 
     The weights change by the moments before these are encoded. Each range begins with a block, and its last
     block has no element of another range.
     """
-    maps = (*blockwise.tables(True), *blockwise.tables(False))
+    maps = (*_blockwise.tables(True), *_blockwise.tables(False))
     for start, stop, keep, rate, correction, beta1, beta2, eps in ranges.tolist():
-        first, piece = blockwise.first_block(start), slice(int(start), int(stop))
+        first, piece = _blockwise.first_block(start), slice(int(start), int(stop))
         numbers = tuple(map(np.float32, (keep, rate, correction, beta1, 1 - beta1, beta2, 1 - beta2, eps)))
         size = piece.stop - piece.start
         blocks = slice(first, first + -(-size // BLOCK))
@@ -46,9 +46,9 @@ def _step(start, stop, param, grad, m, m_scales, v, v_scales, maps, numbers):
     for block in range(start, stop):
         begin, end = block * BLOCK, min(param.size, (block + 1) * BLOCK)
         p, g, count = param[begin:end], grad[begin:end], end - begin
-        blockwise.decode(m[begin:end], count, m_scales[block], one, signed)
-        blockwise.decode(v[begin:end], count, v_scales[block], two, positive)
+        _blockwise.decode(m[begin:end], count, m_scales[block], one, signed)
+        _blockwise.decode(v[begin:end], count, v_scales[block], two, positive)
         for i in range(count):
             p[i], one[i], two[i] = _updated(p[i], g[i], one[i], two[i], numbers)
-        m_scales[block] = blockwise.encode(one, count, m[begin:end], signed, signed_middles, True)
-        v_scales[block] = blockwise.encode(two, count, v[begin:end], positive, positive_middles, False)
+        m_scales[block] = _blockwise.encode(one, count, m[begin:end], signed, signed_middles, True)
+        v_scales[block] = _blockwise.encode(two, count, v[begin:end], positive, positive_middles, False)
