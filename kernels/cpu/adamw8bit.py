@@ -1,4 +1,4 @@
-"""AdamW over ranges of a flat shard with moments in 8 bits: one pass that reads and writes everything once."""
+"""AdamW over ranges of a flat shard with moments in 8 bits: one pass over everything."""
 
 import numpy as np
 

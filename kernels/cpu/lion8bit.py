@@ -1,4 +1,4 @@
-"""Lion over ranges of a flat shard with its moment in 8 bits: one pass that reads and writes everything once."""
+"""Lion over ranges of a flat shard with its moment in 8 bits: one pass over everything."""
 
 import numpy as np
 

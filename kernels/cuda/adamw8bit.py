@@ -1,4 +1,4 @@
-"""AdamW over ranges of a flat shard with moments in 8 bits: one launch, which has a block in each thread."""
+"""AdamW over ranges of a flat shard with moments in 8 bits: one launch, a thread for each block."""
 
 from shardrt.kernels.cuda._launch import TYPES, Array, launch, tiles_for, type_name, vectors
 

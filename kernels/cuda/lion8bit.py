@@ -1,4 +1,4 @@
-"""Lion over ranges of a flat shard with its moment in 8 bits: one launch, which has a block in each thread."""
+"""Lion over ranges of a flat shard with its moment in 8 bits: one launch, a thread for each block."""
 
 from shardrt.kernels.cuda._launch import Array, launch, tiles_for, type_name, vectors
 

@@ -1,4 +1,4 @@
-"""The 8-bit steps on the emulator: codes and scales of the CPU's, on both paths, and nothing outside of ranges."""
+"""The 8-bit steps on the emulator: codes and scales of the CPU's, on both paths."""
 
 import numpy as np
 import pytest
