@@ -27,6 +27,7 @@ from shardrt.kernels.cpu import (
     route,
     sgd,
     softmax,
+    stochastic,
     swiglu,
 )
 from shardrt.kernels.cpu._threads import set_threads, threads

@@ -37,6 +37,7 @@ from shardrt.kernels.cuda import (
     route,
     sgd,
     softmax,
+    stochastic,
     swiglu,
 )
 

@@ -70,3 +70,23 @@ def test_steps_are_those_of_the_cpu_on_both_paths(emulated, kernel):
     for start, stop in PLACES:
         outside[start:stop] = False
     np.testing.assert_array_equal(found[outside], normal(COUNT).astype(np.float32)[outside])
+
+
+@pytest.mark.parametrize("kernel", ["adamw", "lion"])
+def test_moments_are_rounded_at_random_as_on_the_cpu(emulated, kernel):
+    """One random number decides the same of both; a last bit of a moment may cross a step in a thousand."""
+    adamw, seeds, results = kernel == "adamw", [(7, 1, 9, 2, 4 * n) for n in range(len(PLACES))], []
+    settings = np.array(
+        [(*own, *seed) for own, seed in zip(table(ADAMW if adamw else LION), seeds, strict=True)]
+    )
+    for package in (cpu, cuda):
+        with guarded("float32") as array:
+            param, grad = (array(normal(COUNT, seed=seed)) for seed in (0, 1))
+            moments = [np.full(COUNT, 0x3F80, np.uint16) for _ in range(1 + adamw)]
+            getattr(package.stochastic, kernel)(param, grad, *moments, settings)
+        results.append((param, moments))
+    (expected, kept), (found, bits) = results
+    assert_close(found, expected.astype(np.float64))
+    for one, other in zip(bits, kept, strict=True):
+        assert (one != 0x3F80).mean() > 0.3
+        assert np.mean(one != other) < 1e-3
