@@ -1,4 +1,4 @@
-"""Pieces of optimizer state in 8 bits, which is float32 in a file (low_bit/scales.py).
+"""Pieces of optimizer state in 8 bits, which is float32 in a file (optim/low_bit/scales.py).
 
 A block is encoded as a whole. What is read for a part of a block waits until the rest of it is there.
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.checkpoint.pieces import Array, Piece
-from shardrt.low_bit.scales import BLOCK, decode, encode, signed
+from shardrt.optim.low_bit.scales import BLOCK, decode, encode, signed
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,12 +15,12 @@ from shardrt.comm import objects
 from shardrt.comm.first import FromFirst
 from shardrt.comm.protocol import Communicator
 from shardrt.fsdp.options.full import whole_on_first
-from shardrt.low_bit.scales import encoded, numbers
 from shardrt.nn.extents import take
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.placement import along_pipeline, on_first
 from shardrt.nn.ranks import everyone, is_leader
+from shardrt.optim.low_bit.scales import encoded, numbers
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice, exact_state
 

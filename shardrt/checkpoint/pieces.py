@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.low_bit.scales import encoded, key_of
 from shardrt.nn.extents import Extents, contiguous
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.placement import PipelinePlacement, owner_of, pipeline_placement_of
 from shardrt.nn.ranks import is_leader
+from shardrt.optim.low_bit.scales import encoded, key_of
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import BITS, Slice, exact_state, kept_state
 

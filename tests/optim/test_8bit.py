@@ -11,8 +11,8 @@ from shardrt.checkpoint import CheckpointManager, get_optimizer_state_dict, set_
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import CPUOffloadPolicy, layout, memory_plan
 from shardrt.kernels.cpu import _blockwise, adamw, adamw8bit, blockwise, lion, lion8bit
-from shardrt.low_bit import AdamW8bit, Lion8bit
-from shardrt.low_bit.scales import BLOCK, BYTES
+from shardrt.optim.low_bit import AdamW8bit, Lion8bit
+from shardrt.optim.low_bit.scales import BLOCK, BYTES
 from tests import lab
 
 ADAMW = partial(AdamW8bit, lr=1e-2, weight_decay=0.1)

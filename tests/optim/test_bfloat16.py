@@ -8,7 +8,7 @@ import pytest
 from shardrt import manual_seed, optim
 from shardrt.fsdp import CPUOffloadPolicy, memory_plan
 from shardrt.kernels.cpu import adamw, stochastic
-from shardrt.low_bit import AdamWBF16, LionBF16
+from shardrt.optim.low_bit import AdamWBF16, LionBF16
 from tests import lab
 from tests.optim.test_8bit import with_given_gradients
 

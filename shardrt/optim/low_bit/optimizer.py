@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from shardrt.device import Array
-from shardrt.low_bit.scales import CODES, key_of, new_scales
 from shardrt.nn.storage import Storage
+from shardrt.optim.low_bit.scales import CODES, key_of, new_scales
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice
 

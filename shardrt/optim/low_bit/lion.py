@@ -2,9 +2,9 @@
 
 from types import ModuleType
 
-from shardrt.low_bit.optimizer import EightBit, arrays_of
-from shardrt.low_bit.scales import CODES
 from shardrt.optim.lion import Lion
+from shardrt.optim.low_bit.optimizer import EightBit, arrays_of
+from shardrt.optim.low_bit.scales import CODES
 from shardrt.optim.slices import Update
 
 
@@ -16,7 +16,7 @@ class Lion8bit(EightBit, Lion):
 
     Example:
         >>> from shardrt import nn
-        >>> from shardrt.low_bit import Lion8bit
+        >>> from shardrt.optim.low_bit import Lion8bit
         >>> optimizer = Lion8bit(nn.Linear(8, 8).parameters(), lr=1e-4, weight_decay=0.1)
     """
 

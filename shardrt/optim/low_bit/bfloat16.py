@@ -51,7 +51,7 @@ class AdamWBF16(_Rounded, AdamW):
 
     Example:
         >>> from shardrt import nn
-        >>> from shardrt.low_bit import AdamWBF16
+        >>> from shardrt.optim.low_bit import AdamWBF16
         >>> optimizer = AdamWBF16(nn.Linear(8, 8).parameters(), lr=1e-3)
         >>> sum(array.nbytes for piece in optimizer.slices for array in piece.state.values())
         288
@@ -82,7 +82,7 @@ class LionBF16(_Rounded, Lion):
 
     Example:
         >>> from shardrt import nn
-        >>> from shardrt.low_bit import LionBF16
+        >>> from shardrt.optim.low_bit import LionBF16
         >>> optimizer = LionBF16(nn.Linear(8, 8).parameters(), lr=1e-4, weight_decay=0.1)
     """
 

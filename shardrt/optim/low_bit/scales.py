@@ -12,6 +12,19 @@ from shardrt.device import Array
 from shardrt.nn.storage import Storage
 from shardrt.optim.slices import Slice
 
+__all__ = [
+    "BLOCK",
+    "BYTES",
+    "CODES",
+    "decode",
+    "encode",
+    "encoded",
+    "key_of",
+    "new_scales",
+    "numbers",
+    "signed",
+]
+
 BLOCK = 16  # elements
 CODES = np.dtype(np.uint8)
 BYTES = 1 + 2 / BLOCK  # per element of a moment, in shards of whole blocks

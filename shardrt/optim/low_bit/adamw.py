@@ -2,9 +2,9 @@
 
 from types import ModuleType
 
-from shardrt.low_bit.optimizer import EightBit, arrays_of
-from shardrt.low_bit.scales import CODES
 from shardrt.optim.adamw import AdamW
+from shardrt.optim.low_bit.optimizer import EightBit, arrays_of
+from shardrt.optim.low_bit.scales import CODES
 from shardrt.optim.slices import Update
 
 
@@ -25,7 +25,7 @@ class AdamW8bit(EightBit, AdamW):
 
     Example:
         >>> from shardrt import nn
-        >>> from shardrt.low_bit import AdamW8bit
+        >>> from shardrt.optim.low_bit import AdamW8bit
         >>> optimizer = AdamW8bit(nn.Linear(8, 8).parameters(), lr=1e-3)
         >>> sum(array.nbytes for piece in optimizer.slices for array in piece.state.values())
         164
