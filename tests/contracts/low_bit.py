@@ -50,20 +50,19 @@ def dequantize():
         yield Call(args, lambda *_, numbers=numbers: (numbers,), exact=True, elements=FLOAT)
 
 
-def gradients():
-    """Powers of two, one for each block, and some zeros."""
-    values = (2.0 ** (np.arange(BLOCKS) % 9 - 4)).repeat(BLOCK)[:COUNT]
-    values[5::7] = 0
+def powers(shift, zeros=7):
+    """Powers of two, alike in each block, with some zeros: a mean of two such numbers has four bits."""
+    values = (2.0 ** ((np.arange(BLOCKS) + shift) % 3 - 1)).repeat(BLOCK)[:COUNT]
+    values[5::zeros] = 0
     return values
 
 
-def stepped(rule, settings, encode):
-    """The truth of a first step: moments begin with zeros, and `encode` gives what is kept of them."""
+def stepped(rule, settings, before, encode):
+    """The truth of a step: `encode` gives what is kept of moments, which are `before` at first."""
 
     def step(param, grad, *rest):
         arrays = [param.copy(), *(np.array(each) for each in rest[:-1])]
-        zeros = [np.zeros(COUNT)] * (2 if rule is adamw_rule else 1)
-        updated, *moments = rule(*settings, param, grad, *zeros)
+        updated, *moments = rule(*settings, param, grad, *before)
         kept = [array for number, values in enumerate(moments) for array in encode(values, number == 0)]
         for start, stop in PLACES:
             arrays[0][start:stop] = updated[start:stop]
@@ -77,8 +76,10 @@ def stepped(rule, settings, encode):
 
 
 def in_8_bits(values, signed):
+    """No number lies near the middle between two of the map's."""
     tops = np.maximum.reduceat(values, np.arange(0, COUNT, BLOCK))
-    codes = np.where(values > 0, 255, 127 if signed else 0)
+    sizes = values / tops.repeat(BLOCK)[:COUNT]
+    codes = np.abs(dynamic_map(signed).astype(np.float64) - sizes[:, None]).argmin(1)
     return codes.astype(np.uint8), bits(tops)
 
 
@@ -94,11 +95,9 @@ def table(settings, seeded):
 @contract("adamw8bit.step", "lion8bit.step", "stochastic.adamw", "stochastic.lion")
 def steps(kernel):
     rule, settings = (adamw_rule, ADAMW) if "adamw" in kernel else (lion_rule, LION)
-    seeded = kernel.startswith("stochastic")
-    each = (
-        [np.zeros(COUNT, np.uint16)] if seeded else [np.zeros(COUNT, np.uint8), np.zeros(BLOCKS, np.uint16)]
-    )
-    states = [Out(array.copy()) for _ in range(2 if rule is adamw_rule else 1) for array in each]
-    args = Out(np.linspace(-1, 1, COUNT)), gradients(), *states, table(settings, seeded)
-    truth = stepped(rule, settings, in_bfloat16 if seeded else in_8_bits)
-    yield Call(args, truth, elements=FLOAT)
+    seeded, before = kernel.startswith("stochastic"), [powers(1), powers(2) ** 2]
+    before = before if rule is adamw_rule else before[:1]
+    encode = in_bfloat16 if seeded else in_8_bits
+    states = [Out(array) for number, values in enumerate(before) for array in encode(values, number == 0)]
+    args = Out(np.linspace(-1, 1, COUNT)), powers(0, zeros=COUNT), *states, table(settings, seeded)
+    yield Call(args, stepped(rule, settings, before, encode), elements=FLOAT)
