@@ -8,9 +8,11 @@ import pytest
 
 from shardrt import device, optim
 from shardrt.checkpoint import CheckpointManager, get_optimizer_state_dict, set_optimizer_state_dict
+from shardrt.checkpoint.encoded import EncodedPiece
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import CPUOffloadPolicy, layout, memory_plan
 from shardrt.kernels.cpu import _blockwise, adamw, adamw8bit, blockwise, lion, lion8bit
+from shardrt.nn.extents import contiguous
 from shardrt.optim.low_bit import AdamW8bit, Lion8bit
 from shardrt.optim.low_bit.scales import BLOCK, BYTES
 from tests import lab
@@ -177,6 +179,19 @@ def through_files(folder):
     model, optimizer = made(ADAMW)
     set_optimizer_state_dict(model, optimizer, saved, broadcast_from_rank0=True)
     return [*found, moments(model, optimizer)]
+
+
+def test_a_block_that_is_read_in_parts_is_encoded_as_a_whole():
+    """As another cut of a matrix gives it: runs that end inside blocks, in any order."""
+    values, found = spread(150, True), []
+    for runs in ([(0, 150)], [(90, 150), (0, 7), (7, 41), (41, 90)]):
+        codes, scales = np.zeros(176, np.uint8), np.zeros(11, np.uint16)
+        piece = EncodedPiece("m", "weight", contiguous(0, 150), codes, 16, 166, True, scales)
+        for start, stop in runs:
+            piece.write(start, values[start:stop])
+        found.append((codes, scales))
+        np.testing.assert_array_equal(piece.read(13, 99), decoded(codes, scales, True)[29:115])
+    lab.assert_equal(*found)
 
 
 def made(optimizer, **settings):
