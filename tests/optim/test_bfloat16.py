@@ -10,7 +10,8 @@ from shardrt.fsdp import CPUOffloadPolicy, memory_plan
 from shardrt.kernels.cpu import adamw, stochastic
 from shardrt.optim.low_bit import AdamWBF16, LionBF16
 from tests import lab
-from tests.optim.test_8bit import with_given_gradients
+from tests.optim.test_8bit import ADAMW as EIGHT
+from tests.optim.test_8bit import at_step, made, moments, with_given_gradients
 
 ADAMW = partial(AdamWBF16, lr=1e-2, weight_decay=0.1)
 LION = partial(LionBF16, lr=1e-3, weight_decay=0.1)
@@ -99,3 +100,24 @@ test_offload_is_refused = lab.refusals(
         "AdamWBF16: a unit has an offload_policy",
     )
 )
+
+
+def stepped(folder, optimizer, first, stop, saves=False):
+    """Moments after steps [first, stop), from a checkpoint if they are not the first ones."""
+    model, own = made(optimizer)
+    checkpoints = at_step(folder, model, own)
+    if first:
+        checkpoints.restore()
+    for number in range(first, stop):
+        lab.backward(model, None, lab.batches(4)[number])
+        lab.update(own)
+    if saves:
+        checkpoints.save(stop)
+    return moments(model, own)
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, LION, EIGHT], ids=["AdamWBF16", "LionBF16", "AdamW8bit"])
+def test_a_resumed_run_has_the_same_bits(tmp_path, optimizer):
+    whole = lab.first(2, stepped, tmp_path / "whole", optimizer, 0, 4)
+    lab.first(2, stepped, tmp_path / "cut", optimizer, 0, 2, True)
+    lab.assert_equal(lab.first(2, stepped, tmp_path / "cut", optimizer, 2, 4), whole)
