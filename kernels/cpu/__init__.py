@@ -3,8 +3,10 @@
 from shardrt.kernels.cpu import (
     activation,
     adamw,
+    adamw8bit,
     attention,
     batch_norm,
+    blockwise,
     cast,
     conv2d,
     cross_entropy,
@@ -15,6 +17,7 @@ from shardrt.kernels.cpu import (
     layer_norm,
     linear,
     lion,
+    lion8bit,
     matmul,
     philox,
     pool,
@@ -24,6 +27,7 @@ from shardrt.kernels.cpu import (
     route,
     sgd,
     softmax,
+    stochastic,
     swiglu,
 )
 from shardrt.kernels.cpu._threads import set_threads, threads

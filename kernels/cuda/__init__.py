@@ -12,8 +12,10 @@ from shardrt.kernels.cuda import (
     _launch,
     activation,
     adamw,
+    adamw8bit,
     attention,
     batch_norm,
+    blockwise,
     cast,
     conv2d,
     cross_entropy,
@@ -25,6 +27,7 @@ from shardrt.kernels.cuda import (
     layer_norm,
     linear,
     lion,
+    lion8bit,
     matmul,
     philox,
     pool,
@@ -34,6 +37,7 @@ from shardrt.kernels.cuda import (
     route,
     sgd,
     softmax,
+    stochastic,
     swiglu,
 )
 

@@ -410,7 +410,7 @@ class CheckpointManager:
         """Fill this rank's pieces. Raises Damaged or OSError; pieces filled by then stay filled."""
         for piece in self._pieces(weights_only):
             if begins(piece, manifest):
-                piece.array.fill(0)
+                piece.clear()
         try:
             for number, moves in transfers(self._pieces(weights_only), manifest).items():
                 with closing(rankfile.Reader(folder, manifest.files[number])) as reader:

@@ -4,13 +4,13 @@
  "param_groups": [{"lr": 0.001, "betas": (0.9, 0.999), ..., "params": ["head.weight", ...]}]}
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from shardrt import device
-from shardrt.checkpoint.pieces import counted, set_steps
+from shardrt.checkpoint.pieces import counted, piece_of_state, set_steps
 from shardrt.comm import objects
 from shardrt.comm.first import FromFirst
 from shardrt.comm.protocol import Communicator
@@ -20,8 +20,9 @@ from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.placement import along_pipeline, on_first
 from shardrt.nn.ranks import everyone, is_leader
+from shardrt.optim.low_bit.scales import encoded, numbers
 from shardrt.optim.optimizer import Optimizer
-from shardrt.optim.slices import Slice, exact_state, kept_state
+from shardrt.optim.slices import Slice, exact_state
 
 Array = Any
 
@@ -42,15 +43,15 @@ def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, A
     others = _agreed(names, model)
     device.current().wait_here()  # updates may still write the arrays
     found = {name: at for name, at in counted(model, optimizer).items() if at[0].steps[at[1]]}
-    own = {name: _about(*at) for name, at in found.items() if at[0].members[at[1]][0].counts}
+    kinds = optimizer.state_names
+    own = {name: _about(kinds, *at) for name, at in found.items() if at[0].members[at[1]][0].counts}
     parameters, state = dict(model.named_parameters()), {}
     for rank, about in enumerate([own] if others is None else objects.all_gather_object(others, own)):
         here = others is None or others.rank == rank
         for name, (steps, dtypes) in about.items():
             parameter, entry = parameters[name], {"step": steps}
-            for kind, theirs in optimizer.state_names.items():
-                whole = whole_on_first(parameter, found[name][0].state[kind]) if here else None
-                whole = None if whole is None else exact_state(whole)
+            for kind, theirs in kinds.items():
+                whole = _whole(parameter, found[name][0], kind) if here else None
                 entry[theirs] = on_first(parameter.pipeline, whole, parameter.whole_shape, dtypes[kind])
             state[name] = entry
     groups = [
@@ -109,13 +110,22 @@ def set_optimizer_state_dict(
             values = arrays[key] if key in arrays else None
             if name in found:
                 piece, position = found[name]
-                _put(piece.state[own], piece.members[position][0], values)
+                _put(own, name, piece.members[position][0], piece, values)
 
 
-def _about(piece: Slice, position: int) -> tuple[int, dict[str, str]]:
+def _about(kinds: Iterable[str], piece: Slice, position: int) -> tuple[int, dict[str, str]]:
     """(the update count of a member, the types of the whole arrays of its optimizer state)."""
-    dtypes = {kind: exact_state(np.empty(0, a.dtype)).dtype.name for kind, a in piece.state.items()}
+    name, parameter = piece.name, piece.members[position][0]
+    dtypes = {kind: piece_of_state(kind, name, parameter, piece).dtype.name for kind in kinds}
     return int(piece.steps[position]), dtypes
+
+
+def _whole(parameter: Parameter, piece: Slice, kind: str) -> np.ndarray | None:
+    """The numbers of a parameter's optimizer state on rank 0, as whole_on_first."""
+    if encoded(piece, kind):
+        return whole_on_first(parameter, numbers(piece, kind))
+    whole = whole_on_first(parameter, piece.state[kind])
+    return None if whole is None else exact_state(whole)
 
 
 def _agreed(names: dict[int, str], model: Module) -> Communicator | None:
@@ -207,13 +217,13 @@ def _count(name: str, value: Any) -> int:
     return int(steps)
 
 
-def _put(state: Array, parameter: Parameter, values: Any) -> None:
+def _put(kind: str, name: str, parameter: Parameter, piece: Slice, values: Any) -> None:
     """Set this rank's piece of a parameter's optimizer state; to 0 without values."""
-    start, stop = parameter.storage.range_of(parameter)
-    piece = np.zeros(stop - start, state.dtype)
-    if values is not None:
-        piece[...] = kept_state(take(parameter.extents, np.asarray(values)), state.dtype)
-    device.of(state).copy(state[start:stop], piece)
+    here = piece_of_state(kind, name, parameter, piece)
+    if values is None:
+        here.clear()
+    elif here.array.size:
+        here.write(0, np.ascontiguousarray(take(parameter.extents, np.asarray(values)), here.dtype))
 
 
 def _reported(error: Exception) -> str:

@@ -4,8 +4,8 @@ They are pieces of parameters, not of flat buffers: a piece covers extents of a 
 A piece has no units and no padding, so a checkpoint loads into any layout, strategy and number of ranks.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +14,10 @@ import numpy as np
 from shardrt import device
 from shardrt.nn.extents import Extents, contiguous
 from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
 from shardrt.nn.placement import PipelinePlacement, owner_of, pipeline_placement_of
 from shardrt.nn.ranks import is_leader
+from shardrt.optim.low_bit.scales import encoded, key_of
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import BITS, Slice, exact_state, kept_state
 
@@ -55,6 +57,19 @@ class Piece:
     def _as_bits(self) -> bool:
         return self.kind != PARAMETER and self.flat.dtype == BITS
 
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays that have it, whole."""
+        return (self.flat,)
+
+    def copied(self, copies: Mapping[int, Array]) -> "Piece":
+        """The same in copies of its arrays, by their ids."""
+        return replace(self, flat=copies[id(self.flat)])
+
+    def clear(self) -> None:
+        """Set all elements to 0."""
+        self.array.fill(0)
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Its elements [start, stop), on the host, in the file's dtype."""
         values = device.of(self.flat).to_numpy(self.array[start:stop])
@@ -84,11 +99,22 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
         held, trained = storage.range_of(parameter), id(parameter) in states
         yield Piece(PARAMETER, name, part, storage.shard, *held, trained)
         if trained:
-            for kind, state in states[id(parameter)].state.items():
-                yield Piece(kind, name, part, state, *held, trained)
+            for kind in optimizer.state_names:
+                yield piece_of_state(kind, name, parameter, states[id(parameter)])
     for name, buffer, place in placed_buffers(model):
         if first if place is None or not saving else place.owner and place.is_leader:
             yield Piece(PARAMETER, name, contiguous(0, buffer.size), buffer.reshape(-1), 0, buffer.size)
+
+
+def piece_of_state(kind: str, name: str, parameter: Parameter, piece: Slice) -> Piece:
+    """The optimizer state `kind` of a parameter."""
+    held = parameter.storage.range_of(parameter)
+    if not encoded(piece, kind):
+        return Piece(kind, name, parameter.extents, piece.state[kind], *held, True)
+    from shardrt.checkpoint.encoded import EncodedPiece  # which is a Piece
+
+    arrays = piece.state[kind], *held, True, piece.state[key_of(kind)]
+    return EncodedPiece(kind, name, parameter.extents, *arrays)
 
 
 def placed_buffers(model: Module) -> Iterator[tuple[str, Array, PipelinePlacement | None]]:

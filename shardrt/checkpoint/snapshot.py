@@ -1,7 +1,5 @@
 """The host copy from which a background save is written, while training changes the original."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from shardrt import device
@@ -18,7 +16,7 @@ class Snapshot:
     """
 
     def __init__(self, pieces: list[Piece]) -> None:
-        flats = {id(piece.flat): piece.flat for piece in pieces}
+        flats = {id(array): array for piece in pieces for array in piece.arrays}
         starts = np.cumsum([0, *(-(-flat.nbytes // _ALIGN) * _ALIGN for flat in flats.values())]).tolist()
         memory = device.current().pinned(starts[-1], np.uint8)
         copies = {
@@ -26,7 +24,7 @@ class Snapshot:
             for (key, flat), start in zip(flats.items(), starts, strict=False)
         }
         self._copies = [(device.of(flat), copies[key], flat) for key, flat in flats.items()]
-        self.pieces = [replace(piece, flat=copies[id(piece.flat)]) for piece in pieces]
+        self.pieces = [piece.copied(copies) for piece in pieces]
 
     def take(self) -> None:
         """Copy the pieces over the last copy."""

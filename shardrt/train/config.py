@@ -44,6 +44,10 @@ class Algorithm(Enum):
 
     adamw = "adamw"
     lion = "lion"
+    adamw8bit = "adamw8bit"  # moments in 8 bits by blocks
+    lion8bit = "lion8bit"
+    adamw_bf16 = "adamw_bf16"  # moments in bfloat16, rounded at random
+    lion_bf16 = "lion_bf16"
 
 
 class Folder(Enum):

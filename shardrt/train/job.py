@@ -28,6 +28,7 @@ from shardrt.fsdp import (
 from shardrt.fsdp.options.agreement import compile_kernels
 from shardrt.fsdp.options.chunks import IN_CHUNKS
 from shardrt.nn.parameter_placement import whole_size
+from shardrt.optim import low_bit
 from shardrt.parallel import context_plan, expert_plan, most_rows, parallelize_module, set_tensor_invariant
 from shardrt.parallel.memory import pipeline_plan
 from shardrt.parallel.styles import Style
@@ -305,12 +306,21 @@ def shard(
         set_world_invariant(top, recipe.micro_batches)
 
 
+_KINDS: dict[settings.Algorithm, tuple[type[optim.Optimizer], float]] = {  # with its bytes per element
+    settings.Algorithm.adamw: (optim.AdamW, 8),
+    settings.Algorithm.lion: (optim.Lion, 4),
+    settings.Algorithm.adamw8bit: (low_bit.AdamW8bit, 2 * low_bit.BYTES),
+    settings.Algorithm.lion8bit: (low_bit.Lion8bit, low_bit.BYTES),
+    settings.Algorithm.adamw_bf16: (low_bit.AdamWBF16, 4),
+    settings.Algorithm.lion_bf16: (low_bit.LionBF16, 2),
+}
+
+
 def optimizer_of(recipe: Recipe, model: nn.Module) -> optim.Optimizer:
     """Makes this rank's shards, their gradients and the optimizer's state."""
     groups = optim.decay_groups(model, recipe.optimizer.weight_decay)
     wanted = recipe.optimizer
-    kind = optim.AdamW if wanted.name is settings.Algorithm.adamw else optim.Lion
-    return kind(groups, lr=wanted.lr, betas=wanted.betas, in_backward=wanted.in_backward)
+    return _KINDS[wanted.name][0](groups, lr=wanted.lr, betas=wanted.betas, in_backward=wanted.in_backward)
 
 
 def planned_memory(
@@ -321,7 +331,7 @@ def planned_memory(
     Without their activations in a simulated world, whose steps are recorded anyway.
     """
     unscaled = optim.GradScaler(enabled=False)
-    states = 2 if recipe.optimizer.name is settings.Algorithm.adamw else 1
+    states = _KINDS[recipe.optimizer.name][1] / 4  # arrays of float32, as long as the shards
     pipeline = pipelines.pipeline_of(model)
     if pipeline is not None:
         shares = pipelines.Shares(task, unscaled, count=1)

@@ -1,0 +1,54 @@
+"""AdamW over ranges of a flat shard with moments in 8 bits: one pass over everything."""
+
+import numpy as np
+
+from shardrt.kernels.cost import Array, cost
+from shardrt.kernels.cpu import _blockwise, cast
+from shardrt.kernels.cpu._blockwise import BLOCK
+from shardrt.kernels.cpu._jit import fused
+from shardrt.kernels.cpu._threads import run_rows
+from shardrt.kernels.cpu.adamw import _updated
+
+
+@cost("param grad m m_scales v v_scales ranges -> param m m_scales v v_scales rounded", flops=60)
+def step(
+    param: Array,
+    grad: Array,
+    m: Array,
+    m_scales: Array,
+    v: Array,
+    v_scales: Array,
+    ranges: Array,
+    rounded: Array | None = None,
+    kind: str = "",
+) -> None:
+    """As adamw.step on float32. m and v are codes, with their scales: see _blockwise.
+
+    The weights change by the moments before these are encoded. Each range begins with a block, and its last
+    block has no element of another range.
+    """
+    maps = (*_blockwise.tables(True), *_blockwise.tables(False))
+    for start, stop, keep, rate, correction, beta1, beta2, eps in ranges.tolist():
+        first, piece = _blockwise.first_block(start), slice(int(start), int(stop))
+        numbers = tuple(map(np.float32, (keep, rate, correction, beta1, 1 - beta1, beta2, 1 - beta2, eps)))
+        size = piece.stop - piece.start
+        blocks = slice(first, first + -(-size // BLOCK))
+        arrays = param[piece], grad[piece], m[piece], m_scales[blocks], v[piece], v_scales[blocks]
+        run_rows(_step, blocks.stop - first, size, *arrays, maps, numbers)
+        if rounded is not None:
+            cast.narrow(param[piece], rounded[piece], kind)
+
+
+@fused
+def _step(start, stop, param, grad, m, m_scales, v, v_scales, maps, numbers):
+    signed, signed_middles, positive, positive_middles = maps
+    one, two = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    for block in range(start, stop):
+        begin, end = block * BLOCK, min(param.size, (block + 1) * BLOCK)
+        p, g, count = param[begin:end], grad[begin:end], end - begin
+        _blockwise.decode(m[begin:end], count, m_scales[block], one, signed)
+        _blockwise.decode(v[begin:end], count, v_scales[block], two, positive)
+        for i in range(count):
+            p[i], one[i], two[i] = _updated(p[i], g[i], one[i], two[i], numbers)
+        m_scales[block] = _blockwise.encode(one, count, m[begin:end], signed, signed_middles, True)
+        v_scales[block] = _blockwise.encode(two, count, v[begin:end], positive, positive_middles, False)

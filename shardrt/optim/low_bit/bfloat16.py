@@ -1,0 +1,103 @@
+"""AdamW and Lion with moments in bfloat16, rounded at random, alike on any number of ranks."""
+
+from types import ModuleType
+
+import numpy as np
+
+from shardrt import random
+from shardrt.device import Array
+from shardrt.nn.storage import Storage
+from shardrt.optim.adamw import AdamW
+from shardrt.optim.lion import Lion
+from shardrt.optim.optimizer import Optimizer
+from shardrt.optim.slices import BITS, Cut, Slice, Update
+
+_WORD = 2**32
+
+
+class _Rounded(Optimizer):
+    """Mixed into an optimizer: its state of float32 shards is kept in bfloat16, rounded at random.
+
+    The random bits of an element come from the seed, the name of the storage's first parameter, the number of
+    the update, and the element's place in the unsharded storage: not from the rank that has it.
+    """
+
+    def _new_state(self, storage: Storage, name: str) -> Array:
+        if storage.shard.dtype != np.float32:
+            return super()._new_state(storage, name)
+        if not storage.offloaded.everything_on_device:
+            raise ValueError(
+                f"{type(self).__name__}: a unit has an offload_policy; train it without one, or with "
+                "optim.AdamW or optim.Lion"
+            )
+        return storage.new_state(name, BITS)
+
+    def _table(self, cuts: list[tuple[Slice, Cut]]) -> Array:
+        seeds = [_seed(piece, start, position) for piece, cut in cuts for start, _, position in cut.rows]
+        return np.column_stack([super()._table(cuts), np.array(seeds, np.float64).reshape(-1, 5)])
+
+
+class AdamWBF16(_Rounded, AdamW):
+    """AdamW whose two moments have 16 bits per element, rounded at random: 4 bytes per element, not 8.
+
+    Rounding to the nearest number would lose every change of a second moment, which is below half a step of
+    bfloat16. Rounded at random, the changes add up to the right sum on average.
+
+    Args:
+        lr, betas, eps, weight_decay, in_backward: see AdamW.
+
+    Raises:
+        ValueError: for units with an offload_policy.
+
+    Example:
+        >>> from shardrt import nn
+        >>> from shardrt.optim.low_bit import AdamWBF16
+        >>> optimizer = AdamWBF16(nn.Linear(8, 8).parameters(), lr=1e-3)
+        >>> sum(array.nbytes for piece in optimizer.slices for array in piece.state.values())
+        288
+    """
+
+    @property
+    def rounds(self) -> bool:
+        """A subclass with its own update may know nothing of copies in 16 bits."""
+        return type(self).update is AdamWBF16.update
+
+    def update(self, kernels: ModuleType, update: Update) -> None:
+        arrays = [update.arrays[name] for name in ("shard", "gradient", "m", "v")]
+        rounded = update.arrays.get("rounded")
+        if arrays[3].dtype == BITS:
+            kernels.stochastic.adamw(*arrays, update.ranges, rounded, update.kind)
+        else:
+            kernels.adamw.step(*arrays, update.ranges[:, :-5].copy(), rounded, update.kind)
+
+
+class LionBF16(_Rounded, Lion):
+    """Lion whose moment has 16 bits per element, as AdamWBF16's: 2 bytes per element, not 4.
+
+    Args:
+        lr, betas, weight_decay, in_backward: see Lion.
+
+    Raises:
+        ValueError: for units with an offload_policy.
+
+    Example:
+        >>> from shardrt import nn
+        >>> from shardrt.optim.low_bit import LionBF16
+        >>> optimizer = LionBF16(nn.Linear(8, 8).parameters(), lr=1e-4, weight_decay=0.1)
+    """
+
+    def update(self, kernels: ModuleType, update: Update) -> None:
+        arrays = [update.arrays[name] for name in ("shard", "gradient", "m")]
+        if arrays[2].dtype == BITS:
+            kernels.stochastic.lion(*arrays, update.ranges)
+        else:
+            kernels.lion.step(*arrays, update.ranges[:, :-5].copy())
+
+
+def _seed(piece: Slice, start: int, position: int) -> tuple[int, int, int, int, int]:
+    """SEED of a range that begins at element `start` of the shard (kernels/cpu/stochastic.py)."""
+    storage, seed = piece.storage, random.initial_seed()
+    layout = getattr(storage, "layout", None)  # a plain parameter has none, and is whole
+    first = start if layout is None else layout.shard_range(storage.ranks.rank)[0] + start
+    stream = (random.name_key(piece.name) + int(piece.steps[position])) % 2**64
+    return seed % _WORD, seed // _WORD % _WORD, stream % _WORD, stream // _WORD, first

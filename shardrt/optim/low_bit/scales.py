@@ -1,0 +1,85 @@
+"""The scales of 8-bit optimizer state: an array next to each array of codes (kernels/cpu/blockwise.py).
+
+Codes are an array as long as the shard, as other optimizer state is. A block is BLOCK elements of the shard;
+fsdp/layout.py starts every parameter and every shard at a multiple of BLOCK, so blocks are blocks of the
+parameter too, no rank cuts one, and no bit depends on the number of ranks.
+"""
+
+import numpy as np
+
+from shardrt import device
+from shardrt.device import Array
+from shardrt.nn.storage import Storage
+from shardrt.optim.slices import Slice
+
+__all__ = [
+    "BLOCK",
+    "BYTES",
+    "CODES",
+    "decode",
+    "encode",
+    "encoded",
+    "key_of",
+    "new_scales",
+    "numbers",
+    "signed",
+]
+
+BLOCK = 16  # elements
+CODES = np.dtype(np.uint8)
+BYTES = 1 + 2 / BLOCK  # per element of a moment, in shards of whole blocks
+_SIGNED = {"m": True, "v": False}  # the map of each kind
+
+
+def key_of(kind: str) -> str:
+    """The name of the scales of the moments `kind`, in Slice.state."""
+    return f"{kind}_scales"
+
+
+def signed(kind: str) -> bool:
+    """Whether the moments `kind` may be negative."""
+    return _SIGNED[kind]
+
+
+def encoded(piece: Slice, kind: str) -> bool:
+    """Whether this optimizer state is kept in 8 bits."""
+    return key_of(kind) in piece.state
+
+
+def new_scales(storage: Storage, name: str) -> Array:
+    """Zeros, so that all codes mean 0: for moments of the storage of the parameter `name`.
+
+    Raises:
+        ValueError: for a storage of which something is on the host.
+    """
+    if not storage.offloaded.everything_on_device:
+        raise ValueError(
+            f"8-bit optimizer state: the unit of {name!r} has an offload_policy; train it without one, or "
+            "with optim.AdamW or optim.Lion"
+        )
+    here = device.current()
+    array = here.buffer(-(-storage.shard.size // BLOCK), np.uint16)
+    return here.set_tag(array, "optimizer state")
+
+
+def numbers(piece: Slice, kind: str) -> np.ndarray:
+    """The moments of the whole shard, float32, on the host."""
+    codes, scales = piece.state[kind], piece.state[key_of(kind)]
+    here = device.of(codes)
+    return decode(here.to_numpy(codes), here.to_numpy(scales), signed(kind))
+
+
+def decode(codes: np.ndarray, scales: np.ndarray, has_sign: bool) -> np.ndarray:
+    """The numbers of codes, from the begin of a block on."""
+    out = np.empty(codes.size, np.float32)
+    arrays = np.ascontiguousarray(codes), np.ascontiguousarray(scales)
+    device.get("cpu").kernels.blockwise.dequantize(*arrays, out, has_sign)
+    return out
+
+
+def encode(values: np.ndarray, has_sign: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(codes, scales) of numbers, from the begin of a block on."""
+    codes, scales = np.empty(values.size, CODES), np.empty(-(-values.size // BLOCK), np.uint16)
+    values = np.ascontiguousarray(values, np.float32)
+    device.get("cpu").kernels.blockwise.quantize(values, codes, scales, has_sign)
+    return codes, scales
