@@ -142,7 +142,10 @@ def gathered(communicator: Communicator, own: Sequence[Extents]) -> list[tuple[E
     Raises:
         RuntimeError: if ranks update other numbers of matrices.
     """
-    table = [[len(extents), *(n for e in extents for n in (e.first, e.length, e.stride, e.count))] for extents in own]
+    table = [
+        [len(extents), *(n for e in extents for n in (e.first, e.length, e.stride, e.count))]
+        for extents in own
+    ]
     flat = np.array([number for row in table for number in row], np.int64)
     ranks = [_extents_in(data) for data in communicator.all_gather_bytes(flat.tobytes())]
     if len({len(each) for each in ranks}) != 1:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt import device, dtypes
+from shardrt import dtypes
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.single import SingleCommunicator
 from shardrt.device import Array
@@ -168,13 +168,17 @@ class Muon(Optimizer):
 
     def _update_here(self, pieces: list[Slice]) -> None:
         if self._device.capturing is not None:
-            raise RuntimeError("Muon: step() exchanges matrices between ranks and can't be captured in a graph")
+            raise RuntimeError(
+                "Muon: step() exchanges matrices between ranks and can't be captured in a graph"
+            )
         cuts, matrices = [], []
         for piece in pieces:
             cut = piece.due()
             piece.steps[cut.members] += 1
             piece.storage.complete_gradient()  # it may still be reduced
-            cuts.append((piece, replace(cut, rows=tuple(r for r in cut.rows if not self._is_matrix(piece, r[2])))))
+            cuts.append(
+                (piece, replace(cut, rows=tuple(r for r in cut.rows if not self._is_matrix(piece, r[2]))))
+            )
             due = [position for position in cut.members.tolist() if self._is_matrix(piece, position)]
             matrices += [
                 _Matrix(piece, piece.members[i][0], self.param_groups[piece.members[i][1]]) for i in due
