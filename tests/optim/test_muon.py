@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import shardrt
 from shardrt import dtypes, nn, optim
 from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
 from shardrt.comm import thread
@@ -10,6 +11,7 @@ from shardrt.nn.extents import take
 from shardrt.optim.muon import newton_schulz
 from shardrt.optim.muon.exchange import owners_of
 from tests import lab
+from tests.parallel import meshes
 
 SHAPES = ((12, 40), (40, 12), (24, 24), (12, 40))
 
@@ -79,8 +81,8 @@ def give_gradients(model, step):
         parameter.grad.reshape(-1)[...] = take(parameter.extents, whole)
 
 
-def trained(steps=3, strategy=None, make=lab.Net, counts=None, folder=None, resume=False, **how):
-    """Whole weights and optimizer state, on rank 0, after these steps. Without a strategy: of a plain model."""
+def trained(steps=3, strategy="", make=lab.Net, counts=None, folder=None, resume=False, **how):
+    """Whole weights and optimizer state, on rank 0, after these steps; "" trains a plain model."""
     model, mesh = lab.build(make, strategy=strategy, wrap=counts) if strategy else (lab.seeded(make), None)
     optimizer = optim.Muon(optim.muon_groups(model, 0.1), lr=0.02, **how)
     manager = None if folder is None else CheckpointManager(folder, model, optimizer, mesh)
@@ -166,6 +168,25 @@ def test_groups_have_the_hidden_matrices():
     assert [group["use_muon"] for group in groups] == [True, False, False]
     assert names[0] == sorted(f"blocks.{i}.{each}.weight" for i in range(3) for each in ("up", "down"))
     assert names[1] == ["embed.weight"]
+
+
+def updated(net, on):
+    """Whole weights and optimizer state, on rank 0, after an update of given gradients on a mesh."""
+    shardrt.manual_seed(3)
+    model = meshes.NETS[net]()
+    mesh, data = meshes.spread(model, on)
+    optimizer = optim.Muon(optim.muon_groups(model, 0.1), lr=0.02)
+    meshes.learn(model, mesh, *lab.rows(data, *meshes.batch()))
+    lab.give_gradients(model)
+    optimizer.step()
+    return full_state_dict(model), get_optimizer_state_dict(model, optimizer)
+
+
+@pytest.mark.parametrize("net", meshes.NETS)
+def test_every_mesh_makes_the_same_update(net):
+    expected = lab.first(1, updated, net, meshes.Mesh())
+    for name, on in (meshes.MESHES | meshes.STAGED).items():
+        lab.assert_equal(lab.first(on.ranks, updated, net, on), expected, name)
 
 
 test_what_cannot_be_is_refused = lab.refusals(

@@ -142,12 +142,13 @@ def gathered(communicator: Communicator, own: Sequence[Extents]) -> list[tuple[E
     Raises:
         RuntimeError: if ranks update other numbers of matrices.
     """
-    table = [
-        [len(extents), *(n for e in extents for n in (e.first, e.length, e.stride, e.count))]
-        for extents in own
-    ]
-    flat = np.array([number for row in table for number in row], np.int64)
-    ranks = [_extents_in(data) for data in communicator.all_gather_bytes(flat.tobytes())]
+    flat: list[int] = []
+    for extents in own:
+        flat.append(len(extents))
+        for extent in extents:
+            flat += [extent.first, extent.length, extent.stride, extent.count]
+    data = np.array(flat, np.int64).tobytes()
+    ranks = [_extents_in(each) for each in communicator.all_gather_bytes(data)]
     if len({len(each) for each in ranks}) != 1:
         raise RuntimeError(f"Muon: ranks have {[len(each) for each in ranks]} matrices; all need the same")
     return list(zip(*ranks, strict=True))

@@ -1,8 +1,8 @@
 """Muon over sharded storages, with AdamW for parameters that are no hidden matrices.
 
-(Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; Liu et al., Muon is Scalable for
-LLM Training, 2025, for "match_rms_adamw".) The momentum is elementwise, so each rank keeps its shard's part
-of it, as of AdamW's moments. Only Newton-Schulz needs whole matrices: exchange.py brings each to one rank.
+(Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; Liu et al., Muon is Scalable
+for LLM Training, 2025, for "match_rms_adamw".) The momentum is elementwise, so each rank keeps its part of
+it, as of AdamW's moments. Only Newton-Schulz needs whole matrices: exchange.py brings each to one rank.
 """
 
 from collections.abc import Iterable
@@ -94,8 +94,8 @@ class Muon(Optimizer):
         ns_dtype: of Newton-Schulz. "bfloat16" rounds as torch.optim.Muon does.
 
     Raises:
-        ValueError: as Optimizer; for other than matrices with use_muon, and for offloaded shards, gradients or
-            optimizer state.
+        ValueError: as Optimizer; for other than matrices with use_muon, and for offloaded shards, gradients
+            or optimizer state.
 
     Example:
         >>> from shardrt import nn, optim
@@ -147,8 +147,8 @@ class Muon(Optimizer):
         for parameter in group["params"] if group["use_muon"] else ():
             if parameter.ndim != 2:
                 raise ValueError(
-                    f"Muon: parameter {parameter.name!r} has {parameter.ndim} axes, and use_muon=True needs 2; "
-                    "make groups with muon_groups(model, weight_decay)"
+                    f"Muon: parameter {parameter.name!r} has {parameter.ndim} axes, and use_muon=True needs "
+                    "2; make groups with muon_groups(model, weight_decay)"
                 )
 
     def numbers(self, group: dict, steps: int) -> tuple[float, ...]:
