@@ -307,8 +307,12 @@ def shard(
 
 def optimizer_of(recipe: Recipe, model: nn.Module) -> optim.Optimizer:
     """Makes this rank's shards, their gradients and the optimizer's state."""
-    groups = optim.decay_groups(model, recipe.optimizer.weight_decay)
     wanted = recipe.optimizer
+    if wanted.name is settings.Algorithm.muon:
+        groups = optim.muon_groups(model, wanted.weight_decay)
+        how = {"momentum": wanted.momentum, "adjust_lr_fn": "match_rms_adamw"}
+        return optim.Muon(groups, lr=wanted.lr, betas=wanted.betas, **how)
+    groups = optim.decay_groups(model, wanted.weight_decay)
     kind = optim.AdamW if wanted.name is settings.Algorithm.adamw else optim.Lion
     return kind(groups, lr=wanted.lr, betas=wanted.betas, in_backward=wanted.in_backward)
 
@@ -321,7 +325,7 @@ def planned_memory(
     Without their activations in a simulated world, whose steps are recorded anyway.
     """
     unscaled = optim.GradScaler(enabled=False)
-    states = 2 if recipe.optimizer.name is settings.Algorithm.adamw else 1
+    states = 1 if recipe.optimizer.name is settings.Algorithm.lion else 2
     pipeline = pipelines.pipeline_of(model)
     if pipeline is not None:
         shares = pipelines.Shares(task, unscaled, count=1)
