@@ -7,6 +7,7 @@ import shardrt
 from shardrt import dtypes, nn, optim
 from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
 from shardrt.comm import thread
+from shardrt.fsdp import CPUOffloadPolicy
 from shardrt.nn.extents import take
 from shardrt.optim.muon import newton_schulz
 from shardrt.optim.muon.exchange import owners_of
@@ -81,10 +82,12 @@ def give_gradients(model, step):
         parameter.grad.reshape(-1)[...] = take(parameter.extents, whole)
 
 
-def trained(steps=3, strategy="", make=lab.Net, counts=None, folder=None, resume=False, **how):
+def trained(steps=3, strategy="", make=lab.Net, counts=None, folder=None, resume=False, **settings):
     """Whole weights and optimizer state, on rank 0, after these steps; "" trains a plain model."""
-    model, mesh = lab.build(make, strategy=strategy, wrap=counts) if strategy else (lab.seeded(make), None)
-    optimizer = optim.Muon(optim.muon_groups(model, 0.1), lr=0.02, **how)
+    model, mesh = (
+        lab.build(make, strategy=strategy, wrap=counts, **settings) if strategy else (lab.seeded(make), None)
+    )
+    optimizer = optim.Muon(optim.muon_groups(model, 0.1), lr=0.02)
     manager = None if folder is None else CheckpointManager(folder, model, optimizer, mesh)
     for step in range(manager.restore()[0] if resume else 0, steps):
         lab.backward(model, mesh)
@@ -119,6 +122,12 @@ SHARDED = [
 @pytest.mark.parametrize("strategy, ranks", SHARDED)
 def test_equal_gradients_give_equal_bits_on_any_ranks(strategy, ranks, make):
     lab.assert_equal(lab.first(ranks, trained, 3, strategy, make), trained(3, make=make), strategy)
+
+
+@pytest.mark.parametrize("offload", [{}, {"step": "host"}, {"parameters": False, "gradients": False}])
+def test_offloaded_arrays_are_updated_to_the_same_bits(offload):
+    found = lab.first(2, trained, 3, "FULL_SHARD", Wide, offload_policy=CPUOffloadPolicy(**offload))
+    lab.assert_equal(found, trained(3, make=Wide))
 
 
 def test_what_two_ranks_saved_four_and_one_go_on_with(tmp_path):

@@ -5,7 +5,7 @@ for LLM Training, 2025, for "match_rms_adamw".) The momentum is elementwise, so 
 it, as of AdamW's moments. Only Newton-Schulz needs whole matrices: exchange.py brings each to one rank.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import sqrt
 from types import ModuleType
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt import dtypes
+from shardrt import device, dtypes
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.single import SingleCommunicator
 from shardrt.device import Array
@@ -51,21 +51,42 @@ class _Matrix:
     def direction(self) -> Array:
         """Add the gradient to the momentum, and give what is orthogonalized. 1-D."""
         momentum = self.group["momentum"]
-        gradient, m = self.piece.storage.gradient[self.range], self.piece.state["m"][self.range]
+        gradient = _lent(self.piece.storage.gradient[self.range])
+        kept = self.piece.state["m"][self.range]
+        m = _lent(kept)
         m += (gradient - m) * (1 - momentum)
+        _give_back(kept, m)
         return gradient + (m - gradient) * momentum if self.group["nesterov"] else m.copy()
 
     def apply(self, update: Array) -> None:
         """Take the orthogonal update (1-D, overwritten) and the decay off the shard."""
         rows, columns = self.parameter.whole_shape
         rate = self.group["lr"]
-        weights = self.piece.storage.shard[self.range]
+        kept = self.piece.storage.shard[self.range]
+        weights = _lent(kept)
         weights *= 1 - rate * self.group["weight_decay"]
         ratio = sqrt(max(1, rows / columns))
         if self.group["adjust_lr_fn"] == MATCH_RMS_ADAMW:
             ratio = 0.2 * sqrt(max(rows, columns))
         update *= rate * ratio
         weights -= update
+        _give_back(kept, weights)
+
+
+def _lent(array: Array) -> Array:
+    """The array, or a copy of it on the current device where an offloaded one is on the host."""
+    here = device.current()
+    if device.of(array) is here:
+        return array
+    lent = here.empty(array.shape, array.dtype)
+    here.copy(lent, array)
+    return lent
+
+
+def _give_back(kept: Array, lent: Array) -> None:
+    """Copy what `_lent` gave back to where it belongs."""
+    if kept is not lent:
+        device.current().copy(kept, lent)
 
 
 class Muon(Optimizer):
@@ -94,8 +115,7 @@ class Muon(Optimizer):
         ns_dtype: of Newton-Schulz. "bfloat16" rounds as torch.optim.Muon does.
 
     Raises:
-        ValueError: as Optimizer; for other than matrices with use_muon, and for offloaded shards, gradients
-            or optimizer state.
+        ValueError: as Optimizer, and for other than matrices with use_muon.
 
     Example:
         >>> from shardrt import nn, optim
@@ -121,6 +141,7 @@ class Muon(Optimizer):
         if ns_dtype not in (dtypes.float32, dtypes.bfloat16):
             raise ValueError(f"Muon: ns_dtype must be 'float32' or 'bfloat16', got {ns_dtype!r}")
         self.ns_dtype = ns_dtype
+        self._offloaded: list[tuple[Slice, list[_Matrix]]] = []  # that the running step has to update yet
         self._exchanges: dict[Any, list[tuple[Exchange, list[int]]]] = {}
         settings = {
             "lr": lr,
@@ -151,6 +172,22 @@ class Muon(Optimizer):
                     "2; make groups with muon_groups(model, weight_decay)"
                 )
 
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. Collective.
+
+        Args:
+            closure: as Optimizer's.
+        """
+        self._offloaded.clear()
+        loss = super().step(closure)
+        for piece, _ in self._offloaded:
+            piece.storage.complete_gradient()
+        self._update_matrices([matrix for _, matrices in self._offloaded for matrix in matrices])
+        for piece, _ in self._offloaded:
+            piece.storage.modified()
+        self._offloaded.clear()
+        return loss
+
     def numbers(self, group: dict, steps: int) -> tuple[float, ...]:
         beta1, beta2 = group["betas"]
         rate, correction = group["lr"] / (1 - beta1**steps), 1 / sqrt(1 - beta2**steps)
@@ -162,31 +199,37 @@ class Muon(Optimizer):
     def _take_in(self, members: list[Member]) -> None:
         super()._take_in(members)
         self._exchanges.clear()
-        away = [piece.name for piece in self.slices if not piece.storage.offloaded.everything_on_device]
-        if away:
-            raise ValueError(f"Muon: parameter {away[0]!r} is offloaded, and Muon updates on the device only")
 
     def _update_here(self, pieces: list[Slice]) -> None:
         if self._device.capturing is not None:
-            raise RuntimeError(
-                "Muon: step() exchanges matrices between ranks and can't be captured in a graph"
-            )
-        cuts, matrices = [], []
+            raise RuntimeError("Muon: step() exchanges matrices and can't be captured in a graph")
+        due = [self._due(piece) for piece in pieces]
         for piece in pieces:
-            cut = piece.due()
-            piece.steps[cut.members] += 1
             piece.storage.complete_gradient()  # it may still be reduced
-            cuts.append(
-                (piece, replace(cut, rows=tuple(r for r in cut.rows if not self._is_matrix(piece, r[2]))))
-            )
-            due = [position for position in cut.members.tolist() if self._is_matrix(piece, position)]
-            matrices += [
-                _Matrix(piece, piece.members[i][0], self.param_groups[piece.members[i][1]]) for i in due
-            ]
-        self._update_others(cuts)
-        self._update_matrices(matrices)
+        self._update_others([(piece, others) for piece, (others, _) in zip(pieces, due, strict=True)])
+        self._update_matrices([matrix for _, matrices in due for matrix in matrices])
         for piece in pieces:
             piece.storage.modified()
+
+    def _issue(self, piece: Slice) -> None:
+        """AdamW's part of what is offloaded, in streams of its own; matrices wait for the end of step()."""
+        others, matrices = self._due(piece)
+        if others.rows:
+            update = piece.update(self._table([(piece, others)]), False)
+            self.updates.issue(piece, update, self._update_there)
+        self._offloaded.append((piece, matrices))
+
+    def _due(self, piece: Slice) -> tuple[Cut, list[_Matrix]]:
+        """Count an update of all that is due; gives AdamW's ranges and the matrices."""
+        cut = piece.due()
+        piece.steps[cut.members] += 1
+        matrices = []
+        for position in cut.members.tolist():
+            if self._is_matrix(piece, position):
+                parameter, group = piece.members[position]
+                matrices.append(_Matrix(piece, parameter, self.param_groups[group]))
+        others = tuple(row for row in cut.rows if not self._is_matrix(piece, row[2]))
+        return replace(cut, rows=others), matrices
 
     def _is_matrix(self, piece: Slice, position: int) -> bool:
         return self.param_groups[piece.members[position][1]]["use_muon"]
@@ -205,7 +248,7 @@ class Muon(Optimizer):
     def _update_matrices(self, matrices: list[_Matrix]) -> None:
         for exchange, numbers in self._exchanges_of(matrices):
             own = [matrices[number] for number in numbers]
-            like = own[0].piece.storage.shard
+            like = self._device.empty(0, own[0].piece.storage.shard.dtype)
             wholes = exchange.to_owners([matrix.direction() for matrix in own], like)
             alike: dict[Any, list[Array]] = {}
             for index, whole in wholes.items():
