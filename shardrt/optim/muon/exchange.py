@@ -14,8 +14,10 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm.protocol import Communicator
+from shardrt.comm.ranks import Mesh
 from shardrt.device import Array
 from shardrt.nn.extents import Extent, Extents, size_of, spans
+from shardrt.nn.parameter import Parameter
 from shardrt.optim.muon import newton_schulz
 
 
@@ -33,18 +35,29 @@ def owners_of(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
 class Exchange:
     """How the matrices of one update travel.
 
+    mesh: the ranks that hold pieces; None for this one alone.
     shapes: of the whole matrices, (rows, columns).
     held: of each matrix, the elements that each rank holds, in the order of the rank's shard.
     """
 
-    communicator: Communicator
+    mesh: Mesh | None
     shapes: tuple[tuple[int, int], ...]
     held: tuple[tuple[Extents, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return 0 if self.mesh is None else self.mesh.rank
 
     @cached_property
     def owners(self) -> list[int]:
         """The owner of each matrix."""
-        return owners_of(self.shapes, self.communicator.size)
+        return owners_of(self.shapes, self.size)
 
     @cached_property
     def sources(self) -> list[list[int]]:
@@ -69,7 +82,7 @@ class Exchange:
     @property
     def own(self) -> list[int]:
         """The matrices that this rank owns, in order."""
-        return [index for index, owner in enumerate(self.owners) if owner == self.communicator.rank]
+        return [index for index, owner in enumerate(self.owners) if owner == self.rank]
 
     def to_owners(self, pieces: Sequence[Array], like: Array) -> dict[int, Array]:
         """The whole matrices that this rank owns, (rows, columns), by their numbers. Collective.
@@ -78,9 +91,9 @@ class Exchange:
             pieces: of each matrix what this rank holds, 1-D.
             like: an array of their dtype, on their device.
         """
-        me = self.communicator.rank
+        me = self.rank
         sent = [(self.owners[i], pieces[i]) for i in self._by_owner if me in self.sources[i]]
-        coming = [(rank, i) for rank in range(self.communicator.size) for i in self.own]
+        coming = [(rank, i) for rank in range(self.size) for i in self.own]
         coming = [(rank, i) for rank, i in coming if rank in self.sources[i]]
         received = self._all_to_all(sent, [(r, size_of(self.held[i][r])) for r, i in coming], like)
         wholes = {i: device.of(like).empty(self.shapes[i], like.dtype) for i in self.own}
@@ -91,7 +104,7 @@ class Exchange:
 
     def to_holders(self, wholes: dict[int, Array], like: Array) -> list[Array]:
         """Of each matrix what this rank holds, 1-D, from its owner's whole matrix. Collective."""
-        me, ranks = self.communicator.rank, range(self.communicator.size)
+        me, ranks = self.rank, range(self.size)
         sent = []
         for rank, i in ((rank, i) for rank in ranks for i in self.own):
             piece = device.of(like).empty(size_of(self.held[i][rank]), like.dtype)
@@ -112,9 +125,9 @@ class Exchange:
         self, sent: list[tuple[int, Array]], coming: list[tuple[int, int]], like: Array
     ) -> list[Array]:
         """Send (rank, 1-D piece), receive (rank, size), each ordered by rank. A rank alone copies nothing."""
-        if self.communicator.size == 1:
+        if self.size == 1:
             return [piece for _, piece in sent]
-        here, counts = device.of(like), np.zeros((2, self.communicator.size), np.int64)
+        here, counts = device.of(like), np.zeros((2, self.size), np.int64)
         for rank, piece in sent:
             counts[0, rank] += piece.size
         for rank, size in coming:
@@ -124,16 +137,34 @@ class Exchange:
         for _, piece in sent:
             start, stop = stop, stop + piece.size
             buffer[start:stop] = piece
-        self.communicator.all_to_all(
-            output,
-            buffer,
-            received=counts[1].tolist(),
-            sent=counts[0].tolist(),
-            stream=here.current_stream,
-            tag="muon",
+        compute, reduce = here.current_stream, self.mesh.stream("reduce")
+        given, done = here.new_event(), here.new_event()
+        compute.record(given)
+        reduce.wait(given)  # compute has written what is sent
+        received, outgoing = counts[1].tolist(), counts[0].tolist()
+        self.mesh.communicator("reduce").all_to_all(
+            output, buffer, received=received, sent=outgoing, stream=reduce, tag="muon"
         )
+        reduce.record(done)
+        compute.wait(done)  # the others' pieces are here
         stops = np.cumsum([size for _, size in coming]).tolist()
         return [output[stop - size : stop] for stop, (_, size) in zip(stops, coming, strict=True)]
+
+
+def planned(parameters: Sequence[Parameter], ranks: int) -> list[tuple[Extents, ...]] | None:
+    """Of each matrix the extents of every rank, as layouts of flat buffers say (fsdp/layout.py).
+
+    None where the layout does not say it: layers that are split before they are sharded.
+    """
+    found = []
+    for parameter in parameters:
+        storage = parameter.storage
+        layout = getattr(storage, "layout", None)
+        if layout is None or layout.shards != ranks or parameter.placement is not None:
+            return None
+        entry = layout.entries[storage.position[id(parameter)]]
+        found.append(tuple(layout.in_shard(entry, rank)[2] for rank in range(ranks)))
+    return found
 
 
 def gathered(communicator: Communicator, own: Sequence[Extents]) -> list[tuple[Extents, ...]]:

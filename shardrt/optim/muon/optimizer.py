@@ -21,7 +21,7 @@ from shardrt.nn.extents import Extents
 from shardrt.nn.parameter import Parameter
 from shardrt.optim import adamw
 from shardrt.optim.muon import newton_schulz
-from shardrt.optim.muon.exchange import Exchange, gathered
+from shardrt.optim.muon.exchange import Exchange, gathered, planned
 from shardrt.optim.optimizer import Optimizer, check_betas
 from shardrt.optim.slices import Cut, Member, Slice, Update
 
@@ -271,9 +271,13 @@ class Muon(Optimizer):
                 alike.setdefault((storage.communicator, storage.shard.dtype), []).append(number)
             found = []
             for (communicator, _), numbers in alike.items():
-                ranks = communicator or SingleCommunicator()
-                held = gathered(ranks, [matrices[number].extents for number in numbers])
-                shapes = tuple(matrices[number].parameter.whole_shape for number in numbers)
-                found.append((Exchange(ranks, shapes, tuple(held)), numbers))
+                own = [matrices[number] for number in numbers]
+                mesh = own[0].piece.storage.whole_mesh
+                held = planned([matrix.parameter for matrix in own], 1 if mesh is None else mesh.size)
+                if held is None:
+                    ranks = communicator or SingleCommunicator()
+                    held = gathered(ranks, [matrix.extents for matrix in own])
+                shapes = tuple(matrix.parameter.whole_shape for matrix in own)
+                found.append((Exchange(mesh, shapes, tuple(held)), numbers))
             self._exchanges[key] = found
         return self._exchanges[key]
