@@ -32,7 +32,7 @@ def muon_groups(
         >>> from shardrt import nn, optim
         >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8))
         >>> [(len(group["params"]), group["use_muon"]) for group in optim.muon_groups(model, 0.1)]
-        [(1, True), (1, False), (3, False)]
+        [(1, True), (2, False), (2, False)]
     """
     hidden = {"params": [], "weight_decay": weight_decay, "use_muon": True}
     decayed = {"params": [], "weight_decay": weight_decay, "use_muon": False}
