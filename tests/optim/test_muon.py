@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import shardrt
-from shardrt import dtypes, nn, optim
+from shardrt import device, dtypes, nn, optim
 from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
 from shardrt.comm import thread
 from shardrt.fsdp import CPUOffloadPolicy
@@ -79,7 +79,8 @@ def give_gradients(model, step):
     random = np.random.default_rng(step)
     for parameter in model.parameters():
         whole = random.normal(size=parameter.whole_shape).astype(np.float32)
-        parameter.grad.reshape(-1)[...] = take(parameter.extents, whole)
+        here = device.of(parameter.grad)
+        parameter.grad.reshape(-1)[...] = here.asarray(take(parameter.extents, whole))
 
 
 def trained(steps=3, strategy="", make=lab.Net, counts=None, folder=None, resume=False, **settings):
@@ -122,6 +123,16 @@ SHARDED = [
 @pytest.mark.parametrize("strategy, ranks", SHARDED)
 def test_equal_gradients_give_equal_bits_on_any_ranks(strategy, ranks, make):
     lab.assert_equal(lab.first(ranks, trained, 3, strategy, make), trained(3, make=make), strategy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [None, CPUOffloadPolicy()])
+def test_a_gpu_comes_as_close_as_its_sums(offload):
+    how = {"of_mesh": {"device": "cuda"}, "offload_policy": offload}
+    expected = trained(2, make=Wide)[0]
+    for ranks in (1, 2):
+        found = lab.first(ranks, trained, 2, "FULL_SHARD", Wide, **how)[0]
+        lab.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("offload", [{}, {"step": "host"}, {"parameters": False, "gradients": False}])
