@@ -1,5 +1,7 @@
 """Muon next to torch.optim.Muon, and on several ranks."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ import shardrt
 from shardrt import device, dtypes, nn, optim
 from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
 from shardrt.comm import thread
-from shardrt.fsdp import CPUOffloadPolicy
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, no_sync
 from shardrt.nn.extents import take
 from shardrt.optim.muon import newton_schulz
 from shardrt.optim.muon.exchange import owners_of
@@ -75,10 +77,12 @@ def test_fifty_steps_in_bfloat16_stay_as_near_as_its_rounding():
 
 
 def give_gradients(model, step):
-    """Gradients that are the same on any ranks."""
+    """Gradients that are the same on any ranks, where there are any."""
     random = np.random.default_rng(step)
     for parameter in model.parameters():
         whole = random.normal(size=parameter.whole_shape).astype(np.float32)
+        if parameter.grad is None:
+            continue
         here = device.of(parameter.grad)
         parameter.grad.reshape(-1)[...] = here.asarray(take(parameter.extents, whole))
 
@@ -123,6 +127,46 @@ SHARDED = [
 @pytest.mark.parametrize("strategy, ranks", SHARDED)
 def test_equal_gradients_give_equal_bits_on_any_ranks(strategy, ranks, make):
     lab.assert_equal(lab.first(ranks, trained, 3, strategy, make), trained(3, make=make), strategy)
+
+
+class Alternates(Wide):
+    """Leaves out its second block in every other step."""
+
+    calls = 0
+
+    def run_blocks(self, x):
+        self.calls += 1
+        for number, block in enumerate(self.blocks):
+            x = x if number == 1 and self.calls % 2 else block(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:fully_shard. expected unit")
+def test_a_matrix_without_a_gradient_is_left_alone():
+    found = lab.first(2, trained, 4, "FULL_SHARD", Alternates)
+    lab.assert_equal(found, trained(4, make=Alternates))
+
+
+def test_gathers_in_bfloat16_change_no_bit_of_an_update():
+    policy = MixedPrecisionPolicy("bfloat16", "float32")
+    found = lab.first(2, trained, 3, "FULL_SHARD", Wide, mp_policy=policy)
+    lab.assert_equal(found, trained(3, make=Wide))
+
+
+@lab.on_ranks(2)
+def test_accumulated_gradients_make_one_update():
+    weights = []
+    for parts in (1, 2):
+        model, mesh = lab.build(Wide)
+        optimizer = optim.Muon(optim.muon_groups(model, 0.1), lr=0.02)
+        tokens, targets = lab.rows(mesh, *lab.batches(1)[0])
+        for part in range(parts):
+            own = slice(part * len(tokens) // parts, (part + 1) * len(tokens) // parts)
+            with no_sync(model) if part < parts - 1 else nullcontext():
+                (lab.loss_of(model, tokens[own], targets[own]) * (1 / parts)).backward()
+        lab.update(optimizer)
+        weights.append(full_state_dict(model))
+    lab.assert_close(*weights, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("offload", [{}, {"step": "host"}, {"parameters": False, "gradients": False}])
