@@ -116,6 +116,7 @@ SHARDED = [
     ("FULL_SHARD", 1),
     ("FULL_SHARD", 2),
     ("FULL_SHARD", 4),
+    ("FULL_SHARD", 8),
     ("SHARD_GRAD_OP", 3),
     ("SHARD_OPT", 2),
     ("NO_SHARD", 2),

@@ -16,7 +16,7 @@ from shardrt import device
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.ranks import Mesh
 from shardrt.device import Array
-from shardrt.nn.extents import Extent, Extents, size_of, spans
+from shardrt.nn.extents import Extent, Extents, contiguous, size_of, spans
 from shardrt.nn.parameter import Parameter
 from shardrt.optim.muon import newton_schulz
 
@@ -96,8 +96,13 @@ class Exchange:
         coming = [(rank, i) for rank in range(self.size) for i in self.own]
         coming = [(rank, i) for rank, i in coming if rank in self.sources[i]]
         received = self._all_to_all(sent, [(r, size_of(self.held[i][r])) for r, i in coming], like)
-        wholes = {i: device.of(like).empty(self.shapes[i], like.dtype) for i in self.own}
+        wholes: dict[int, Array] = {}
         for (rank, i), piece in zip(coming, received, strict=True):
+            if self.held[i][rank] == self._all_of(i):
+                wholes[i] = piece.reshape(self.shapes[i])
+                continue
+            if i not in wholes:
+                wholes[i] = device.of(like).empty(self.shapes[i], like.dtype)
             for part, view in _views(self.held[i][rank], wholes[i], piece):
                 view[...] = part
         return wholes
@@ -107,6 +112,9 @@ class Exchange:
         me, ranks = self.rank, range(self.size)
         sent = []
         for rank, i in ((rank, i) for rank in ranks for i in self.own):
+            if self.held[i][rank] == self._all_of(i):
+                sent.append((rank, wholes[i].reshape(-1)))
+                continue
             piece = device.of(like).empty(size_of(self.held[i][rank]), like.dtype)
             for part, view in _views(self.held[i][rank], wholes[i], piece):
                 part[...] = view
@@ -116,6 +124,11 @@ class Exchange:
         )
         pieces = dict(zip(self._by_owner, received, strict=True))
         return [pieces[i] for i in range(len(pieces))]
+
+    def _all_of(self, index: int) -> Extents:
+        """The extents of a piece that is a whole matrix, in memory order."""
+        rows, columns = self.shapes[index]
+        return contiguous(0, rows * columns)
 
     @cached_property
     def _by_owner(self) -> list[int]:

@@ -54,9 +54,16 @@ class _Matrix:
         gradient = _lent(self.piece.storage.gradient[self.range])
         kept = self.piece.state["m"][self.range]
         m = _lent(kept)
-        m += (gradient - m) * (1 - momentum)
+        direction = gradient - m
+        direction *= 1 - momentum
+        m += direction
         _give_back(kept, m)
-        return gradient + (m - gradient) * momentum if self.group["nesterov"] else m.copy()
+        direction[...] = m
+        if self.group["nesterov"]:  # gradient + momentum (m - gradient), in place
+            direction -= gradient
+            direction *= momentum
+            direction += gradient
+        return direction
 
     def apply(self, update: Array) -> None:
         """Take the orthogonal update (1-D, overwritten) and the decay off the shard."""
