@@ -5,6 +5,7 @@ from typing import Any
 from shardrt.nn import elsewhere
 from shardrt.optim.adamw import AdamW
 from shardrt.optim.lion import Lion
+from shardrt.optim.muon import Muon, muon_groups
 from shardrt.optim.optimizer import Optimizer, decay_groups
 from shardrt.optim.scaler import GradScaler
 from shardrt.optim.schedule import warmup_cosine, warmup_linear, warmup_stable_decay
@@ -14,9 +15,11 @@ __all__ = [
     "AdamW",
     "GradScaler",
     "Lion",
+    "Muon",
     "Optimizer",
     "SGD",
     "decay_groups",
+    "muon_groups",
     "warmup_cosine",
     "warmup_linear",
     "warmup_stable_decay",

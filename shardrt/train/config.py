@@ -48,6 +48,7 @@ class Algorithm(Enum):
     lion8bit = "lion8bit"
     adamw_bf16 = "adamw_bf16"  # moments in bfloat16, rounded at random
     lion_bf16 = "lion_bf16"
+    muon = "muon"
 
 
 class Folder(Enum):
@@ -74,7 +75,7 @@ Determinism = Enum("Determinism", ["per-world", "world-invariant"])
 class OptimizerConfig:
     """How weights are updated: linear warm-up, then down to min_lr; no weight decay on biases and norms."""
 
-    name: Algorithm = Algorithm.adamw  # lion: half the state; its rate is 3 to 10 times lower
+    name: Algorithm = Algorithm.adamw  # lion: its rate is 3 to 10 times lower; muon: takes AdamW's rate
     schedule: Schedule = Schedule.cosine  # from lr to min_lr; wsd: stays at lr, then a line in decay_steps
     decay_steps: int = 0  # the last steps, in which wsd decays; 0 for a tenth of all
     lr: float = 1e-3  # learning rate at its highest
@@ -82,6 +83,7 @@ class OptimizerConfig:
     warmup_steps: int = 50  # steps of linear warm-up
     weight_decay: float = 0.1  # of weight matrices and embeddings
     betas: tuple[float, float] = (0.9, 0.95)  # decay of AdamW's two moments; Lion's two
+    momentum: float = 0.95  # of Muon's hidden matrices; betas are those of its other parameters
     clip_norm: float = 1.0  # the global norm of the gradients is clipped to this; inf never clips
     clip_type: float = 2.0  # which norm: 1, 2, 3, ... or inf
     on_nonfinite: Nonfinite = Nonfinite.stop  # gradients that are nan or infinite: stop, or skip the update
@@ -103,6 +105,10 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.clip_type must be positive, got {self.clip_type}")
         if not (0.1 <= self.clip_type <= 16 or self.clip_type == inf):  # powers of others leave float64
             raise ValueError(f"optimizer.clip_type must be from 0.1 to 16, or inf, got {self.clip_type}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"optimizer.momentum must be in [0, 1), got {self.momentum}")
+        if self.in_backward and self.name is Algorithm.muon:
+            raise ValueError("optimizer.in_backward: muon updates all matrices at once, after backward")
         if self.in_backward and self.clip_norm != inf:
             raise ValueError(
                 "optimizer.in_backward updates before the norm is known; set optimizer.clip_norm to inf"

@@ -309,6 +309,7 @@ def shard(
 _KINDS: dict[settings.Algorithm, tuple[type[optim.Optimizer], float]] = {  # with its bytes per element
     settings.Algorithm.adamw: (optim.AdamW, 8),
     settings.Algorithm.lion: (optim.Lion, 4),
+    settings.Algorithm.muon: (optim.Muon, 8),
     settings.Algorithm.adamw8bit: (low_bit.AdamW8bit, 2 * low_bit.BYTES),
     settings.Algorithm.lion8bit: (low_bit.Lion8bit, low_bit.BYTES),
     settings.Algorithm.adamw_bf16: (low_bit.AdamWBF16, 4),
@@ -318,8 +319,12 @@ _KINDS: dict[settings.Algorithm, tuple[type[optim.Optimizer], float]] = {  # wit
 
 def optimizer_of(recipe: Recipe, model: nn.Module) -> optim.Optimizer:
     """Makes this rank's shards, their gradients and the optimizer's state."""
-    groups = optim.decay_groups(model, recipe.optimizer.weight_decay)
     wanted = recipe.optimizer
+    if wanted.name is settings.Algorithm.muon:
+        groups = optim.muon_groups(model, wanted.weight_decay)
+        how = {"momentum": wanted.momentum, "adjust_lr_fn": "match_rms_adamw"}
+        return optim.Muon(groups, lr=wanted.lr, betas=wanted.betas, **how)
+    groups = optim.decay_groups(model, wanted.weight_decay)
     return _KINDS[wanted.name][0](groups, lr=wanted.lr, betas=wanted.betas, in_backward=wanted.in_backward)
 
 

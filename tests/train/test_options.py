@@ -75,6 +75,15 @@ def test_another_optimizer_keeps_its_own_state_under_its_own_schedule(folder):
     assert 2 * ours["device_bytes"]["optimizer state"] == plain["device_bytes"]["optimizer state"]
 
 
+def test_muon_goes_on_where_it_was_saved(folder):
+    how = ("--optimizer.name", "muon", "--checkpoint.every", "1")
+    run("muon", *how)
+    run("cut", *how)
+    jobs.remove_after(folder / "runs" / "cut", 2)
+    run("cut", *how, "--resume", "auto")
+    assert curves(folder, "cut") == curves(folder, "muon") != curves(folder, "plain")
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 def test_sixteen_bits_come_close(folder, kind):
     run(kind, "--precision.param", kind, "--precision.reduce", kind)
