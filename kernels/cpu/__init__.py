@@ -18,6 +18,7 @@ from shardrt.kernels.cpu import (
     matmul,
     philox,
     pool,
+    quantise,
     reduce,
     rms_norm,
     rotary,

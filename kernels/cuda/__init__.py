@@ -28,6 +28,7 @@ from shardrt.kernels.cuda import (
     matmul,
     philox,
     pool,
+    quantise,
     reduce,
     rms_norm,
     rotary,
