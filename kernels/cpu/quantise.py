@@ -43,7 +43,7 @@ def unpack(packed: Array, out: Array, bits: int, block: int) -> None:
 
 @cost("packed out?accumulate -> out", flops=lambda packed, out: 2 * len(packed) * out.size)
 def sum_rows(packed: Array, out: Array, bits: int, block: int, scale: float, accumulate: bool) -> None:
-    """Compute out (count,) = (out if `accumulate`) + scale * the sum of packed's rows, in order, in float32."""
+    """Set out (count,) = (out if `accumulate`) + scale * the sum of packed's rows, in order, in float32."""
     form.check(bits, block)
     _sum(packed, out, bits, block, scale, accumulate)
 

@@ -21,7 +21,7 @@ def unpack(packed: Array, out: Array, bits: int, block: int) -> None:
 
 
 def sum_rows(packed: Array, out: Array, bits: int, block: int, scale: float, accumulate: bool) -> None:
-    """Compute out (count,) = (out if `accumulate`) + scale * the sum of packed's rows, in order, in float32."""
+    """Set out (count,) = (out if `accumulate`) + scale * the sum of packed's rows, in order, in float32."""
     rows, nbytes = packed.shape
     ends = _ends(out.size, bits, block)
     args = (packed, out, rows, nbytes, ends, out.size, block, np.float32(scale), bool(accumulate))
