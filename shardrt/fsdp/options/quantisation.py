@@ -8,10 +8,10 @@ from shardrt.kernels import packed
 
 @dataclass(frozen=True)
 class Quantisation:
-    """Gathers and reductions in blocks of 8-bit or 4-bit numbers, where a unit is sharded over several hosts.
+    """Gathers and reductions in blocks of 8 or 4 bits, for units that are sharded over several hosts.
 
-    Between ranks of one host, which share memory, gradients are not quantised by default. Every rank gets the same rounded
-    parameters. Shards and optimizer state stay float32. (Wang et al., ZeRO++, 2023.)
+    Between ranks of one host, which share memory, gradients are not quantised by default. Every rank gets the
+    same rounded parameters. Shards and optimizer state stay float32. (Wang et al., ZeRO++, 2023.)
 
     Args:
         gather_bits: 8 or 4 bits of a gathered parameter; None: param_dtype.
