@@ -34,6 +34,7 @@ from shardrt.fsdp.options.packed_rows import PackedGradient, plan_packed
 from shardrt.fsdp.options.quantised import (
     QuantisedGradient,
     QuantisedTransfer,
+    check_invariance,
     check_quantised,
     connect_hosts,
     plan_quantised,
@@ -51,7 +52,7 @@ PATHS += [PackedGradient, QuantisedGradient, ChunkedGradient]
 TRANSFERS += [QuantisedTransfer, LowPrecisionTransfer, UploadedTransfer]
 PREPARATIONS += [choose_float8, check_quantised]
 RANK_CHECKS += [compare_ranks, compile_once]
-UNIT_CHECKS.append(check_world_invariant)
+UNIT_CHECKS += [check_world_invariant, check_invariance]
 GROUP_CHECKS.append(check_sums)
 OBSERVERS.append(StepTrace)
 ROLES |= {

@@ -20,6 +20,7 @@ from shardrt.fsdp.policy import Settings
 from shardrt.fsdp.process_groups import ProcessGroups, shape_of
 from shardrt.fsdp.streams import Streams
 from shardrt.fsdp.transfer import Transfer
+from shardrt.fsdp.unit import Unit
 from shardrt.fsdp.whole_gradient import WholeGradient
 from shardrt.nn.module import Module
 
@@ -209,3 +210,13 @@ def check_quantised(modules: list[Module], settings: Settings, parameters: Keyed
             "fully_shard: mp_policy has quantised collectives, but the parameters are offloaded to the host; "
             "use one of the two"
         )
+
+
+def check_invariance(units: list[Unit]) -> None:
+    """Raise ValueError for units that are quantised and must not depend on the number of ranks."""
+    for unit in units:
+        if unit.choices.micro_batches is not None and any(map(quantisation_of, unit.groups)):
+            raise ValueError(
+                f"set_world_invariant: unit {unit.label} has quantised collectives, whose blocks depend on "
+                "the number of ranks; use one of the two"
+            )
