@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import shardrt
-from shardrt.fsdp import MixedPrecisionPolicy, full_parameters
+from shardrt.fsdp import MixedPrecisionPolicy, full_parameters, set_world_invariant
 from shardrt.fsdp.options.quantisation import Quantisation
 from shardrt.kernels import cpu as K
 from shardrt.kernels.packed import LARGEST, packed_bytes
@@ -81,6 +81,7 @@ def test_bytes_are_those_of_the_formula(host_size, everywhere):
     if not everywhere:
         expected[1:] = [(hosts - 1) * quantised, within * exact]
     assert counts.bytes("all_gather", "all_to_all", "reduce_scatter") == expected
+    assert lab.bytes_held(model) == lab.bytes_planned(model)
 
 
 def gradients_of(how):
@@ -142,6 +143,34 @@ def test_error_feedback_lets_errors_of_equal_gradients_cancel():
     assert 0 < errors[True] < errors[False] / 4
 
 
+@lab.on_ranks(4)
+@pytest.mark.parametrize("host_size", [1, 2])
+def test_a_secondary_copy_keeps_later_gathers_within_the_host_and_changes_no_bit(host_size):
+    results, received = [], []
+    for secondary in (False, True):
+        counts = lab.Counts()
+        how = policy(gather_bits=8, host_size=host_size, secondary=secondary)
+        model, mesh = lab.build(wrap=counts, mp_policy=how, reshard_after_forward=True)
+        results.append(lab.train(model, mesh, 3))
+        counts.reset()
+        lab.backward(model, mesh)
+        shardrt.device.current().wait_here()
+        received.append(counts.bytes("all_gather")[0])
+    lab.assert_equal(results[1], results[0])
+    size = sum(packed_bytes(group.layout.shard_size, 8, BLOCK) for group in lab.groups_of(model))
+    hosts = 4 // host_size
+    assert received == [2 * 3 * size, (3 + hosts * (host_size - 1)) * size]
+    assert lab.bytes_held(model) == lab.bytes_planned(model)
+
+
+@lab.on_ranks(2)
+def test_sums_that_do_not_depend_on_the_ranks_are_refused():
+    model, mesh = lab.build(mp_policy=policy(reduce_bits=8, host_size=1))
+    set_world_invariant(model, 2)
+    with pytest.raises(ValueError, match="has quantised collectives, whose blocks depend on the number"):
+        lab.backward(model, mesh)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -149,6 +178,7 @@ def test_error_feedback_lets_errors_of_equal_gradients_cancel():
         ({"reduce_bits": 4}, "reduce_bits must be 8 or None, got 4"),
         ({"block": 33}, "block must be a multiple of 32, got 33"),
         ({"host_size": 0}, "host_size must be 1 or more, got 0"),
+        ({"secondary": True}, "secondary needs gather_bits=8 or 4"),
         ({"error_feedback": True}, "error_feedback needs reduce_bits=8"),
     ],
 )

@@ -60,6 +60,7 @@ ROLES |= {
     "wire": Role("16-bit parameters on the way", attrgetter("gather"), built=True),
     "reduce_wire": Role("16-bit gradients on the way", attrgetter("reducer"), built=True, gradient=True),
     "quantised": Role("quantised parameters on the way", attrgetter("gather"), built=True),
+    "secondary": Role("secondary parameters", built=True),
     "dequantised": Role("dequantised parameters", built=True),
     "quantised_gradients": Role("quantised gradients on the way", attrgetter("reducer"), gradient=True),
     "quantisation_error": Role("errors of quantised gradients", gradient=True),

@@ -19,6 +19,8 @@ class Quantisation:
             gradients first, then hosts exchange quantised sums. Sums are float32.
         block: numbers that share a float32 scale, a multiple of 32.
         host_size: number of adjacent ranks that make a host; None: as many as the launcher started on one.
+        secondary: the ranks of each host together keep the gathered bits of the unit, so gathers cross hosts
+            once after each optimizer step, not once in forward and once in backward.
         within_hosts: the ranks of a host exchange 8 bits, too, instead of float32 or 16 bits; for GPUs whose
             link to each other is slow.
         error_feedback: each rank keeps the error of what it sends between hosts, and adds it to the next
@@ -37,6 +39,7 @@ class Quantisation:
     reduce_bits: int | None = None
     block: int = 256
     host_size: int | None = None
+    secondary: bool = False
     within_hosts: bool = False
     error_feedback: bool = False
 
@@ -49,6 +52,8 @@ class Quantisation:
             raise ValueError(f"Quantisation: block must be a multiple of 32, got {self.block!r}")
         if self.host_size is not None and self.host_size < 1:
             raise ValueError(f"Quantisation: host_size must be 1 or more, got {self.host_size!r}")
+        if self.secondary and self.gather_bits is None:
+            raise ValueError("Quantisation: secondary needs gather_bits=8 or 4")
         if self.error_feedback and self.reduce_bits is None:
             raise ValueError("Quantisation: error_feedback needs reduce_bits=8")
 

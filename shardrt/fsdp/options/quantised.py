@@ -1,6 +1,7 @@
 """Collectives in 8 and 4 bits between hosts (Quantisation): the transfer, the gradient path, their buffers.
 
-A gather quantises each shard, all-gathers the bytes, and dequantises all of them. A reduction has two levels:
+A gather quantises each shard, all-gathers the bytes, and dequantises all of them. A secondary copy within the
+host serves later gathers of the same values. A reduction has two levels:
 the ranks of a host sum their gradients, then counterparts (ranks of the same number on their hosts) exchange
 quantised sums by all-to-all and add them up in float32, in the order of the hosts.
 """
@@ -50,7 +51,17 @@ class QuantisedTransfer(Transfer):
 
     All groups that are alike share one buffer for the bytes. Only the gather stream uses it, in order, so it
     needs no events. A 16-bit slot is filled shard by shard, through one float32 buffer.
+
+    With `secondary`, the ranks of a host keep these bytes between them, one part each. Until the shards
+    change, a gather collects the parts within the host.
+
+    is_fresh: the secondary copy has the present values of the shards.
     """
+
+    def __init__(self, group: ParameterGroup) -> None:
+        super().__init__(group)
+        self.is_fresh = False
+        self._graph: Any = None  # that captures the calls that use the copy
 
     @classmethod
     def choose(cls, group: ParameterGroup, own_slot: bool) -> Transfer | None:
@@ -61,27 +72,61 @@ class QuantisedTransfer(Transfer):
         how = quantisation_of(group)
         return how is not None and how.gather_bits is not None
 
+    def shard_written(self, copy_too: bool) -> None:
+        self.is_fresh = False
+
     def issue(self, slot: Slot, streams: Streams) -> None:
-        group, stream, how = self.group, streams.gather, quantisation_of(self.group)
-        kernels, ranks, count = streams.device.kernels, group.ranks, group.layout.shard_size
-        nbytes, form = how.gathered_bytes(count), (how.gather_bits, how.block)
-        packed = group.arenas["quantised"].slots[0].array[: ranks.size * nbytes]
-        rows = packed.reshape(ranks.size, nbytes)
-        stream.submit(kernels.quantise.pack, group.shard, rows[ranks.rank], *form)
+        group, how = self.group, quantisation_of(self.group)
+        nbytes = how.gathered_bytes(group.layout.shard_size)
+        packed = group.arenas["quantised"].slots[0].array[: group.ranks.size * nbytes]
+        if how.secondary:
+            self._gather_with_copy(packed, how, streams)
+        else:
+            self._gather(packed, how, streams)
+        streams.gather.wait(slot.free)  # compute has finished with the unit that had the slot
+        self._dequantise(packed.reshape(group.ranks.size, nbytes), slot, how, streams)
+        streams.gather.record(slot.ready)
+
+    def _gather(self, packed: Array, how: Quantisation, streams: Streams) -> None:
+        """Fill `packed` from the shards of all ranks."""
+        group, ranks, stream = self.group, self.group.ranks, streams.gather
+        own = packed.reshape(ranks.size, -1)[ranks.rank]
+        kernel = streams.device.kernels.quantise.pack
+        stream.submit(kernel, group.shard, own, how.gather_bits, how.block)
         ranks.gather.all_gather(packed, stream=stream, tag=group.tag)
-        stream.wait(slot.free)  # compute has finished with the unit that had the slot
-        full, kind = slot.array[: group.layout.total], group.key.param
+
+    def _gather_with_copy(self, packed: Array, how: Quantisation, streams: Streams) -> None:
+        """Fill `packed` from the copy on this host if it is fresh, else from all ranks, and make the copy."""
+        group, stream, copy = self.group, streams.gather, streams.device.copy
+        if streams.device.capturing is not self._graph:  # a graph begins with a gather from all ranks
+            self._graph, self.is_fresh = streams.device.capturing, False
+        _, size = hosts_of(group, how)
+        within = mesh_of_hosts(group.ranks, size).communicator("gather", "host")
+        part = packed.reshape(size, -1)[within.rank]
+        kept = group.arenas["secondary"].slots[0].array
+        if self.is_fresh:
+            stream.submit(copy, part, kept)
+            if size > 1:
+                within.all_gather(packed, stream=stream, tag=group.tag)
+        else:
+            self._gather(packed, how, streams)
+            stream.submit(copy, kept, part)
+            self.is_fresh = True
+
+    def _dequantise(self, rows: Array, slot: Slot, how: Quantisation, streams: Streams) -> None:
+        """Fill the slot from the quantised shards, one row each."""
+        group, stream, kernels = self.group, streams.gather, streams.device.kernels
+        full, kind, form = slot.array[: group.layout.total], group.key.param, (how.gather_bits, how.block)
         if full.itemsize == 4:
             stream.submit(kernels.quantise.unpack, rows, full, *form)
             if kind in dtypes.LOW:
                 stream.submit(kernels.cast.round_to, full, full, kind)
-        else:
-            numbers = group.arenas["dequantised"].slots[0].array[:count]
-            parts = full.view(dtypes.storage(kind)).reshape(ranks.size, count)
-            for row, part in zip(rows, parts, strict=True):
-                stream.submit(kernels.quantise.unpack, row[None], numbers, *form)
-                stream.submit(kernels.cast.pack, numbers, part, kind)
-        stream.record(slot.ready)
+            return
+        numbers = group.arenas["dequantised"].slots[0].array[: group.layout.shard_size]
+        parts = full.view(dtypes.storage(kind)).reshape(len(rows), -1)
+        for row, part in zip(rows, parts, strict=True):
+            stream.submit(kernels.quantise.unpack, row[None], numbers, *form)
+            stream.submit(kernels.cast.pack, numbers, part, kind)
 
 
 class QuantisedGradient(WholeGradient):
@@ -159,14 +204,17 @@ def mesh_of_hosts(ranks: ProcessGroups, size: int) -> Any:
 def connect_hosts(
     layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], inputs: PlanInputs
 ) -> None:
-    """Make the communicators of quantised reductions. Collective."""
+    """Make the communicators of hosts and across hosts. Collective."""
     for group in layouts:
-        how = quantisation_of(group)
-        if how is None or how.reduce_bits is None or ranks_of[group].replicate is not None:
+        how, ranks = quantisation_of(group), ranks_of[group]
+        if how is None:
             continue
-        mesh = mesh_of_hosts(ranks_of[group], hosts_of(group, how)[1])
-        for axis in ("host", "hosts"):
-            mesh.communicator("reduce", axis)
+        mesh = mesh_of_hosts(ranks, hosts_of(group, how)[1])
+        if how.secondary:
+            mesh.communicator("gather", "host")
+        if how.reduce_bits is not None and ranks.replicate is None:
+            for axis in ("host", "hosts"):
+                mesh.communicator("reduce", axis)
 
 
 def plan_quantised(
@@ -182,6 +230,10 @@ def plan_quantised(
         for group in members:
             slot = specs[group]["gathered"]
             specs[group]["gathered"] = own.setdefault(slot, replace(slot, shared_by=1))
+            if how.secondary:
+                hosts, _ = hosts_of(group, how)
+                part = hosts * how.gathered_bytes(layouts[group].shard_size)
+                specs[group]["secondary"] = Spec("secondary", part, "uint8")
         if specs[members[0]]["gathered"].dtype.itemsize == 2:
             share(specs, members, "dequantised", count, dtypes.float32, 1)
     for members, how in _alike([(g, how) for g, how in quantised if how and how.reduce_bits and g.trainable]):
