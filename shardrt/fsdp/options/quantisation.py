@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from shardrt.comm.ranks import Mesh
 from shardrt.kernels import packed
 
+__all__ = ["Quantisation"]
+
 
 @dataclass(frozen=True)
 class Quantisation:

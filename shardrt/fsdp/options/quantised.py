@@ -100,13 +100,12 @@ class QuantisedTransfer(Transfer):
         group, stream, copy = self.group, streams.gather, streams.device.copy
         if streams.device.capturing is not self._graph:  # a graph begins with a gather from all ranks
             self._graph, self.is_fresh = streams.device.capturing, False
-        _, size = hosts_of(group, how)
-        within = mesh_of_hosts(group.ranks, size).communicator("gather", "host")
-        part = packed.reshape(size, -1)[within.rank]
+        within = mesh_of_hosts(group, how).communicator("gather", "host")
+        part = packed.reshape(within.size, -1)[within.rank]
         kept = group.arenas["secondary"].slots[0].array
         if self.is_fresh:
             stream.submit(copy, part, kept)
-            if size > 1:
+            if within.size > 1:
                 within.all_gather(packed, stream=stream, tag=group.tag)
         else:
             self._gather(packed, how, streams)
@@ -145,7 +144,7 @@ class QuantisedGradient(WholeGradient):
             super().send(slot, out, accumulate)
             return
         hosts, size = hosts_of(group, how)
-        mesh = mesh_of_hosts(group.ranks, size)
+        mesh = mesh_of_hosts(group, how)
         full = slot.array[: self.full].reshape(hosts, size, self.kept)
         for rows in full:
             self._sum_within(rows, mesh.communicator("reduce", "host"), how)
@@ -195,10 +194,11 @@ class QuantisedGradient(WholeGradient):
         return self.streams.device.kernels.quantise
 
 
-def mesh_of_hosts(ranks: ProcessGroups, size: int) -> Any:
-    """The mesh ("hosts", "host") of the ranks that shard a group, `size` on each host. Collective once."""
-    mesh = ranks.whole_mesh
-    return (mesh.flat() if len(mesh.shape) > 1 else mesh).fold("host", size, rest="hosts")
+def mesh_of_hosts(group: Any, how: Quantisation) -> Any:
+    """The mesh ("hosts", "host") of the ranks that shard a group. The first call for them is collective."""
+    mesh, over = group.settings.shard_spec
+    shards = mesh.axis(len(mesh.shape) - 1) if over == "last axis" else mesh.flat()
+    return shards.fold("host", hosts_of(group, how)[1], rest="hosts")
 
 
 def connect_hosts(
@@ -209,7 +209,7 @@ def connect_hosts(
         how, ranks = quantisation_of(group), ranks_of[group]
         if how is None:
             continue
-        mesh = mesh_of_hosts(ranks, hosts_of(group, how)[1])
+        mesh = mesh_of_hosts(group, how)
         if how.secondary:
             mesh.communicator("gather", "host")
         if how.reduce_bits is not None and ranks.replicate is None:
