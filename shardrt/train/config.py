@@ -225,7 +225,8 @@ class PrecisionConfig:
         try:
             self.quantised  # noqa: B018 (it checks)
         except ValueError as error:
-            raise ValueError(str(error).replace("Quantisation: ", "precision.")) from None
+            message = str(error).replace("Quantisation: ", "precision.").replace("None", "0")
+            raise ValueError(message) from None
 
     @property
     def quantised(self) -> Quantisation | None:

@@ -12,6 +12,7 @@ RUNS = {
     "with tp": (4, (*BITS, "2", "--parallel.tp", "2")),
     "with pp": (4, (*BITS, "1", "--parallel.pp", "2", "--precision.error-feedback", "true")),
 }
+pytestmark = pytest.mark.usefixtures("here")
 folder = jobs.folder_of(RUNS, ("--batch-size", "8"))
 
 
@@ -27,6 +28,6 @@ def test_held_out_loss_stays_within_one_percent(folder, name):
 
 
 test_other_bits_are_refused_before_anything_is_written = jobs.one_line_tests(
-    ("precision.gather_bits must be 8, 4 or None, got 3", "--precision.gather-bits", "3"),
+    ("precision.gather_bits must be 8, 4 or 0, got 3", "--precision.gather-bits", "3"),
     ("precision.error_feedback needs reduce_bits=8", "--precision.error-feedback", "true"),
 )
