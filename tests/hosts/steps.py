@@ -47,9 +47,11 @@ def step_of(
 ) -> tuple[Callable[[], None], int]:
     """(a training step, bytes of parameters). strategy: FULL_SHARD, or with a kind, as FULL_SHARD-bits."""
     strategy, _, kind = strategy.partition("-")
-    policy = MixedPrecisionPolicy(kind) if kind else None
+    policy = None
     if kind in QUANTISED:
         policy = MixedPrecisionPolicy(quantised=QUANTISED[kind])
+    elif kind:
+        policy = MixedPrecisionPolicy(kind)
     mesh = init_device_mesh(device, (hosts, slots) if strategy.startswith("HYBRID") else None)
     shardrt.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
