@@ -21,6 +21,7 @@ from shardrt.kernels.cpu import (
     matmul,
     philox,
     pool,
+    quantise,
     reduce,
     rms_norm,
     rotary,

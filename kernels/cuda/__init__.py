@@ -31,6 +31,7 @@ from shardrt.kernels.cuda import (
     matmul,
     philox,
     pool,
+    quantise,
     reduce,
     rms_norm,
     rotary,

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from shardrt.activation_offload import offload_activations
 from shardrt.faults.watchdog import Limits, check_limit
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardrt.fsdp.options.quantisation import Quantisation
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.nn.layers import LayerNorm, RMSNorm
 from shardrt.nn.lora import add_lora
@@ -222,14 +223,47 @@ class PrecisionConfig:
     param: Precision = Precision.float32  # parameters are gathered and computed in; float16 scales the loss
     reduce: Precision = Precision.float32  # gradients are sent in
     norms_in_float32: bool = True  # layer norms keep float32 parameters
+    gather_bits: int = (
+        0  # bits of a gathered parameter where a unit lies on several hosts: 8 or 4; 0: as param
+    )
+    reduce_bits: int = 0  # bits of a gradient between hosts: 8; 0: as reduce
+    quantised_block: int = 256  # numbers that share a scale, with gather_bits or reduce_bits
+    host_size: int = 0  # adjacent ranks that make a host; 0: as many as the launcher started on one
+    error_feedback: bool = False  # with reduce_bits: add what rounding lost to the next gradient
+
+    def __post_init__(self) -> None:
+        try:
+            self.quantised  # noqa: B018 (it checks)
+        except ValueError as error:
+            message = str(error).replace("Quantisation: ", "precision.").replace("None", "0")
+            raise ValueError(message) from None
+
+    @property
+    def quantised(self) -> Quantisation | None:
+        """For MixedPrecisionPolicy; None if nothing is quantised."""
+        if not (self.gather_bits or self.reduce_bits or self.error_feedback):
+            return None
+        return Quantisation(
+            self.gather_bits or None,
+            self.reduce_bits or None,
+            self.quantised_block,
+            self.host_size or None,
+            error_feedback=self.error_feedback,
+        )
 
     def policy(self, *, outermost: bool) -> MixedPrecisionPolicy | None:
         """The same for fully_shard; None if all is float32. The outermost unit gives float32 logits."""
-        if self.param is self.reduce is Precision.float32:
+        if self.param is self.reduce is Precision.float32 and self.quantised is None:
             return None
         kept = (LayerNorm, RMSNorm) if self.norms_in_float32 else ()
         output = "float32" if outermost else None
-        return MixedPrecisionPolicy(self.param.value, self.reduce.value, output, full_precision=kept)
+        return MixedPrecisionPolicy(
+            self.param.value,
+            self.reduce.value,
+            output,
+            full_precision=kept,
+            quantised=self.quantised,
+        )
 
 
 class Recompute(Enum):

@@ -160,10 +160,10 @@ _NO_EFFECT = {
 }
 # Where the value is DeepSpeed's default, empty or false; else refused.
 _ONLY_DEFAULT: dict[str, tuple[Any, str]] = {
-    _ZERO + "zero_quantized_weights": (False, "weights are gathered in precision.param"),
+    _ZERO + "zero_quantized_weights": (False, "give --precision.gather-bits 8, or 4"),
     _ZERO + "zero_quantized_nontrainable_weights": (False, "weights are gathered in precision.param"),
-    _ZERO + "zero_quantized_gradients": (False, "gradients are sent in precision.reduce"),
-    _ZERO + "zeropp_loco_param": (None, "gradients are sent in precision.reduce"),
+    _ZERO + "zero_quantized_gradients": (False, "give --precision.reduce-bits 8"),
+    _ZERO + "zeropp_loco_param": (None, "give --precision.reduce-bits 8 --precision.error-feedback true"),
     _ZERO + "offload_optimizer.ratio": (1, "all of a rank's state waits on the host, or none"),
     "fp16.loss_scale": (0, "the loss scale is dynamic"),
     "fp16.fp16_master_weights_and_grads": (False, "the updated weights stay float32"),

@@ -18,14 +18,24 @@ from shardrt import nn, optim
 from shardrt.comm import init_device_mesh
 from shardrt.device.cpu import CPUDevice
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
+from shardrt.fsdp.options.quantisation import Quantisation
 from shardrt.simulate.clock import price
 from shardrt.simulate.machine import Link, Machine
 from shardrt.simulate.script import record_of
+
+QUANTISED = {
+    "bits": Quantisation(gather_bits=4, reduce_bits=8),
+    "secondary": Quantisation(gather_bits=4, reduce_bits=8, secondary=True),
+}
 
 
 def expected(strategy: str, nbytes: int, hosts: int) -> float:
     """Bytes that a host receives in a step: docs/howto/clusters.md. nbytes: of parameters in float32."""
     name, _, kind = strategy.partition("-")
+    if kind in QUANTISED:
+        how, count = QUANTISED[kind], nbytes // 4
+        gathers = 1 if how.secondary else 2
+        return (gathers * how.gathered_bytes(count) + how.reduced_bytes(count)) * (hosts - 1) / hosts
     if name == "HYBRID_SHARD":  # a sum and a gather of what each rank of a host has
         return 2 * nbytes * (hosts - 1) / hosts
     gathered = nbytes / 2 if kind else nbytes  # twice
@@ -35,9 +45,13 @@ def expected(strategy: str, nbytes: int, hosts: int) -> float:
 def step_of(
     strategy: str, width: int, layers: int, device: str, hosts: int, slots: int
 ) -> tuple[Callable[[], None], int]:
-    """(a training step, bytes of parameters). strategy: FULL_SHARD, or FULL_SHARD-bfloat16."""
+    """(a training step, bytes of parameters). strategy: FULL_SHARD, or with a kind, as FULL_SHARD-bits."""
     strategy, _, kind = strategy.partition("-")
-    policy = MixedPrecisionPolicy(kind) if kind else None
+    policy = None
+    if kind in QUANTISED:
+        policy = MixedPrecisionPolicy(quantised=QUANTISED[kind])
+    elif kind:
+        policy = MixedPrecisionPolicy(kind)
     mesh = init_device_mesh(device, (hosts, slots) if strategy.startswith("HYBRID") else None)
     shardrt.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))

@@ -37,6 +37,15 @@ def test_a_step_sends_between_hosts_what_its_strategy_says(hosts, kind):
         assert row["expected"] <= row["wire"] < (1 + HEADERS) * row["expected"], row
 
 
+def test_quantised_collectives_send_between_hosts_what_the_formula_says(hosts):
+    rows = lab.printed(
+        4, "-m", "tests.hosts.steps", "512", "4", "3", "FULL_SHARD-bits", "FULL_SHARD-secondary"
+    )
+    assert len(rows) == 2
+    for row in map(json.loads, rows):
+        assert row["expected"] <= row["wire"] < (1 + HEADERS) * row["expected"], row
+
+
 @pytest.mark.hosts
 def test_a_hybrid_step_is_as_much_faster_than_a_full_one_as_is_simulated():
     with Hosts(rate="50mbit", latency=5e-4) as made:  # so slow that it takes the time, not the cores

@@ -248,7 +248,7 @@ REFUSED = {
     '{"zero_optimization": {"stage": 4}}': ["zero_optimization.stage: 4: must be one of 0, 1, 2, 3"],
     '{"zero_optimization": true}': ["zero_optimization: True: must be a table of keys"],
     '{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}': ["give --ranks N"],
-    '{"zero_optimization": {"zero_quantized_weights": true}}': ["weights are gathered in precision.param"],
+    '{"zero_optimization": {"zero_quantized_weights": true}}': ["give --precision.gather-bits 8"],
     '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}, "x.y": 1}': [
         "x.y: a key with a dot is none of DeepSpeed's"
     ],

@@ -7,6 +7,7 @@ from typing import Any
 from shardrt import dtypes
 from shardrt import functional as F
 from shardrt.autograd import Variable
+from shardrt.fsdp.options.quantisation import Quantisation
 from shardrt.fsdp.policy import Precision
 from shardrt.nn.module import Module
 
@@ -36,6 +37,7 @@ class MixedPrecisionPolicy(Precision):
             for gradients, with one scale per tensor. Parameters are still gathered in bfloat16. Needs an
             NVIDIA GPU from Hopper on and param_dtype="bfloat16". Leave it off for the first and the last
             block and for the unit of the head.
+        quantised: gathers and reductions between hosts in 8 or 4 bits; None: in the types above.
 
     Raises:
         ValueError: for an unknown type, and for float8 without param_dtype="bfloat16".
@@ -53,6 +55,7 @@ class MixedPrecisionPolicy(Precision):
     cast_forward_inputs: bool = True
     full_precision: tuple[type[Module], ...] = ()
     float8: bool = False
+    quantised: Quantisation | None = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):

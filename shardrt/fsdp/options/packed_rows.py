@@ -193,7 +193,7 @@ def plan_packed(
 ) -> None:
     """Add the buffers for packed rows: one for all groups that are alike. 16-bit rows have "reduce_wire"."""
     exact = [g for g in groups if g.trainable and g.key.reduce not in dtypes.LOW]
-    for members in alike(g for g in exact if path_of(g, layouts[g]).packs):
+    for members in alike(g for g in exact if isinstance(path_of(g, layouts[g]), PackedGradient)):
         count = max(path_of(g, layouts[g]).sent for g in members)
         share(specs, members, "packed", count, gradient_dtype(members[0], inputs), 1)
 

@@ -1,0 +1,72 @@
+"""Quantisation: how many bits a unit's parameters and gradients have between hosts."""
+
+from dataclasses import dataclass
+
+from shardrt.comm.ranks import Mesh
+from shardrt.kernels import packed
+
+__all__ = ["Quantisation"]
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """Gathers and reductions in blocks of 8 or 4 bits, for units that are sharded over several hosts.
+
+    Between ranks of one host, which share memory, gradients are not quantised by default. Every rank gets the
+    same rounded parameters. Shards and optimizer state stay float32. (Wang et al., ZeRO++, 2023.)
+
+    Args:
+        gather_bits: 8 or 4 bits of a gathered parameter; None: param_dtype.
+        reduce_bits: 8 bits of a gradient that is sent; None: reduce_dtype. Ranks of a host add up their
+            gradients first, then hosts exchange quantised sums. Sums are float32.
+        block: numbers that share a float32 scale, a multiple of 32.
+        host_size: number of adjacent ranks that make a host; None: as many as the launcher started on one.
+        secondary: the ranks of each host together keep the gathered bits of the unit, so gathers cross hosts
+            once after each optimizer step, not once in forward and once in backward.
+        within_hosts: the ranks of a host exchange 8 bits, too, instead of float32 or 16 bits; for GPUs whose
+            link to each other is slow.
+        error_feedback: each rank keeps the error of what it sends between hosts, and adds it to the next
+            gradient of the same unit. It takes float32 memory of the unit's size over `host_size`.
+
+    Raises:
+        ValueError: for other bits or blocks, and for a host_size below 1.
+
+    Example:
+        >>> from shardrt.fsdp import MixedPrecisionPolicy
+        >>> from shardrt.fsdp.options.quantisation import Quantisation
+        >>> policy = MixedPrecisionPolicy(quantised=Quantisation(gather_bits=4, reduce_bits=8))
+    """
+
+    gather_bits: int | None = None
+    reduce_bits: int | None = None
+    block: int = 256
+    host_size: int | None = None
+    secondary: bool = False
+    within_hosts: bool = False
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gather_bits not in (None, 8, 4):
+            raise ValueError(f"Quantisation: gather_bits must be 8, 4 or None, got {self.gather_bits!r}")
+        if self.reduce_bits not in (None, 8):
+            raise ValueError(f"Quantisation: reduce_bits must be 8 or None, got {self.reduce_bits!r}")
+        if self.block < 32 or self.block % 32:
+            raise ValueError(f"Quantisation: block must be a multiple of 32, got {self.block!r}")
+        if self.host_size is not None and self.host_size < 1:
+            raise ValueError(f"Quantisation: host_size must be 1 or more, got {self.host_size!r}")
+        if self.secondary and self.gather_bits is None:
+            raise ValueError("Quantisation: secondary needs gather_bits=8 or 4")
+        if self.error_feedback and self.reduce_bits is None:
+            raise ValueError("Quantisation: error_feedback needs reduce_bits=8")
+
+    def ranks_per_host(self, mesh: Mesh) -> int:
+        """Number of adjacent ranks of `mesh` that make a host."""
+        return self.host_size or mesh.world.local_size
+
+    def gathered_bytes(self, count: int) -> int:
+        """Bytes that a rank sends of `count` parameters."""
+        return packed.packed_bytes(count, self.gather_bits, self.block)
+
+    def reduced_bytes(self, count: int) -> int:
+        """Bytes that a rank sends of `count` gradients to another rank."""
+        return packed.packed_bytes(count, self.reduce_bits, self.block)

@@ -1,0 +1,79 @@
+"""kernels/cpu/quantise.py: the error of each number is at most half its block's scale."""
+
+import numpy as np
+import pytest
+
+from shardrt.kernels import cpu as K
+from shardrt.kernels.packed import LARGEST, packed_bytes
+
+
+def numbers(count, seed=0):
+    random = np.random.default_rng(seed)
+    return (random.standard_normal(count) * 10.0 ** random.integers(-4, 4, count)).astype(np.float32)
+
+
+def packed_of(x, bits, block):
+    out = np.full(packed_bytes(x.size, bits, block), 99, np.uint8)
+    K.quantise.pack(x, out, bits, block)
+    return out
+
+
+def steps(x, bits, block):
+    """The scale of every number's block, in float64."""
+    padded = np.zeros(-(-x.size // block) * block)
+    padded[: x.size] = np.abs(x)
+    return np.repeat(padded.reshape(-1, block).max(1) / LARGEST[bits], block)[: x.size]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("count", "block"), [(1, 32), (255, 64), (1000, 256), (4096, 256), (70_001, 2048)])
+def test_the_error_is_at_most_half_a_step(bits, count, block):
+    x, back = numbers(count), np.full(count, np.nan, np.float32)
+    packed = packed_of(x, bits, block)
+    K.quantise.unpack(packed[None], back, bits, block)
+    step = steps(x, bits, block)
+    assert (np.abs(back.astype(np.float64) - x) <= 0.5 * step * (1 + 1e-5)).all()
+    assert (np.abs(back) <= np.abs(step * LARGEST[bits]) * (1 + 1e-6)).all()
+    again = np.empty_like(back)
+    K.quantise.unpack(packed_of(back, bits, block)[None], again, bits, block)
+    np.testing.assert_allclose(again, back, rtol=1e-6)  # numbers that have codes keep them
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_sums_add_rows_in_order(bits):
+    rows, count, block = 3, 777, 64
+    packed = np.stack([packed_of(numbers(count, seed), bits, block) for seed in range(rows)])
+    each = np.empty(rows * count, np.float32)
+    K.quantise.unpack(packed, each, bits, block)
+    first, second, third = each.reshape(rows, count)
+    start = numbers(count, 9)
+    out = start.copy()
+    K.quantise.sum_rows(packed, out, bits, block, 0.25, True)
+    np.testing.assert_array_equal(out, ((first + second) + third) * np.float32(0.25) + start)
+    K.quantise.sum_rows(packed, out, bits, block, 0.25, False)
+    np.testing.assert_array_equal(out, ((first + second) + third) * np.float32(0.25))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_block_with_nan_becomes_nan_and_leaves_no_error(bits):
+    x = numbers(96)
+    x[40], x[95] = np.inf, np.nan
+    packed, back, error = packed_of(x, bits, 32), np.empty(96, np.float32), x.copy()
+    K.quantise.unpack(packed[None], back, bits, 32)
+    assert np.isfinite(back[:32]).all()
+    assert np.isnan(back[32:]).all()
+    K.quantise.subtract(packed, error, bits, 32)
+    np.testing.assert_array_equal(error[:32], x[:32] - back[:32])
+    assert (error[32:] == 0).all()
+
+
+def test_zeros_and_tiny_numbers_become_zero():
+    x, back = np.array([0, 1e-40, -1e-38, 9e-31] * 8, np.float32), np.ones(32, np.float32)
+    K.quantise.unpack(packed_of(x, 8, 32)[None], back, 8, 32)
+    assert (back == 0).all()
+
+
+@pytest.mark.parametrize(("bits", "block"), [(3, 64), (8, 0), (4, 48)])
+def test_other_bits_and_blocks_are_refused(bits, block):
+    with pytest.raises(ValueError, match="quantise: (bits|block) must be"):
+        K.quantise.pack(np.ones(64, np.float32), np.zeros(128, np.uint8), bits, block)
