@@ -35,8 +35,8 @@ class DiLoCo:
     Args:
         optimizer: the inner optimizer, over the ranks of this host.
         mesh: the axis of the hosts: the ranks with this rank's place on each host.
-        model_fragments: modules whose parameters are one fragment, in the order of outer steps. None: the whole
-            model is the only one. Parameters that are in no fragment join the first.
+        model_fragments: for each fragment its modules, in the order of outer steps. None: one fragment. The
+            first also has the parameters that are in no other.
         sync_every: inner steps from one outer step of a fragment to its next.
         lr: of the outer SGD.
         momentum: of the outer SGD.

@@ -8,7 +8,7 @@ from shardrt.checkpoint import CheckpointManager, full_state_dict
 from shardrt.checkpoint.pieces import pieces_of
 from shardrt.comm import init_device_mesh, thread
 from shardrt.parallel.diloco import DiLoCo, strided_fragments
-from shardrt.parallel.outer_deltas import BLOCK, encoded_bytes
+from shardrt.parallel.outer_deltas import BLOCK, decode_add, encode, encoded_bytes
 from tests import lab
 from tests.lab import Block
 
@@ -192,7 +192,8 @@ def bytes_between_hosts(**settings):
     counts = lab.Counts()
     run = Run(wrap=counts, **settings)
     run.train(0, 12)
-    received = run.mesh["diloco"].communicator("outer").bytes
+    outer = run.mesh["diloco"].communicator("outer")
+    (received,) = (each.bytes for each in counts.communicators if each.communicator is outer)
     return sum(received.values()), sum(piece.storage.shard.size for piece in run.inner.slices)
 
 
@@ -206,3 +207,100 @@ def test_codes_take_an_eighth():
     for received, size in thread.run(4, bytes_between_hosts, sync_every=4, should_quantize=True):
         assert received == 3 * encoded_bytes(size)
     assert encoded_bytes(BLOCK * 1000) == BLOCK * 1000 / 2 * (1 + 8 / BLOCK) + 4
+
+
+def test_codes_are_the_nearest_levels_and_sums_are_in_the_order_of_hosts():
+    random = np.random.default_rng(0)
+    values = random.standard_normal((3, 2 * BLOCK + 5)).astype(np.float32)
+    values[1, :BLOCK] = 0
+    messages = np.zeros((3, encoded_bytes(values.shape[1])), np.uint8)
+    expected = np.zeros(values.shape[1], np.float32)
+    for host, row in enumerate(values):
+        encode(np.append(row, np.float32(1)), messages[host])
+        decoded = np.empty_like(row)
+        for first in range(0, row.size, BLOCK):
+            part = row[first : first + BLOCK]
+            levels = np.array([0, *(2.0**-e for e in range(7))], np.float32) * np.abs(part).max()
+            nearest = np.abs(np.abs(part)[:, None] - levels).argmin(axis=1)
+            decoded[first : first + BLOCK] = np.copysign(levels[nearest], part)
+        expected += decoded
+    total = np.empty(values.shape[1] + 1, np.float32)
+    decode_add(messages, total)
+    np.testing.assert_array_equal(total, np.append(expected, np.float32(3)))
+
+
+def quantized(steps):
+    run = Run(sync_every=2, should_quantize=True, lr=1.0, momentum=0.0)
+    for step in range(steps):
+        run.inner_step(step)
+        before = run.weights()
+        run.outer.step(step + 1)
+    return before, run.weights()
+
+
+def test_outer_steps_in_4_bits_give_all_hosts_the_same_near_the_mean():
+    results = thread.run(4, quantized, 2)
+    (first, after), (second, other) = results[0], results[2]
+    lab.assert_equal(after, other)
+    start = thread.run(2, lambda: Run(hosts=1, sync_every=1).weights())[0]
+    for name, values in after.items():
+        deltas = [np.abs(each[name] - start[name]) for each in (first, second)]
+        error = np.abs(values - (first[name] + second[name]) / 2)
+        # Levels are powers of 2: a value is off by a third of itself, or 1/128 of its block's scale.
+        assert (error <= (deltas[0] + deltas[1]) / 6 + 0.0205 / 128 + 1e-6).all()
+
+
+def without_host(absent, steps=6):
+    """Weights after each step; host `absent` is left out of the outer step after step 3."""
+    run = Run(sync_every=3)
+    seen = []
+    for step in range(steps):
+        run.inner_step(step)
+        before = run.weights()
+        run.outer.step(step + 1, present=step != 2 or run.host != absent)
+        seen.append((before, run.weights()))
+    return run.host, seen
+
+
+def test_a_host_that_is_left_out_takes_the_outer_parameters_of_the_others():
+    results = thread.run(4, without_host, 1)
+    start = thread.run(2, lambda: Run(hosts=1, sync_every=1).weights())[0]
+    (before, after), (_, other) = results[0][1][2], results[2][1][2]
+    for name, outer in start.items():
+        outer_sgd(outer, np.zeros_like(outer), outer - before[name], 0.7, 0.9, True)
+        np.testing.assert_array_equal(after[name], outer)
+    lab.assert_equal(after, other)
+    lab.assert_equal(results[0][1][-1][1], results[2][1][-1][1])  # and takes part in the next
+
+
+def behind(lost):
+    """The weights after step 6; after step 4 host `lost` has lost its parameters and its outer state."""
+    run = Run(sync_every=2)
+    run.train(0, 4)
+    if lost is not None:
+        for piece in run.outer.slices if run.host == lost else ():
+            for array in (piece.storage.shard, *piece.outer.values()):
+                array[...] = 0
+        run.outer.catch_up(root=1 - lost)
+    run.train(4, 6)
+    return run.weights()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_that_comes_back_catches_up(lost):
+    lab.assert_equal(thread.run(4, behind, lost)[::2], thread.run(4, behind, None)[::2])
+
+
+REFUSED = {
+    "sync_every must be a positive multiple of the 2 fragments, got 3": {"sync_every": 3, "fragments": 2},
+    "fragment_sync_delay must be from 0 .* 2, got 2": {"sync_every": 2, "fragment_sync_delay": 2},
+    "fragment_update_alpha must be in": {"sync_every": 1, "fragment_update_alpha": 1.0},
+    "the outer lr must be positive": {"sync_every": 1, "lr": 0.0},
+    "count must be from 1 to the 3 blocks, got 4": {"sync_every": 4, "fragments": 4},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refuses(message):
+    with pytest.raises(ValueError, match=message):
+        Run(hosts=1, each=1, **REFUSED[message])
