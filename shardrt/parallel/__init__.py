@@ -5,6 +5,7 @@ Pipelines: cut, times, twin, stage, table, schedules, carrier, step, memory, who
 """
 
 from shardrt.parallel.context import ContextParallel, SequencePart, context_plan, shard_sequence
+from shardrt.parallel.diloco import DiLoCo, check_diloco, strided_fragments
 from shardrt.parallel.experts import ExpertParallel, expert_plan, most_rows
 from shardrt.parallel.invariant import set_tensor_invariant
 from shardrt.parallel.pipeline import Pipeline
@@ -17,6 +18,7 @@ from shardrt.parallel.vocabulary import VocabParallel
 __all__ = [
     "ColwiseParallel",
     "ContextParallel",
+    "DiLoCo",
     "ExpertParallel",
     "HeadParallel",
     "Pipeline",
@@ -26,6 +28,7 @@ __all__ = [
     "Stage",
     "TokenParallel",
     "VocabParallel",
+    "check_diloco",
     "context_plan",
     "expert_plan",
     "most_rows",
@@ -33,5 +36,6 @@ __all__ = [
     "pipeline_stages",
     "set_tensor_invariant",
     "shard_sequence",
+    "strided_fragments",
     "sum_tied",
 ]

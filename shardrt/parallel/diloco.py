@@ -20,7 +20,7 @@ from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Member, Slice
 from shardrt.parallel.outer_deltas import decode_add, encode, encoded_bytes
 
-__all__ = ["DiLoCo", "strided_fragments"]
+__all__ = ["DiLoCo", "check_diloco", "strided_fragments"]
 
 Array = Any
 OUTER, MOMENTUM, GRADIENT = "outer_parameter", "outer_momentum", "outer_gradient"
@@ -70,7 +70,7 @@ class DiLoCo:
         fragment_update_alpha: float = 0.0,
         should_quantize: bool = False,
     ) -> None:
-        check(
+        check_diloco(
             sync_every, len(model_fragments or "1"), lr, momentum, fragment_sync_delay, fragment_update_alpha
         )
         self.optimizer, self.mesh = optimizer, mesh
@@ -113,6 +113,12 @@ class DiLoCo:
         """
         for fragment in self.fragments:
             fragment.take_from(root)
+
+    def take_outer(self) -> None:
+        """Give this host the outer parameters: the result of a run. Its steps since the exchange are lost."""
+        for fragment in self.fragments:
+            for piece in fragment.pieces:
+                piece.take(piece.outer[OUTER])
 
     def _fragment_at(self, step: int) -> "Fragment":
         return self.fragments[(step // self._interval - 1) % len(self.fragments)]
@@ -289,7 +295,9 @@ def strided_fragments(blocks: Sequence[Module], count: int) -> list[list[Module]
     return [list(blocks[first::count]) for first in range(count)]
 
 
-def check(sync_every: int, fragments: int, lr: float, momentum: float, delay: int, alpha: float) -> None:
+def check_diloco(
+    sync_every: int, fragments: int, lr: float, momentum: float, delay: int, alpha: float
+) -> None:
     """Raise ValueError unless these settings of DiLoCo fit together."""
     if sync_every < 1 or fragments < 1 or sync_every % fragments:
         raise ValueError(

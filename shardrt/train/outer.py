@@ -1,0 +1,73 @@
+"""DiLoCo in a training run: its outer optimizer, its steps, and the checkpoints of each host."""
+
+from pathlib import Path
+from typing import Any
+
+from shardrt import nn, optim
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.objects import all_gather_object, broadcast_object
+from shardrt.parallel import DiLoCo, strided_fragments
+from shardrt.train.recipe import Recipe
+from shardrt.train.state import Job
+from shardrt.train.tasks import Task
+
+STATES = 3  # arrays as long as each shard: outer parameters, their momentum, the outer gradient
+
+
+def outer_of(
+    recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, optimizer: optim.Optimizer
+) -> DiLoCo | None:
+    """The outer optimizer of a run; None where all ranks train together. Collective.
+
+    Raises:
+        ValueError: in the words of the command line.
+    """
+    chosen = recipe.diloco
+    if chosen.hosts == 1:
+        return None
+    try:
+        blocks = task.units(model)
+        fragments = strided_fragments(blocks, chosen.fragments) if chosen.fragments > 1 else None
+        return DiLoCo(
+            optimizer,
+            mesh["diloco"],
+            fragments,
+            sync_every=chosen.sync_every,
+            lr=chosen.lr,
+            momentum=chosen.momentum,
+            nesterov=chosen.nesterov,
+            fragment_sync_delay=chosen.fragment_sync_delay,
+            fragment_update_alpha=chosen.fragment_update_alpha,
+            should_quantize=chosen.should_quantize,
+        )
+    except ValueError as error:
+        raise ValueError(f"diloco.fragments: {error}") from None
+
+
+def step(job: Job, done: int) -> None:
+    """The outer work after step `done`. After the last step, every host has the outer parameters."""
+    job.outer.step(done)
+    if done == job.recipe.steps:
+        job.outer.take_outer()
+
+
+def folder_of(mesh: DeviceMesh, folder: Path) -> Path:
+    """The folder of this host's checkpoints, in rank 0's `folder`. Collective."""
+    root = broadcast_object(mesh.communicator("control"), str(folder))
+    return Path(root) / f"host-{mesh.rank_of('diloco')}"
+
+
+def restored_alike(job: Job, step: int, extra: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """(step, extra) of the newest checkpoint that all hosts have; each has restored its own newest.
+
+    Collective.
+
+    Raises:
+        CheckpointError: if a host has no checkpoint of that step.
+    """
+    newest = min(all_gather_object(job.mesh.communicator("control"), step))
+    if step > newest:
+        store = job.checkpoints.store
+        step, extra = job.checkpoints.restore(store.root / store.name(newest))
+    job.outer.resume(step)
+    return step, extra
