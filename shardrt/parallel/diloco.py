@@ -8,7 +8,7 @@ Streaming DiLoCo with overlapping communication, 2025. Arguments have torchft's 
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from shardrt.parallel.outer_deltas import decode_add, encode, encoded_bytes
 __all__ = ["DiLoCo", "check_diloco", "strided_fragments"]
 
 Array = Any
+Block = TypeVar("Block")
 OUTER, MOMENTUM, GRADIENT = "outer_parameter", "outer_momentum", "outer_gradient"
 
 
@@ -279,7 +280,7 @@ class Fragment:
         return self.pieces
 
 
-def strided_fragments(blocks: Sequence[Module], count: int) -> list[list[Module]]:
+def strided_fragments(blocks: Sequence[Block], count: int) -> list[list[Block]]:
     """Blocks in `count` fragments with every count-th block each: the paper's strided pattern.
 
     Raises:

@@ -206,6 +206,7 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
         parallelize_module(model, mesh["cp"], _along_time(recipe, task, model))
     experts = _spread_experts(recipe, mesh, model)
     units = task.units(model)
+    outer.fragments_of(recipe, units)
     recipe.memory.prepare(units)
     piped = recipe.parallel.pp > 1
     ends = [] if piped else _ends(mesh, task, model)

@@ -17,31 +17,37 @@ STATES = 3  # arrays as long as each shard: outer parameters, their momentum, th
 def outer_of(
     recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, optimizer: optim.Optimizer
 ) -> DiLoCo | None:
-    """The outer optimizer of a run; None where all ranks train together. Collective.
-
-    Raises:
-        ValueError: in the words of the command line.
-    """
+    """The outer optimizer of a run; None where all ranks train together. Collective."""
     chosen = recipe.diloco
     if chosen.hosts == 1:
         return None
-    try:
-        blocks = task.units(model)
-        fragments = strided_fragments(blocks, chosen.fragments) if chosen.fragments > 1 else None
-        return DiLoCo(
-            optimizer,
-            mesh["diloco"],
-            fragments,
-            sync_every=chosen.sync_every,
-            lr=chosen.lr,
-            momentum=chosen.momentum,
-            nesterov=chosen.nesterov,
-            fragment_sync_delay=chosen.fragment_sync_delay,
-            fragment_update_alpha=chosen.fragment_update_alpha,
-            should_quantize=chosen.should_quantize,
-        )
-    except ValueError as error:
-        raise ValueError(f"diloco.fragments: {error}") from None
+    return DiLoCo(
+        optimizer,
+        mesh["diloco"],
+        fragments_of(recipe, task.units(model)),
+        sync_every=chosen.sync_every,
+        lr=chosen.lr,
+        momentum=chosen.momentum,
+        nesterov=chosen.nesterov,
+        fragment_sync_delay=chosen.fragment_sync_delay,
+        fragment_update_alpha=chosen.fragment_update_alpha,
+        should_quantize=chosen.should_quantize,
+    )
+
+
+def fragments_of(recipe: Recipe, blocks: list[nn.Module]) -> list[list[nn.Module]] | None:
+    """The blocks of each fragment; None for one fragment. Blocks that are one unit stay together.
+
+    Raises:
+        ValueError: in the words of the command line, for more fragments than units.
+    """
+    count, size = recipe.diloco.fragments, recipe.fsdp.blocks
+    if recipe.diloco.hosts == 1 or count == 1:
+        return None
+    units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
+    if count > len(units):
+        raise ValueError(f"diloco.fragments must be at most the {len(units)} units of blocks, got {count}")
+    return [[block for unit in part for block in unit] for part in strided_fragments(units, count)]
 
 
 def step(job: Job, done: int) -> None:
