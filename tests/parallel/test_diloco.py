@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardrt import optim
-from shardrt.checkpoint import CheckpointManager, full_state_dict
+from shardrt.checkpoint import CheckpointError, CheckpointManager, full_state_dict
 from shardrt.checkpoint.pieces import pieces_of
 from shardrt.comm import init_device_mesh, thread
 from shardrt.parallel.diloco import DiLoCo, strided_fragments
@@ -304,3 +304,12 @@ REFUSED = {
 def test_refuses(message):
     with pytest.raises(ValueError, match=message):
         Run(hosts=1, each=1, **REFUSED[message])
+
+
+def test_a_checkpoint_of_the_inner_optimizer_alone_is_refused(tmp_path):
+    run = Run(hosts=1, each=1, sync_every=1)
+    CheckpointManager(tmp_path / "host-0", run.model, run.inner, run.mesh["dp_shard"]).save(1)
+    with pytest.raises(
+        CheckpointError, match="no 'outer_momentum' of .*, DiLoCo keeps 'm', 'v', 'outer"
+    ):
+        run.checkpoints(tmp_path).restore()

@@ -1,12 +1,13 @@
 """A training run whose hosts train apart: its outer steps, its checkpoints, and what it refuses."""
 
+from dataclasses import replace
+
 import pytest
 
 from models import train
-from shardrt.comm import thread
 from shardrt.train import config as settings
-from shardrt.train import job
-from shardrt.train.errors import DATA, USAGE, one_line
+from shardrt.train import job, outer
+from shardrt.train.errors import DATA, USAGE
 from tests.lab import jobs
 from tests.lab.jobs import STEPS, arguments, curves, launch, records
 
@@ -41,12 +42,19 @@ def test_a_checkpoint_of_one_host_begins_a_run_on_more(folder):
     assert [record["step"] for record in records(folder, "four", "step")] == [10, 11, 12]
 
 
-def test_a_checkpoint_without_outer_state_is_refused_in_one_line(folder, capfd):
+def test_units_of_several_blocks_are_whole_in_a_fragment(folder):
+    two = settings.DiLoCoConfig(hosts=2, sync_every=6, fragments=2)
+    deep = {"model": replace(jobs.CONFIG.model, n_layer=4), "fsdp": settings.FSDPConfig(blocks=2)}
+    launch(2, "pairs", diloco=two, **deep)
+    assert records(folder, "pairs", "step")[-1]["step"] == STEPS
+
+
+def test_a_checkpoint_without_outer_state_is_refused(folder):
     launch(2, "together")
-    apart = {"diloco": settings.DiLoCoConfig(hosts=2, sync_every=3), "name": "apart"}
-    apart["resume"] = "runs/together/checkpoints/step-00000009"
-    line = jobs.refused(capfd, DATA, lambda: launch(2, **apart))
-    assert "saved with another optimizer: it has no 'outer_" in line
+    apart = settings.DiLoCoConfig(hosts=2, sync_every=3)
+    with pytest.raises(SystemExit) as stop:
+        launch(2, "apart", diloco=apart, resume="runs/together/checkpoints/step-00000009")
+    assert stop.value.code == DATA
 
 
 def test_a_norm_that_is_not_finite_on_one_host_is_skipped_by_that_host(folder, monkeypatch):
@@ -70,14 +78,11 @@ class Spoilt:
 
 
 REFUSED = {
-    "diloco.hosts must divide the 2 ranks, got 3": ("3", "--diloco.sync-every", "3"),
+    "diloco.hosts must divide the 1 ranks, got 3": ("3", "--diloco.sync-every", "3"),
     "diloco.sync_every must divide the 3 steps, got 2": ("2", "--diloco.sync-every", "2"),
     "diloco.hosts above 1 trains hosts apart: leave parallel.tp at 1": ("2", "--parallel.tp", "2"),
     "sync_every must be a positive multiple of the 2 fragments, got 3": (
         *("2", "--diloco.sync-every", "3", "--diloco.fragments", "2"),
-    ),
-    "diloco.fragments: strided_fragments: count must be from 1 to the 2 blocks, got 3": (
-        *("2", "--diloco.sync-every", "3", "--diloco.fragments", "3"),
     ),
     "precision.param at float32 or bfloat16": ("2", "--precision.param", "float16"),
     "memory.offload_* off": ("2", "--memory.offload-optimizer", "true"),
@@ -86,9 +91,15 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_refuses_in_one_line(folder, capfd, message):
-    def run():
-        with one_line(USAGE):
-            recipe = train.parse(arguments("--name", "none", "--diloco.hosts", *REFUSED[message]))
-        thread.run(2, job.launch, recipe)
+    words = arguments("--name", "none", "--diloco.hosts", *REFUSED[message])
+    assert message in jobs.refused(capfd, USAGE, train.main, words)
 
-    assert message in jobs.refused(capfd, USAGE, run)
+
+def test_refuses_more_fragments_than_units():
+    recipe = replace(
+        jobs.CONFIG,
+        diloco=settings.DiLoCoConfig(hosts=2, sync_every=3, fragments=3),
+        fsdp=settings.FSDPConfig(blocks=2),
+    )
+    with pytest.raises(ValueError, match=r"diloco.fragments must be at most the 2 units of blocks, got 3"):
+        outer.fragments_of(recipe, [object()] * 4)
