@@ -288,6 +288,7 @@ def strided_fragments(blocks: Sequence[Block], count: int) -> list[list[Block]]:
 
     Example:
         >>> from shardrt import nn
+        >>> from shardrt.parallel import strided_fragments
         >>> [len(each) for each in strided_fragments([nn.Linear(2, 2) for _ in range(5)], 2)]
         [3, 2]
     """

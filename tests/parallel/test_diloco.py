@@ -309,7 +309,5 @@ def test_refuses(message):
 def test_a_checkpoint_of_the_inner_optimizer_alone_is_refused(tmp_path):
     run = Run(hosts=1, each=1, sync_every=1)
     CheckpointManager(tmp_path / "host-0", run.model, run.inner, run.mesh["dp_shard"]).save(1)
-    with pytest.raises(
-        CheckpointError, match="no 'outer_momentum' of .*, DiLoCo keeps 'm', 'v', 'outer"
-    ):
+    with pytest.raises(CheckpointError, match="no 'outer_momentum' of .*, DiLoCo keeps 'm', 'v', 'outer"):
         run.checkpoints(tmp_path).restore()
