@@ -153,10 +153,7 @@ class OuterSlice:
         here, size = device.current(), inner.storage.shard.size
         self.inner, self.storage = inner, inner.storage
         self.range = slice(start, start + size)  # in the fragment's flat buffer
-        self.outer: dict[str, Array] = {
-            OUTER: here.buffer(size, np.float32),
-            MOMENTUM: here.zeros(size, np.float32),
-        }
+        self.outer = {name: inner.storage.new_state(name) for name in (OUTER, MOMENTUM)}
         here.copy(self.outer[OUTER], inner.storage.shard)
         self.state = inner.state | self.outer
 
@@ -206,7 +203,7 @@ class Fragment:
         starts = np.cumsum([0, *(piece.storage.shard.size for piece in pieces)]).tolist()
         self.pieces = [OuterSlice(piece, start) for piece, start in zip(pieces, starts, strict=False)]
         self._communicator, self._stream = communicator, stream
-        self._buffer = here.zeros(starts[-1] + 1, np.float32)
+        self._buffer = here.set_tag(here.zeros(starts[-1] + 1, np.float32), "optimizer state")
         if keep:
             for piece in self.pieces:
                 piece.state[GRADIENT] = self._buffer[piece.range]

@@ -1,5 +1,7 @@
 """DiLoCo is the paper's outer SGD on what hosts learn apart, to the bit, however a host shards the model."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from shardrt import optim
 from shardrt.checkpoint import CheckpointError, CheckpointManager, full_state_dict
 from shardrt.checkpoint.pieces import pieces_of
 from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import MixedPrecisionPolicy
 from shardrt.parallel.diloco import DiLoCo, strided_fragments
 from shardrt.parallel.outer_deltas import BLOCK, decode_add, encode, encoded_bytes
 from tests import lab
@@ -18,10 +21,10 @@ BATCHES = lab.batches(16, size=8)
 class Run:
     """One rank's model on `hosts` x `each` ranks, and its outer optimizer."""
 
-    def __init__(self, hosts=2, each=2, fragments=1, wrap=None, **settings):
+    def __init__(self, hosts=2, each=2, fragments=1, wrap=None, sharded=None, **settings):
         self.mesh = init_device_mesh("cpu", (hosts, each), mesh_dim_names=("diloco", "dp_shard"), wrap=wrap)
         self.host = self.mesh.rank_of("diloco")
-        self.model = lab.shard(lab.seeded(), self.mesh["dp_shard"])
+        self.model = lab.shard(lab.seeded(), self.mesh["dp_shard"], **(sharded or {}))
         self.blocks = [module for module in self.model.modules() if isinstance(module, Block)]
         self.inner = optim.AdamW(self.model.parameters(), lr=1e-2)
         parts = strided_fragments(self.blocks, fragments) if fragments > 1 else None
@@ -116,6 +119,43 @@ def test_an_outer_step_with_lr_1_and_no_momentum_averages_parameters():
         assert not np.array_equal(first[name], second[name])
         np.testing.assert_allclose(after[name], (first[name] + second[name]) / 2, rtol=0, atol=1e-7)
         np.testing.assert_array_equal(after[name], other[name])
+
+
+def losses_behind_an_outer_step(**sharded):
+    """The losses of all hosts on one batch, before and after they took the outer parameters."""
+    run = Run(sync_every=2, sharded=sharded)
+    run.train(0, 1)
+    run.inner_step(1)
+    losses = [lab.loss_of(run.model, *BATCHES[2]).item()]
+    run.outer.step(2)
+    return *losses, lab.loss_of(run.model, *BATCHES[2]).item()
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_strategy_computes_with_the_outer_parameters(strategy, dtype):
+    policy = MixedPrecisionPolicy(dtype, "float32")
+    results = thread.run(4, losses_behind_an_outer_step, strategy=strategy, mp_policy=policy)
+    before, after = zip(*results, strict=True)
+    assert len(set(before)) > 1 and len(set(after)) == 1
+
+
+def overlapped(computed):
+    """Host 1 joins the exchange of step 1 after host 0 has computed step 2."""
+    run = Run(each=1, sync_every=2, fragment_sync_delay=1)
+    run.inner_step(0)
+    if run.host == 1:
+        assert computed.wait(50)
+    run.outer.step(1)
+    run.inner_step(1)
+    if run.host == 0:
+        computed.set()
+    run.outer.step(2)
+    return run.weights()
+
+
+def test_hosts_compute_while_they_exchange():
+    lab.assert_equal(*thread.run(2, overlapped, threading.Event()))
 
 
 SAVED = {
