@@ -71,11 +71,10 @@ class DiLoCo:
         fragment_update_alpha: float = 0.0,
         should_quantize: bool = False,
     ) -> None:
-        check_diloco(
-            sync_every, len(model_fragments or "1"), lr, momentum, fragment_sync_delay, fragment_update_alpha
-        )
+        count = 1 if model_fragments is None else len(model_fragments)
+        check_diloco(sync_every, count, lr, momentum, fragment_sync_delay, fragment_update_alpha)
         self.optimizer, self.mesh = optimizer, mesh
-        self._interval = sync_every // len(model_fragments or "1")
+        self._interval = sync_every // count
         self._delay, self._alpha = fragment_sync_delay, fragment_update_alpha
         self._outer = lr, momentum, nesterov
         optimizer.take_in()
@@ -84,7 +83,7 @@ class DiLoCo:
         communicator, stream = mesh.communicator("outer"), mesh.stream("outer")
         self.fragments = [
             Fragment(pieces, communicator, stream, quantize=should_quantize, keep=self._delay > 0)
-            for pieces in _by_fragment(optimizer.slices, model_fragments)
+            for pieces in _by_fragment(optimizer.slices, model_fragments or [[]])
         ]
 
     def step(self, done: int, *, present: bool = True) -> None:
@@ -322,16 +321,20 @@ def _check_storage(piece: Slice) -> None:
         raise ValueError(f"DiLoCo: parameter {piece.name!r} is offloaded; leave the offload_policy out")
 
 
-def _by_fragment(slices: list[Slice], fragments: Sequence[Sequence[Module]] | None) -> list[list[Slice]]:
-    """The slices of each fragment; slices without a fragment are in the first."""
+def _by_fragment(slices: list[Slice], fragments: Sequence[Sequence[Module]]) -> list[list[Slice]]:
+    """The slices of each fragment; slices without a fragment are in the first.
+
+    Raises:
+        ValueError: if a unit has parameters of two fragments.
+    """
     number: dict[Storage, int] = {}
-    for index, modules in enumerate(fragments or ()):
+    for index, modules in enumerate(fragments):
         for parameter in (each for module in modules for each in module.parameters()):
             if number.setdefault(parameter.storage, index) != index:
                 raise ValueError(
                     f"DiLoCo: parameter {parameter.name!r} is in one unit with parameters of another fragment"
                 )
-    found: list[list[Slice]] = [[] for _ in fragments or "1"]
+    found: list[list[Slice]] = [[] for _ in fragments]
     for piece in slices:
         found[number.get(piece.storage, 0)].append(piece)
     return found

@@ -9,7 +9,7 @@ from shardrt import optim
 from shardrt.checkpoint import CheckpointError, CheckpointManager, full_state_dict
 from shardrt.checkpoint.pieces import pieces_of
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import MixedPrecisionPolicy
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from shardrt.parallel.diloco import DiLoCo, strided_fragments
 from shardrt.parallel.outer_deltas import BLOCK, decode_add, encode, encoded_bytes
 from tests import lab
@@ -351,3 +351,16 @@ def test_a_checkpoint_of_the_inner_optimizer_alone_is_refused(tmp_path):
     CheckpointManager(tmp_path / "host-0", run.model, run.inner, run.mesh["dp_shard"]).save(1)
     with pytest.raises(CheckpointError, match="no 'outer_momentum' of .*, DiLoCo keeps 'm', 'v', 'outer"):
         run.checkpoints(tmp_path).restore()
+
+
+def test_refuses_a_unit_of_two_fragments():
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("diloco", "dp_shard"))
+    model = fully_shard(lab.seeded(), mesh=mesh["dp_shard"])
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    with pytest.raises(ValueError, match="'blocks.1.up.weight' is in one unit with parameters of another"):
+        DiLoCo(optim.AdamW(model.parameters()), mesh["diloco"], strided_fragments(blocks, 2), sync_every=2)
+
+
+def test_refuses_offloaded_parameters():
+    with pytest.raises(ValueError, match="is offloaded; leave the offload_policy out"):
+        Run(hosts=1, each=1, sync_every=1, sharded={"offload_policy": CPUOffloadPolicy(optimizer_state=True)})
