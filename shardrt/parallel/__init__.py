@@ -5,7 +5,7 @@ Pipelines: cut, times, twin, stage, table, schedules, carrier, step, memory, who
 """
 
 from shardrt.parallel.context import ContextParallel, SequencePart, context_plan, shard_sequence
-from shardrt.parallel.diloco import DiLoCo, check_diloco, strided_fragments
+from shardrt.parallel.diloco import DiLoCo, check_diloco, outer_bytes, strided_fragments
 from shardrt.parallel.experts import ExpertParallel, expert_plan, most_rows
 from shardrt.parallel.invariant import set_tensor_invariant
 from shardrt.parallel.pipeline import Pipeline
@@ -32,6 +32,7 @@ __all__ = [
     "context_plan",
     "expert_plan",
     "most_rows",
+    "outer_bytes",
     "parallelize_module",
     "pipeline_stages",
     "set_tensor_invariant",

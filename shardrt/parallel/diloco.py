@@ -20,7 +20,7 @@ from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Member, Slice
 from shardrt.parallel.outer_deltas import decode_add, encode, encoded_bytes
 
-__all__ = ["DiLoCo", "check_diloco", "strided_fragments"]
+__all__ = ["DiLoCo", "check_diloco", "outer_bytes", "strided_fragments"]
 
 Array = Any
 Block = TypeVar("Block")
@@ -291,6 +291,19 @@ def strided_fragments(blocks: Sequence[Block], count: int) -> list[list[Block]]:
     if not 1 <= count <= len(blocks):
         raise ValueError(f"strided_fragments: count must be from 1 to the {len(blocks)} blocks, got {count}")
     return [list(blocks[first::count]) for first in range(count)]
+
+
+def outer_bytes(shard: int, hosts: int, fragments: int, should_quantize: bool) -> int:
+    """Bytes that DiLoCo keeps on a rank's device: outer parameters, momentum, gradient, and codes.
+
+    Args:
+        shard: bytes of the float32 shards that the inner optimizer updates.
+
+    Returns:
+        The exact number; for codes of several fragments, with a block more for each fragment but one.
+    """
+    codes = encoded_bytes(shard // 4) + (fragments - 1) * encoded_bytes(1)
+    return 3 * shard + 4 * fragments + should_quantize * hosts * codes
 
 
 def check_diloco(

@@ -324,15 +324,17 @@ def planned_memory(
     """
     unscaled = optim.GradScaler(enabled=False)
     states = 2 if recipe.optimizer.name is settings.Algorithm.adamw else 1
-    states += outer.STATES if recipe.diloco.hosts > 1 else 0
     pipeline = pipelines.pipeline_of(model)
     if pipeline is not None:
         shares = pipelines.Shares(task, unscaled, count=1)
         return pipeline_plan(pipeline, shares, batches, inputs=task.inputs, optimizer_states=states)
     if mesh.world.device is not None:
         return memory_plan(model, optimizer_states=states)
-    return memory_plan(
+    plan = memory_plan(
         model, optimizer_states=states, step=lambda: loop.backward(recipe, task, model, batches, unscaled, 0)
+    )
+    return replace(
+        plan, device=plan.device | outer.planned(recipe, plan.device.get("optimizer state", 0) // states)
     )
 
 

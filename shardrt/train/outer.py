@@ -6,12 +6,10 @@ from typing import Any
 from shardrt import nn, optim
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.objects import all_gather_object, broadcast_object
-from shardrt.parallel import DiLoCo, strided_fragments
+from shardrt.parallel import DiLoCo, outer_bytes, strided_fragments
 from shardrt.train.recipe import Recipe
 from shardrt.train.state import Job
 from shardrt.train.tasks import Task
-
-STATES = 3  # arrays as long as each shard: outer parameters, their momentum, the outer gradient
 
 
 def outer_of(
@@ -48,6 +46,14 @@ def fragments_of(recipe: Recipe, blocks: list[nn.Module]) -> list[list[nn.Module
     if count > len(units):
         raise ValueError(f"diloco.fragments must be at most the {len(units)} units of blocks, got {count}")
     return [[block for unit in part for block in unit] for part in strided_fragments(units, count)]
+
+
+def planned(recipe: Recipe, shard: int) -> dict[str, int]:
+    """The category that DiLoCo adds to a memory plan; `shard`: bytes of this rank's trained shards."""
+    chosen = recipe.diloco
+    if chosen.hosts == 1:
+        return {}
+    return {"outer state": outer_bytes(shard, chosen.hosts, chosen.fragments, chosen.should_quantize)}
 
 
 def step(job: Job, done: int) -> None:

@@ -9,8 +9,8 @@ from shardrt import optim
 from shardrt.checkpoint import CheckpointError, CheckpointManager, full_state_dict
 from shardrt.checkpoint.pieces import pieces_of
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from shardrt.parallel.diloco import DiLoCo, strided_fragments
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan
+from shardrt.parallel.diloco import DiLoCo, outer_bytes, strided_fragments
 from shardrt.parallel.outer_deltas import BLOCK, decode_add, encode, encoded_bytes
 from tests import lab
 from tests.lab import Block
@@ -364,3 +364,22 @@ def test_refuses_a_unit_of_two_fragments():
 def test_refuses_offloaded_parameters():
     with pytest.raises(ValueError, match="is offloaded; leave the offload_policy out"):
         Run(hosts=1, each=1, sync_every=1, sharded={"offload_policy": CPUOffloadPolicy(optimizer_state=True)})
+
+
+def kept_and_planned(fragments, **settings):
+    """(bytes of the outer arrays of this rank, those that are planned)."""
+    run = Run(sync_every=fragments, fragments=fragments, **settings)
+    kept = 0
+    for fragment in run.outer.fragments:
+        kept += sum(array.nbytes for piece in fragment.pieces for array in piece.outer.values())
+        kept += fragment._buffer.nbytes + (0 if fragment._codes is None else fragment._codes.nbytes)
+    shard = memory_plan(run.model, optimizer_states=1).device["optimizer state"]
+    return kept, outer_bytes(shard, 2, fragments, settings.get("should_quantize", False))
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize("should_quantize", [False, True])
+def test_memory_is_as_planned(fragments, should_quantize):
+    for kept, planned in thread.run(4, kept_and_planned, fragments, should_quantize=should_quantize):
+        more = 2 * (fragments - 1) * encoded_bytes(1) if should_quantize else 0
+        assert planned - more <= kept <= planned and (fragments > 1 or kept == planned)
