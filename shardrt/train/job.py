@@ -333,9 +333,8 @@ def planned_memory(
     plan = memory_plan(
         model, optimizer_states=states, step=lambda: loop.backward(recipe, task, model, batches, unscaled, 0)
     )
-    return replace(
-        plan, device=plan.device | outer.planned(recipe, plan.device.get("optimizer state", 0) // states)
-    )
+    shard = plan.device.get("optimizer state", 0) // states
+    return replace(plan, device=plan.device | outer.planned(recipe, shard))
 
 
 def run_log(recipe: Recipe) -> RunLog:
