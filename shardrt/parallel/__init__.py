@@ -2,9 +2,11 @@
 
 Read in this order: axis, saved, conversion, styles, vocabulary, context, tokens, experts, tensor, invariant.
 Pipelines: cut, times, twin, stage, table, schedules, carrier, step, memory, whole, pipeline.
+Hosts that train apart: outer_deltas, diloco.
 """
 
 from shardrt.parallel.context import ContextParallel, SequencePart, context_plan, shard_sequence
+from shardrt.parallel.diloco import DiLoCo, check_diloco, outer_bytes, strided_fragments
 from shardrt.parallel.experts import ExpertParallel, expert_plan, most_rows
 from shardrt.parallel.invariant import set_tensor_invariant
 from shardrt.parallel.pipeline import Pipeline
@@ -17,6 +19,7 @@ from shardrt.parallel.vocabulary import VocabParallel
 __all__ = [
     "ColwiseParallel",
     "ContextParallel",
+    "DiLoCo",
     "ExpertParallel",
     "HeadParallel",
     "Pipeline",
@@ -26,12 +29,15 @@ __all__ = [
     "Stage",
     "TokenParallel",
     "VocabParallel",
+    "check_diloco",
     "context_plan",
     "expert_plan",
     "most_rows",
+    "outer_bytes",
     "parallelize_module",
     "pipeline_stages",
     "set_tensor_invariant",
     "shard_sequence",
+    "strided_fragments",
     "sum_tied",
 ]

@@ -5,7 +5,7 @@ The axes have the names that Recipe.axes gives them. A mesh without names has pa
 
 from shardrt.comm.mesh import DeviceMesh
 
-DATA = ("dp_replicate", "dp_shard")
+DATA = ("diloco", "dp_replicate", "dp_shard")
 
 
 def data_of(mesh: DeviceMesh) -> DeviceMesh:
@@ -23,12 +23,22 @@ def shards_of(mesh: DeviceMesh) -> DeviceMesh:
     Its axis before the last, if there are two, is that of copies. Collective at the first time.
     """
     names = mesh.mesh_dim_names or ()
+    if "diloco" in names:  # no other axis is allowed next to it
+        return mesh["dp_shard"]
     if "cp" not in names:
         return data_of(mesh)
     if "dp_replicate" not in names:
         return mesh.flat("dp_shard", "cp")
     each = mesh.size_of("dp_shard") * mesh.size_of("cp")
     return mesh.fold("dp_shard_cp", each, over=("dp_replicate", "dp_shard", "cp"), rest="dp_replicate")
+
+
+def trained_together(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of data_of whose gradients are averaged in each step: with DiLoCo, those of this host.
+
+    Collective at the first time.
+    """
+    return shards_of(mesh) if "diloco" in (mesh.mesh_dim_names or ()) else data_of(mesh)
 
 
 def folded(mesh: DeviceMesh, ep: int) -> DeviceMesh:

@@ -22,6 +22,7 @@ from shardrt.nn.layers import LayerNorm, RMSNorm
 from shardrt.nn.lora import add_lora
 from shardrt.nn.public import Module
 from shardrt.optim import warmup_cosine, warmup_linear, warmup_stable_decay
+from shardrt.parallel import check_diloco
 from shardrt.parallel.schedules import SCHEDULES
 from shardrt.recompute import checkpoint_blocks
 from shardrt.train.trackers.protocol import TRACKERS
@@ -322,6 +323,35 @@ class MemoryConfig:
             checkpoint_blocks(blocks, every=self.recompute_every, policy=self.recompute.value)
         for block in blocks if self.offload_activations else ():
             offload_activations(block)
+
+
+@dataclass(frozen=True)
+class DiLoCoConfig:
+    """Hosts that train apart, and average what they learned every sync_every steps."""
+
+    hosts: int = 1  # groups of ranks that train apart, each with its part of the batch; 1: all train together
+    sync_every: int = 50  # steps from one outer step to the next of the same parameters
+    lr: float = 0.7  # of the outer SGD
+    momentum: float = 0.9  # of the outer SGD
+    nesterov: bool = True  # with the look-ahead of Nesterov's momentum
+    fragments: int = 1  # parts of the model, of every k-th block, that are exchanged in turn
+    fragment_sync_delay: int = 0  # steps that hosts compute while they exchange a fragment
+    fragment_update_alpha: float = 0.0  # weight of a host's own parameters where it takes the outer ones
+    should_quantize: bool = False  # send 4 bits for each element
+
+    def __post_init__(self) -> None:
+        _at_least("diloco.hosts", self.hosts, 1)
+        try:
+            check_diloco(
+                self.sync_every,
+                self.fragments,
+                self.lr,
+                self.momentum,
+                self.fragment_sync_delay,
+                self.fragment_update_alpha,
+            )
+        except ValueError as error:
+            raise ValueError(f"diloco: {str(error).partition(': ')[2]}") from None
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from shardrt.parallel import context_plan, expert_plan, most_rows, parallelize_m
 from shardrt.parallel.memory import pipeline_plan
 from shardrt.parallel.styles import Style
 from shardrt.train import config as settings
-from shardrt.train import loop, pipelines, trackers
-from shardrt.train.axes import data_of, folded, shards_of
+from shardrt.train import loop, outer, pipelines, trackers
+from shardrt.train.axes import data_of, folded, shards_of, trained_together
 from shardrt.train.errors import COPIES, DATA, DIFFERS, NONFINITE, USAGE, one_line
 from shardrt.train.metrics import PIPELINE, RunLog, new_run_directory, over_ranks, resumed_run_directory
 from shardrt.train.progress import Ranks, memory_mb, product_flops
@@ -138,7 +138,8 @@ def go(job: Job, plan: MemoryPlan, began: float) -> None:
     # Rank 0 gathers and writes; the others take part and need no directory.
     watch.phase("save")
     with one_line(DATA, mesh, kinds=(CheckpointError,)):
-        save(run.directory / "checkpoint" if run.directory else "", model, step=recipe.steps)
+        if job.outer is None or mesh.rank_of("diloco") == 0:  # hosts have the same weights
+            save(run.directory / "checkpoint" if run.directory else "", model, step=recipe.steps)
     rows = rows_of_experts(job)  # before the sample, whose few tokens all ranks have alike
     watch.phase("sample")
     kept = rows | job.task.close(model, run)
@@ -194,7 +195,7 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
             by += f" and {recipe.micro_batches} micro-batches"
         raise ValueError(f"batch_size must divide equally among {by}, got {recipe.batch_size}")
     random.manual_seed(recipe.seed)
-    model = task.model(data)
+    model = task.model(trained_together(mesh))
     recipe.lora.prepare(model)
     parts = recipe.parallel.tensor_invariant
     plan = task.plan(model, sequence=recipe.parallel.sequence) if tp > 1 or parts else {}
@@ -206,6 +207,7 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
         parallelize_module(model, mesh["cp"], _along_time(recipe, task, model))
     experts = _spread_experts(recipe, mesh, model)
     units = task.units(model)
+    outer.fragments_of(recipe, units)
     recipe.memory.prepare(units)
     piped = recipe.parallel.pp > 1
     ends = [] if piped else _ends(mesh, task, model)
@@ -244,7 +246,7 @@ def _spread_experts(recipe: Recipe, mesh: DeviceMesh, model: nn.Module) -> dict[
     """
     for module in model.modules():
         if isinstance(module, nn.TopKRouter) and not recipe.invariant:
-            module.balance_along(data_of(mesh))
+            module.balance_along(trained_together(mesh))
     chosen, experts = recipe.parallel, [m for m in model.modules() if isinstance(m, nn.Experts)]
     if chosen.ep == 1 and (chosen.tp == 1 or not experts or recipe.fsdp.copies > 1):
         return {}
@@ -343,9 +345,11 @@ def planned_memory(
         return pipeline_plan(pipeline, shares, batches, inputs=task.inputs, optimizer_states=states)
     if mesh.world.device is not None:
         return memory_plan(model, optimizer_states=states)
-    return memory_plan(
+    plan = memory_plan(
         model, optimizer_states=states, step=lambda: loop.backward(recipe, task, model, batches, unscaled, 0)
     )
+    shard = plan.device.get("optimizer state", 0) // states
+    return replace(plan, device=plan.device | outer.planned(recipe, shard))
 
 
 def run_log(recipe: Recipe) -> RunLog:
@@ -375,13 +379,19 @@ def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: 
     folder = (run.directory or Path()) / "checkpoints"  # rank 0's counts
     if recipe.checkpoint.folder is settings.Folder.hosts:  # all look at that place, each on its host
         folder = Path(broadcast_object(mesh.communicator("control"), str(folder)))
-    checkpoints = CheckpointManager(folder, model, optimizer, mesh, **kept)
+    hosts = outer.outer_of(recipe, mesh, task, model, optimizer)
+    if hosts is None:
+        checkpoints = CheckpointManager(folder, model, optimizer, mesh, **kept)
+    else:
+        folder = outer.folder_of(mesh, folder)
+        checkpoints = CheckpointManager(folder, model, hosts, shards_of(mesh), **kept)
     ranks = Ranks(mesh, lambda: sum(watch.recorder.inside.values()))
     origin = {"config": settings.plain(recipe), "data": task.facts(), "versions": versions()}
     simulated = mesh.world.device is not None  # where nothing can be measured
     operations = 0 if simulated else recipe.batch_size * task.flops(model)
     ideal = operations / over_ranks(mesh, "sum", product_flops())[0] if operations else 0.0
-    return Job(recipe, mesh, task, model, optimizer, scaler, checkpoints, run, watch, ranks, origin, ideal)
+    parts = (recipe, mesh, task, model, optimizer, scaler, checkpoints, run, watch, ranks, origin)
+    return Job(*parts, hosts, ideal)
 
 
 def resume(job: Job) -> tuple[int, list[str]]:
@@ -395,6 +405,8 @@ def resume(job: Job) -> tuple[int, list[str]]:
         return 0, []
     try:
         step, extra = job.checkpoints.restore(None if wanted == "auto" else wanted)
+        if job.outer is not None:
+            step, extra = outer.restored_alike(job, step, extra)
         _restore_scale(job.scaler, extra.get("scaler"))
     except CheckpointError:
         if wanted != "auto":
@@ -446,8 +458,10 @@ _HARMLESS = (
 def over_axes(recipe: Recipe, ranks: int) -> str:
     """How the model lies over the ranks: FULL_SHARD over 4 ranks x tp 2."""
     pp, tp, cp = recipe.parallel.pp, recipe.parallel.tp, recipe.parallel.cp
-    shards = ranks // (pp * tp)
+    shards = ranks // (pp * tp * recipe.diloco.hosts)
     message = f"{recipe.fsdp.strategy.name} over {shards} rank{'s' if shards > 1 else ''}"
+    if recipe.diloco.hosts > 1:
+        message += f" on each of {recipe.diloco.hosts} hosts (DiLoCo)"
     if cp > 1:
         message += f", sequences over cp {cp}"
     if tp > 1:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from itertools import islice
-from math import ceil, fsum, isfinite
+from math import ceil, fsum, inf, isfinite
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from shardrt.device import timeline
 from shardrt.fsdp import check_replicas, no_sync
 from shardrt.tensor import Tensor
 from shardrt.train import config as settings
+from shardrt.train import outer
 from shardrt.train.axes import counts, data_of
 from shardrt.train.errors import DATA, describe_error
 from shardrt.train.metrics import RunLog, exact_sum, over_ranks
@@ -64,6 +65,8 @@ def train(job: Job, first: int) -> None:
                 job.watch.phase("optimizer")
                 with timeline.span("compute", "optimizer"):
                     norm = update(job, step + 1)
+            if job.outer is not None:
+                outer.step(job, step + 1)
 
             # Records of a step come before its checkpoint: a run that goes on from there has all of them.
             done = step + 1
@@ -131,7 +134,7 @@ def backward(
     The loss of a micro-batch is divided by the count over all samples of the step, on all ranks, so gradients
     add up to one large batch's, however it is split. Of a pipeline, the last stage's rank has them.
     """
-    count = task.count(range(step * recipe.batch_size, (step + 1) * recipe.batch_size))
+    count = task.count(range(step * recipe.batch_size, (step + 1) * recipe.batch_size)) / recipe.diloco.hosts
     share, pipeline = Shares(task, scaler, count), pipeline_of(model)
     if pipeline is not None:
         pipeline.step(share, batches, inputs=task.inputs)
@@ -155,6 +158,8 @@ def update(job: Job, done: int) -> float:
         norm = nn.utils.grad_norm(parameters, wanted.clip_type)
     elif job.scaler.is_enabled():
         norm = nn.utils.clip_grad_norm_(parameters, wanted.clip_norm, wanted.clip_type)
+    elif job.outer is not None:
+        return update_on_host(job, done, parameters)
     elif updates_first(job.recipe):
         return update_first(job, done, parameters)
     else:
@@ -175,6 +180,25 @@ def update(job: Job, done: int) -> float:
     return norm
 
 
+def update_on_host(job: Job, done: int, parameters: list[nn.Parameter]) -> float:
+    """As `update`, where hosts train apart: each has a norm of its own. Gives the largest one.
+
+    All ranks learn whether all norms are finite, so they stop together, or a host skips its update alone.
+    """
+    wanted = job.recipe.optimizer
+    own = nn.utils.clip_grad_norm_(parameters, wanted.clip_norm, wanted.clip_type)
+    (norm,) = over_ranks(job.mesh, "max", own if isfinite(own) else inf)
+    message = f"step {done}: the norm of the gradients is {norm}"
+    if not isfinite(norm) and wanted.on_nonfinite is settings.Nonfinite.stop:
+        raise FloatingPointError(f"{message}: {culprit(job)}")
+    if isfinite(own):
+        job.optimizer.step()
+    if not isfinite(norm):
+        job.run.say(f"{message} on a host, which skips this update")
+    job.optimizer.zero_grad()
+    return norm
+
+
 def updates_first(recipe: Recipe) -> bool:
     """Whether the update may be launched before the norm is known, as a norm that is not finite ends the run.
 
@@ -183,7 +207,7 @@ def updates_first(recipe: Recipe) -> bool:
     wanted, scaled = recipe.optimizer, recipe.precision.param is settings.Precision.float16
     ends = wanted.on_nonfinite is settings.Nonfinite.stop and not (wanted.in_backward or scaled)
     plain = wanted.clip_type == 2 and not (recipe.invariant or recipe.memory.offload_gradients)
-    return ends and plain and not device.current().in_host_memory
+    return ends and plain and recipe.diloco.hosts == 1 and not device.current().in_host_memory
 
 
 def update_first(job: Job, done: int, parameters: list[nn.Parameter]) -> float:
@@ -239,7 +263,7 @@ def report(job: Job, done: int, losses: list[Any], norm: float, lr: float, stopw
     """
     if updates_first(job.recipe):
         losses = read_beside(job, losses)
-    mean_loss = exact_sum(job.mesh, losses if counts(job.mesh, but="pp") else [])
+    mean_loss = exact_sum(job.mesh, losses if counts(job.mesh, but="pp") else []) / job.recipe.diloco.hosts
     record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, **job.ranks.read(done)}
     record |= expert_figures(job.mesh, nn.expert_load(job.model)) | stopwatch.read(done)
     job.run.say(step_line(record, job.recipe.steps, job.task.unit, job.run.screen.width))

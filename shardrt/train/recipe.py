@@ -34,6 +34,7 @@ class Recipe:
     optimizer: settings.OptimizerConfig = settings.OptimizerConfig()
     fsdp: settings.FSDPConfig = settings.FSDPConfig()
     parallel: settings.ParallelConfig = settings.ParallelConfig()
+    diloco: settings.DiLoCoConfig = settings.DiLoCoConfig()
     precision: settings.PrecisionConfig = settings.PrecisionConfig()
     memory: settings.MemoryConfig = settings.MemoryConfig()
     lora: settings.LoRAConfig = settings.LoRAConfig()
@@ -71,6 +72,7 @@ class Recipe:
             raise ValueError(f"report.trace must end by the last step, {self.steps}, got {self.report.trace}")
         self._check_reductions()
         self._check_pipeline()
+        self._check_diloco()
         settings.check_numbers(self, **self.MOST)
 
     def _check_reductions(self) -> None:
@@ -105,6 +107,28 @@ class Recipe:
             )
         if self.parallel.pp > 1 and self.reduce_each:
             raise ValueError("reduce_each: a pipeline reduces once per step, so leave it off")
+
+    def _check_diloco(self) -> None:
+        if self.diloco.hosts == 1:
+            return
+        parallel, memory = self.parallel, self.memory
+        beside = {f"parallel.{name}": getattr(parallel, name) for name in ("tp", "cp", "ep", "pp")}
+        beside["fsdp.copies"] = self.fsdp.copies
+        wrong = [f"{name} at 1" for name, size in beside.items() if size > 1]
+        if self.on_any_ranks:
+            wrong.append("deterministic and parallel.tensor_invariant at their defaults")
+        if self.precision.param is settings.Precision.float16:
+            wrong.append("precision.param at float32 or bfloat16")
+        if memory.offload_parameters or memory.offload_gradients or memory.offload_optimizer:
+            wrong.append("memory.offload_* off")
+        if self.optimizer.in_backward:
+            wrong.append("optimizer.in_backward off")
+        if wrong:
+            raise ValueError(f"diloco.hosts above 1 trains hosts apart: leave {', '.join(wrong)}")
+        if self.steps % self.diloco.sync_every:
+            raise ValueError(
+                f"diloco.sync_every must divide the {self.steps} steps, got {self.diloco.sync_every}"
+            )
 
     def task(self) -> Task:
         """The task of this recipe. Reads data. Raises ValueError, OSError for bad data."""
@@ -150,7 +174,10 @@ class Recipe:
         if ranks % together:
             named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
             raise ValueError(f"{named}: the number of ranks must be a multiple of {together}, got {ranks}")
-        data = ranks // together
+        data, hosts = ranks // together, self.diloco.hosts
+        if data % hosts:
+            raise ValueError(f"diloco.hosts must divide the {ranks} ranks, got {hosts}")
+        data //= hosts
         if data % copies:
             groups = f"{data} groups of {together}" if together > 1 else f"{ranks}"
             raise ValueError(f"fsdp.copies must divide the {groups} ranks, got {copies}")
@@ -160,7 +187,7 @@ class Recipe:
             if chosen.pp > 1:
                 shared += " of each stage"
             raise ValueError(f"parallel.ep must divide the {shared}, got {chosen.ep}")
-        found = {"pp": chosen.pp, "dp_replicate": copies, "dp_shard": data // copies}
+        found = {"diloco": hosts, "pp": chosen.pp, "dp_replicate": copies, "dp_shard": data // copies}
         found |= {"cp": chosen.cp, "tp": chosen.tp}
         return {name: size for name, size in found.items() if size > 1 or name == "dp_shard"}
 

@@ -7,6 +7,7 @@ from shardrt import nn, optim
 from shardrt.checkpoint import CheckpointManager
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.faults.watchdog import Watch
+from shardrt.parallel import DiLoCo
 from shardrt.train.metrics import RunLog
 from shardrt.train.progress import Ranks
 from shardrt.train.recipe import Recipe
@@ -28,4 +29,5 @@ class Job:
     watch: Watch
     ranks: Ranks
     origin: dict[str, Any]  # settings, data and code, for checkpoints and the log
+    outer: DiLoCo | None  # what hosts do together, where they train apart
     ideal: float  # seconds of a step's matmuls alone, as fast as they can be here; 0: not known
