@@ -324,7 +324,7 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> optim.Optimizer:
     wanted = recipe.optimizer
     if wanted.name is settings.Algorithm.muon:
         groups = optim.muon_groups(model, wanted.weight_decay)
-        how = {"momentum": wanted.momentum, "adjust_lr_fn": "match_rms_adamw"}
+        how = {"momentum": wanted.momentum, "adjust_lr_fn": wanted.adjust_lr_fn.value}
         return optim.Muon(groups, lr=wanted.lr, betas=wanted.betas, **how)
     groups = optim.decay_groups(model, wanted.weight_decay)
     return _KINDS[wanted.name][0](groups, lr=wanted.lr, betas=wanted.betas, in_backward=wanted.in_backward)
