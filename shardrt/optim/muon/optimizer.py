@@ -21,7 +21,8 @@ from shardrt.nn.extents import Extents
 from shardrt.nn.parameter import Parameter
 from shardrt.optim import adamw
 from shardrt.optim.muon import newton_schulz
-from shardrt.optim.muon.exchange import Exchange, gathered, planned
+from shardrt.optim.muon.exchange import Exchange, Redistribution, gathered, planned
+from shardrt.optim.muon.newton_schulz import Matrices
 from shardrt.optim.optimizer import Optimizer, check_betas
 from shardrt.optim.slices import Cut, Member, Slice, Update
 
@@ -48,35 +49,26 @@ class _Matrix:
         """The same, as elements of the whole matrix."""
         return self.parameter.in_whole(self.piece.storage.extents_of(self.parameter))
 
-    def direction(self) -> Array:
-        """Add the gradient to the momentum, and give what is orthogonalized. 1-D."""
-        momentum = self.group["momentum"]
+    def direction(self, out: Array) -> None:
+        """Add the gradient to the momentum, and set `out`, 1-D, to what is orthogonalized."""
         gradient = _lent(self.piece.storage.gradient[self.range])
         kept = self.piece.state["m"][self.range]
         m = _lent(kept)
-        direction = gradient - m
-        direction *= 1 - momentum
-        m += direction
+        kernels = device.current().kernels
+        kernels.muon.direction(gradient, m, out, self.group["momentum"], self.group["nesterov"])
         _give_back(kept, m)
-        direction[...] = m
-        if self.group["nesterov"]:  # gradient + momentum (m - gradient), in place
-            direction -= gradient
-            direction *= momentum
-            direction += gradient
-        return direction
 
     def apply(self, update: Array) -> None:
-        """Take the orthogonal update (1-D, overwritten) and the decay off the shard."""
+        """Take the orthogonal update, 1-D, and the decay off the shard."""
         rows, columns = self.parameter.whole_shape
         rate = self.group["lr"]
-        kept = self.piece.storage.shard[self.range]
-        weights = _lent(kept)
-        weights *= 1 - rate * self.group["weight_decay"]
         ratio = sqrt(max(1, rows / columns))
         if self.group["adjust_lr_fn"] == MATCH_RMS_ADAMW:
             ratio = 0.2 * sqrt(max(rows, columns))
-        update *= rate * ratio
-        weights -= update
+        kept = self.piece.storage.shard[self.range]
+        weights = _lent(kept)
+        keep = 1 - rate * self.group["weight_decay"]
+        device.current().kernels.muon.apply(weights, update, keep, rate * ratio)
         _give_back(kept, weights)
 
 
@@ -102,9 +94,10 @@ class Muon(Optimizer):
     A group with use_muon=True (the default) has matrices only. m = momentum m + (1 - momentum) dw is kept in
     shards. In step(), one all-to-all brings (1 - momentum) dw + momentum m of each matrix to one rank, its
     owner, which computes its orthogonal factor (newton_schulz.py); another brings the factor back. The owners
-    share the flops evenly. A rank holds its matrices, 1 / N of all, three times during step(). The bits of
-    an update do not depend on the number of ranks, if those of the gradients do not. Ranks that hold copies
-    (NO_SHARD, and the copies of HYBRID_SHARD) compute alike without traffic between them.
+    share the flops evenly. During step() a rank holds its pieces and the matrices that it owns, 1 / N of all
+    each, and scratch memory for one matrix. The bits of an update do not depend on the number of ranks, if
+    those of the gradients do not. Ranks that hold copies (NO_SHARD, and the copies of HYBRID_SHARD) compute
+    alike without traffic between them.
 
     A group with use_muon=False is AdamW's, with `betas` and `eps`. muon_groups makes both kinds.
 
@@ -256,14 +249,35 @@ class Muon(Optimizer):
         for exchange, numbers in self._exchanges_of(matrices):
             own = [matrices[number] for number in numbers]
             like = self._device.empty(0, own[0].piece.storage.shard.dtype)
-            wholes = exchange.to_owners([matrix.direction() for matrix in own], like)
-            alike: dict[Any, list[Array]] = {}
-            for index, whole in wholes.items():
-                alike.setdefault((whole.shape, own[index].group["ns_steps"]), []).append(whole)
-            for (_, steps), batch in alike.items():
-                newton_schulz.orthogonalize(batch, steps, self.ns_dtype)
-            for matrix, update in zip(own, exchange.to_holders(wholes, like), strict=True):
-                matrix.apply(update)
+            moved = Redistribution(exchange, like)
+            for number, matrix in enumerate(own):
+                matrix.direction(moved.pieces[number])
+            moved.to_owners()
+            alike: dict[tuple[tuple[int, int], int], list[int]] = {}
+            for index in exchange.own:
+                alike.setdefault((exchange.shapes[index], own[index].group["ns_steps"]), []).append(index)
+            for (shape, steps), indices in alike.items():
+                self._orthogonalize(moved, indices, shape, steps)
+            moved.to_holders()
+            for number, matrix in enumerate(own):
+                matrix.apply(moved.pieces[number])
+
+    def _orthogonalize(
+        self, moved: Redistribution, indices: list[int], shape: tuple[int, int], steps: int
+    ) -> None:
+        """On the host one after the other, on a GPU some in one batch."""
+        count = newton_schulz.batch_of(self._device, shape)
+        matrices = None
+        for start in range(0, len(indices), count):
+            batch = indices[start : start + count]
+            if matrices is None or len(matrices.each) != len(batch):
+                matrices = None  # frees the memory of a longer batch
+                matrices = Matrices.empty(self._device, len(batch), shape, moved.dtype)
+            for index, whole in zip(batch, matrices.each, strict=True):
+                moved.read(index, whole)
+            matrices.orthogonalize(steps, self.ns_dtype)
+            for index, whole in zip(batch, matrices.each, strict=True):
+                moved.write(index, whole)
 
     def _exchanges_of(self, matrices: list[_Matrix]) -> list[tuple[Exchange, list[int]]]:
         """One exchange for the matrices of each communicator and dtype, with their numbers in `matrices`.
