@@ -19,10 +19,12 @@ from shardrt.comm.single import SingleCommunicator
 from shardrt.device import Array
 from shardrt.nn.extents import Extents
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.storage import Storage
 from shardrt.optim import adamw
 from shardrt.optim.muon import newton_schulz
 from shardrt.optim.muon.exchange import Exchange, Redistribution, gathered, planned
 from shardrt.optim.muon.newton_schulz import Matrices
+from shardrt.optim.muon.state import Run, state_of
 from shardrt.optim.optimizer import Optimizer, check_betas
 from shardrt.optim.slices import Cut, Member, Slice, Update
 
@@ -70,6 +72,9 @@ class _Matrix:
         keep = 1 - rate * self.group["weight_decay"]
         device.current().kernels.muon.apply(weights, update, keep, rate * ratio)
         _give_back(kept, weights)
+
+
+_Others = tuple[Slice, Run, Cut]  # AdamW's part of an update
 
 
 def _lent(array: Array) -> Array:
@@ -141,6 +146,7 @@ class Muon(Optimizer):
         if ns_dtype not in (dtypes.float32, dtypes.bfloat16):
             raise ValueError(f"Muon: ns_dtype must be 'float32' or 'bfloat16', got {ns_dtype!r}")
         self.ns_dtype = ns_dtype
+        self._hidden: set[int] = set()  # ids of the hidden matrices
         self._offloaded: list[tuple[Slice, list[_Matrix]]] = []  # that the running step has to update yet
         self._exchanges: dict[Any, list[tuple[Exchange, list[int]]]] = {}
         settings = {
@@ -196,9 +202,25 @@ class Muon(Optimizer):
     def update(self, kernels: ModuleType, update: Update) -> None:
         kernels.adamw.step(*(update.arrays[name] for name in ("shard", "gradient", "m", "v")), update.ranges)
 
+    def checked(self, own: dict) -> dict:
+        group = super().checked(own)
+        if group["use_muon"]:  # known before the group is in param_groups
+            self._hidden.update(map(id, group["params"]))
+        return group
+
     def _take_in(self, members: list[Member]) -> None:
         super()._take_in(members)
         self._exchanges.clear()
+
+    def _new_state(self, storage: Storage, name: str) -> Array | None:
+        """None for "v", which comes when the hidden matrices of the storage are known."""
+        return None if name == "v" else super()._new_state(storage, name)
+
+    def _start_updates(self, new: list[Slice]) -> None:
+        for piece in new:
+            hidden = (p for p, _ in piece.members if id(p) in self._hidden)
+            piece.state = state_of(piece, map(piece.storage.range_of, hidden))
+        super()._start_updates(new)
 
     def _update_here(self, pieces: list[Slice]) -> None:
         if self._device.capturing is not None:
@@ -206,7 +228,7 @@ class Muon(Optimizer):
         due = [self._due(piece) for piece in pieces]
         for piece in pieces:
             piece.storage.complete_gradient()  # it may still be reduced
-        self._update_others([(piece, others) for piece, (others, _) in zip(pieces, due, strict=True)])
+        self._update_others([other for others, _ in due for other in others])
         self._update_matrices([matrix for _, matrices in due for matrix in matrices])
         for piece in pieces:
             piece.storage.modified()
@@ -214,13 +236,13 @@ class Muon(Optimizer):
     def _issue(self, piece: Slice) -> None:
         """AdamW's part of what is offloaded, in streams of its own; matrices wait for the end of step()."""
         others, matrices = self._due(piece)
-        if others.rows:
-            update = piece.update(self._table([(piece, others)]), False)
+        for _, run, cut in others:
+            update = Update(run.arrays(piece), self._table([(piece, cut)]))
             self.updates.issue(piece, update, self._update_there)
         self._offloaded.append((piece, matrices))
 
-    def _due(self, piece: Slice) -> tuple[Cut, list[_Matrix]]:
-        """Count an update of all that is due; gives AdamW's ranges and the matrices."""
+    def _due(self, piece: Slice) -> tuple[list[_Others], list[_Matrix]]:
+        """Count an update of all that is due; gives AdamW's runs and the matrices."""
         cut = piece.due()
         piece.steps[cut.members] += 1
         matrices = []
@@ -228,39 +250,45 @@ class Muon(Optimizer):
             if self._is_matrix(piece, position):
                 parameter, group = piece.members[position]
                 matrices.append(_Matrix(piece, parameter, self.param_groups[group]))
-        others = tuple(row for row in cut.rows if not self._is_matrix(piece, row[2]))
-        return replace(cut, rows=others), matrices
+        rows = [row for row in cut.rows if not self._is_matrix(piece, row[2])]
+        others = []
+        for run in piece.state.runs:
+            inside = [row for row in rows if run.start <= row[0] < run.stop]
+            if inside:
+                shifted = tuple((start - run.start, stop - run.start, p) for start, stop, p in inside)
+                others.append((piece, run, replace(cut, rows=shifted)))
+        return others, matrices
 
     def _is_matrix(self, piece: Slice, position: int) -> bool:
         return self.param_groups[piece.members[position][1]]["use_muon"]
 
-    def _update_others(self, cuts: list[tuple[Slice, Cut]]) -> None:
-        """AdamW's ranges, with one copy of their numbers."""
-        if not any(cut.rows for _, cut in cuts):
+    def _update_others(self, others: list[_Others]) -> None:
+        """AdamW's runs, with one copy of their numbers."""
+        if not others:
             return
-        ranges = self._device.numbers(lambda: self._table(cuts))
+        ranges = self._device.numbers(lambda: self._table([(piece, cut) for piece, _, cut in others]))
         stop = 0
-        for piece, cut in cuts:
+        for piece, run, cut in others:
             start, stop = stop, stop + len(cut.rows)
-            if cut.rows:
-                self.update(self._device.kernels, piece.update(ranges[start:stop], False))
+            self.update(self._device.kernels, Update(run.arrays(piece), ranges[start:stop]))
 
     def _update_matrices(self, matrices: list[_Matrix]) -> None:
         for exchange, numbers in self._exchanges_of(matrices):
-            own = [matrices[number] for number in numbers]
-            like = self._device.empty(0, own[0].piece.storage.shard.dtype)
-            moved = Redistribution(exchange, like)
-            for number, matrix in enumerate(own):
-                matrix.direction(moved.pieces[number])
-            moved.to_owners()
-            alike: dict[tuple[tuple[int, int], int], list[int]] = {}
-            for index in exchange.own:
-                alike.setdefault((exchange.shapes[index], own[index].group["ns_steps"]), []).append(index)
-            for (shape, steps), indices in alike.items():
-                self._orthogonalize(moved, indices, shape, steps)
-            moved.to_holders()
-            for number, matrix in enumerate(own):
-                matrix.apply(moved.pieces[number])
+            self._update_by(exchange, [matrices[number] for number in numbers])
+
+    def _update_by(self, exchange: Exchange, own: list[_Matrix]) -> None:
+        moved = Redistribution(exchange, self._device.empty(0, own[0].piece.storage.shard.dtype))
+        for number, matrix in enumerate(own):
+            matrix.direction(moved.pieces[number])
+        moved.to_owners()
+        alike: dict[tuple[tuple[int, int], int], list[int]] = {}
+        for index in exchange.own:
+            alike.setdefault((exchange.shapes[index], own[index].group["ns_steps"]), []).append(index)
+        for (shape, steps), indices in alike.items():
+            self._orthogonalize(moved, indices, shape, steps)
+        moved.to_holders()
+        for number, matrix in enumerate(own):
+            matrix.apply(moved.pieces[number])
 
     def _orthogonalize(
         self, moved: Redistribution, indices: list[int], shape: tuple[int, int], steps: int
