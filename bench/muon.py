@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,10 +21,10 @@ from time import thread_time
 
 import numpy as np
 
-from models.language import GPTRecipe, LlamaRecipe
+from models.gpt import GPT, GPTConfig
+from models.llama import Llama, LlamaConfig
 from shardrt import device, nn, optim
 from shardrt.optim.muon import newton_schulz
-from shardrt.train import config as settings
 
 from . import workload as w
 from .harness.command_line import Parser
@@ -36,8 +37,9 @@ GRAM_PASSES = 12  # per element of the square matrices and step
 
 def model_of(path: Path) -> nn.Module:
     """The model of a training configuration, with random weights and gradients."""
-    recipe = GPTRecipe if "architecture" not in path.read_text() else LlamaRecipe
-    model = settings.load(recipe, path).network()
+    recipe = tomllib.loads(path.read_text())
+    make, config = (Llama, LlamaConfig) if recipe.get("architecture") == "llama" else (GPT, GPTConfig)
+    model = make(config(**recipe["model"]))
     random = np.random.default_rng(0)
     for parameter in model.parameters():
         gradient, *_ = parameter._gradient_target()

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from shardrt.nn.parameter_placement import whole_size
 from shardrt.optim import low_bit
 from shardrt.parallel import context_plan, expert_plan, most_rows, parallelize_module, set_tensor_invariant
 from shardrt.parallel.memory import pipeline_plan
+from shardrt.parallel.muon_memory import muon_plan
 from shardrt.parallel.styles import Style
 from shardrt.train import config as settings
 from shardrt.train import loop, outer, pipelines, trackers
@@ -311,7 +313,7 @@ def shard(
 _KINDS: dict[settings.Algorithm, tuple[type[optim.Optimizer], float]] = {  # with its bytes per element
     settings.Algorithm.adamw: (optim.AdamW, 8),
     settings.Algorithm.lion: (optim.Lion, 4),
-    settings.Algorithm.muon: (optim.Muon, 8),
+    settings.Algorithm.muon: (optim.Muon, 8),  # of hidden matrices 4: see muon_plan
     settings.Algorithm.adamw8bit: (low_bit.AdamW8bit, 2 * low_bit.BYTES),
     settings.Algorithm.lion8bit: (low_bit.Lion8bit, low_bit.BYTES),
     settings.Algorithm.adamw_bf16: (low_bit.AdamWBF16, 4),
@@ -342,14 +344,18 @@ def planned_memory(
     pipeline = pipelines.pipeline_of(model)
     if pipeline is not None:
         shares = pipelines.Shares(task, unscaled, count=1)
-        return pipeline_plan(pipeline, shares, batches, inputs=task.inputs, optimizer_states=states)
-    if mesh.world.device is not None:
-        return memory_plan(model, optimizer_states=states)
-    plan = memory_plan(
-        model, optimizer_states=states, step=lambda: loop.backward(recipe, task, model, batches, unscaled, 0)
-    )
-    shard = plan.device.get("optimizer state", 0) // states
-    return replace(plan, device=plan.device | outer.planned(recipe, shard))
+        plan = pipeline_plan(pipeline, shares, batches, inputs=task.inputs, optimizer_states=states)
+    elif mesh.world.device is not None:
+        plan = memory_plan(model, optimizer_states=states)
+    else:
+        step = partial(loop.backward, recipe, task, model, batches, unscaled, 0)
+        plan = memory_plan(model, optimizer_states=states, step=step)
+        shard = plan.device.get("optimizer state", 0) // states
+        plan = replace(plan, device=plan.device | outer.planned(recipe, shard))
+    if recipe.optimizer.name is settings.Algorithm.muon:
+        hidden = [p for group in optim.muon_groups(model, 0.0) if group["use_muon"] for p in group["params"]]
+        return muon_plan(plan, model, hidden)
+    return plan
 
 
 def run_log(recipe: Recipe) -> RunLog:

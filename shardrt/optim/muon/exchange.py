@@ -6,16 +6,19 @@ owners and one brings the owners' results to all ranks that hold pieces. A rank 
 ranks, its matrices less its own pieces of them, then its own pieces less those of its matrices.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
+from typing import Any
 
 import numpy as np
 
 from shardrt import device
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.ranks import Mesh
-from shardrt.device import Array
+from shardrt.device import Array, Device
 from shardrt.nn.extents import Extent, Extents, size_of, spans
 from shardrt.nn.parameter import Parameter
 from shardrt.optim.muon import newton_schulz
@@ -103,6 +106,19 @@ class Exchange:
     def returned(self) -> list[tuple[int, int]]:
         """(rank, matrix) of the pieces that go back, by rank: more where ranks hold copies."""
         return [(rank, i) for rank in range(self.size) for i in self.own]
+
+    def step_bytes(self, here: Device, dtype: np.dtype) -> int:
+        """Bytes of the device's pool that an update takes: the buffers, and scratch memory for one batch."""
+
+        def pooled(elements: int) -> int:
+            return here.pooled(elements * dtype.itemsize)
+
+        scratch = 0
+        for shape, count in Counter(self.shapes[i] for i in self.own).items():
+            batch = min(count, newton_schulz.batch_of(here, shape))
+            arrays = newton_schulz.array_shapes(batch, shape)
+            scratch = max(scratch, sum(pooled(prod(each)) for each in arrays))
+        return sum(map(pooled, self.elements)) + scratch
 
     def size_of(self, rank: int, index: int) -> int:
         """Elements of a matrix that a rank holds."""
@@ -221,18 +237,20 @@ def _parts_of(buffer: Array, sizes: Sequence[int]) -> Iterator[Array]:
         yield buffer[start:stop]
 
 
-def planned(parameters: Sequence[Parameter], ranks: int) -> list[tuple[Extents, ...]] | None:
+def planned(parameters: Sequence[tuple[Parameter, Any]], ranks: int) -> list[tuple[Extents, ...]] | None:
     """Of each matrix the extents of every rank, as layouts of flat buffers say (fsdp/layout.py).
 
     None where the layout does not say it: layers that are split before they are sharded.
+
+    Args:
+        parameters: the matrices, each with its storage's layout, or None.
+        ranks: that hold pieces of them.
     """
     found = []
-    for parameter in parameters:
-        storage = parameter.storage
-        layout = getattr(storage, "layout", None)
+    for parameter, layout in parameters:
         if layout is None or layout.shards != ranks or parameter.placement is not None:
             return None
-        entry = layout.entries[storage.position[id(parameter)]]
+        entry = layout.entries[parameter.storage.position[id(parameter)]]
         found.append(tuple(layout.in_shard(entry, rank)[2] for rank in range(ranks)))
     return found
 

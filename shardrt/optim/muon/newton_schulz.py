@@ -14,6 +14,8 @@ import numpy as np
 from shardrt import device, dtypes
 from shardrt.device import Array, Device
 
+__all__ = ["STEPS", "Matrices", "array_shapes", "batch_of", "flops"]
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 BATCH = 1 << 24  # elements
@@ -97,8 +99,3 @@ def array_shapes(count: int, shape: tuple[int, int]) -> list[tuple[int, ...]]:
     leading = (count,) if count > 1 else ()
     low = min(shape)
     return [(*leading, *each) for each in (shape, shape, (low, low), (low, low))]
-
-
-def elements(count: int, shape: tuple[int, int]) -> int:
-    """The elements of the arrays of Matrices."""
-    return sum(map(prod, array_shapes(count, shape)))

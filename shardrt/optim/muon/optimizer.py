@@ -322,7 +322,8 @@ class Muon(Optimizer):
             for (communicator, _), numbers in alike.items():
                 own = [matrices[number] for number in numbers]
                 mesh = own[0].piece.storage.whole_mesh
-                held = planned([matrix.parameter for matrix in own], 1 if mesh is None else mesh.size)
+                layouts = [(m.parameter, getattr(m.piece.storage, "layout", None)) for m in own]
+                held = planned(layouts, 1 if mesh is None else mesh.size)
                 if held is None:
                     ranks = communicator or SingleCommunicator()
                     held = gathered(ranks, [matrix.extents for matrix in own])
