@@ -8,7 +8,7 @@ from shardrt.kernels.cpu import _blocks, cast
 from shardrt.kernels.cpu._blocks import BLOCK
 from shardrt.kernels.cpu._jit import exact_part
 
-MANY = 16  # blocks of a tile: each step of encoding runs on all of them before the next one
+MANY = 32  # blocks of a tile: each step of encoding runs on all of them before the next one
 TILE = MANY * BLOCK  # elements
 
 _u, _i, _f = np.uint32, np.int32, np.float32
