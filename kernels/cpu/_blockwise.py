@@ -89,7 +89,8 @@ def encode(x, codes, scales, tables, room):
     """Write codes and scales of x[: codes.size], a tile; behind them x becomes 0 up to a whole block."""
     values, by_order, least, floor = tables
     _, (high, low), found, (tops, bottoms, divisors, uppers, lowers) = room
-    x[codes.size : scales.size * BLOCK] = 0
+    for i in range(codes.size, scales.size * BLOCK):
+        x[i] = 0
     for block in range(scales.size):
         tops[block], bottoms[block] = _blocks.extremes(x, block * BLOCK)
     for block in range(scales.size):

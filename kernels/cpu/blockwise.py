@@ -36,7 +36,9 @@ def _quantize(start, stop, x, codes, scales, tables):
     for first in range(start, stop, MANY):
         last = min(first + MANY, stop)
         begin, end = first * BLOCK, min(last * BLOCK, x.size)
-        numbers[: end - begin] = x[begin:end]
+        part = x[begin:end]
+        for i in range(part.size):
+            numbers[i] = part[i]
         encode(numbers, codes[begin:end], scales[first:last], tables, room)
 
 
@@ -46,5 +48,7 @@ def _dequantize(start, stop, codes, scales, x, tables):
     for first in range(start, stop, MANY):
         last = min(first + MANY, stop)
         begin, end = first * BLOCK, min(last * BLOCK, x.size)
+        part = x[begin:end]
         decode(codes[begin:end], scales[first:last], tables, numbers, room)
-        x[begin:end] = numbers[: end - begin]
+        for i in range(part.size):
+            part[i] = numbers[i]

@@ -63,6 +63,43 @@ def test_every_number_becomes_the_nearest_of_the_map(signed):
 
 
 @pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_right_at_every_boundary(signed):
+    """Numbers around each middle, and the smallest there are; the first of a block makes its scale 1."""
+    numbers = _blockwise.dynamic_map(signed)
+    middles = (numbers[:-1] + numbers[1:]) / np.float32(2)
+    near = (middles.view(np.int32) + np.arange(-2, 3)[:, None]).astype(np.int32).view(np.float32)
+    values = np.concatenate([near.ravel(), numbers, np.float32([0, 1e-45, 1e-39, 1.2e-38, 1e-7])])
+    values = np.concatenate([values, -values] if signed else [values])
+    values = np.resize(values[values > numbers[0]], (values.size // 15 + 1, 15))
+    blocks = np.column_stack([np.ones(len(values), np.float32), values])
+    codes, scales = encoded(blocks.ravel(), signed)
+    expected = np.searchsorted(middles, blocks)  # of two as near, the lower one
+    if not signed:
+        expected[blocks > 0] = np.maximum(expected[blocks > 0], 1)
+    np.testing.assert_array_equal(scales, 0x3F80)
+    np.testing.assert_array_equal(codes.reshape(blocks.shape), expected)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_right_where_scales_are_rounded_or_very_small(signed):
+    """Against a division and a search; scales below 2**-126 have less than 8 bits, below 2**-134 none."""
+    numbers, (random, count) = _blockwise.dynamic_map(signed), (np.random.default_rng(3), 4096)
+    middles = (numbers[:-1] + numbers[1:]) / np.float32(2)
+    for size in (1.0, 1e30, 1e-30, 1e-37, 1e-39, 1e-42):
+        x = (random.standard_normal(count) * 10 ** random.uniform(-6, 0, count) * size).astype(np.float32)
+        x = (x if signed else np.abs(x)).reshape(-1, BLOCK)
+        codes, scales = encoded(x.ravel(), signed)
+        scale = (scales.astype(np.uint32) << 16).view(np.float32)[:, None]
+        sizes = np.where(x < 0, x / (numbers[0] if signed else np.float32(1)), x)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            expected = np.where(scale > 0, np.searchsorted(middles, x / scale), 0)
+        ends = (sizes == sizes.max(1, keepdims=True)) & (sizes > 0)
+        expected = np.where(ends, np.where(x > 0, 255, 0), expected)
+        expected = expected if signed else np.where(x > 0, np.maximum(expected, 1), expected)
+        np.testing.assert_array_equal(codes.reshape(x.shape), expected)
+
+
+@pytest.mark.parametrize("signed", [True, False])
 def test_decoded_numbers_are_encoded_as_they_were(signed):
     codes, scales = encoded(spread(10007, signed), signed)
     lab.assert_equal(encoded(decoded(codes, scales, signed), signed), (codes, scales))
