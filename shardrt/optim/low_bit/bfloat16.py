@@ -6,31 +6,22 @@ import numpy as np
 
 from shardrt import random
 from shardrt.device import Array
-from shardrt.nn.storage import Storage
 from shardrt.optim.adamw import AdamW
 from shardrt.optim.lion import Lion
-from shardrt.optim.optimizer import Optimizer
+from shardrt.optim.low_bit.parts import LowBit, SeededUpdate
 from shardrt.optim.slices import BITS, Cut, Slice, Update
 
 _WORD = 2**32
 
 
-class _Rounded(Optimizer):
+class _Rounded(LowBit):
     """Mixed into an optimizer: its state of float32 shards is kept in bfloat16, rounded at random.
 
     The random bits of an element come from the seed, the name of the storage's first parameter, the number of
     the update, and the element's place in the unsharded storage: not from the rank that has it.
     """
 
-    def _new_state(self, storage: Storage, name: str) -> Array:
-        if storage.shard.dtype != np.float32:
-            return super()._new_state(storage, name)
-        if not storage.offloaded.everything_on_device:
-            raise ValueError(
-                f"{type(self).__name__}: a unit has an offload_policy; train it without one, or with "
-                "optim.AdamW or optim.Lion"
-            )
-        return storage.new_state(name, BITS)
+    kept, update_type = BITS, SeededUpdate
 
     def _table(self, cuts: list[tuple[Slice, Cut]]) -> Array:
         seeds = [_seed(piece, start, position) for piece, cut in cuts for start, _, position in cut.rows]
@@ -45,9 +36,6 @@ class AdamWBF16(_Rounded, AdamW):
 
     Args:
         lr, betas, eps, weight_decay, in_backward: see AdamW.
-
-    Raises:
-        ValueError: for units with an offload_policy.
 
     Example:
         >>> from shardrt import nn
@@ -76,9 +64,6 @@ class LionBF16(_Rounded, Lion):
 
     Args:
         lr, betas, weight_decay, in_backward: see Lion.
-
-    Raises:
-        ValueError: for units with an offload_policy.
 
     Example:
         >>> from shardrt import nn

@@ -8,7 +8,7 @@ parameter too, no rank cuts one, and no bit depends on the number of ranks.
 import numpy as np
 
 from shardrt import device
-from shardrt.device import Array
+from shardrt.device import Array, host
 from shardrt.nn.storage import Storage
 from shardrt.optim.slices import Slice
 
@@ -16,6 +16,7 @@ __all__ = [
     "BLOCK",
     "BYTES",
     "CODES",
+    "SCALES",
     "decode",
     "encode",
     "encoded",
@@ -27,13 +28,14 @@ __all__ = [
 
 BLOCK = 16  # elements
 CODES = np.dtype(np.uint8)
+SCALES = "_scales"  # how their names end
 BYTES = 1 + 2 / BLOCK  # per element of a moment, in shards of whole blocks
 _SIGNED = {"m": True, "v": False}  # the map of each kind
 
 
 def key_of(kind: str) -> str:
     """The name of the scales of the moments `kind`, in Slice.state."""
-    return f"{kind}_scales"
+    return kind + SCALES
 
 
 def signed(kind: str) -> bool:
@@ -46,19 +48,11 @@ def encoded(piece: Slice, kind: str) -> bool:
     return key_of(kind) in piece.state
 
 
-def new_scales(storage: Storage, name: str) -> Array:
-    """Zeros, so that all codes mean 0: for moments of the storage of the parameter `name`.
-
-    Raises:
-        ValueError: for a storage of which something is on the host.
-    """
-    if not storage.offloaded.everything_on_device:
-        raise ValueError(
-            f"8-bit optimizer state: the unit of {name!r} has an offload_policy; train it without one, or "
-            "with optim.AdamW or optim.Lion"
-        )
-    here = device.current()
-    array = here.buffer(-(-storage.shard.size // BLOCK), np.uint16)
+def new_scales(storage: Storage) -> Array:
+    """Zeros, so that all codes mean 0: where the kernel runs that updates them, also if codes are on the host."""
+    here, count = device.current(), -(-storage.shard.size // BLOCK)
+    on_host = storage.offloaded.step == "host"
+    array = host.buffer(here, count, np.uint16) if on_host else here.buffer(count, np.uint16)
     return here.set_tag(array, "optimizer state")
 
 
