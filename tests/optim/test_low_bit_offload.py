@@ -1,11 +1,16 @@
 """Low-bit optimizer state on the host: the same bits as on the device, in parts, and the planned bytes."""
 
-import numpy as np
 import pytest
 
+from shardrt.comm import world
+from shardrt.device.cuda import CUDADevice
+from shardrt.device.simulated import SimulatedDevice
+from shardrt.fsdp import CPUOffloadPolicy, memory_plan
 from shardrt.nn.storage import Offloaded
 from shardrt.optim import offload
-from shardrt.optim.low_bit import AdamW8bit, AdamWBF16, Lion8bit, LionBF16
+from shardrt.optim.low_bit import AdamW8bit, AdamWBF16, EightBit, Lion8bit, LionBF16, with_scales
+from shardrt.train.job import _KINDS
+from tests.device.test_sharded import alive, cpu_again, sharded, step, world_of  # noqa: F401
 from tests.optim.storages import HostStorage, assert_same_bits, gradients, snapshot
 
 SIZES = (368, 1504, 2608, 992, 37)  # each begins with a block
@@ -35,3 +40,24 @@ def test_an_update_of_what_is_on_the_host_changes_no_bit(make):
     for placement in ((True, False, False), (False, False, True), everything, (*everything, "host")):
         assert_same_bits(train(make, Offloaded(*placement)), expected)
     assert_same_bits(train(make, in_backward=True), expected)
+
+
+PLACES = {"device": None, "host": CPUOffloadPolicy(), "updated on the host": CPUOffloadPolicy(step="host")}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_memory_is_what_the_training_command_plans_to_the_byte(make, place):
+    here = SimulatedDevice(CUDADevice)
+    with world.use(world_of(3, here, rank=2, local_size=1)):
+        model = sharded(here, offload_policy=PLACES[place])
+        each, encoded = dict((kind, nbytes) for kind, nbytes in _KINDS.values())[make], issubclass(make, EightBit)
+        plan = memory_plan(model, optimizer_states=each / 4)
+        plan = with_scales(plan, on_host=place == "updated on the host") if encoded else plan
+        optimizer = make(model.parameters(), lr=1e-3)
+        step(model, optimizer, False)
+    held = alive(here.program)
+    for name in ("optimizer state", "staging of the optimizer"):
+        for where, planned in (("device", plan.device), ("host", plan.host)):
+            assert held[where, name] == planned.get(name, 0), (where, name)
+    assert held["device", "optimizer state"] + held["host", "optimizer state"] > 1000

@@ -5,10 +5,13 @@ fsdp/layout.py starts every parameter and every shard at a multiple of BLOCK, so
 parameter too, no rank cuts one, and no bit depends on the number of ranks.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from shardrt import device
 from shardrt.device import Array, host
+from shardrt.fsdp.memory import MemoryPlan
 from shardrt.nn.storage import Storage
 from shardrt.optim.slices import Slice
 
@@ -24,12 +27,14 @@ __all__ = [
     "new_scales",
     "numbers",
     "signed",
+    "with_scales",
 ]
 
 BLOCK = 16  # elements
 CODES = np.dtype(np.uint8)
 SCALES = "_scales"  # how their names end
 BYTES = 1 + 2 / BLOCK  # per element of a moment, in shards of whole blocks
+_STATE = "optimizer state"
 _SIGNED = {"m": True, "v": False}  # the map of each kind
 
 
@@ -53,7 +58,18 @@ def new_scales(storage: Storage) -> Array:
     here, count = device.current(), -(-storage.shard.size // BLOCK)
     on_host = storage.offloaded.step == "host"
     array = host.buffer(here, count, np.uint16) if on_host else here.buffer(count, np.uint16)
-    return here.set_tag(array, "optimizer state")
+    return here.set_tag(array, _STATE)
+
+
+def with_scales(plan: MemoryPlan, *, on_host: bool) -> MemoryPlan:
+    """A plan whose optimizer state is codes alone, with their scales.
+
+    on_host: the host updates. Scales are there then, else on the device, wherever the codes are.
+    """
+    codes = sum(place.get(_STATE, 0) for place in (plan.device, plan.host))
+    place, name = (plan.host, "host") if on_host else (plan.device, "device")
+    scaled = place | {_STATE: place.get(_STATE, 0) + int(codes * (BYTES - 1))}
+    return replace(plan, **{name: scaled})
 
 
 def numbers(piece: Slice, kind: str) -> np.ndarray:
