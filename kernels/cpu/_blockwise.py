@@ -1,4 +1,4 @@
-"""Parts of kernels for block-wise 8-bit numbers: the maps, and how tiles of blocks are encoded and decoded."""
+"""Parts of kernels for block-wise 8-bit numbers: the maps, and how tiles of blocks are coded."""
 
 from functools import cache
 
@@ -76,7 +76,7 @@ def new_room():
 
 @exact_part
 def decode(codes, scales, tables, x, room):
-    """Write the numbers of a tile of codes to x[: codes.size]; behind them x may change up to a whole block."""
+    """Write the numbers of a tile of codes to x[: codes.size]; the rest of its last block may change."""
     copy = room[0]
     for i in range(codes.size):
         copy[i] = codes[i]
@@ -108,7 +108,7 @@ def encode(x, codes, scales, tables, room):
 
 @exact_part
 def _scaled(top, bottom, lowest):
-    """The bits of a block's scale; what its numbers are divided by; those that become ends of the map, or nan.
+    """The bits of a block's scale, what its numbers are divided by, and which become ends of the map, or nan.
 
     The scale maps the block's largest number onto an end of the map, however it is rounded: `lowest`, if that
     is below 0, or 1. top, bottom: see _blocks.extremes.

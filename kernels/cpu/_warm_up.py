@@ -111,7 +111,11 @@ def _warm_up_float32() -> None:
 
 def _update_low_bit() -> None:
     """Optimizers whose state has 8 or 16 bits."""
-    x, grad, codes, scales = *np.ones((2, 16), np.float32), np.zeros((2, 16), np.uint8), np.zeros(1, np.uint16)
+    x, grad, codes, scales = (
+        *np.ones((2, 16), np.float32),
+        np.zeros((2, 16), np.uint8),
+        np.zeros(1, np.uint16),
+    )
     bits, seed = np.zeros((2, 16), np.uint16), (0.0,) * 5
     adamw, lion = (0.0, 16.0, 1.0, 0.1, 0.0, 0.9, 0.99, 1e-8), (0.0, 16.0, 1.0, 0.1, 0.9, 0.99)
     cpu.adamw8bit.step(x, grad, codes[0], scales, codes[1], scales.copy(), np.array([adamw]))

@@ -308,7 +308,8 @@ def shard(
         set_world_invariant(top, recipe.micro_batches)
 
 
-_KINDS: dict[settings.Algorithm, tuple[type[optim.Optimizer], float]] = {  # with its bytes per element, less scales
+# With the bytes of its state per element, without scales.
+_KINDS: dict[settings.Algorithm, tuple[type[optim.Optimizer], float]] = {
     settings.Algorithm.adamw: (optim.AdamW, 8),
     settings.Algorithm.lion: (optim.Lion, 4),
     settings.Algorithm.muon: (optim.Muon, 8),

@@ -10,7 +10,7 @@ from shardrt import device, optim
 from shardrt.checkpoint import CheckpointManager, get_optimizer_state_dict, set_optimizer_state_dict
 from shardrt.checkpoint.encoded import EncodedPiece
 from shardrt.comm import init_device_mesh
-from shardrt.fsdp import CPUOffloadPolicy, layout, memory_plan
+from shardrt.fsdp import layout, memory_plan
 from shardrt.kernels.cpu import _blockwise, adamw, adamw8bit, blockwise, lion, lion8bit
 from shardrt.nn.extents import contiguous
 from shardrt.optim.low_bit import AdamW8bit, Lion8bit
@@ -266,10 +266,10 @@ def test_training_reaches_the_loss_of_float32():
         assert abs(low[-1] / exact[-1] - 1) < 0.01
 
 
-test_offload_is_refused = lab.refusals(
+test_exp_avg_dtype_is_refused = lab.refusals(
     (
-        lambda: lab.train_on(1, offload_policy=CPUOffloadPolicy(), optimizer=ADAMW),
+        lambda: made(partial(AdamW8bit, exp_avg_dtype="bfloat16")),
         ValueError,
-        "8-bit optimizer state: the unit of '.*' has an offload_policy",
+        "AdamW8bit: exp_avg_dtype is for optim.AdamW",
     )
 )

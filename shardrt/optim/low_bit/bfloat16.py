@@ -1,5 +1,6 @@
 """AdamW and Lion with moments in bfloat16, rounded at random, alike on any number of ranks."""
 
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -8,10 +9,19 @@ from shardrt import random
 from shardrt.device import Array
 from shardrt.optim.adamw import AdamW
 from shardrt.optim.lion import Lion
-from shardrt.optim.low_bit.parts import LowBit, SeededUpdate
+from shardrt.optim.low_bit.state import LowBit
 from shardrt.optim.slices import BITS, Cut, Slice, Update
 
 _WORD = 2**32
+
+
+class _SeededUpdate(Update):
+    """As Update; each range ends with SEED, whose last number is that of the range's first element."""
+
+    def part(self, start: int, stop: int) -> Update:
+        ranges = self.ranges.copy()
+        ranges[:, -1] += np.maximum(start - ranges[:, 0], 0)
+        return Update.part(replace(self, ranges=ranges), start, stop)
 
 
 class _Rounded(LowBit):
@@ -21,7 +31,17 @@ class _Rounded(LowBit):
     the update, and the element's place in the unsharded storage: not from the rank that has it.
     """
 
-    kept, update_type = BITS, SeededUpdate
+    kept = BITS
+
+    def _issue(self, piece: Slice) -> None:
+        cut = piece.due()
+        piece.steps[cut.members] += 1
+        rounds = self._rounds(piece)
+        if cut.rows:
+            whole = piece.update(self._table([(piece, cut)]), rounds)
+            update = _SeededUpdate(whole.arrays, whole.ranges, whole.kind)
+            self.updates.issue(piece, update, self._update_there)
+        piece.storage.modified(rounds)
 
     def _table(self, cuts: list[tuple[Slice, Cut]]) -> Array:
         seeds = [_seed(piece, start, position) for piece, cut in cuts for start, _, position in cut.rows]

@@ -5,15 +5,15 @@ from typing import Any
 import numpy as np
 
 from shardrt.device import Array
-from shardrt.optim.low_bit.parts import EncodedUpdate, LowBit
-from shardrt.optim.low_bit.scales import CODES, encoded, key_of, new_scales
+from shardrt.optim.low_bit.scales import CODES, Scales, encoded, key_of, new_scales
+from shardrt.optim.low_bit.state import LowBit
 from shardrt.optim.slices import Slice
 
 
 class EightBit(LowBit):
     """Mixed into an optimizer: codes for the state of float32 shards, with scales."""
 
-    kept, update_type = CODES, EncodedUpdate
+    kept = CODES
 
     def _start_updates(self, new: list[Slice]) -> None:
         scales = {piece: self._take_scales(piece) for piece in self.slices}
@@ -24,12 +24,13 @@ class EightBit(LowBit):
         for piece, arrays in scales.items():
             piece.state.update(arrays)
 
-    def _take_scales(self, piece: Slice) -> dict[str, Array]:
+    def _take_scales(self, piece: Slice) -> dict[str, Scales]:
         keys = [key_of(kind) for kind in self.state_names if encoded(piece, kind)]
         return {key: piece.state.pop(key) for key in keys}
 
 
 def arrays_of(arrays: dict[str, Any], kinds: dict[str, str]) -> list[Array]:
     """Shard and gradient of an update, then each array of codes with its scales, as kernels take them."""
-    pairs = [arrays[name] for kind in kinds for name in (kind, key_of(kind))]
-    return [arrays["shard"], arrays["gradient"], *pairs]
+    pairs = [each for kind in kinds for each in (arrays[kind], arrays[key_of(kind)])]
+    plain = [each.array if isinstance(each, Scales) else each for each in pairs]  # a part has arrays
+    return [arrays["shard"], arrays["gradient"], *plain]

@@ -19,7 +19,7 @@ __all__ = [
     "BLOCK",
     "BYTES",
     "CODES",
-    "SCALES",
+    "Scales",
     "decode",
     "encode",
     "encoded",
@@ -32,7 +32,6 @@ __all__ = [
 
 BLOCK = 16  # elements
 CODES = np.dtype(np.uint8)
-SCALES = "_scales"  # how their names end
 BYTES = 1 + 2 / BLOCK  # per element of a moment, in shards of whole blocks
 _STATE = "optimizer state"
 _SIGNED = {"m": True, "v": False}  # the map of each kind
@@ -40,7 +39,7 @@ _SIGNED = {"m": True, "v": False}  # the map of each kind
 
 def key_of(kind: str) -> str:
     """The name of the scales of the moments `kind`, in Slice.state."""
-    return kind + SCALES
+    return f"{kind}_scales"
 
 
 def signed(kind: str) -> bool:
@@ -53,12 +52,33 @@ def encoded(piece: Slice, kind: str) -> bool:
     return key_of(kind) in piece.state
 
 
-def new_scales(storage: Storage) -> Array:
-    """Zeros, so that all codes mean 0: where the kernel runs that updates them, also if codes are on the host."""
+class Scales:
+    """The scales of a shard of codes, taken as if they were as long: scales[start:stop] is those of elements.
+
+    So code that cuts all arrays of an optimizer alike gets the right blocks. A start must begin a block.
+
+    Attributes:
+        array: uint16, one for a block.
+    """
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    def __getitem__(self, elements: slice) -> Array:
+        return self.array[elements.start // BLOCK : -(-elements.stop // BLOCK)]
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+        return self.array.nbytes
+
+
+def new_scales(storage: Storage) -> Scales:
+    """Zeros, so that all codes mean 0: where the kernel runs, also if the codes are on the host."""
     here, count = device.current(), -(-storage.shard.size // BLOCK)
     on_host = storage.offloaded.step == "host"
     array = host.buffer(here, count, np.uint16) if on_host else here.buffer(count, np.uint16)
-    return here.set_tag(array, _STATE)
+    return Scales(here.set_tag(array, _STATE))
 
 
 def with_scales(plan: MemoryPlan, *, on_host: bool) -> MemoryPlan:
@@ -74,7 +94,7 @@ def with_scales(plan: MemoryPlan, *, on_host: bool) -> MemoryPlan:
 
 def numbers(piece: Slice, kind: str) -> np.ndarray:
     """The moments of the whole shard, float32, on the host."""
-    codes, scales = piece.state[kind], piece.state[key_of(kind)]
+    codes, scales = piece.state[kind], piece.state[key_of(kind)].array
     here = device.of(codes)
     return decode(here.to_numpy(codes), here.to_numpy(scales), signed(kind))
 
