@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -24,17 +25,33 @@ class _SeededUpdate(Update):
         return Update.part(replace(self, ranges=ranges), start, stop)
 
 
+class _Apart:
+    """A slice, each of whose parameters is updated as a range of its own."""
+
+    def __init__(self, piece: Slice) -> None:
+        self._piece = piece
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._piece, name)
+
+    def due(self) -> Cut:
+        return self._piece.due_apart()
+
+
 class _Rounded(LowBit):
     """Mixed into an optimizer: its state of float32 shards is kept in bfloat16, rounded at random.
 
-    The random bits of an element come from the seed, the name of the storage's first parameter, the number of
-    the update, and the element's place in the unsharded storage: not from the rank that has it.
+    The random bits of an element come from the seed, the parameter's name, the number of the update, and the
+    element's place in the parameter: not from the rank that has it, nor from what else is in its unit.
     """
 
     kept = BITS
 
+    def _update_here(self, pieces: list[Slice]) -> None:
+        super()._update_here([_Apart(piece) for piece in pieces])
+
     def _issue(self, piece: Slice) -> None:
-        cut = piece.due()
+        cut = piece.due_apart()
         piece.steps[cut.members] += 1
         rounds = self._rounds(piece)
         if cut.rows:
@@ -44,7 +61,7 @@ class _Rounded(LowBit):
         piece.storage.modified(rounds)
 
     def _table(self, cuts: list[tuple[Slice, Cut]]) -> Array:
-        seeds = [_seed(piece, start, position) for piece, cut in cuts for start, _, position in cut.rows]
+        seeds = [_seed(piece, position) for piece, cut in cuts for *_, position in cut.rows]
         return np.column_stack([super()._table(cuts), np.array(seeds, np.float64).reshape(-1, 5)])
 
 
@@ -99,10 +116,9 @@ class LionBF16(_Rounded, Lion):
             kernels.lion.step(*arrays, update.ranges[:, :-5].copy())
 
 
-def _seed(piece: Slice, start: int, position: int) -> tuple[int, int, int, int, int]:
-    """SEED of a range that begins at element `start` of the shard (kernels/cpu/stochastic.py)."""
-    storage, seed = piece.storage, random.initial_seed()
-    layout = getattr(storage, "layout", None)  # a plain parameter has none, and is whole
-    first = start if layout is None else layout.shard_range(storage.ranks.rank)[0] + start
-    stream = (random.name_key(piece.name) + int(piece.steps[position])) % 2**64
+def _seed(piece: Slice, position: int) -> tuple[int, int, int, int, int]:
+    """SEED of the range of a member (kernels/cpu/stochastic.py)."""
+    parameter, seed = piece.members[position][0], random.initial_seed()
+    stream = (random.name_key(parameter.name) + int(piece.steps[position])) % 2**64
+    first = parameter.storage.extents_of(parameter)[0].first
     return seed % _WORD, seed // _WORD % _WORD, stream % _WORD, stream // _WORD, first
