@@ -1,4 +1,4 @@
-"""Low-bit optimizer state in the training command: resumed, on other meshes, on the host, to AdamW and back."""
+"""Low-bit optimizer state in the training command: resumed in other layouts, to AdamW and back."""
 
 from functools import partial
 
@@ -46,3 +46,9 @@ def test_a_checkpoint_goes_on_with_float32_moments_and_back(folder):
     jobs.assert_alike(folder, "from_low_adamw", "from_low_adamw8bit", 1e-5)
     run("back", "--optimizer.name", "adamw8bit", "--resume", "runs/from_low_adamw/checkpoints/step-00000003")
     assert curves(folder, "back")[2] == curves(folder, "from_low_adamw")[2]  # nothing was left to do
+
+
+def test_a_batch_in_parts_is_the_same_batch(folder):
+    run("whole", "--optimizer.name", "adamw8bit")
+    run("parts", "--optimizer.name", "adamw8bit", "--micro-batches", "2")
+    jobs.assert_alike(folder, "parts", "whole", 1e-4)
