@@ -6,7 +6,7 @@ the ranks of a host sum their gradients, then counterparts (ranks of the same nu
 quantised sums by all-to-all and add them up in float32, in the order of the hosts.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardrt import dtypes
@@ -23,6 +23,7 @@ from shardrt.fsdp.streams import Streams
 from shardrt.fsdp.transfer import Transfer
 from shardrt.fsdp.unit import Unit
 from shardrt.fsdp.whole_gradient import WholeGradient
+from shardrt.nn.extents import Extents
 from shardrt.nn.module import Module
 
 Array = Any
@@ -199,6 +200,42 @@ def mesh_of_hosts(group: Any, how: Quantisation) -> Any:
     mesh, over = group.settings.shard_spec
     shards = mesh.axis(len(mesh.shape) - 1) if over == "last axis" else mesh.flat()
     return shards.fold("host", hosts_of(group, how)[1], rest="hosts")
+
+
+@dataclass(frozen=True, eq=False)
+class Errors:
+    """The errors that a rank has of one parameter's gradient (Quantisation.error_feedback).
+
+    label: names the sums that lost them, as "4.1": those of host 1 of 4.
+    flat: the array that has them at [start, stop).
+    extents: their elements, counted in this rank's shape of the parameter.
+    """
+
+    label: str
+    flat: Array
+    start: int
+    stop: int
+    extents: Extents
+
+
+def errors_of(parameter: Any) -> Errors | None:
+    """What a checkpoint must have next to the optimizer state; None without error feedback."""
+    group = parameter.storage
+    arena = group.arenas.get("quantisation_error") if isinstance(group, ParameterGroup) else None
+    if arena is None:
+        return None
+    how, layout, rank = quantisation_of(group), group.layout, group.ranks.rank
+    hosts, size = hosts_of(group, how)
+    label = f"{hosts}.{rank // size}"
+    entry, start, stop, extents = layout.entries[group.position[id(parameter)]], None, 0, ()
+    for row, shard in enumerate(range(rank % size, layout.shards, size)):  # the sums that this rank sends
+        first, last, part = layout.in_shard(entry, shard)
+        if part:  # neighbours in the array: a parameter fills all rows but the first and the last
+            start = row * layout.shard_size + first if start is None else start
+            stop, extents = row * layout.shard_size + last, extents + part
+    if start is None:
+        return None
+    return Errors(label, arena.slots[0].array, start, stop, extents)
 
 
 def connect_hosts(
