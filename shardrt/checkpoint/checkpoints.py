@@ -37,7 +37,7 @@ from shardrt.checkpoint.manifest import (
     as_read,
 )
 from shardrt.checkpoint.objects import ObjectStore
-from shardrt.checkpoint.pieces import PARAMETER, Piece, counted, error_buffers, pieces_of, set_steps
+from shardrt.checkpoint.pieces import PARAMETER, Piece, counted, pieces_of, set_steps
 from shardrt.checkpoint.snapshot import Snapshot
 from shardrt.checkpoint.store import Store
 from shardrt.comm import DeviceMesh, objects
@@ -108,8 +108,7 @@ class CheckpointManager:
         self._keeper = 0  # of this rank's folder
         self._count = 0  # saves
         self._place: tuple[Path, str] | None = None  # where all ranks save, and the tag of this run's names
-        # The pieces behind the next two fields, and the buffers of error feedback.
-        self._found: tuple[list[tuple[Slice, int]], list[int]] | None = None
+        self._found: list[tuple[Slice, int]] | None = None  # the pieces behind the next two fields
         self._saved: list[Piece] = []  # pieces that this rank saves
         self._counted: dict[str, tuple[Slice, int]] = {}
         self._report = False  # whether rank 0 does not know the numbers of updates that this rank knows
@@ -185,7 +184,6 @@ class CheckpointManager:
         if self._place is None:
             self._place = self._agreed_place(step)
         found = [(piece, len(piece.members)) for piece in self._optimizer.slices]
-        found = found, error_buffers(self._optimizer)
         if found != self._found:  # at the first save, and after the optimizer gained parameters
             self._found, self._snapshot = found, None
             self._counted = counted(self._model, self._optimizer)

@@ -119,12 +119,6 @@ def _errors(name: str, parameter: Parameter, saving: bool) -> Iterator[Piece]:
     yield Piece(kind, name, parameter.in_whole(found.extents), found.flat, found.start, found.stop, True)
 
 
-def error_buffers(optimizer: Optimizer) -> list[int]:
-    """The ids of the arrays of error feedback, which other ones replace when other parameters are trained."""
-    found = (errors_of(parameter) for piece in optimizer.slices for parameter, _ in piece.members)
-    return [id(errors.flat) for errors in found if errors is not None]
-
-
 def is_error(kind: str) -> bool:
     """Whether a kind is error feedback, without which training goes on, though not bitwise identically."""
     return kind.startswith(f"{ERROR}.")

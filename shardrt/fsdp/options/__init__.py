@@ -63,7 +63,7 @@ ROLES |= {
     "secondary": Role("secondary parameters", built=True),
     "dequantised": Role("dequantised parameters", built=True),
     "quantised_gradients": Role("quantised gradients on the way", attrgetter("reducer"), gradient=True),
-    "quantisation_error": Role("errors of quantised gradients", built=True, gradient=True),
+    "quantisation_error": Role("errors of quantised gradients", built=True),
     "packed": Role("packed gradients on the way", attrgetter("reducer"), gradient=True),
     "used": Role("which parameters were used"),
     "upload": Role("staging from the host", built=True),

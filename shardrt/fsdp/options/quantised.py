@@ -166,8 +166,8 @@ class QuantisedGradient(WholeGradient):
     def _sum_across(self, rows: Array, out: Array, accumulate: bool, across: Any, how: Quantisation) -> None:
         """Set out = (out if `accumulate`) + scale * the sum over hosts. rows: this host's sums, by host."""
         stream, errors = self.streams.reduce, None
-        if how.error_feedback:
-            errors = self.group.arenas["quantisation_error"].slots[0].array[: rows.size].reshape(rows.shape)
+        if (arena := self.group.arenas.get("quantisation_error")) is not None:
+            errors = arena.slots[0].array[: rows.size].reshape(rows.shape)
             add = self.streams.device.kernels.reduce.sum_into
             for row, error in zip(rows, errors, strict=True):
                 stream.submit(add, error, [row], 1.0, True)
@@ -280,9 +280,10 @@ def plan_quantised(
         shared = Spec(name, nbytes, "uint8", 2)  # what is sent, and what is received
         for group in members:
             specs[group][name] = shared
-            if how.error_feedback:
-                errors = hosts * layouts[group].shard_size
-                specs[group]["quantisation_error"] = Spec("quantisation_error", errors, dtypes.float32)
+    for group, how in quantised:
+        if how and how.error_feedback and group.key.trainable:  # kept also while the group is frozen
+            errors = hosts_of(group, how)[0] * layouts[group].shard_size
+            specs[group]["quantisation_error"] = Spec("quantisation_error", errors, dtypes.float32)
 
 
 def _alike(groups: list[tuple[ParameterGroup, Quantisation]]) -> list[tuple[list, Quantisation]]:
