@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.fsdp.options.quantised import errors_of
+from shardrt.fsdp.options.error_feedback import errors_of
 from shardrt.nn.extents import Extents, contiguous
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
@@ -113,7 +113,7 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
 def _errors(name: str, parameter: Parameter, saving: bool) -> Iterator[Piece]:
     """The error feedback of a parameter's gradient, of any elements of the parameter."""
     found = errors_of(parameter)
-    if found is None or (saving and not parameter.storage.owner(True)):
+    if found is None or (saving and not found.owner):
         return
     kind = f"{ERROR}.{found.label}" if parameter.counts else f"{ERROR}.{found.label}.tied"
     yield Piece(kind, name, parameter.in_whole(found.extents), found.flat, found.start, found.stop, True)

@@ -1,4 +1,4 @@
-"""Quantised collectives in the training command: with other axes, what is refused, the held-out loss, resume."""
+"""Quantised collectives in the training command: with other axes, held-out loss, resume, what is refused."""
 
 import warnings
 
@@ -43,14 +43,18 @@ def fed_back(host_size, **more):
     )
 
 
-def test_a_resumed_run_with_error_feedback_leaves_what_the_uninterrupted_one_does(folder):
-    fed = fed_back(2)
-    launch(4, "whole", precision=fed)
-    launch(4, "cut", precision=fed, steps=7)
+HYBRID = settings.FSDPConfig(strategy=settings.ShardingStrategy.HYBRID_SHARD, copies=2)
+
+
+@pytest.mark.parametrize("fsdp", [settings.FSDPConfig(), HYBRID])
+def test_a_resumed_run_with_error_feedback_leaves_what_the_uninterrupted_one_does(folder, fsdp):
+    run = {"precision": fed_back(2), "fsdp": fsdp}
+    launch(4, "whole", **run)
+    launch(4, "cut", **run, steps=7)
     remove_after(folder / "runs" / "cut", 6)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        launch(4, "cut", precision=fed, resume="auto")
+        warnings.filterwarnings("error", "restore")
+        launch(4, "cut", **run, resume="auto")
     assert curves(folder, "cut") == curves(folder, "whole")
 
 

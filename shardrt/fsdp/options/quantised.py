@@ -6,25 +6,20 @@ the ranks of a host sum their gradients, then counterparts (ranks of the same nu
 quantised sums by all-to-all and add them up in float32, in the order of the hosts.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from shardrt import dtypes
 from shardrt.device.arena import Slot
-from shardrt.fsdp.api import Keyed
 from shardrt.fsdp.buffers import PlanInputs, Spec, Specs, alike, share
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.options.mixed_precision import MixedPrecisionPolicy
 from shardrt.fsdp.options.quantisation import Quantisation
-from shardrt.fsdp.policy import Settings
 from shardrt.fsdp.process_groups import ProcessGroups, shape_of
 from shardrt.fsdp.streams import Streams
 from shardrt.fsdp.transfer import Transfer
-from shardrt.fsdp.unit import Unit
 from shardrt.fsdp.whole_gradient import WholeGradient
-from shardrt.nn.extents import Extents
-from shardrt.nn.module import Module
 
 Array = Any
 
@@ -37,6 +32,14 @@ def quantisation_of(group: Any) -> Quantisation | None:
         return None
     hosts, _ = hosts_of(group, how)
     return how if hosts > 1 else None
+
+
+def reduction_of(group: Any) -> Quantisation | None:
+    """The Quantisation of a group whose gradients are quantised: summed over its shards' ranks alone."""
+    how = quantisation_of(group)
+    if how is None or how.reduce_bits is None or group.key.partial:
+        return None
+    return how if shape_of(*group.settings.shard_spec)[1] == 1 else None
 
 
 def hosts_of(group: Any, how: Quantisation) -> tuple[int, int]:
@@ -136,14 +139,10 @@ class QuantisedGradient(WholeGradient):
 
     @classmethod
     def choose(cls, group: ParameterGroup, layout: Layout, slot: int | None) -> WholeGradient | None:
-        how = quantisation_of(group)
-        return cls(group, layout) if how is not None and how.reduce_bits is not None else None
+        return None if reduction_of(group) is None else cls(group, layout)
 
     def send(self, slot: Slot, out: Array, accumulate: bool) -> None:
         group, how = self.group, quantisation_of(self.group)
-        if group.ranks.replicate is not None:  # copies on other hosts: not quantised
-            super().send(slot, out, accumulate)
-            return
         hosts, size = hosts_of(group, how)
         mesh = mesh_of_hosts(group, how)
         full = slot.array[: self.full].reshape(hosts, size, self.kept)
@@ -202,54 +201,18 @@ def mesh_of_hosts(group: Any, how: Quantisation) -> Any:
     return shards.fold("host", hosts_of(group, how)[1], rest="hosts")
 
 
-@dataclass(frozen=True, eq=False)
-class Errors:
-    """The errors that a rank has of one parameter's gradient (Quantisation.error_feedback).
-
-    label: names the sums that lost them, as "4.1": those of host 1 of 4.
-    flat: the array that has them at [start, stop).
-    extents: their elements, counted in this rank's shape of the parameter.
-    """
-
-    label: str
-    flat: Array
-    start: int
-    stop: int
-    extents: Extents
-
-
-def errors_of(parameter: Any) -> Errors | None:
-    """What a checkpoint must have next to the optimizer state; None without error feedback."""
-    group = parameter.storage
-    arena = group.arenas.get("quantisation_error") if isinstance(group, ParameterGroup) else None
-    if arena is None:
-        return None
-    how, layout, rank = quantisation_of(group), group.layout, group.ranks.rank
-    hosts, size = hosts_of(group, how)
-    label = f"{hosts}.{rank // size}"
-    entry, start, stop, extents = layout.entries[group.position[id(parameter)]], None, 0, ()
-    for row, shard in enumerate(range(rank % size, layout.shards, size)):  # the sums that this rank sends
-        first, last, part = layout.in_shard(entry, shard)
-        if part:  # neighbours in the array: a parameter fills all rows but the first and the last
-            start = row * layout.shard_size + first if start is None else start
-            stop, extents = row * layout.shard_size + last, extents + part
-    if start is None:
-        return None
-    return Errors(label, arena.slots[0].array, start, stop, extents)
-
-
 def connect_hosts(
     layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], inputs: PlanInputs
 ) -> None:
     """Make the communicators of hosts and across hosts. Collective."""
     for group in layouts:
-        how, ranks = quantisation_of(group), ranks_of[group]
+        how = quantisation_of(group)
         if how is None:
             continue
         mesh = mesh_of_hosts(group, how)
         if how.secondary:
             mesh.communicator("gather", "host")
-        if how.reduce_bits is not None and ranks.replicate is None:
+        if reduction_of(group) is not None:
             for axis in ("host", "hosts"):
                 mesh.communicator("reduce", axis)
 
@@ -260,7 +223,7 @@ def plan_quantised(
     """Add the buffers of quantised collectives. Every rank dequantises into a slot of its own."""
     quantised = [(group, quantisation_of(group)) for group in groups]
     own: dict[Spec, Spec] = {}
-    for members, how in _alike([(g, how) for g, how in quantised if how and how.gather_bits]):
+    for members, how in alike_by_how([(g, how) for g, how in quantised if how and how.gather_bits]):
         count = max(layouts[g].shard_size for g in members)
         shards = layouts[members[0]].shards
         share(specs, members, "quantised", shards * how.gathered_bytes(count), "uint8", 1)
@@ -273,40 +236,21 @@ def plan_quantised(
                 specs[group]["secondary"] = Spec("secondary", part, "uint8")
         if specs[members[0]]["gathered"].dtype.itemsize == 2:
             share(specs, members, "dequantised", count, dtypes.float32, 1)
-    for members, how in _alike([(g, how) for g, how in quantised if how and how.reduce_bits and g.trainable]):
+    reduced = [(group, reduction_of(group)) for group in groups]
+    for members, how in alike_by_how([(g, how) for g, how in reduced if how and g.trainable]):
         count = max(layouts[g].shard_size for g in members)
         hosts, size = hosts_of(members[0], how)
         name, nbytes = "quantised_gradients", max(hosts, size) * how.reduced_bytes(count)
         shared = Spec(name, nbytes, "uint8", 2)  # what is sent, and what is received
         for group in members:
             specs[group][name] = shared
-    for group, how in quantised:
+    for group, how in reduced:
         if how and how.error_feedback and group.key.trainable:  # kept also while the group is frozen
             errors = hosts_of(group, how)[0] * layouts[group].shard_size
             specs[group]["quantisation_error"] = Spec("quantisation_error", errors, dtypes.float32)
 
 
-def _alike(groups: list[tuple[ParameterGroup, Quantisation]]) -> list[tuple[list, Quantisation]]:
+def alike_by_how(groups: list[tuple[ParameterGroup, Quantisation]]) -> list[tuple[list, Quantisation]]:
     """buffers.alike, apart by Quantisation."""
     kinds = dict.fromkeys(how for _, how in groups)
     return [(members, how) for how in kinds for members in alike(g for g, each in groups if each == how)]
-
-
-def check_quantised(modules: list[Module], settings: Settings, parameters: Keyed) -> None:
-    """Raise ValueError for parameters on the host, which are not quantised."""
-    policy = settings.precision
-    if isinstance(policy, MixedPrecisionPolicy) and policy.quantised and settings.offloaded.parameters:
-        raise ValueError(
-            "fully_shard: mp_policy has quantised collectives, but the parameters are offloaded to the host; "
-            "use one of the two"
-        )
-
-
-def check_invariance(units: list[Unit]) -> None:
-    """Raise ValueError for units that are quantised and must not depend on the number of ranks."""
-    for unit in units:
-        if unit.choices.micro_batches is not None and any(map(quantisation_of, unit.groups)):
-            raise ValueError(
-                f"set_world_invariant: unit {unit.label} has quantised collectives, whose blocks depend on "
-                "the number of ranks; use one of the two"
-            )
