@@ -9,10 +9,12 @@ from shardrt.train import config as settings
 from tests.lab import jobs
 from tests.lab.jobs import STEPS, curves, launch, records, remove_after
 
-BITS = ("--precision.gather-bits", "8", "--precision.reduce-bits", "8", "--precision.host-size")
+EIGHT = ("--precision.quantized-weights", "8", "--precision.quantized-gradients", "8")
+BITS = (*EIGHT, "--precision.host-size")
 RUNS = {
     "exact": (2, ()),
     "bits": (2, (*BITS, "1")),
+    "with a secondary copy": (4, (*EIGHT, "--precision.hpz-partition-size", "2")),
     "with tp": (4, (*BITS, "2", "--parallel.tp", "2")),
     "with pp": (4, (*BITS, "1", "--parallel.pp", "2", "--precision.error-feedback", "true")),
 }
@@ -32,14 +34,20 @@ def test_held_out_loss_stays_within_one_percent(finished, name):
 
 
 test_other_bits_are_refused_before_anything_is_written = jobs.one_line_tests(
-    ("precision.gather_bits must be 8, 4 or 0, got 3", "--precision.gather-bits", "3"),
-    ("precision.error_feedback needs reduce_bits=8", "--precision.error-feedback", "true"),
+    ("precision.quantized_weights must be 8, 4 or 0, got 3", "--precision.quantized-weights", "3"),
+    ("precision.quantized_block must be a multiple of 32, got 1", *EIGHT, "--precision.quantized-block", "1"),
+    ("precision.error_feedback needs quantized_gradients=8", "--precision.error-feedback", "true"),
+    ("precision.hpz_partition_size needs quantized_weights=8 or 4", "--precision.hpz-partition-size", "2"),
+    ("give one of them", *EIGHT, "--precision.host-size", "1", "--precision.hpz-partition-size", "2"),
+    ("precision.quantized_*: NO_SHARD keeps whole", *EIGHT, "--fsdp.strategy", "NO_SHARD"),
+    ("precision.quantized_*: blocks depend on the number", *EIGHT, *jobs.INVARIANT),
+    ("leave memory.offload_parameters off", *EIGHT, "--memory.offload-parameters", "true"),
 )
 
 
 def fed_back(host_size, **more):
     return settings.PrecisionConfig(
-        gather_bits=8, reduce_bits=8, host_size=host_size, error_feedback=True, **more
+        quantized_weights=8, quantized_gradients=8, host_size=host_size, error_feedback=True, **more
     )
 
 
