@@ -27,7 +27,7 @@ from shardrt.simulate.clock import price
 from shardrt.simulate.links import transfer
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.memory import Peak, by_category, by_module, peaks
-from shardrt.simulate.phases import PRODUCTS, family, part_of, phases_of
+from shardrt.simulate.phases import PRODUCTS, family, part_of, phases_of, updates
 from shardrt.simulate.timing import Timing
 
 __all__ = ["NoStep", "Report", "report"]
@@ -166,12 +166,15 @@ def _of_products(work: Work) -> int:
 
 
 def _flops(works: list[Work]) -> tuple[float, float]:
-    """Operations of matmuls: of forward once and backward; and all that ran.
+    """Operations of matmuls: of forward once and backward; and all that ran, those of updates too.
 
     Forward has as many as the larger of backward's two matmuls: for inputs, and for weights.
     """
     flops: Counter[str] = Counter()
     for work in works:
+        if updates(work):
+            flops[""] += _of_products(work)
+            continue
         name = work.name.removesuffix("_gelu").replace("_parameters", "_weight")
         flops[name] += _of_products(work)
     mine = float(flops["matmul.matmul"]) + _ATTENTION * flops["attention.backward"]
