@@ -251,9 +251,9 @@ def _links(timing: Timing, items: list[tuple[int, Item]], machine: Machine) -> d
             ranks = program.groups[item.group].ranks
             if item.peer >= 0:
                 ranks = sorted((program.rank, ranks[item.peer]))
-            key = item.call, item.nbytes, tuple(ranks) if isinstance(ranks, list) else ranks
+            key = item.call, item.nbytes, tuple(ranks) if isinstance(ranks, list) else ranks, item.parts
             if key not in known:
-                known[key] = transfer(machine, item.call, item.nbytes, ranks)
+                known[key] = transfer(machine, item.call, item.nbytes, ranks, program.rank, item.parts)
             if item.call != "recv":
                 found["within the node"][item.call] += round(known[key].inside)
                 found["between nodes"][item.call] += round(known[key].outside)
