@@ -356,9 +356,13 @@ def _planned(
         return pipeline_plan(pipeline, shares, batches, inputs=task.inputs, optimizer_states=states)
     if mesh.world.device is not None:
         return memory_plan(model, optimizer_states=states)
-    plan = memory_plan(
-        model, optimizer_states=states, step=lambda: loop.backward(recipe, task, model, batches, unscaled, 0)
-    )
+
+    def step() -> None:
+        loop.backward(recipe, task, model, batches, unscaled, 0)
+        if recipe.optimizer.name is settings.Algorithm.muon:
+            optimizer_of(recipe, model).step()  # it takes whole matrices for a while
+
+    plan = memory_plan(model, optimizer_states=states, step=step)
     shard = plan.device.get("optimizer state", 0) // states
     return replace(plan, device=plan.device | outer.planned(recipe, shard))
 
