@@ -6,7 +6,7 @@ Hosts that train apart: hub, links, diloco.
 """
 
 from shardrt.parallel.context import ContextParallel, SequencePart, context_plan, shard_sequence
-from shardrt.parallel.diloco import DiLoCo, check_diloco, outer_bytes, strided_fragments
+from shardrt.parallel.diloco import DiLoCo, check_diloco, check_warmup, outer_bytes, strided_fragments
 from shardrt.parallel.experts import ExpertParallel, expert_plan, most_rows
 from shardrt.parallel.invariant import set_tensor_invariant
 from shardrt.parallel.links import HubLink, HubLost, LeftBehind
@@ -34,6 +34,7 @@ __all__ = [
     "TokenParallel",
     "VocabParallel",
     "check_diloco",
+    "check_warmup",
     "context_plan",
     "expert_plan",
     "most_rows",

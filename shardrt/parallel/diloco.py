@@ -8,7 +8,7 @@ Streaming DiLoCo with overlapping communication, 2025. Arguments have torchft's 
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -39,6 +39,8 @@ class DiLoCo:
         model_fragments: for each fragment its modules, in the order of outer steps. None: one fragment. The
             first also has the parameters that are in no other.
         sync_every: inner steps from one outer step of a fragment to its next.
+        warmup_steps: inner steps at the beginning in which it is `warmup_every` instead: hosts move apart
+            fastest when the model is new.
         lr: of the outer SGD.
         momentum: of the outer SGD.
         nesterov: look ahead along the momentum, as the paper does.
@@ -64,6 +66,8 @@ class DiLoCo:
         model_fragments: Sequence[Sequence[Module]] | None = None,
         *,
         sync_every: int,
+        warmup_steps: int = 0,
+        warmup_every: int = 10,
         lr: float = 0.7,
         momentum: float = 0.9,
         nesterov: bool = True,
@@ -73,9 +77,10 @@ class DiLoCo:
     ) -> None:
         count = 1 if model_fragments is None else len(model_fragments)
         check_diloco(sync_every, count, lr, momentum, fragment_sync_delay, fragment_update_alpha)
+        check_warmup(warmup_steps, warmup_every, count, fragment_sync_delay)
         self.optimizer = optimizer
         self.link = MeshLink(hosts) if isinstance(hosts, DeviceMesh) else hosts
-        self._interval = sync_every // count
+        self._schedule = Schedule(sync_every // count, warmup_steps, max(1, warmup_every // count))
         self._delay, self._alpha = fragment_sync_delay, fragment_update_alpha
         self._outer = lr, momentum, nesterov
         optimizer.take_in()
@@ -93,12 +98,10 @@ class DiLoCo:
             present: False leaves this host out of an exchange that begins now: its steps since the last one
                 are dropped, and it takes the outer parameters. All ranks of a host say the same.
         """
-        due, ahead = divmod(done + self._delay, self._interval)
-        if not ahead:
-            self._fragment_at(done + self._delay).begin(due, present)
-        number, ahead = divmod(done, self._interval)
-        if not ahead:
-            self._fragment_at(done).finish(*self._outer, self._alpha)
+        if number := self._schedule.number(done + self._delay):
+            self._fragment(number).begin(number, present)
+        if number := self._schedule.number(done):
+            self._fragment(number).finish(*self._outer, self._alpha)
             self.link.settle(number, self._state())
 
     @property
@@ -110,9 +113,9 @@ class DiLoCo:
         """After `restore`, which gave step `done`: note the exchange that was under way then."""
         for fragment in self.fragments:
             fragment.under_way = False
-        due = -(-done // self._interval) * self._interval
-        if due - self._delay <= done < due:
-            self._fragment_at(due).resume(took_part)
+        number = self._schedule.passed(done) + 1
+        if self._schedule.step(number) - self._delay <= done:
+            self._fragment(number).resume(took_part)
 
     def join(self, done: int) -> tuple[int, bool]:
         """Meet the other hosts at a hub, after step `done`. Collective.
@@ -123,7 +126,7 @@ class DiLoCo:
         message = max(fragment.message_bytes for fragment in self.fragments)
         state = sum(array.nbytes for array in self._state())
         first, last = self.link.join(message, state, done)
-        return first, last > done // self._interval
+        return first, last > self._schedule.passed(done)
 
     def catch_up(self, root: int = 0) -> int:
         """Take the outer state of another host, and its parameters; gives the step after which it was.
@@ -136,7 +139,7 @@ class DiLoCo:
             fragment.drop()
         number = self.link.take_from(root, self._state())
         self.take_outer()
-        return number * self._interval
+        return self._schedule.step(number)
 
     def take_outer(self) -> None:
         """Give this host the outer parameters: the result of a run. Its steps since the exchange are lost."""
@@ -152,8 +155,8 @@ class DiLoCo:
             for array in piece.outer.values()
         ]
 
-    def _fragment_at(self, step: int) -> "Fragment":
-        return self.fragments[(step // self._interval - 1) % len(self.fragments)]
+    def _fragment(self, number: int) -> "Fragment":
+        return self.fragments[(number - 1) % len(self.fragments)]
 
     # what a checkpoint reads
 
@@ -175,6 +178,29 @@ class DiLoCo:
 
     def take_in(self, also: Collection[int] = ()) -> None:
         """Do nothing: parameters that are frozen when this is made stay out of outer steps."""
+
+
+class Schedule(NamedTuple):
+    """The inner steps after which outer steps are, which are numbered from 1."""
+
+    every: int
+    warmup_steps: int
+    warmup_every: int
+
+    def passed(self, step: int) -> int:
+        """How many outer steps there are up to inner step `step`."""
+        after = max(0, step - self.warmup_steps) // self.every
+        return min(step, self.warmup_steps) // self.warmup_every + after
+
+    def step(self, number: int) -> int:
+        """The inner step of an outer step."""
+        after = max(0, number - self.warmup_steps // self.warmup_every)
+        return (number - after) * self.warmup_every + after * self.every
+
+    def number(self, step: int) -> int:
+        """The outer step after inner step `step`; 0 if there is none."""
+        number = self.passed(step)
+        return number if self.step(number) == step else 0
 
 
 class OuterSlice:
@@ -353,6 +379,20 @@ def check_diloco(
     if not (0 < lr < float("inf") and 0 <= momentum < 1):
         raise ValueError(
             f"DiLoCo: the outer lr must be positive and the momentum in [0, 1), got {lr} and {momentum}"
+        )
+
+
+def check_warmup(steps: int, every: int, fragments: int, delay: int) -> None:
+    """Raise ValueError unless these settings of DiLoCo fit together."""
+    if steps < 0 or every < 1 or (steps and (every % fragments or steps % every)):
+        raise ValueError(
+            f"DiLoCo: warmup_every must be a multiple of the {fragments} fragments and divide warmup_steps, "
+            f"got {every} and {steps}"
+        )
+    if steps and delay >= every // fragments:
+        raise ValueError(
+            "DiLoCo: fragment_sync_delay must be below warmup_every over the number of fragments, "
+            f"{every // fragments}, got {delay}"
         )
 
 

@@ -175,7 +175,7 @@ class HubLink:
         """Whether the last sum has this host's buffer. Raises HubLost."""
         if self._lost is not None:
             raise self._lost
-        return bool(self._mask >> self.host & 1)
+        return present and bool(self._mask >> self.host & 1)
 
     def settle(self, number: int, state: list[Array]) -> None:
         """After round `number`: give the outer state to a host that asks for it.

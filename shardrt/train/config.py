@@ -22,7 +22,7 @@ from shardrt.nn.layers import LayerNorm, RMSNorm
 from shardrt.nn.lora import add_lora
 from shardrt.nn.public import Module
 from shardrt.optim import warmup_cosine, warmup_linear, warmup_stable_decay
-from shardrt.parallel import check_diloco
+from shardrt.parallel import check_diloco, check_warmup
 from shardrt.parallel.schedules import SCHEDULES
 from shardrt.recompute import checkpoint_blocks
 from shardrt.train.trackers.protocol import TRACKERS
@@ -331,6 +331,8 @@ class DiLoCoConfig:
 
     hosts: int = 1  # groups of ranks that train apart, each with its part of the batch; 1: all train together
     sync_every: int = 50  # steps from one outer step to the next of the same parameters
+    warmup_steps: int = 0  # steps at the beginning in which that is warmup_every instead
+    warmup_every: int = 10
     lr: float = 0.7  # of the outer SGD
     momentum: float = 0.9  # of the outer SGD
     nesterov: bool = True  # with the look-ahead of Nesterov's momentum
@@ -356,6 +358,7 @@ class DiLoCoConfig:
                 self.fragment_sync_delay,
                 self.fragment_update_alpha,
             )
+            check_warmup(self.warmup_steps, self.warmup_every, self.fragments, self.fragment_sync_delay)
         except ValueError as error:
             raise ValueError(f"diloco: {str(error).partition(': ')[2]}") from None
 

@@ -54,6 +54,8 @@ def outer_of(
         hosts,
         fragments_of(recipe, task.units(model)),
         sync_every=chosen.sync_every,
+        warmup_steps=chosen.warmup_steps,
+        warmup_every=chosen.warmup_every,
         lr=chosen.lr,
         momentum=chosen.momentum,
         nesterov=chosen.nesterov,

@@ -125,10 +125,10 @@ class Recipe:
             wrong.append("optimizer.in_backward off")
         if wrong:
             raise ValueError(f"diloco.hosts above 1 trains hosts apart: leave {', '.join(wrong)}")
-        if self.steps % self.diloco.sync_every:
-            raise ValueError(
-                f"diloco.sync_every must divide the {self.steps} steps, got {self.diloco.sync_every}"
-            )
+        after = self.steps - self.diloco.warmup_steps
+        if after % self.diloco.sync_every:
+            of = f"{after} steps" + " after diloco.warmup_steps" * bool(self.diloco.warmup_steps)
+            raise ValueError(f"diloco.sync_every must divide the {of}, got {self.diloco.sync_every}")
 
     def task(self) -> Task:
         """The task of this recipe. Reads data. Raises ValueError, OSError for bad data."""

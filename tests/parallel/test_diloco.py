@@ -80,6 +80,7 @@ CASES = {
     "every 3 steps": {"sync_every": 3},
     "plain momentum": {"sync_every": 2, "nesterov": False, "lr": 0.5, "momentum": 0.5},
     "fragments": {"sync_every": 3, "fragments": 3},
+    "warm-up": {"sync_every": 4, "fragments": 2, "warmup_steps": 4, "warmup_every": 2},
     "delay": {"sync_every": 4, "fragments": 2, "delay": 1},
     "alpha": {"sync_every": 4, "fragments": 2, "delay": 1, "fragment_update_alpha": 0.5},
 }
@@ -90,7 +91,10 @@ def test_outer_steps_are_those_of_a_reference_in_numpy(case):
     settings, steps = CASES[case], 8
     results = thread.run(4, watched, steps, **settings)
     parts, hosts = results[0][1], [results[0][2], results[2][2]]
-    interval = settings["sync_every"] // settings.get("fragments", 1)
+    fragments = settings.get("fragments", 1)
+    warmup, short = settings.get("warmup_steps", 0), settings.get("warmup_every", 10) // fragments
+    interval = settings["sync_every"] // fragments
+    due = [*range(short, warmup + 1, short), *range(warmup + interval, steps + interval, interval)]
     delay, alpha = settings.get("delay", 0), settings.get("fragment_update_alpha", 0)
     how = [settings.get("lr", 0.7), settings.get("momentum", 0.9), settings.get("nesterov", True)]
     outer = {name: values.copy() for name, values in hosts[0][0].items()}
@@ -100,11 +104,11 @@ def test_outer_steps_are_those_of_a_reference_in_numpy(case):
     for done in range(1, steps + 1):
         before, after = zip(*(host[done] for host in hosts), strict=True)
         expected = [{name: values.copy() for name, values in each.items()} for each in before]
-        if (done + delay) % interval == 0:
-            for name in parts[((done + delay) // interval - 1) % len(parts)]:
+        if done + delay in due:
+            for name in parts[due.index(done + delay) % len(parts)]:
                 gradient[name] = ((outer[name] - before[0][name]) + (outer[name] - before[1][name])) / 2
-        if done % interval == 0:
-            for name in parts[(done // interval - 1) % len(parts)]:
+        if done in due:
+            for name in parts[due.index(done) % len(parts)]:
                 taken.add(name)
                 outer_sgd(outer[name], velocity[name], gradient.pop(name), *how)
                 for each in expected:
@@ -314,6 +318,18 @@ def test_a_host_that_comes_back_catches_up(lost):
 REFUSED = {
     "sync_every must be a positive multiple of the 2 fragments, got 3": {"sync_every": 3, "fragments": 2},
     "fragment_sync_delay must be from 0 .* 2, got 2": {"sync_every": 2, "fragment_sync_delay": 2},
+    "warmup_every must be a multiple of the 2 fragments .* got 3 and 3": {
+        "sync_every": 2,
+        "fragments": 2,
+        "warmup_steps": 3,
+        "warmup_every": 3,
+    },
+    "fragment_sync_delay must be below warmup_every .* 1, got 1": {
+        "sync_every": 2,
+        "warmup_steps": 3,
+        "warmup_every": 1,
+        "fragment_sync_delay": 1,
+    },
     "fragment_update_alpha must be in": {"sync_every": 1, "fragment_update_alpha": 1.0},
     "the outer lr must be positive": {"sync_every": 1, "lr": 0.0},
     "count must be from 1 to the 3 blocks, got 4": {"sync_every": 4, "fragments": 4},
