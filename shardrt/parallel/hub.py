@@ -256,7 +256,8 @@ class Hub:
             else:
                 found = dict(sorted(group.result.items()))
                 number = WANTED * (group.fetching > 0 and host == min(found))
-        send(connection, EXCHANGE, number, sum(1 << each for each in found), *found.values())
+        bodies = [other for other in found.values() if other is not body]  # the rank has its own
+        send(connection, EXCHANGE, number, sum(1 << each for each in found), *bodies)
 
     def _over(self, group: _Group, number: int) -> bool:
         """Whether the round is over. Ends it where all are there, or it is time. Called with the lock."""

@@ -157,11 +157,15 @@ class HubLink:
         answer = self._ask(hub.EXCHANGE, number, own.tobytes())
         self._mask, self._wanted = answer.hosts, bool(answer.number & hub.WANTED)
         self._behind = bool(answer.number & hub.BEHIND)
-        rows = np.zeros((self.hosts, own.nbytes), np.uint8)
         there = [host for host in range(self.hosts) if answer.hosts >> host & 1]
-        if len(answer.body) != len(there) * own.nbytes:
-            raise HubLost(f"the hub at {self._address} sent {len(answer.body)} bytes for {len(there)} hosts")
-        rows[there] = np.frombuffer(answer.body, np.uint8).reshape(len(there), own.nbytes)
+        bodies = np.frombuffer(answer.body, np.uint8)
+        rows = np.zeros((self.hosts, own.nbytes), np.uint8)
+        if self.host in there and bodies.size == (len(there) - 1) * own.nbytes:  # without this rank's own
+            rows[self.host] = own.view(np.uint8)
+            there.remove(self.host)
+        if bodies.size != len(there) * own.nbytes:
+            raise HubLost(f"the hub at {self._address} sent {bodies.size} bytes for {len(there)} hosts")
+        rows[there] = bodies.reshape(len(there), own.nbytes)
         if codes is not None:
             here.copy(codes.rows.reshape(-1), rows.reshape(-1))
             codes.sum(buffer)
