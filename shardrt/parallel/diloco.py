@@ -32,6 +32,7 @@ class DiLoCo:
 
     Call `step(done)` on all ranks after each inner step. Give the DiLoCo object to CheckpointManager in place
     of the optimizer, with a folder for each host: a checkpoint then has the outer parameters and momentum.
+    Buffers stay each host's own: running statistics of BatchNorm, and the biases of routers.
 
     Args:
         optimizer: the inner optimizer, over the ranks of this host.
