@@ -14,7 +14,7 @@ from shardrt.parallel.hub import EXCHANGE, HEAD, JOIN, MARK, Hub, receive
 from tests import lab
 from tests.parallel.test_diloco import Run
 
-LONG = 50.0  # seconds that no test waits
+LONG = 200.0  # seconds that no test waits
 
 
 @contextmanager
