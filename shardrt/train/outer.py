@@ -166,7 +166,7 @@ def meet(job: Job, step: int, extra: dict[str, Any]) -> tuple[int, dict[str, Any
         store = job.checkpoints.store
         with suppress(CheckpointError):
             step, extra = job.checkpoints.restore(store.root / store.name(first))
-        job.outer.resume(step, took_part=extra.get("took_part", True))
+    job.outer.resume(step, took_part=extra.get("took_part", True))
     return step, extra
 
 

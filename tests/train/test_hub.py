@@ -6,9 +6,11 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 from models import train
 from shardrt.comm import thread
+from shardrt.train import config as settings
 from shardrt.train import job as jobs_of
 from shardrt.train import outer
 from shardrt.train.errors import DATA
@@ -92,6 +94,39 @@ def test_a_host_that_is_stopped_or_killed_catches_up(folder, monkeypatch):
             assert second.wait() == 0
             first.join()
     lab.assert_equal(*(jobs.weights(folder, f"host-{host}") for host in range(2)))
+
+
+def together(address, names, **changes):
+    """Both hosts, as threads of this process."""
+    apart = settings.DiLoCoConfig(2, 6, fragment_sync_delay=3, fragment_update_alpha=0.25, hub=address)
+    often = settings.CheckpointConfig(every=2, keep_last=9)
+    hosts = [
+        threading.Thread(
+            target=jobs.launch,
+            args=(1, f"{name}-{host}"),
+            kwargs=changes
+            | {
+                "diloco": replace(apart, host=host),
+                "checkpoint": settings.CheckpointConfig(every=2, keep_last=9),
+            },
+        )
+        for host, name in enumerate(names)
+    ]
+    for each in hosts:
+        each.start()
+    for each in hosts:
+        each.join()
+
+
+def test_killed_hosts_go_on_to_the_bit_from_the_newest_step_that_all_have(folder):
+    with serving() as (address, _):
+        together(address, ("whole", "whole"))
+        together(address, ("cut", "cut"))
+        for host, last in enumerate((10, 4)):  # an exchange is under way after each of these steps
+            jobs.remove_after(folder / "runs" / f"cut-{host}", last)
+        together(address, ("cut", "cut"), resume="auto")
+    for host in range(2):
+        assert jobs.curves(folder, f"cut-{host}") == jobs.curves(folder, f"whole-{host}")
 
 
 def test_without_a_hub_a_job_ends_with_one_line(folder, capfd):
