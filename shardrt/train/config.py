@@ -217,6 +217,16 @@ class Precision(Enum):
     float16 = "float16"
 
 
+# Quantisation's words and the command's, which are DeepSpeed's.
+_QUANTISED = {
+    "gather_bits": "quantized_weights",
+    "reduce_bits": "quantized_gradients",
+    "block must": "quantized_block must",
+    "secondary": "hpz_partition_size",
+    "None": "0",
+}
+
+
 @dataclass(frozen=True)
 class PrecisionConfig:
     """The type of parameters in ops, and of gradients in messages; the updated weights stay float32."""
@@ -224,31 +234,39 @@ class PrecisionConfig:
     param: Precision = Precision.float32  # parameters are gathered and computed in; float16 scales the loss
     reduce: Precision = Precision.float32  # gradients are sent in
     norms_in_float32: bool = True  # layer norms keep float32 parameters
-    gather_bits: int = (
-        0  # bits of a gathered parameter where a unit lies on several hosts: 8 or 4; 0: as param
-    )
-    reduce_bits: int = 0  # bits of a gradient between hosts: 8; 0: as reduce
-    quantised_block: int = 256  # numbers that share a scale, with gather_bits or reduce_bits
+    quantized_weights: int = 0  # bits of a parameter that is gathered between hosts: 8 or 4; 0: as param
+    quantized_gradients: int = 0  # bits of a gradient between hosts: 8; 0: as reduce
+    quantized_block: int = 256  # numbers that share a scale, with either of the two
+    hpz_partition_size: int = 0  # adjacent ranks of a host that keep quantized weights for backward; 0: none
     host_size: int = 0  # adjacent ranks that make a host; 0: as many as the launcher started on one
-    error_feedback: bool = False  # with reduce_bits: add what rounding lost to the next gradient
+    error_feedback: bool = False  # with quantized_gradients: add what rounding lost to the next gradient
 
     def __post_init__(self) -> None:
+        if self.hpz_partition_size and self.host_size not in (0, self.hpz_partition_size):
+            raise ValueError(
+                f"precision.hpz_partition_size is {self.hpz_partition_size} and precision.host_size "
+                f"{self.host_size}: give one of them"
+            )
         try:
             self.quantised  # noqa: B018 (it checks)
         except ValueError as error:
-            message = str(error).replace("Quantisation: ", "precision.").replace("None", "0")
-            raise ValueError(message) from None
+            message = str(error).removeprefix("Quantisation: ")
+            for theirs, ours in _QUANTISED.items():
+                message = message.replace(theirs, ours)
+            raise ValueError(f"precision.{message}") from None
 
     @property
     def quantised(self) -> Quantisation | None:
         """For MixedPrecisionPolicy; None if nothing is quantised."""
-        if not (self.gather_bits or self.reduce_bits or self.error_feedback):
+        copy = self.hpz_partition_size
+        if not (self.quantized_weights or self.quantized_gradients or self.error_feedback or copy):
             return None
         return Quantisation(
-            self.gather_bits or None,
-            self.reduce_bits or None,
-            self.quantised_block,
-            self.host_size or None,
+            self.quantized_weights or None,
+            self.quantized_gradients or None,
+            self.quantized_block,
+            copy or self.host_size or None,
+            secondary=copy != 0,
             error_feedback=self.error_feedback,
         )
 

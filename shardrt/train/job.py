@@ -325,12 +325,13 @@ def shard(
         set_world_invariant(top, recipe.micro_batches)
 
 
-_KINDS: dict[settings.Algorithm, tuple[type[optim.Optimizer], float]] = {  # with its bytes per element
+# With the bytes of its state per element, without scales.
+_KINDS: dict[settings.Algorithm, tuple[type[optim.Optimizer], float]] = {
     settings.Algorithm.adamw: (optim.AdamW, 8),
     settings.Algorithm.lion: (optim.Lion, 4),
     settings.Algorithm.muon: (optim.Muon, 8),
-    settings.Algorithm.adamw8bit: (low_bit.AdamW8bit, 2 * low_bit.BYTES),
-    settings.Algorithm.lion8bit: (low_bit.Lion8bit, low_bit.BYTES),
+    settings.Algorithm.adamw8bit: (low_bit.AdamW8bit, 2),
+    settings.Algorithm.lion8bit: (low_bit.Lion8bit, 1),
     settings.Algorithm.adamw_bf16: (low_bit.AdamWBF16, 4),
     settings.Algorithm.lion_bf16: (low_bit.LionBF16, 2),
 }
@@ -354,17 +355,31 @@ def planned_memory(
 
     Without their activations in a simulated world, whose steps are recorded anyway.
     """
+    kind, nbytes = _KINDS[recipe.optimizer.name]
+    plan = _planned(recipe, mesh, task, model, batches, nbytes / 4)
+    if not issubclass(kind, low_bit.EightBit):
+        return plan
+    return low_bit.with_scales(plan, on_host=recipe.memory.update_on is settings.Update.host)
+
+
+def _planned(
+    recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, batches: list[Any], states: float
+) -> MemoryPlan:
+    """planned_memory; states: the optimizer's arrays of float32, as long as the shards."""
     unscaled = optim.GradScaler(enabled=False)
-    states = _KINDS[recipe.optimizer.name][1] / 4  # arrays of float32, as long as the shards
     pipeline = pipelines.pipeline_of(model)
     if pipeline is not None:
         shares = pipelines.Shares(task, unscaled, count=1)
         return pipeline_plan(pipeline, shares, batches, inputs=task.inputs, optimizer_states=states)
     if mesh.world.device is not None:
         return memory_plan(model, optimizer_states=states)
-    plan = memory_plan(
-        model, optimizer_states=states, step=lambda: loop.backward(recipe, task, model, batches, unscaled, 0)
-    )
+
+    def step() -> None:
+        loop.backward(recipe, task, model, batches, unscaled, 0)
+        if recipe.optimizer.name is settings.Algorithm.muon:
+            optimizer_of(recipe, model).step()  # it takes whole matrices for a while
+
+    plan = memory_plan(model, optimizer_states=states, step=step)
     shard = plan.device.get("optimizer state", 0) // states
     return replace(plan, device=plan.device | outer.planned(recipe, shard))
 

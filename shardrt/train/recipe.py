@@ -5,6 +5,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
+from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.train import config as settings
 from shardrt.train.tasks import Task
 
@@ -71,6 +72,7 @@ class Recipe:
         if self.report.trace and self.report.traced[-1] > self.steps:
             raise ValueError(f"report.trace must end by the last step, {self.steps}, got {self.report.trace}")
         self._check_reductions()
+        self._check_quantised()
         self._check_pipeline()
         self._check_diloco()
         settings.check_numbers(self, **self.MOST)
@@ -97,6 +99,26 @@ class Recipe:
                 raise ValueError("optimizer.in_backward updates before the loss scale is known to be right")
             if self.reduce_each:
                 raise ValueError("optimizer.in_backward needs one reduction per step: leave reduce_each off")
+
+    def _check_quantised(self) -> None:
+        if self.precision.quantised is None:
+            return
+        if self.fsdp.strategy is ShardingStrategy.NO_SHARD:
+            raise ValueError(
+                "precision.quantized_*: NO_SHARD keeps whole parameters on each rank: use FULL_SHARD, or "
+                "HYBRID_SHARD with fsdp.copies = the number of hosts"
+            )
+        if self.invariant:
+            raise ValueError(
+                "precision.quantized_*: blocks depend on the number of ranks: leave deterministic = "
+                "'world-invariant' out"
+            )
+        if self.memory.offload_parameters:
+            raise ValueError("precision.quantized_*: leave memory.offload_parameters off")
+        if self.precision.error_feedback and self.precision.param is settings.Precision.float16:
+            raise ValueError(
+                "precision.error_feedback: errors have the scale of their step's loss: use param = 'bfloat16'"
+            )
 
     def _check_pipeline(self) -> None:
         other = self.parallel.micro_batches
