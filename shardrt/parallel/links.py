@@ -208,6 +208,8 @@ class HubLink:
             answer = self._ask(hub.FETCH, least)
             rounds = all_gather_object(self._mesh.communicator("control"), answer.number)
             least = max(rounds) + 2  # all ranks ask before that round is over
+        if len(answer.body) != sum(array.nbytes for array in state):
+            raise HubLost(f"the hub at {self._address} sent an outer state of {len(answer.body)} bytes")
         at = 0
         for array in state:
             part = np.frombuffer(answer.body, np.float32, array.size, at)

@@ -1,5 +1,6 @@
 """Hosts that meet at a hub: as in one job, to the bit. Hosts that are late or gone are left out."""
 
+import re
 import socket
 import threading
 import time
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from shardrt.__main__ import main
 from shardrt.comm import thread
 from shardrt.parallel import DiLoCo, HubLink, HubLost, LeftBehind
 from shardrt.parallel.hub import EXCHANGE, HEAD, JOIN, MARK, Hub, receive
@@ -186,6 +188,14 @@ def test_a_body_above_the_limit_is_not_read():
     theirs.sendall(HEAD.pack(MARK, EXCHANGE, 1, 0, 1 << 40))
     with pytest.raises(ConnectionError, match="of at most 16"):
         receive(ours, 16)
+
+
+def test_the_command_says_where_it_listens_or_what_is_wrong(monkeypatch, capsys):
+    monkeypatch.setattr(Hub, "serve", Hub.close)
+    assert main(["hub", "2", "--port", "0"]) == 0
+    assert re.fullmatch(r"hub: 2 hosts, at 127\.0\.0\.1:\d+\n", capsys.readouterr().out)
+    assert main(["hub", "2", "--deadline", "nan"]) == 2
+    assert capsys.readouterr().err == "error: a hub's deadline must be above 0 seconds, got nan\n"
 
 
 @pytest.mark.parametrize("hosts", [1, 65])

@@ -99,21 +99,12 @@ def test_a_host_that_is_stopped_or_killed_catches_up(folder, monkeypatch):
 def together(address, names, **changes):
     """Both hosts, as threads of this process."""
     apart = settings.DiLoCoConfig(2, 6, fragment_sync_delay=3, fragment_update_alpha=0.25, hub=address)
-    often = settings.CheckpointConfig(every=2, keep_last=9)
-    hosts = [
-        threading.Thread(
-            target=jobs.launch,
-            args=(1, f"{name}-{host}"),
-            kwargs=changes
-            | {
-                "diloco": replace(apart, host=host),
-                "checkpoint": settings.CheckpointConfig(every=2, keep_last=9),
-            },
-        )
-        for host, name in enumerate(names)
-    ]
-    for each in hosts:
-        each.start()
+    changes["checkpoint"] = settings.CheckpointConfig(every=2, keep_last=9)
+    hosts = []
+    for host, name in enumerate(names):
+        how = {"diloco": replace(apart, host=host), **changes}
+        hosts.append(threading.Thread(target=jobs.launch, args=(1, f"{name}-{host}"), kwargs=how))
+        hosts[-1].start()
     for each in hosts:
         each.join()
 
