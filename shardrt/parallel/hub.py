@@ -282,7 +282,7 @@ class Hub:
             if number >= least:
                 send(connection, GIVE, number, 0, body)
             else:
-                send(connection, REFUSED, 0, 0, b"all other hosts have left the hub")
+                send(connection, REFUSED, 0, 0, b"the other hosts have left, with newer checkpoints")
         finally:
             with self._changed:
                 group.fetching -= 1

@@ -183,6 +183,22 @@ def test_what_is_no_rank_of_these_hosts_is_refused_and_harms_no_other():
         thread.run(2, trained, address, 2, **settings)
 
 
+def cut_off(address, hub):
+    run = Apart(address=address, sync_every=1, each=1, fragment_sync_delay=0)
+    run.begin()
+    run.train(0, 1)
+    run.mesh.communicator("control").all_gather_bytes(b"")
+    for connection in list(hub._groups[0].connections.values()):
+        connection.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(HubLost, match="is gone: .*; start all hosts with --resume auto"):
+        run.train(1, 2)
+
+
+def test_a_hub_that_is_gone_is_an_error_where_the_rank_waits():
+    with serving() as (address, hub):
+        thread.run(2, cut_off, address, hub)
+
+
 def test_a_body_above_the_limit_is_not_read():
     ours, theirs = socket.socketpair()
     theirs.sendall(HEAD.pack(MARK, EXCHANGE, 1, 0, 1 << 40))
