@@ -74,7 +74,7 @@ def _exchange(
     communicator: Communicator | None, ranks: Any, own: list[tuple[Parameter, Layout | None]]
 ) -> Exchange:
     mesh = None if ranks is None else ranks.whole_mesh
-    held = planned(own, 1 if mesh is None else mesh.size)
+    held = planned(own, mesh)
     if held is None:
         held = gathered(communicator or SingleCommunicator(), [_extents(ranks, *each) for each in own])
     return Exchange(mesh, tuple(parameter.whole_shape for parameter, _ in own), tuple(held))

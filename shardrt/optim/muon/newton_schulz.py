@@ -91,7 +91,8 @@ class Matrices:
 
 def batch_of(here: Device, shape: tuple[int, int]) -> int:
     """How many matrices are orthogonalized together: one on the host, and on a GPU up to BATCH elements."""
-    return 1 if here.in_host_memory else max(1, BATCH // prod(shape))
+    like = getattr(here, "like", here)  # a simulated device does as the real one
+    return 1 if like.in_host_memory else max(1, BATCH // prod(shape))
 
 
 def array_shapes(count: int, shape: tuple[int, int]) -> list[tuple[int, ...]]:

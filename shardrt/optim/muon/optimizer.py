@@ -323,7 +323,7 @@ class Muon(Optimizer):
                 own = [matrices[number] for number in numbers]
                 mesh = own[0].piece.storage.whole_mesh
                 layouts = [(m.parameter, getattr(m.piece.storage, "layout", None)) for m in own]
-                held = planned(layouts, 1 if mesh is None else mesh.size)
+                held = planned(layouts, mesh)
                 if held is None:
                     ranks = communicator or SingleCommunicator()
                     held = gathered(ranks, [matrix.extents for matrix in own])
