@@ -22,10 +22,10 @@ from shardrt.optim.low_bit import AdamW8bit, AdamWBF16, Lion8bit, LionBF16
 from shardrt.optim.muon import newton_schulz
 from shardrt.optim.muon.exchange import owners_of
 from shardrt.parallel import DiLoCo
+from shardrt.simulate.clock import price
 from shardrt.simulate.links import transfer
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.report import memory_of, report
-from shardrt.simulate.clock import price
 from shardrt.simulate.script import record_of
 from tests import lab
 
