@@ -58,8 +58,10 @@ def muon_plan(plan: MemoryPlan, model: Module, hidden: Collection[Parameter]) ->
     here, step = root_of(units).settings.mesh.device, 0
     for (communicator, ranks, dtype), own in alike.items():
         step = max(step, _exchange(communicator, ranks, own).step_bytes(here, np.dtype(dtype)))
-    device["matrices of Muon"] = max(0, step - device.get("activations", 0))
-    return replace(plan, device={name: nbytes for name, nbytes in device.items() if nbytes}, host=host)
+    beyond = step - device.get("activations", 0)
+    if beyond > 0:
+        device["matrices of Muon"] = beyond
+    return replace(plan, device=device, host=host)
 
 
 def _by_storage(parameters: list[Parameter]) -> list[Parameter]:

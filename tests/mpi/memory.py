@@ -214,7 +214,7 @@ def measured(counted, plan, model, backward, made=OPTIMIZERS["AdamW"][0]):
         optimizer.step()
         optimizer.zero_grad()
     planned = dict(plan.device)
-    activations = planned.pop("activations")
+    activations = planned.pop("activations", 0) + planned.pop("matrices of Muon", 0)
     assert counted.device == sum(planned.values()), (counted.device, str(plan))
     assert counted.host == plan.host_bytes, (counted.host, str(plan))
     taken = here.peak_bytes() - before
