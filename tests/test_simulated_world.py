@@ -10,6 +10,7 @@ import pytest
 
 import shardrt
 from models.gpt import GPT, GPTConfig
+from models.plans import plan_of
 from shardrt import device, nn, optim
 from shardrt import functional as F
 from shardrt.comm import init_device_mesh
@@ -23,12 +24,23 @@ from shardrt.device.cuda import CUDADevice
 from shardrt.device.program import Collective
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan, units
+from shardrt.fsdp.options.quantisation import Quantisation
+from shardrt.parallel import DiLoCo, parallelize_module
 from tests import lab
 from tests.parallel import piped
 from tests.ranks import run_ranks
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 32))
 HYBRID = {"shape": (2, 2), "mesh_dim_names": ("replicate", "shard")}
+HOSTS = {"shape": (2, 2), "mesh_dim_names": ("diloco", "dp_shard")}
+
+
+def between_hosts(bits, **options):
+    return MixedPrecisionPolicy(
+        reduce_dtype="float32", quantised=Quantisation(bits, 8, host_size=2, **options)
+    )
+
+
 SETTINGS = {
     "FULL_SHARD": ({}, {}),
     "SHARD_GRAD_OP": ({}, {"strategy": "SHARD_GRAD_OP"}),
@@ -36,6 +48,12 @@ SETTINGS = {
     "HYBRID_SHARD": (HYBRID, {"strategy": "HYBRID_SHARD"}),
     "offloaded": ({}, {"offload_policy": CPUOffloadPolicy()}),
     "16 bits on the wire": ({}, {"mp_policy": MixedPrecisionPolicy("bfloat16", "bfloat16")}),
+    "8 bits between hosts": ({}, {"mp_policy": between_hosts(8)}),
+    "4 bits, kept on the host": ({}, {"mp_policy": between_hosts(4, secondary=True)}),
+    "Muon": ({}, {}),
+    "Muon, split layers": ({"shape": (2, 2), "mesh_dim_names": ("dp_shard", "tp")}, {}),
+    "DiLoCo": (HOSTS, {}),
+    "DiLoCo in 4 bits": (HOSTS, {}),
 }
 
 
@@ -53,17 +71,27 @@ def trained(name, steps=2, **options):
     counts = lab.Counts()
     shardrt.manual_seed(1)
     mesh = init_device_mesh("auto", **{**how, **options}, wrap=counts)
-    model = GPT(GPTConfig(2, 2, 64, 64, 64))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **settings)
-    fully_shard(model, mesh=mesh, **settings)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(steps):
+    model, outer = GPT(GPTConfig(2, 2, 64, 64, 64)), None
+    names = mesh.mesh_dim_names or ()
+    if "tp" in names:
+        parallelize_module(model, mesh["tp"], plan_of(model))
+    data = mesh["dp_shard"] if "dp_shard" in names else mesh
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=data, **settings)
+    if name.startswith("Muon"):
+        optimizer = optim.Muon(optim.muon_groups(model, 0.1))
+    else:
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    if "diloco" in names:
+        outer = DiLoCo(optimizer, mesh["diloco"], sync_every=2, should_quantize="4 bits" in name)
+    for step in range(steps):
         counts.reset()
-        F.cross_entropy(model(TOKENS), TOKENS).backward()
+        model(TOKENS, TOKENS).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
         optimizer.zero_grad()
+        if outer is not None:
+            outer.step(step + 1)
     calls, nbytes = Counter(), Counter()
     for each in counts.communicators:
         calls.update({(each.communicator.role, call): n for call, n in each.calls.items() if n})

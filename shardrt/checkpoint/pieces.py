@@ -131,7 +131,7 @@ def piece_of_state(kind: str, name: str, parameter: Parameter, piece: Slice) -> 
         return Piece(kind, name, parameter.extents, piece.state[kind], *held, True)
     from shardrt.checkpoint.encoded import EncodedPiece  # which is a Piece
 
-    arrays = piece.state[kind], *held, True, piece.state[key_of(kind)]
+    arrays = piece.state[kind], *held, True, piece.state[key_of(kind)].array
     return EncodedPiece(kind, name, parameter.extents, *arrays)
 
 

@@ -137,6 +137,7 @@ class Channel:
         grouped: bool = False,
         root: int = -1,
         kind: str = "",
+        parts: tuple[tuple[int, int], ...] = (),
     ) -> int:
         """Record a call and return its number. Arrays with elements have no ranges.
 
@@ -156,7 +157,7 @@ class Channel:
             )
             for arrays in (reads, writes)
         )
-        ends = peer, launches, self.device.label, site(), grouped, dtype, root
+        ends = peer, launches, self.device.label, site(), grouped, dtype, root, parts
         self.device.add(Collective(stream, call, self.name, number, nbytes, reads, writes, *ends))
         return number
 
@@ -195,7 +196,8 @@ class SimulatedTransport(Transport):
 
     def swap(self, output: Array, buffer: Array, received: Sequence[slice], sent: Sequence[slice]) -> None:
         messages = sum(part.stop > part.start for part in (*received, *sent))
-        self._keep("all_to_all", buffer, [buffer], [output], launches=messages)
+        parts = _parts(buffer, [part.stop - part.start for part in sent], [p.stop - p.start for p in received])
+        self._keep("all_to_all", buffer, [buffer], [output], launches=messages, parts=parts)
 
     def send(self, buffer: Array, peer: int) -> None:
         self._keep("send", buffer, [buffer], peer=peer)
@@ -335,7 +337,8 @@ class SimulatedCommunicator(Communicator):
             buffer[...] = self._reported(number, buffer.copy())[self._speakers[root]]
 
     def _all_to_all(self, output: Array, buffer: Array, received: Any, sent: Any, tag: str) -> None:
-        number = self._keep("all_to_all", buffer.nbytes, [buffer], [output])
+        parts = _parts(buffer, sent or (), received or ())
+        number = self._keep("all_to_all", buffer.nbytes, [buffer], [output], parts=parts)
         if _has_values(output):
             sent = sent or equal(buffer.size, self.size)
             values = self._reported(number, (buffer.copy(), slices(sent)))
@@ -378,6 +381,14 @@ def _apart(buffer: Array, rank: int, size: int) -> tuple[list[Array], list[Array
     """([this rank's slice], [the elements before it, the elements after it])."""
     n = buffer.size // size
     return [buffer[rank * n : (rank + 1) * n]], [buffer[: rank * n], buffer[(rank + 1) * n :]]
+
+
+def _parts(buffer: Array, sent: Sequence[int], received: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Collective.parts of an all_to_all with these counts of elements."""
+    if len({*sent, *received}) < 2:
+        return ()
+    size = buffer.itemsize
+    return tuple([(size * to, size * source) for to, source in zip(sent, received, strict=True)])
 
 
 def _short(ranks: list[int]) -> Ranks:

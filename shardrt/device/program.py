@@ -75,6 +75,7 @@ class Collective:
         dtype: of the elements; "uint16" for 16-bit floats that are only moved, "" for bytes of the host and
             for a barrier.
         root: rank in the group that a broadcast begins with, else -1.
+        parts: bytes to and from each rank of an all-to-all with counts that differ; (): equal parts.
     """
 
     stream: str
@@ -91,6 +92,7 @@ class Collective:
     grouped: bool = False
     dtype: str = ""
     root: int = -1
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -350,10 +350,8 @@ class _Clock:
         key: Hashable = None,
     ) -> None:
         """Begin a collective or a message, whose sender is the first; `key` has come when it ends."""
-        what = item.call, item.nbytes, tuple(ranks) if isinstance(ranks, list) else ranks
-        if what not in self.transfers:
-            self.transfers[what] = transfer(self.machine, item.call, item.nbytes, ranks)
-        found, uses = self.transfers[what], {}
+        each = [self._transfer(lane.items[index], ranks, lane.number) for lane, index in lanes]
+        found, uses = max(each, key=lambda one: one.seconds), {}
         memory = found.sent * self.machine.collectives.memory / self.machine.device.bandwidth
         seconds = max(found.seconds, memory, _NOTHING)
         if self.jitter and item.peer < 0:
@@ -367,6 +365,14 @@ class _Clock:
             if share := self.machine.collectives.processor:
                 uses[lane.number, "processor"] = share
         self._start(lanes, seconds, uses, key)
+
+    def _transfer(self, item: Collective, ranks: Sequence[int], number: int) -> Transfer:
+        """What a collective takes the links of a recorded rank."""
+        of = self.programs[number].rank if item.parts else 0
+        what = item.call, item.nbytes, tuple(ranks) if isinstance(ranks, list) else ranks, of, item.parts
+        if what not in self.transfers:
+            self.transfers[what] = transfer(self.machine, item.call, item.nbytes, ranks, of, item.parts)
+        return self.transfers[what]
 
     def _start(
         self,

@@ -39,7 +39,14 @@ class Transfer:
         return self.latency + max(self.node, self.network)
 
 
-def transfer(machine: Machine, call: str, nbytes: int, ranks: Sequence[int]) -> Transfer:
+def transfer(
+    machine: Machine,
+    call: str,
+    nbytes: int,
+    ranks: Sequence[int],
+    rank: int = 0,
+    parts: Sequence[tuple[int, int]] = (),
+) -> Transfer:
     """What a collective of `nbytes` (the whole buffer of a rank), or a message, takes these ranks.
 
     As NCCL's tuner says (src/graph/tuning.cc of 2.30, protocol Simple), with what is fastest of:
@@ -57,10 +64,18 @@ def transfer(machine: Machine, call: str, nbytes: int, ranks: Sequence[int]) -> 
 
     CPUs on several nodes exchange with their counterparts, all at once (comm/hierarchical.py): each sends its
     part of what the other nodes lack, twice in an all-reduce.
+
+    Args:
+        rank: the one that is asked about, with `parts`.
+        parts: Collective.parts; the larger direction of each link counts.
     """
     found, curve = _by_links(machine, call, nbytes, ranks), machine.collectives.calls.get(call)
-    if curve and found.sent and not found.network:
-        return replace(found, node=found.sent / at(curve, found.sent))
+    moved = found.sent
+    if parts:
+        found = _in_parts(machine, ranks, rank, parts, found.latency)
+        moved = found.node * machine.node.bandwidth
+    if curve and moved and not found.network:
+        return replace(found, node=moved / at(curve, moved))
     return found
 
 
@@ -79,6 +94,20 @@ def _by_links(machine: Machine, call: str, nbytes: int, ranks: Sequence[int]) ->
         return way.counterparts(rounds=2 if call == "all_reduce" else 1, sums=call != "all_gather")
     ways = way.reductions() if call == "all_reduce" else way.halves()
     return min(ways, key=lambda found: found.seconds)
+
+
+def _in_parts(
+    machine: Machine, ranks: Sequence[int], rank: int, parts: Sequence[tuple[int, int]], latency: float
+) -> Transfer:
+    """Of an all-to-all with so many bytes to and from each rank."""
+    inside, outside = [0, 0], [0, 0]
+    for other, part in zip(ranks, parts, strict=True):
+        if other != rank:
+            near = other // machine.ranks_per_node == rank // machine.ranks_per_node
+            for way, nbytes in enumerate(part):
+                (inside if near else outside)[way] += nbytes
+    links = max(inside) / machine.node.bandwidth, max(outside) / machine.network.bandwidth
+    return Transfer(latency, inside[0], outside[0], *links)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,17 @@ PRODUCTS = ("linear", "matmul", "grouped", "conv2d", "attention")
 AGAIN = "recomputed forward"
 _OF_MODELS = (*PRODUCTS, "cross_entropy", "embedding", "rms_norm", "layer_norm")
 _UPDATES = ("adamw", "sgd", "lion")
+_OPTIMIZERS = "shardrt/optim/"  # where updates are issued
 
 
 def family(work: Work) -> str:
     """The module of a kernel: "linear" of "linear.forward"."""
     return work.name.partition(".")[0]
+
+
+def updates(work: Work) -> bool:
+    """Whether an optimizer issued it: Muon's matmuls are no model's."""
+    return family(work) in _UPDATES or work.site.startswith(_OPTIMIZERS)
 
 
 def phases_of(spans: Sequence[Span]) -> dict[int, str]:
@@ -35,7 +41,7 @@ def phases_of(spans: Sequence[Span]) -> dict[int, str]:
 def part_of(work: Work, phase: str) -> str:
     """What it is of a step; by its name, where it lies in no phase."""
     name = work.name.partition(".")[2]
-    if family(work) in _UPDATES or phase == "optimizer":
+    if updates(work) or phase == "optimizer":
         return "optimizer"
     if phase == "backward" and name.startswith("forward"):
         return AGAIN

@@ -27,7 +27,7 @@ from shardrt.simulate.clock import price
 from shardrt.simulate.links import transfer
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.memory import Peak, by_category, by_module, peaks
-from shardrt.simulate.phases import PRODUCTS, family, part_of, phases_of
+from shardrt.simulate.phases import PRODUCTS, family, part_of, phases_of, updates
 from shardrt.simulate.timing import Timing
 
 __all__ = ["NoStep", "Report", "report"]
@@ -62,7 +62,7 @@ class Report:
     exposed: ms of collectives while nothing else runs, by name and unit; "" all together.
     memory: place -> category -> bytes when that place has most. modules: the same bytes, place -> module or
     unit -> category; "" is what none has alone. device_bytes: recorded rank -> its bytes on the device, when
-    they are most. links: link -> call -> bytes sent.
+    they are most. links: link -> call -> bytes sent. each_ms: of each recorded step of that rank.
     """
 
     machine: str
@@ -85,6 +85,7 @@ class Report:
     waits: tuple[Waited, ...]
     assumptions: tuple[str, ...] = field(default=())
     device_bytes: dict[int, int] = field(default_factory=dict)
+    each_ms: tuple[float, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -152,6 +153,7 @@ def report(
             each.rank: sum(memory.get("device", {}).values())
             for each, memory in zip(timing.programs, memories, strict=True)
         },
+        each_ms=tuple(1e3 * each for each in timing.steps[0]),
     )
 
 
@@ -166,12 +168,15 @@ def _of_products(work: Work) -> int:
 
 
 def _flops(works: list[Work]) -> tuple[float, float]:
-    """Operations of matmuls: of forward once and backward; and all that ran.
+    """Operations of matmuls: of forward once and backward; and all that ran, those of updates too.
 
     Forward has as many as the larger of backward's two matmuls: for inputs, and for weights.
     """
     flops: Counter[str] = Counter()
     for work in works:
+        if updates(work):
+            flops[""] += _of_products(work)
+            continue
         name = work.name.removesuffix("_gelu").replace("_parameters", "_weight")
         flops[name] += _of_products(work)
     mine = float(flops["matmul.matmul"]) + _ATTENTION * flops["attention.backward"]
@@ -248,9 +253,9 @@ def _links(timing: Timing, items: list[tuple[int, Item]], machine: Machine) -> d
             ranks = program.groups[item.group].ranks
             if item.peer >= 0:
                 ranks = sorted((program.rank, ranks[item.peer]))
-            key = item.call, item.nbytes, tuple(ranks) if isinstance(ranks, list) else ranks
+            key = item.call, item.nbytes, tuple(ranks) if isinstance(ranks, list) else ranks, item.parts
             if key not in known:
-                known[key] = transfer(machine, item.call, item.nbytes, ranks)
+                known[key] = transfer(machine, item.call, item.nbytes, ranks, program.rank, item.parts)
             if item.call != "recv":
                 found["within the node"][item.call] += round(known[key].inside)
                 found["between nodes"][item.call] += round(known[key].outside)
@@ -296,6 +301,7 @@ def _lines(found: Report) -> list[str]:
         lines.append(
             f"{found.tokens:,} tokens a step, {found.tokens_per_s:,.0f} a second, {each:,.0f} each rank"
         )
+    lines += _steps(found.each_ms)
     kind = f"{found.peak / 1e12:,.1f} TFLOP/s{' of ' + found.dtype if found.dtype else ''}"
     lines.append(f"MFU {100 * found.mfu:.1f} %, HFU {100 * found.hfu:.1f} % of {kind}")
     lines.append("the step, ms: " + _listed(found.split))
@@ -323,6 +329,15 @@ def _lines(found: Report) -> list[str]:
         made = f", made up: {', '.join(wait.values)}" if wait.values else ""
         lines.append(f"the host waits at {wait.site}: {wait.times} times, {wait.ms:,.2f} ms{made}")
     return [*lines, FORMULA, *(f"assumed: {message}" for message in found.assumptions)]
+
+
+def _steps(each_ms: Sequence[float]) -> list[str]:
+    """What each step took after the first, where they differ by more than 1 %."""
+    rest = each_ms[1:]
+    if not rest or max(rest) < 1.01 * min(rest):
+        return []
+    shown = ", ".join(f"{ms:,.1f}" for ms in rest)
+    return [f"steps after the first, ms: {shown}; mean {sum(rest) / len(rest):,.1f}"]
 
 
 def _of_modules(parts: dict[str, dict[str, int]]) -> str:

@@ -22,7 +22,7 @@ from shardrt.nn.layers import LayerNorm, RMSNorm
 from shardrt.nn.lora import add_lora
 from shardrt.nn.public import Module
 from shardrt.optim import warmup_cosine, warmup_linear, warmup_stable_decay
-from shardrt.parallel import check_diloco
+from shardrt.parallel import check_diloco, check_warmup
 from shardrt.parallel.schedules import SCHEDULES
 from shardrt.recompute import checkpoint_blocks
 from shardrt.train.trackers.protocol import TRACKERS
@@ -349,6 +349,8 @@ class DiLoCoConfig:
 
     hosts: int = 1  # groups of ranks that train apart, each with its part of the batch; 1: all train together
     sync_every: int = 50  # steps from one outer step to the next of the same parameters
+    warmup_steps: int = 0  # steps at the beginning in which that is warmup_every instead
+    warmup_every: int = 10
     lr: float = 0.7  # of the outer SGD
     momentum: float = 0.9  # of the outer SGD
     nesterov: bool = True  # with the look-ahead of Nesterov's momentum
@@ -356,9 +358,15 @@ class DiLoCoConfig:
     fragment_sync_delay: int = 0  # steps that hosts compute while they exchange a fragment
     fragment_update_alpha: float = 0.0  # weight of a host's own parameters where it takes the outer ones
     should_quantize: bool = False  # send 4 bits for each element
+    hub: str = ""  # HOST:PORT of `shardrt hub`, where each host is a job of its own; "": all are in this job
+    host: int = 0  # this job's number among the hosts, from 0, with a hub
 
     def __post_init__(self) -> None:
         _at_least("diloco.hosts", self.hosts, 1)
+        if not 0 <= self.host < self.hosts:
+            raise ValueError(f"diloco.host must be below diloco.hosts, {self.hosts}, got {self.host}")
+        if self.hub and self.hosts == 1:
+            raise ValueError("diloco.hub is for diloco.hosts above 1")
         try:
             check_diloco(
                 self.sync_every,
@@ -368,8 +376,19 @@ class DiLoCoConfig:
                 self.fragment_sync_delay,
                 self.fragment_update_alpha,
             )
+            check_warmup(self.warmup_steps, self.warmup_every, self.fragments, self.fragment_sync_delay)
         except ValueError as error:
             raise ValueError(f"diloco: {str(error).partition(': ')[2]}") from None
+
+    @property
+    def jobs(self) -> int:
+        """Jobs that train together: one, or with a hub one for each host."""
+        return self.hosts if self.hub else 1
+
+    @property
+    def hosts_here(self) -> int:
+        """Hosts that are part of this job."""
+        return self.hosts // self.jobs
 
 
 @dataclass(frozen=True)
@@ -424,6 +443,7 @@ class WatchdogConfig:
     save: float = 600  # while a checkpoint is written
     evaluation: float = 300  # in evaluations, while text is generated, and at the end
     exit: float = 30  # in Python's and MPI's shutdown after the program
+    outer: float = 600  # while hosts exchange outer gradients (DiLoCo)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -432,7 +452,7 @@ class WatchdogConfig:
     @property
     def limits(self) -> Limits:
         """The same for Watch."""
-        return Limits(self.limit, self.set_up, self.save, self.evaluation, exit=self.exit)
+        return Limits(self.limit, self.set_up, self.save, self.evaluation, exit=self.exit, outer=self.outer)
 
 
 @dataclass(frozen=True)

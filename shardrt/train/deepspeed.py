@@ -166,10 +166,7 @@ _ONLY_DEFAULT: dict[str, tuple[Any, str]] = {
     "fp16.loss_scale": (0, "the loss scale is dynamic"),
     "fp16.fp16_master_weights_and_grads": (False, "the updated weights stay float32"),
     "bf16.bf16_master_weights_and_grads": (False, "the updated weights stay float32"),
-    "bf16.bf16_optimizer_states": (
-        False,
-        "in a loop of your own, AdamW(exp_avg_dtype='bfloat16')",
-    ),
+    "bf16.bf16_optimizer_states": (False, "give --optimizer.name adamw_bf16, or lion_bf16 or adamw8bit"),
     "torch_autocast.lower_precision_safe_modules": (None, "all layers but norms compute in precision.param"),
     "data_types.buffer_dtype": (None, "buffers keep their type"),
     "data_types.keep_in_fp32_modules": ("auto", "see precision.norms_in_float32"),

@@ -147,10 +147,10 @@ class Recipe:
             wrong.append("optimizer.in_backward off")
         if wrong:
             raise ValueError(f"diloco.hosts above 1 trains hosts apart: leave {', '.join(wrong)}")
-        if self.steps % self.diloco.sync_every:
-            raise ValueError(
-                f"diloco.sync_every must divide the {self.steps} steps, got {self.diloco.sync_every}"
-            )
+        after = self.steps - self.diloco.warmup_steps
+        if after % self.diloco.sync_every:
+            of = f"{after} steps" + " after diloco.warmup_steps" * bool(self.diloco.warmup_steps)
+            raise ValueError(f"diloco.sync_every must divide the {of}, got {self.diloco.sync_every}")
 
     def task(self) -> Task:
         """The task of this recipe. Reads data. Raises ValueError, OSError for bad data."""
@@ -196,7 +196,7 @@ class Recipe:
         if ranks % together:
             named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
             raise ValueError(f"{named}: the number of ranks must be a multiple of {together}, got {ranks}")
-        data, hosts = ranks // together, self.diloco.hosts
+        data, hosts = ranks // together, self.diloco.hosts_here
         if data % hosts:
             raise ValueError(f"diloco.hosts must divide the {ranks} ranks, got {hosts}")
         data //= hosts
@@ -214,14 +214,16 @@ class Recipe:
         return {name: size for name, size in found.items() if size > 1 or name == "dp_shard"}
 
     def parts(self, ranks: int) -> int:
-        """Micro-batches of a step, over all ranks that have parts of the batch."""
-        return self.micro_batches if self.invariant else ranks * self.micro_batches
+        """Micro-batches of a step, over all ranks of all jobs that have parts of the batch; `ranks` here."""
+        return self.micro_batches if self.invariant else ranks * self.diloco.jobs * self.micro_batches
 
     def samples(self, step: int, rank: int, ranks: int) -> list[range]:
-        """The samples of each micro-batch that `rank`, of those with parts of the batch, has in a step.
+        """The samples of each micro-batch that `rank`, of the job's with parts of the batch, has in a step.
 
         In each round the one of its rank: so the ranks together have the micro-batches of one rank.
         """
         parts = self.parts(ranks)
         share, first = self.batch_size // parts, step * self.batch_size
+        if self.diloco.hub:
+            rank, ranks = rank + self.diloco.host * ranks, ranks * self.diloco.jobs
         return [range(first + part * share, first + (part + 1) * share) for part in range(rank, parts, ranks)]

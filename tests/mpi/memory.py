@@ -36,6 +36,8 @@ from shardrt.fsdp import (
     set_find_unused_parameters,
     set_world_invariant,
 )
+from shardrt.fsdp.options.quantisation import Quantisation
+from shardrt.optim.low_bit import BYTES, AdamW8bit, LionBF16
 from shardrt.parallel import parallelize_module
 from shardrt.parallel.memory import pipeline_plan
 from shardrt.parallel.pipeline import Pipeline
@@ -54,6 +56,16 @@ PRECISIONS = {
     "float32": None,
     "bfloat16": MixedPrecisionPolicy("bfloat16"),
     "float16, norms in float32": MixedPrecisionPolicy("float16", "float32", full_precision=(nn.LayerNorm,)),
+}
+QUANTISED = {
+    "8 bits": MixedPrecisionPolicy(quantised=Quantisation(8, 8, host_size=1, error_feedback=True)),
+    "4 bits": MixedPrecisionPolicy("bfloat16", quantised=Quantisation(4, 8, host_size=1, secondary=True)),
+}
+OPTIMIZERS = {  # with the number of float32 arrays that each keeps for a parameter
+    "AdamW": (lambda model: optim.AdamW(model.parameters()), 2),
+    "AdamW8bit": (lambda model: AdamW8bit(model.parameters()), 2 * BYTES / 4),
+    "LionBF16": (lambda model: LionBF16(model.parameters()), 0.5),
+    "Muon": (lambda model: optim.Muon(optim.muon_groups(model, 0.1)), 2),
 }
 ACCUMULATIONS = ("none", "reduce each time", "no_sync")
 SAVINGS = {
@@ -131,7 +143,7 @@ def build(
     options = {
         "strategy": strategy,
         "offload_policy": OFFLOADS[offload],
-        "mp_policy": PRECISIONS[precision],
+        "mp_policy": (PRECISIONS | QUANTISED)[precision],
         "mesh": mesh if cut is None else mesh["dp_shard"],
     }
     shardrt.manual_seed(1)
@@ -158,8 +170,8 @@ def backward_of(model, accumulation):
         cut = model.wte.weight.words is not None
         (model(tokens, tokens) if cut else F.cross_entropy(model(tokens), tokens)).backward()
 
-    if accumulation == "none":
-        micro_batch(TOKENS)
+    if accumulation in ("none", "few tokens"):
+        micro_batch(TOKENS[:1, :8] if accumulation == "few tokens" else TOKENS)
         return
     if accumulation == "tree":
         for row in range(TURNS):
@@ -173,17 +185,24 @@ def backward_of(model, accumulation):
     micro_batch(TOKENS[2:])
 
 
-def check(counted, mesh, accumulation="none", **choices):
+def check(counted, mesh, accumulation="none", optimizer="AdamW", **choices):
     model = build(mesh, **choices)
     if accumulation == "tree":
         set_world_invariant(model, TURNS * mesh.size)
+    made, states = OPTIMIZERS[optimizer]
+
+    def step():
+        backward_of(model, accumulation)
+        if optimizer == "Muon":
+            made(model).step()  # it takes whole matrices for a while
+
     counted.reset()
-    plan = memory_plan(model, step=lambda: backward_of(model, accumulation))
+    plan = memory_plan(model, step=step, optimizer_states=states)
     counted.reset()  # what the plan itself took is gone
-    return measured(counted, plan, model, lambda: backward_of(model, accumulation))
+    return measured(counted, plan, model, lambda: backward_of(model, accumulation), made)
 
 
-def measured(counted, plan, model, backward):
+def measured(counted, plan, model, backward, made=OPTIMIZERS["AdamW"][0]):
     """Train, and compare with the plan, to the byte. Gives what activations took."""
     gc.collect()
     for streams in activation_offload._state.__dict__.get("streams", {}).values():
@@ -191,7 +210,7 @@ def measured(counted, plan, model, backward):
     here = device.get("cpu")
     before = here._pool.held_bytes
     here.reset_peak()
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = made(model)
     for _ in range(2):
         backward()
         optimizer.step()
@@ -256,6 +275,7 @@ def cut_in_modules():
     for cut, offload in product(("tensor", "sequence"), OFFLOADS):
         rest = {"precision": next(precisions), "accumulation": next(accumulations)}
         yield {"strategy": "FULL_SHARD", "cut": cut, "offload": offload, "saving": next(savings), **rest}
+    yield {"strategy": "FULL_SHARD", "cut": "tensor", "optimizer": "Muon", "accumulation": "few tokens"}
 
 
 STAGED = [
@@ -296,6 +316,19 @@ def each_strategy(strategies):
         yield {"strategy": strategy, "precision": next(precisions), "accumulation": "tree"}
 
 
+def low_and_apart():
+    """Optimizers with small or whole state, and collectives in few bits."""
+    for strategy, optimizer, precision, accumulation in (
+        ("FULL_SHARD", "Muon", "8 bits", "few tokens"),  # of which Muon's step takes more than backward
+        ("NO_SHARD", "Muon", "bfloat16", "few tokens"),
+        ("FULL_SHARD", "AdamW8bit", "4 bits", "none"),
+        ("SHARD_GRAD_OP", "AdamW8bit", "8 bits", "no_sync"),
+        ("SHARD_OPT", "LionBF16", "4 bits", "reduce each time"),
+    ):
+        how = {"precision": precision, "accumulation": accumulation}
+        yield {"strategy": strategy, "optimizer": optimizer, **how}
+
+
 def main(backend, combinations="pairs"):
     counted = Counted()
     mesh = init_device_mesh("auto", communicator=backend)
@@ -307,7 +340,7 @@ def main(backend, combinations="pairs"):
     else:
         choose = product if combinations == "all" else pairwise
         axes = init_device_mesh("auto", (1, 2), ("dp_shard", "tp"), communicator=backend)
-        flat = any_two(("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"), choose)
+        flat = [*low_and_apart(), *any_two(("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"), choose)]
         cases = [*((mesh, case) for case in flat), *((axes, case) for case in cut_in_modules())]
     gc.collect()
     gc.freeze()  # modules: to look at them again for each case takes as long as the case

@@ -255,6 +255,16 @@ def test_a_collective_of_80_bytes_takes_what_its_way_takes(row):
     assert not sent or (found.inside, found.outside) == near(sent[0])
 
 
+def test_an_all_to_all_in_unequal_parts_takes_its_larger_direction():
+    parts = ((9, 9), (10, 80), (30, 5), (2, 0))  # rank 1 is on this rank's node, the others on another
+    found = transfer(LINKS, "all_to_all", 99, range(4), 0, parts)
+    assert (found.inside, found.outside) == (10, 32)
+    assert found.seconds == near(1000 + 100 + 32)
+    assert transfer(LINKS, "all_to_all", 99, range(2), 0, parts[:2]).seconds == near(1000 + 1 + 80 / 10)
+    of_calls = replace(LINKS, collectives=Collectives(base=1000.0, calls={"all_to_all": ((1, 4.0),)}))
+    assert transfer(of_calls, "all_to_all", 99, range(2), 0, parts[:2]).seconds == near(1000 + 1 + 80 / 4)
+
+
 def test_with_much_to_move_a_ring_gathers_faster_than_a_switch():
     for nbytes, ring in (80, False), (1 << 20, True):
         found = transfer(SWITCHED, "all_gather", nbytes, range(2))

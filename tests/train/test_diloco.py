@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from models import train
+from shardrt.faults.flight import read_all
 from shardrt.train import config as settings
 from shardrt.train import job, outer
 from shardrt.train.errors import DATA, USAGE
@@ -77,6 +78,23 @@ class Spoilt:
         return float("nan") if self.calls == 10 else found
 
 
+def test_the_watchdog_gives_outer_steps_their_own_limit(folder):
+    launch(2, "watched", diloco=settings.DiLoCoConfig(hosts=2, sync_every=3))
+    flights, _ = read_all(folder / "runs" / "watched" / "flight")
+    assert all("outer" in {record.phase for record in flight.records} for flight in flights)
+    limits = settings.WatchdogConfig(outer=900).limits
+    assert limits.of("outer", steps=10, median=0.1) == 900 > limits.of("optimizer", steps=10, median=0.1)
+
+
+def test_messages_behind_an_exchange_under_way_have_its_limit():
+    apart = settings.DiLoCoConfig(hosts=2, sync_every=6, fragment_sync_delay=2)
+    limit = {
+        chosen: outer.limits_of(replace(jobs.CONFIG, diloco=chosen)).step
+        for chosen in (apart, replace(apart, fragment_sync_delay=0), replace(apart, hub="there:1"))
+    }
+    assert list(limit.values()) == [600, 30, 30]
+
+
 REFUSED = {
     "diloco.hosts must divide the 1 ranks, got 3": ("3", "--diloco.sync-every", "3"),
     "diloco.sync_every must divide the 3 steps, got 2": ("2", "--diloco.sync-every", "2"),
@@ -84,6 +102,8 @@ REFUSED = {
     "sync_every must be a positive multiple of the 2 fragments, got 3": (
         *("2", "--diloco.sync-every", "3", "--diloco.fragments", "2"),
     ),
+    "diloco.hub is for diloco.hosts above 1": ("1", "--diloco.hub", "here:1"),
+    "diloco.host must be below diloco.hosts, 2, got 2": ("2", "--diloco.host", "2"),
     "precision.param at float32 or bfloat16": ("2", "--precision.param", "float16"),
     "memory.offload_* off": ("2", "--memory.offload-optimizer", "true"),
 }

@@ -13,10 +13,11 @@ from functools import cached_property
 import numpy as np
 
 from shardrt import device
+from shardrt.comm.mesh_layout import MeshLayout, index_in, without
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.ranks import Mesh
 from shardrt.device import Array
-from shardrt.nn.extents import Extent, Extents, contiguous, size_of, spans
+from shardrt.nn.extents import Extent, Extents, contiguous, cut, size_of, spans
 from shardrt.nn.parameter import Parameter
 from shardrt.optim.muon import newton_schulz
 
@@ -167,17 +168,41 @@ class Exchange:
 def planned(parameters: Sequence[Parameter], ranks: int) -> list[tuple[Extents, ...]] | None:
     """Of each matrix the extents of every rank, as layouts of flat buffers say (fsdp/layout.py).
 
-    None where the layout does not say it: layers that are split before they are sharded.
+    A layer that is split before it is sharded is laid out alike on all ranks that split it.
+
+    Returns:
+        None where ranks split a layer into parts of other sizes.
     """
     found = []
     for parameter in parameters:
-        storage = parameter.storage
-        layout = getattr(storage, "layout", None)
-        if layout is None or layout.shards != ranks or parameter.placement is not None:
+        storage, placement = parameter.storage, parameter.placement
+        shards, layout = [contiguous(0, parameter.size)], getattr(storage, "layout", None)
+        if layout is not None:
+            entry = layout.entries[storage.position[id(parameter)]]
+            shards = [layout.in_shard(entry, rank)[2] for rank in range(layout.shards)]
+        if placement is not None and placement.cut_axes:
+            parts = [placement.extents_of(rank) for rank in range(placement.mesh.size)]
+            if {size_of(part) for part in parts} != {parameter.size}:
+                return None
+            places = _places(storage.whole_mesh, placement.cut_axes)
+            shards = [_part_of(parts[part], shards[number]) for part, number in places]
+        if len(shards) != ranks:
             return None
-        entry = layout.entries[storage.position[id(parameter)]]
-        found.append(tuple(layout.in_shard(entry, rank)[2] for rank in range(ranks)))
+        found.append(tuple(shards))
     return found
+
+
+def _part_of(part: Extents, elements: Extents) -> Extents:
+    """Some elements of a part of a matrix, as elements of the matrix."""
+    pieces = (cut(part, first, first + length) for _, first, length in spans(elements))
+    return tuple(extent for piece in pieces for extent in piece)
+
+
+def _places(mesh: Mesh, split: MeshLayout) -> list[tuple[int, int]]:
+    """(place along the axes that split layers, number of the shard) of each rank of a mesh."""
+    others, shards = without(mesh.root.axes, mesh.axes), without(mesh.axes, split)
+    ranks = [rank for rank in range(mesh.root.size) if not index_in(others, rank)]
+    return [(index_in(split, rank), index_in(shards, rank)) for rank in ranks]
 
 
 def gathered(communicator: Communicator, own: Sequence[Extents]) -> list[tuple[Extents, ...]]:

@@ -37,7 +37,8 @@ def orthogonalize(matrices: Iterable[Array], steps: int = STEPS, dtype: str = dt
     """
     matrices = list(matrices)
     here = device.of(matrices[0])
-    batches = [[each] for each in matrices] if here.in_host_memory else [matrices]
+    like = getattr(here, "like", here)  # a simulated device does as the real one
+    batches = [[each] for each in matrices] if like.in_host_memory else [matrices]
     for batch in batches:
         _orthogonalize(here, batch, steps, dtype == dtypes.bfloat16)
 
