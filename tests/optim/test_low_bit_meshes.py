@@ -1,15 +1,11 @@
 """Low-bit optimizer state on meshes: the same bits as on one rank, but of what tp splits, and equal copies."""
 
-from functools import partial
-
-import numpy as np
 import pytest
 
 import shardrt
 from shardrt import optim
-from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
-from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import ReplicasDiffer, check_replicas, no_sync
+from shardrt.checkpoint import full_state_dict
+from shardrt.fsdp import check_replicas
 from shardrt.optim.low_bit import AdamW8bit, AdamWBF16, Lion8bit, LionBF16
 from tests import lab
 from tests.parallel import meshes
