@@ -7,9 +7,8 @@ taken away, on FULL_SHARD, and nearly the same losses on one rank with the whole
 parallelism, on an axis of two more ranks, sum in another order: a set with one of them gives its own bits
 whatever moves, and nearly the losses and weights of the set without it.
 So does one with DiLoCo, of two hosts with the same rows; with a pipeline, of two stages that have a weight in
-common; with context parallelism, beside the
-same net with whole sequences; and with expert parallelism, beside it with all experts on each rank. Beside
-"tensor-invariant" tensor parallelism changes no bit, and beside "world-invariant" expert parallelism.
+common; with context parallelism, beside the same net with whole sequences; and with expert parallelism,
+beside it with all experts on each rank. Beside "tensor-invariant" tensor parallelism changes no bit, and beside "world-invariant" expert parallelism.
 """
 
 import warnings
@@ -299,9 +298,11 @@ def test_all_of_these_go_together(names, tmp_path):
     ranks = ranks_for(names)
     found = train_on(ranks, names, tmp_path)
     change = tuple(name for name in names if name in NUMBERS or MASKS.issubset(names) and name in MASKS)
-    # Then wherever experts are changes no bit; but 8 bits of their states, whose blocks are of what a rank has.
-    if {"world-invariant", "expert parallel"}.issubset(names) and "8-bit states" not in names:
-        change = tuple("experts" if name == "expert parallel" else name for name in change)
+    if {"world-invariant", "expert parallel"}.issubset(names):  # then wherever experts are changes no bit
+        if "8-bit states" in names:  # but of states in blocks of what a rank has
+            change = (*change, "world-invariant")
+        else:
+            change = tuple("experts" if name == "expert parallel" else name for name in change)
     cuts = {cut for name in names for cut in CUTS.get(name, ())}
     lab.assert_equal(found, reference(ranks, in_order({*change, *cuts.intersection(names)})))
     uncut = tuple(dict.fromkeys(left for name in change for left in UNCUT.get(name, (name,))))
