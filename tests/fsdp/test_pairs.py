@@ -8,7 +8,8 @@ parallelism, on an axis of two more ranks, sum in another order: a set with one 
 whatever moves, and nearly the losses and weights of the set without it.
 So does one with DiLoCo, of two hosts with the same rows; with a pipeline, of two stages that have a weight in
 common; with context parallelism, beside the same net with whole sequences; and with expert parallelism,
-beside it with all experts on each rank. Beside "tensor-invariant" tensor parallelism changes no bit, and beside "world-invariant" expert parallelism.
+beside it with all experts on each rank. Beside "tensor-invariant" tensor parallelism changes no bit, and
+beside "world-invariant" expert parallelism.
 """
 
 import warnings

@@ -142,7 +142,9 @@ def averaged():
         fully_shard(module, mesh=mesh["dp_shard"])
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     how = {"sync_every": 4, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
-    outer = DiLoCo(optimizer, mesh["diloco"], [[block] for block in model.blocks], should_quantize=True, **how)
+    outer = DiLoCo(
+        optimizer, mesh["diloco"], [[block] for block in model.blocks], should_quantize=True, **how
+    )
     for step in range(1, 6):
         loss_of(model).backward()
         optimizer.step()
