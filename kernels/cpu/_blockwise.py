@@ -1,20 +1,26 @@
-"""Parts of kernels for block-wise 8-bit numbers: the maps, and how a block is encoded and decoded."""
+"""Parts of kernels for block-wise 8-bit numbers: the maps, and how tiles of blocks are coded."""
 
 from functools import cache
 
 import numpy as np
 
-from shardrt.kernels.cpu import cast
+from shardrt.kernels.cpu import _blocks, cast
+from shardrt.kernels.cpu._blocks import BLOCK
 from shardrt.kernels.cpu._jit import exact_part
 
-BLOCK = 16  # elements
+MANY = 32  # blocks of a tile: each step of encoding runs on all of them before the next one
+TILE = MANY * BLOCK  # elements
+
+_u, _i, _f = np.uint32, np.int32, np.float32
+_SIGN, _MAGNITUDE, _INFINITY, _16 = cast._SIGN, cast._MAGNITUDE, cast._INFINITY, _u(16)
+_NAN, _ZERO = _f(np.nan), _f(0)
 
 
 @cache
-def tables(signed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(dynamic_map, its 255 middles between neighbours), float32."""
-    values = dynamic_map(signed)
-    return values, (values[:-1] + values[1:]) / np.float32(2)
+def tables(signed: bool) -> tuple[np.ndarray, np.ndarray, np.float32, np.float32]:
+    """Of a map: (its numbers, `codes_by_order`, the least that a number above 0 becomes, and any other)."""
+    values, lowest = dynamic_map(signed), np.float32(-np.inf)
+    return values, codes_by_order(values), *((lowest, lowest) if signed else (values[1], _ZERO))
 
 
 def dynamic_map(signed: bool) -> np.ndarray:
@@ -41,52 +47,86 @@ def _linspace(count: int) -> np.ndarray:
     return found.astype(np.float32)
 
 
-@exact_part
-def size_of(x, lowest):
-    """The scale that would map x onto an end of a map from `lowest`, which is below 0 or unused, to 1."""
-    return x if x >= 0 else x / lowest
+def ordered(x: np.ndarray) -> np.ndarray:
+    """The bits of float32 x as int32 that are in the order of the numbers."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def codes_by_order(values: np.ndarray) -> np.ndarray:
+    """A table that gives the code of the nearest of `values`, of two as near the lower one: uint32 (65536,).
+
+    The code of a number is (table[high] + low) >> 16, high and low the halves of `ordered`. An entry has the
+    code of its first number as upper half. If a middle between two values lies in it, its lower half is such
+    that numbers above the middle carry. No two do: 7 bits of fraction tell neighbours apart.
+    """
+    middles = ordered((values[:-1] + values[1:]) / np.float32(2))
+    starts = np.arange(2**16, dtype=np.uint32) << 16
+    table = np.searchsorted(middles, starts.view(np.int32)).astype(np.uint32) << 16
+    table[middles.view(np.uint32) >> 16] += 0xFFFF - (middles.view(np.uint32) & 0xFFFF)
+    return table
 
 
 @exact_part
-def largest(x, count, lowest):
-    """The largest size of x[:count]; nan if one of them is not finite."""
-    top, wrong = np.float32(0), np.float32(0)
-    for k in range(count):
-        size = size_of(x[k], lowest)
-        wrong += size - size
-        top = size if size > top else top
-    return top + wrong
+def new_room():
+    """Scratch memory of a tile: codes, halves of what is looked up, what is found, four numbers per block."""
+    halves = np.empty(TILE, np.uint16), np.empty(TILE, np.uint16)
+    return np.zeros(TILE, np.uint8), halves, np.empty(TILE, np.uint32), np.empty((5, MANY), np.float32)
 
 
 @exact_part
-def code_of(x, middles):
-    """The code of the number of the map that is nearest to x; of two as near, the lower one."""
-    code = 0
-    for bit in (128, 64, 32, 16, 8, 4, 2, 1):
-        code += bit if x > middles[code + bit - 1] else 0
-    return code
+def decode(codes, scales, tables, x, room):
+    """Write the numbers of a tile of codes to x[: codes.size]; the rest of its last block may change."""
+    copy = room[0]
+    for i in range(codes.size):
+        copy[i] = codes[i]
+    for block in range(scales.size):
+        _blocks.decode(tables[0], copy, block * BLOCK, cast.widened(scales[block]), x)
 
 
 @exact_part
-def encode(x, count, codes, values, middles, signed):
-    """Write the codes of x[:count], a block, and give the bits of its scale."""
-    top = largest(x, count, values[0])
-    bits = cast.narrowed(top)
+def encode(x, codes, scales, tables, room):
+    """Write codes and scales of x[: codes.size], a tile; behind them x becomes 0 up to a whole block."""
+    values, by_order, least, floor = tables
+    _, (high, low), found, (tops, bottoms, divisors, uppers, lowers) = room
+    for i in range(codes.size, scales.size * BLOCK):
+        x[i] = 0
+    for block in range(scales.size):
+        tops[block], bottoms[block] = _blocks.extremes(x, block * BLOCK)
+    for block in range(scales.size):
+        scales[block], divisors[block], uppers[block], lowers[block] = _scaled(
+            tops[block], bottoms[block], values[0]
+        )
+    for block in range(scales.size):
+        numbers = divisors[block], uppers[block], lowers[block], least, floor
+        _blocks.order(x, block * BLOCK, numbers, high, low)
+    for block in range(scales.size):
+        _blocks.take(by_order, high, block * BLOCK, found)
+    for i in range(codes.size):
+        codes[i] = np.uint8(_u(found[i] + _u(low[i])) >> _16)
+
+
+@exact_part
+def _scaled(top, bottom, lowest):
+    """The bits of a block's scale, what its numbers are divided by, and which become ends of the map, or nan.
+
+    The scale maps the block's largest number onto an end of the map, however it is rounded: `lowest`, if that
+    is below 0, or 1. top, bottom: see _blocks.extremes.
+    """
+    top_bits, bottom_bits = cast._bits(top), cast._bits(bottom)
+    finite = _i(top_bits) < _i(_INFINITY) and _u(bottom_bits & _MAGNITUDE) < _INFINITY
+    upper = top if _i(top_bits) > 0 else _ZERO
+    lower = bottom if bottom_bits > _SIGN and lowest < 0 else _ZERO
+    size = lower / lowest if lowest < 0 else _ZERO
+    largest = size if size > upper else upper
+    bits = cast.narrowed(largest if finite else _NAN)
     scale = cast.widened(bits)
-    for k in range(count):
-        code = code_of(x[k] / scale, middles) if scale > 0 else 0
-        if size_of(x[k], values[0]) == top > 0:  # an end of the map, however the scale was rounded
-            code = 255 if x[k] >= 0 else 0
-        codes[k] = max(code, 1) if not signed and x[k] > 0 else code
-    return bits
-
-
-@exact_part
-def decode(codes, count, bits, x, values):
-    """Write the numbers of a block to x[:count]."""
-    scale = cast.widened(bits)
-    for k in range(count):
-        x[k] = values[codes[k]] * scale + np.float32(0)  # never -0
+    return (
+        bits,
+        scale if scale > 0 else _NAN,
+        upper if finite and upper == largest > 0 else _NAN,
+        lower if finite and size == largest > 0 else _NAN,
+    )
 
 
 def first_block(start: float) -> int:

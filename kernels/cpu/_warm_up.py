@@ -105,7 +105,23 @@ def _warm_up_float32() -> None:
     ranges = np.array([[0.0, 4.0, 1.0, 0.1, 0.0, 1.0]])
     cpu.sgd.step(row, bias, None, ranges, 0.0, False)
     cpu.sgd.step(row, bias, weight, ranges, 0.9, False)
+    _update_low_bit()
     _attend(np.float32)
+
+
+def _update_low_bit() -> None:
+    """Optimizers whose state has 8 or 16 bits."""
+    x, grad, codes, scales = (
+        *np.ones((2, 16), np.float32),
+        np.zeros((2, 16), np.uint8),
+        np.zeros(1, np.uint16),
+    )
+    bits, seed = np.zeros((2, 16), np.uint16), (0.0,) * 5
+    adamw, lion = (0.0, 16.0, 1.0, 0.1, 0.0, 0.9, 0.99, 1e-8), (0.0, 16.0, 1.0, 0.1, 0.9, 0.99)
+    cpu.adamw8bit.step(x, grad, codes[0], scales, codes[1], scales.copy(), np.array([adamw]))
+    cpu.lion8bit.step(x, grad, codes[0], scales, np.array([lion]))
+    cpu.stochastic.adamw(x, grad, *bits, np.array([adamw + seed]))
+    cpu.stochastic.lion(x, grad, bits[0], np.array([lion + seed]))
 
 
 def _warm_up_bits() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 
 from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu import _blockwise, cast
-from shardrt.kernels.cpu._blockwise import BLOCK
+from shardrt.kernels.cpu._blockwise import BLOCK, MANY, TILE
 from shardrt.kernels.cpu._jit import fused
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.adamw import _updated
@@ -27,7 +27,7 @@ def step(
     The weights change by the moments before these are encoded. Each range begins with a block, and its last
     block has no element of another range.
     """
-    maps = (*_blockwise.tables(True), *_blockwise.tables(False))
+    maps = _blockwise.tables(True), _blockwise.tables(False)
     for start, stop, keep, rate, correction, beta1, beta2, eps in ranges.tolist():
         first, piece = _blockwise.first_block(start), slice(int(start), int(stop))
         numbers = tuple(map(np.float32, (keep, rate, correction, beta1, 1 - beta1, beta2, 1 - beta2, eps)))
@@ -41,14 +41,15 @@ def step(
 
 @fused
 def _step(start, stop, param, grad, m, m_scales, v, v_scales, maps, numbers):
-    signed, signed_middles, positive, positive_middles = maps
-    one, two = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    for block in range(start, stop):
-        begin, end = block * BLOCK, min(param.size, (block + 1) * BLOCK)
-        p, g, count = param[begin:end], grad[begin:end], end - begin
-        _blockwise.decode(m[begin:end], count, m_scales[block], one, signed)
-        _blockwise.decode(v[begin:end], count, v_scales[block], two, positive)
-        for i in range(count):
+    both, positive = maps
+    one, two, room = np.empty(TILE, np.float32), np.empty(TILE, np.float32), _blockwise.new_room()
+    for first in range(start, stop, MANY):
+        last = min(first + MANY, stop)
+        begin, end = first * BLOCK, min(last * BLOCK, param.size)
+        p, g = param[begin:end], grad[begin:end]
+        _blockwise.decode(m[begin:end], m_scales[first:last], both, one, room)
+        _blockwise.decode(v[begin:end], v_scales[first:last], positive, two, room)
+        for i in range(p.size):
             p[i], one[i], two[i] = _updated(p[i], g[i], one[i], two[i], numbers)
-        m_scales[block] = _blockwise.encode(one, count, m[begin:end], signed, signed_middles, True)
-        v_scales[block] = _blockwise.encode(two, count, v[begin:end], positive, positive_middles, False)
+        _blockwise.encode(one, m[begin:end], m_scales[first:last], both, room)
+        _blockwise.encode(two, v[begin:end], v_scales[first:last], positive, room)

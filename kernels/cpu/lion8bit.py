@@ -4,7 +4,7 @@ import numpy as np
 
 from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu import _blockwise
-from shardrt.kernels.cpu._blockwise import BLOCK
+from shardrt.kernels.cpu._blockwise import BLOCK, MANY, TILE
 from shardrt.kernels.cpu._jit import fused
 from shardrt.kernels.cpu._threads import run_rows
 
@@ -25,15 +25,15 @@ def step(param: Array, grad: Array, m: Array, m_scales: Array, ranges: Array) ->
 @fused
 def _step(start, stop, param, grad, m, m_scales, maps, numbers):
     keep, rate, beta1, rest1, beta2, rest2, zero, one = numbers
-    values, middles = maps
-    moments = np.empty(BLOCK, np.float32)
-    for block in range(start, stop):
-        begin, end = block * BLOCK, min(param.size, (block + 1) * BLOCK)
-        p, g, count = param[begin:end], grad[begin:end], end - begin
-        _blockwise.decode(m[begin:end], count, m_scales[block], moments, values)
-        for i in range(count):
+    moments, room = np.empty(TILE, np.float32), _blockwise.new_room()
+    for first in range(start, stop, MANY):
+        last = min(first + MANY, stop)
+        begin, end = first * BLOCK, min(last * BLOCK, param.size)
+        p, g = param[begin:end], grad[begin:end]
+        _blockwise.decode(m[begin:end], m_scales[first:last], maps, moments, room)
+        for i in range(p.size):
             mixed = beta1 * moments[i] + rest1 * g[i]
             sign = one if mixed > zero else -one if mixed < zero else mixed
             moments[i] = beta2 * moments[i] + rest2 * g[i]
             p[i] = p[i] * keep - rate * sign
-        m_scales[block] = _blockwise.encode(moments, count, m[begin:end], values, middles, True)
+        _blockwise.encode(moments, m[begin:end], m_scales[first:last], maps, room)

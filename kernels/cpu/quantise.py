@@ -107,19 +107,27 @@ def _pack_4(start, stop, x, scales, codes, block, largest):
     for b in range(start, stop):
         part, target = x[b * block : (b + 1) * block], codes[b * half : (b + 1) * half]
         scales[b], factor = _scale(part, largest)
-        for i in range((part.size + 1) // 2):
-            low = _code(part[2 * i], factor) if factor > 0 else _u(0)
-            high = _u(0)
-            if factor > 0 and 2 * i + 1 < part.size:
-                high = _code(part[2 * i + 1], factor)
-            target[i] = np.uint8(_u(_u(low & _u(15)) | _u(_u(high & _u(15)) << _u(4))))
+        pairs = part.size // 2
+        if not factor > 0:
+            target[:] = 0
+            continue
+        for i in range(pairs):
+            low, high = _code(part[2 * i], factor), _code(part[2 * i + 1], factor)
+            target[i] = np.uint8(_u(low & _u(15)) | _u(_u(high & _u(15)) << _u(4)))
+        if part.size % 2:
+            target[pairs] = np.uint8(_code(part[2 * pairs], factor) & _u(15))
 
 
 @exact
-def _number_4(codes, i):
-    """The code of number i, -8 to 7."""
-    code = np.int32(codes[i >> 1] >> np.uint8(4 * (i & 1))) & np.int32(15)
-    return _f((code ^ np.int32(8)) - np.int32(8))
+def _low(byte):
+    """The number in the lower half of a byte, -8 to 7."""
+    return _f(np.int32(np.int32(np.int32(byte & np.uint8(15)) ^ np.int32(8)) - np.int32(8)))
+
+
+@exact
+def _high(byte):
+    """The number in the upper half of a byte."""
+    return _f(np.int32(np.int32(np.int32(byte >> np.uint8(4)) ^ np.int32(8)) - np.int32(8)))
 
 
 @exact
@@ -138,17 +146,32 @@ def _sum_8(start, stop, scales, codes, out, block, scale, accumulate):
 
 @exact
 def _sum_4(start, stop, scales, codes, out, block, scale, accumulate):
+    """The halves of bytes are summed apart, so that no loop but the last has strides."""
     half = block // 2
-    total = np.empty(block, np.float32)
+    lows, highs = np.empty(half, np.float32), np.empty(half, np.float32)
     for b in range(start, stop):
         part = out[b * block : (b + 1) * block]
-        total[:] = _f(0)
+        count = (part.size + 1) // 2
+        lows[:] = _f(0)
+        highs[:] = _f(0)
         for row in range(len(scales)):
-            numbers, factor = codes[row, b * half : (b + 1) * half], scales[row, b]
-            for i in range(part.size):
-                total[i] += _f(_number_4(numbers, i) * factor)
-        for i in range(part.size):
-            part[i] = _f(_f(total[i] * scale) + part[i]) if accumulate else _f(total[i] * scale)
+            numbers, factor = codes[row, b * half : b * half + count], scales[row, b]
+            for i in range(count):
+                lows[i] += _f(_low(numbers[i]) * factor)
+            for i in range(count):
+                highs[i] += _f(_high(numbers[i]) * factor)
+        pairs = part.size // 2
+        if accumulate:
+            for i in range(pairs):
+                part[2 * i] = _f(_f(lows[i] * scale) + part[2 * i])
+                part[2 * i + 1] = _f(_f(highs[i] * scale) + part[2 * i + 1])
+        else:
+            for i in range(pairs):
+                part[2 * i] = _f(lows[i] * scale)
+                part[2 * i + 1] = _f(highs[i] * scale)
+        if part.size % 2:
+            last = _f(lows[pairs] * scale)
+            part[2 * pairs] = _f(last + part[2 * pairs]) if accumulate else last
 
 
 @exact
@@ -164,7 +187,13 @@ def _subtract_8(start, stop, scales, codes, x, block):
 def _subtract_4(start, stop, scales, codes, x, block):
     half = block // 2
     for b in range(start, stop):
-        part, numbers = x[b * block : (b + 1) * block], codes[b * half : (b + 1) * half]
-        for i in range(part.size):
-            error = _f(part[i] - _f(_number_4(numbers, i) * scales[b]))
-            part[i] = error if error == error else _f(0)
+        part, numbers, scale = x[b * block : (b + 1) * block], codes[b * half : (b + 1) * half], scales[b]
+        pairs = part.size // 2
+        if scale != scale:
+            part[:] = _f(0)
+            continue
+        for i in range(pairs):
+            part[2 * i] -= _f(_low(numbers[i]) * scale)
+            part[2 * i + 1] -= _f(_high(numbers[i]) * scale)
+        if part.size % 2:
+            part[2 * pairs] -= _f(_low(numbers[pairs]) * scale)

@@ -13,9 +13,9 @@ from shardrt.kernels.cpu import cast
 from shardrt.kernels.cpu._jit import exact_part, fused
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.adamw import _updated
-from shardrt.kernels.cpu.philox import words
+from shardrt.kernels.cpu.philox import MANY, make_blocks
 
-_LOW, _16 = np.uint64(0xFFFF), np.uint64(16)
+_LOW, _16 = np.uint32(0xFFFF), np.uint32(16)
 
 
 @cost("param grad m v ranges -> param m v rounded", flops=40)
@@ -55,35 +55,47 @@ def _sequence(random: list[float]) -> tuple[np.uint64, np.uint64, np.uint64]:
 
 
 @exact_part
+def _noise(sequence, first, made, noise):
+    """Write the random bits of a tile whose first quad is `first`, element by element."""
+    seed, stream, offset = sequence
+    make_blocks(seed, stream, offset + np.uint64(first), made)
+    for j in range(MANY):
+        for lane in range(4):
+            noise[4 * j + lane] = np.uint32(made[lane, j])
+
+
+@exact_part
 def _dithered(x, noise):
     """The bits in bfloat16 of a float32, after `noise` of 16 bits is added below them."""
     bits = cast._bits(x)
-    if np.uint32(bits & cast._MAGNITUDE) >= cast._INFINITY:
-        return cast.narrowed(x)
-    return np.uint16((np.uint64(bits) + noise) >> _16)
+    finite = np.uint32(bits & cast._MAGNITUDE) < cast._INFINITY
+    return np.uint16(np.uint32(bits + noise) >> _16) if finite else cast.narrowed(x)
 
 
 @fused
 def _adamw(start, stop, param, grad, m, v, numbers, sequence):
-    seed, stream, first = sequence
-    for quad in range(start, stop):
-        random = words(seed, stream, first + np.uint64(quad))
-        for i in range(4 * quad, min(4 * quad + 4, param.size)):
-            bits = random[i - 4 * quad]
-            moments = cast.widened(m[i]), cast.widened(v[i])
-            param[i], one, two = _updated(param[i], grad[i], moments[0], moments[1], numbers)
-            m[i], v[i] = _dithered(one, bits & _LOW), _dithered(two, bits >> _16)
+    made, noise = np.empty((4, MANY), np.uint64), np.empty(4 * MANY, np.uint32)
+    for first in range(start, stop, MANY):
+        begin, end = 4 * first, min(4 * min(first + MANY, stop), param.size)
+        p, g, one, two = param[begin:end], grad[begin:end], m[begin:end], v[begin:end]
+        _noise(sequence, first, made, noise)
+        for i in range(p.size):
+            p[i], mean, square = _updated(p[i], g[i], cast.widened(one[i]), cast.widened(two[i]), numbers)
+            one[i] = _dithered(mean, np.uint32(noise[i] & _LOW))
+            two[i] = _dithered(square, np.uint32(noise[i] >> _16))
 
 
 @fused
 def _lion(start, stop, param, grad, m, numbers, sequence):
     keep, rate, beta1, rest1, beta2, rest2, zero, one = numbers
-    seed, stream, first = sequence
-    for quad in range(start, stop):
-        random = words(seed, stream, first + np.uint64(quad))
-        for i in range(4 * quad, min(4 * quad + 4, param.size)):
-            before, g = cast.widened(m[i]), grad[i]
-            mixed = beta1 * before + rest1 * g
+    made, noise = np.empty((4, MANY), np.uint64), np.empty(4 * MANY, np.uint32)
+    for first in range(start, stop, MANY):
+        begin, end = 4 * first, min(4 * min(first + MANY, stop), param.size)
+        p, g, moments = param[begin:end], grad[begin:end], m[begin:end]
+        _noise(sequence, first, made, noise)
+        for i in range(p.size):
+            before = cast.widened(moments[i])
+            mixed = beta1 * before + rest1 * g[i]
             sign = one if mixed > zero else -one if mixed < zero else mixed
-            m[i] = _dithered(beta2 * before + rest2 * g, random[i - 4 * quad] & _LOW)
-            param[i] = param[i] * keep - rate * sign
+            moments[i] = _dithered(beta2 * before + rest2 * g[i], np.uint32(noise[i] & _LOW))
+            p[i] = p[i] * keep - rate * sign

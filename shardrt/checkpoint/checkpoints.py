@@ -24,6 +24,7 @@ from shardrt.checkpoint.fit import (
     begins,
     check_fits,
     check_kinds,
+    dropped_errors,
     named_arrays,
     transfer,
     transfers,
@@ -360,6 +361,9 @@ class CheckpointManager:
             if not errors:
                 for passed in refused if self._mesh.rank == 0 else ():
                     warnings.warn(printable(f"restore: skipped a checkpoint: {passed}"), stacklevel=2)
+                if self._mesh.rank == 0 and not weights_only:
+                    if message := dropped_errors(self._pieces(weights_only), manifest):
+                        warnings.warn(printable(f"restore: {candidate}: {message}"), stacklevel=2)
                 return manifest.step, manifest.extra
             refused.append("; ".join(sorted({text.partition(": ")[2] for text in errors})))
         if refused:

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardrt.checkpoint import rankfile
 from shardrt.checkpoint.manifest import DTYPES, Manifest, SavedPiece
-from shardrt.checkpoint.pieces import PARAMETER, Piece
+from shardrt.checkpoint.pieces import PARAMETER, Piece, is_error
 from shardrt.nn.module import Module
 from shardrt.nn.overlaps import overlaps
 from shardrt.nn.parameter_placement import whole_shape
@@ -82,8 +82,9 @@ def check_kinds(wanted: list[Piece], optimizer: Optimizer, manifest: Manifest, f
 
     Parameters without an update before the save need no state.
     """
-    there = {(piece.kind, piece.parameter) for piece in manifest.pieces}
-    kept = {(p.kind, p.parameter) for p in wanted if p.kind != PARAMETER and not begins(p, manifest)}
+    there = {(piece.kind, piece.parameter) for piece in manifest.pieces if not is_error(piece.kind)}
+    states = (p for p in wanted if p.kind != PARAMETER and not is_error(p.kind))
+    kept = {(p.kind, p.parameter) for p in states if not begins(p, manifest)}
     names = optimizer.state_names
     unknown = sorted({kind for kind, _ in there} - {PARAMETER, *names})
     missing = sorted(kept - there)
@@ -96,5 +97,29 @@ def check_kinds(wanted: list[Piece], optimizer: Optimizer, manifest: Manifest, f
 
 
 def begins(piece: Piece, manifest: Manifest) -> bool:
-    """Whether this is state of a parameter that was frozen in the saved run: it begins with zeros."""
+    """Whether this begins with zeros: state of a parameter that was frozen in the saved run, error feedback.
+
+    Saved error feedback is read over the zeros.
+    """
+    if is_error(piece.kind):
+        return True
     return piece.kind != PARAMETER and bool(manifest.steps) and piece.parameter not in manifest.steps
+
+
+def dropped_errors(wanted: list[Piece], manifest: Manifest) -> str:
+    """A message if error feedback was saved that no rank reads, or is missing; else ""."""
+    there = {piece.kind for piece in manifest.pieces if is_error(piece.kind)}
+    here = {piece.kind for piece in wanted if is_error(piece.kind)}
+    if here <= there and bool(here) == bool(there):
+        return ""
+    saved, own = (_hosts(kinds) for kinds in (there, here))
+    return (
+        f"quantisation errors were saved {saved} and are kept {own}: they begin with zeros, so training "
+        "goes on, but not bitwise identically"
+    )
+
+
+def _hosts(kinds: set[str]) -> str:
+    """By how many hosts errors of these kinds are kept."""
+    hosts = sorted({kind.split(".")[1] for kind in kinds}, key=int)
+    return f"for {' and '.join(hosts)} hosts" if hosts else "for none"

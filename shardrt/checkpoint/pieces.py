@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
+from shardrt.fsdp.options.error_feedback import errors_of
 from shardrt.nn.extents import Extents, contiguous
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
@@ -23,6 +24,7 @@ from shardrt.optim.slices import BITS, Slice, exact_state, kept_state
 
 Array = Any
 PARAMETER = "parameter"  # the kind that is not optimizer state
+ERROR = "quantisation_error"  # and a label behind it: what rounding lost of the gradients of a host
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +95,8 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
     states = {} if optimizer is None else {id(p): s for s in optimizer.slices for p, _ in s.members}
     first = not saving or is_leader(model)
     for name, parameter in model.named_parameters():
+        if id(parameter) in states:
+            yield from _errors(name, parameter, saving)
         storage, part = parameter.storage, parameter.extents
         if not part or (saving and not (parameter.counts and owner_of(parameter, first))):
             continue
@@ -106,6 +110,20 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
             yield Piece(PARAMETER, name, contiguous(0, buffer.size), buffer.reshape(-1), 0, buffer.size)
 
 
+def _errors(name: str, parameter: Parameter, saving: bool) -> Iterator[Piece]:
+    """The error feedback of a parameter's gradient, of any elements of the parameter."""
+    found = errors_of(parameter)
+    if found is None or (saving and not found.owner):
+        return
+    kind = f"{ERROR}.{found.label}" if parameter.counts else f"{ERROR}.{found.label}.tied"
+    yield Piece(kind, name, parameter.in_whole(found.extents), found.flat, found.start, found.stop, True)
+
+
+def is_error(kind: str) -> bool:
+    """Whether a kind is error feedback, without which training goes on, though not bitwise identically."""
+    return kind.startswith(f"{ERROR}.")
+
+
 def piece_of_state(kind: str, name: str, parameter: Parameter, piece: Slice) -> Piece:
     """The optimizer state `kind` of a parameter."""
     held = parameter.storage.range_of(parameter)
@@ -113,7 +131,7 @@ def piece_of_state(kind: str, name: str, parameter: Parameter, piece: Slice) -> 
         return Piece(kind, name, parameter.extents, piece.state[kind], *held, True)
     from shardrt.checkpoint.encoded import EncodedPiece  # which is a Piece
 
-    arrays = piece.state[kind], *held, True, piece.state[key_of(kind)]
+    arrays = piece.state[kind], *held, True, piece.state[key_of(kind)].array
     return EncodedPiece(kind, name, parameter.extents, *arrays)
 
 

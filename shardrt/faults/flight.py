@@ -37,6 +37,7 @@ PHASES = (
     "sample",
     "end",
     "compile",
+    "outer",
 )
 _IN_STEP = ("data", "forward", "backward", "optimizer", "report")
 BEGUN, ENTERED, DONE = 0, 1, 2  # a phase; a collective

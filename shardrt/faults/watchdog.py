@@ -75,15 +75,16 @@ class Limits:
     evaluation: float = 300.0
     medians: float = 20.0
     exit: float = 30.0  # once the program is over: exit handlers, threads while other ranks wait, MPI's end
+    outer: float = 600.0  # while hosts exchange outer gradients
 
     def __post_init__(self) -> None:
-        for name in ("step", "set_up", "save", "evaluation", "exit"):
+        for name in ("step", "set_up", "save", "evaluation", "exit", "outer"):
             check_limit(name, getattr(self, name))
 
     def of(self, phase: str, steps: int, median: float) -> float:
         """The limit in a phase, after `steps` steps with a median of `median` seconds."""
-        if phase == "save":
-            return self.save
+        if phase in ("save", "outer"):
+            return getattr(self, phase)
         if phase in _LIKE_EVAL:
             return self.evaluation
         if phase == "compile":
@@ -156,7 +157,7 @@ class Watch:
 
     def phase(self, name: str) -> None:
         """One of flight.PHASES begins. What is not part of a step does not count as its duration."""
-        if name in ("save", "eval", "sample", "end"):
+        if name in ("save", "eval", "sample", "end", "outer"):
             self._end_step()
         self.recorder.mark(name)
 
@@ -214,7 +215,8 @@ class Watch:
 
     def _run(self) -> None:
         seen, idle, before = -1, 0.0, time.monotonic()
-        limits = self.limits.step, self.limits.set_up, self.limits.save, self.limits.evaluation
+        names = ("step", "set_up", "save", "evaluation", "outer")
+        limits = [getattr(self.limits, name) for name in names]
         tick = min([_BEAT, *(limit / 8 for limit in limits if limit)])
         while not self._stop.wait(tick):
             threads.enter()

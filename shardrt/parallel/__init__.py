@@ -2,13 +2,14 @@
 
 Read in this order: axis, saved, conversion, styles, vocabulary, context, tokens, experts, tensor, invariant.
 Pipelines: cut, times, twin, stage, table, schedules, carrier, step, memory, whole, pipeline.
-Hosts that train apart: outer_deltas, diloco.
+Hosts that train apart: hub, links, diloco.
 """
 
 from shardrt.parallel.context import ContextParallel, SequencePart, context_plan, shard_sequence
-from shardrt.parallel.diloco import DiLoCo, check_diloco, outer_bytes, strided_fragments
+from shardrt.parallel.diloco import DiLoCo, check_diloco, check_warmup, outer_bytes, strided_fragments
 from shardrt.parallel.experts import ExpertParallel, expert_plan, most_rows
 from shardrt.parallel.invariant import set_tensor_invariant
+from shardrt.parallel.links import HubLink, HubLost, LeftBehind
 from shardrt.parallel.pipeline import Pipeline
 from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied
 from shardrt.parallel.styles import ColwiseParallel, HeadParallel, RowwiseParallel, SequenceParallel
@@ -22,6 +23,9 @@ __all__ = [
     "DiLoCo",
     "ExpertParallel",
     "HeadParallel",
+    "HubLink",
+    "HubLost",
+    "LeftBehind",
     "Pipeline",
     "RowwiseParallel",
     "SequenceParallel",
@@ -30,6 +34,7 @@ __all__ = [
     "TokenParallel",
     "VocabParallel",
     "check_diloco",
+    "check_warmup",
     "context_plan",
     "expert_plan",
     "most_rows",

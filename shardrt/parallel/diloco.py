@@ -8,7 +8,7 @@ Streaming DiLoCo with overlapping communication, 2025. Arguments have torchft's 
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from shardrt.nn.module import Module
 from shardrt.nn.storage import Storage
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Member, Slice
-from shardrt.parallel.outer_deltas import decode_add, encode, encoded_bytes
+from shardrt.parallel.links import Codes, HubLink, MeshLink, elements, message_bytes
 
 __all__ = ["DiLoCo", "check_diloco", "outer_bytes", "strided_fragments"]
 
@@ -32,13 +32,16 @@ class DiLoCo:
 
     Call `step(done)` on all ranks after each inner step. Give the DiLoCo object to CheckpointManager in place
     of the optimizer, with a folder for each host: a checkpoint then has the outer parameters and momentum.
+    Buffers stay each host's own: running statistics of BatchNorm, and the biases of routers.
 
     Args:
         optimizer: the inner optimizer, over the ranks of this host.
-        mesh: the axis of the hosts: the ranks with this rank's place on each host.
+        hosts: the axis of the hosts: the ranks with this rank's place on each host; or a HubLink.
         model_fragments: for each fragment its modules, in the order of outer steps. None: one fragment. The
             first also has the parameters that are in no other.
         sync_every: inner steps from one outer step of a fragment to its next.
+        warmup_steps: inner steps at the beginning in which it is `warmup_every` instead: hosts move apart
+            fastest when the model is new.
         lr: of the outer SGD.
         momentum: of the outer SGD.
         nesterov: look ahead along the momentum, as the paper does.
@@ -46,7 +49,7 @@ class DiLoCo:
             that takes the result.
         fragment_update_alpha: weight of this host's parameters in the mix that replaces them; 0 takes the
             outer parameters alone.
-        should_quantize: send outer gradients in 4 bits (outer_deltas.py).
+        should_quantize: send outer gradients in 4 bits, with a scale for each 32 elements.
 
     Raises:
         ValueError: for settings that do not fit together, offloaded parameters, or other than float32.
@@ -60,10 +63,12 @@ class DiLoCo:
     def __init__(
         self,
         optimizer: Optimizer,
-        mesh: DeviceMesh,
+        hosts: DeviceMesh | HubLink,
         model_fragments: Sequence[Sequence[Module]] | None = None,
         *,
         sync_every: int,
+        warmup_steps: int = 0,
+        warmup_every: int = 10,
         lr: float = 0.7,
         momentum: float = 0.9,
         nesterov: bool = True,
@@ -73,16 +78,17 @@ class DiLoCo:
     ) -> None:
         count = 1 if model_fragments is None else len(model_fragments)
         check_diloco(sync_every, count, lr, momentum, fragment_sync_delay, fragment_update_alpha)
-        self.optimizer, self.mesh = optimizer, mesh
-        self._interval = sync_every // count
+        check_warmup(warmup_steps, warmup_every, count, fragment_sync_delay)
+        self.optimizer = optimizer
+        self.link = MeshLink(hosts) if isinstance(hosts, DeviceMesh) else hosts
+        self._schedule = Schedule(sync_every // count, warmup_steps, max(1, warmup_every // count))
         self._delay, self._alpha = fragment_sync_delay, fragment_update_alpha
         self._outer = lr, momentum, nesterov
         optimizer.take_in()
         for piece in optimizer.slices:
             _check_storage(piece)
-        communicator, stream = mesh.communicator("outer"), mesh.stream("outer")
         self.fragments = [
-            Fragment(pieces, communicator, stream, quantize=should_quantize, keep=self._delay > 0)
+            Fragment(pieces, self.link, quantize=should_quantize, keep=self._delay > 0)
             for pieces in _by_fragment(optimizer.slices, model_fragments or [[]])
         ]
 
@@ -93,26 +99,48 @@ class DiLoCo:
             present: False leaves this host out of an exchange that begins now: its steps since the last one
                 are dropped, and it takes the outer parameters. All ranks of a host say the same.
         """
-        if (done + self._delay) % self._interval == 0:
-            self._fragment_at(done + self._delay).begin(present)
-        if done % self._interval == 0:
-            self._fragment_at(done).finish(*self._outer, self._alpha)
+        if number := self._schedule.number(done + self._delay):
+            self._fragment(number).begin(number, present)
+        if number := self._schedule.number(done):
+            self._fragment(number).finish(*self._outer, self._alpha)
+            self.link.settle(number, self._state())
 
-    def resume(self, done: int) -> None:
+    @property
+    def took_part(self) -> bool:
+        """Whether this host took part in the exchange that is under way; for `resume`."""
+        return all(fragment.took_part() for fragment in self.fragments if fragment.under_way)
+
+    def resume(self, done: int, *, took_part: bool = True) -> None:
         """After `restore`, which gave step `done`: note the exchange that was under way then."""
         for fragment in self.fragments:
             fragment.under_way = False
-        due = -(-done // self._interval) * self._interval
-        if due - self._delay <= done < due:
-            self._fragment_at(due).under_way = True
+        number = self._schedule.passed(done) + 1
+        if self._schedule.step(number) - self._delay <= done:
+            self._fragment(number).resume(took_part)
 
-    def catch_up(self, root: int = 0) -> None:
-        """Give all hosts the outer parameters and momentum of host `root`, and these parameters. Collective.
+    def join(self, done: int) -> tuple[int, bool]:
+        """Meet the other hosts at a hub, after step `done`. Collective.
 
-        For a host that restarts from an older checkpoint, or from none.
+        Returns:
+            The step that all hosts should begin after, and whether this host is behind: `catch_up` is due.
+        """
+        message = max(fragment.message_bytes for fragment in self.fragments)
+        state = sum(array.nbytes for array in self._state())
+        first, last = self.link.join(message, state, done)
+        return first, last > self._schedule.passed(done)
+
+    def catch_up(self, root: int = 0) -> int:
+        """Take the outer state of another host, and its parameters; gives the step after which it was.
+
+        For a host that restarts from an older checkpoint, from none, or after a LeftBehind. With a hub, the
+        state is that after its next round; else it is that of host `root`, on all hosts, and the step 0.
+        Collective.
         """
         for fragment in self.fragments:
-            fragment.take_from(root)
+            fragment.drop()
+        number = self.link.take_from(root, self._state())
+        self.take_outer()
+        return self._schedule.step(number)
 
     def take_outer(self) -> None:
         """Give this host the outer parameters: the result of a run. Its steps since the exchange are lost."""
@@ -120,8 +148,16 @@ class DiLoCo:
             for piece in fragment.pieces:
                 piece.take(piece.outer[OUTER])
 
-    def _fragment_at(self, step: int) -> "Fragment":
-        return self.fragments[(step // self._interval - 1) % len(self.fragments)]
+    def _state(self) -> list[Array]:
+        return [
+            array
+            for fragment in self.fragments
+            for piece in fragment.pieces
+            for array in piece.outer.values()
+        ]
+
+    def _fragment(self, number: int) -> "Fragment":
+        return self.fragments[(number - 1) % len(self.fragments)]
 
     # what a checkpoint reads
 
@@ -143,6 +179,29 @@ class DiLoCo:
 
     def take_in(self, also: Collection[int] = ()) -> None:
         """Do nothing: parameters that are frozen when this is made stay out of outer steps."""
+
+
+class Schedule(NamedTuple):
+    """The inner steps after which outer steps are, which are numbered from 1."""
+
+    every: int
+    warmup_steps: int
+    warmup_every: int
+
+    def passed(self, step: int) -> int:
+        """How many outer steps there are up to inner step `step`."""
+        after = max(0, step - self.warmup_steps) // self.every
+        return min(step, self.warmup_steps) // self.warmup_every + after
+
+    def step(self, number: int) -> int:
+        """The inner step of an outer step."""
+        after = max(0, number - self.warmup_steps // self.warmup_every)
+        return (number - after) * self.warmup_every + after * self.every
+
+    def number(self, step: int) -> int:
+        """The outer step after inner step `step`; 0 if there is none."""
+        number = self.passed(step)
+        return number if self.step(number) == step else 0
 
 
 class OuterSlice:
@@ -195,26 +254,24 @@ class Fragment:
         keep: a checkpoint has the outer gradient.
     """
 
-    def __init__(
-        self, pieces: list[Slice], communicator: Any, stream: Any, *, quantize: bool, keep: bool
-    ) -> None:
+    def __init__(self, pieces: list[Slice], link: MeshLink | HubLink, *, quantize: bool, keep: bool) -> None:
         here = device.current()
         starts = np.cumsum([0, *(piece.storage.shard.size for piece in pieces)]).tolist()
         self.pieces = [OuterSlice(piece, start) for piece, start in zip(pieces, starts, strict=False)]
-        self._communicator, self._stream = communicator, stream
-        self._buffer = here.set_tag(here.zeros(starts[-1] + 1, np.float32), "optimizer state")
+        self._link = link
+        self.message_bytes = message_bytes(starts[-1], quantize)
+        empty = here.zeros(elements(starts[-1], quantize), np.float32)
+        self._buffer = here.set_tag(empty, "optimizer state")
         if keep:
             for piece in self.pieces:
                 piece.state[GRADIENT] = self._buffer[piece.range]
-        self._codes = None
-        if quantize:
-            self._codes = here.zeros(communicator.size * encoded_bytes(starts[-1]), np.uint8)
+        self._codes = Codes(link.hosts, self._buffer.size) if quantize else None
         self._event = here.new_event()
         self._present = True
-        self._exchanging = False  # the communicator may still write the buffer
+        self._exchanging = False  # the link may still write the buffer
         self.under_way = False  # begun, and not finished
 
-    def begin(self, present: bool) -> None:
+    def begin(self, number: int, present: bool) -> None:
         """Begin to sum this rank's outer gradient over the hosts; zeros if this host is not `present`."""
         self._present = present
         for piece in self.pieces:
@@ -226,21 +283,10 @@ class Fragment:
         self._buffer[-1] = present
         ready = device.current().new_event()
         device.current().current_stream.record(ready)
-        self._stream.wait(ready)  # the buffer is written
-        if self._codes is None:
-            self._communicator.all_reduce(self._buffer, stream=self._stream, tag="outer gradient")
-        else:
-            self._exchange_codes()
-        self._stream.record(self._event)
+        self._link.stream.wait(ready)  # the buffer is written
+        self._link.sum(number, self._buffer, self._codes)
+        self._link.stream.record(self._event)
         self._exchanging = self.under_way = True
-
-    def _exchange_codes(self) -> None:
-        """The same with 4 bits for each element: each host sends codes to all, and adds up in float32."""
-        group, codes, buffer = self._communicator, self._codes, self._buffer
-        rows = codes.reshape(group.size, -1)
-        self._stream.submit(encode, buffer, rows[group.rank], label="encode outer gradient")
-        group.all_gather(codes, stream=self._stream, tag="outer gradient")
-        self._stream.submit(decode_add, rows, buffer, label="decode outer gradients")
 
     def wait(self) -> None:
         """Make the buffer the mean over the hosts that took part; zeros without any."""
@@ -248,6 +294,7 @@ class Fragment:
             return
         self._exchanging = False
         device.current().current_stream.wait(self._event)  # the sum is there
+        self._present = self._link.took_part(self._present)
         self._buffer[:-1] /= max(1.0, float(self._buffer[-1]))
 
     def finish(self, lr: float, momentum: float, nesterov: bool, alpha: float) -> None:
@@ -260,15 +307,19 @@ class Fragment:
             gradient = self._buffer[piece.range]
             piece.update(gradient, lr, momentum, nesterov, alpha if self._present else 0.0)
 
-    def take_from(self, root: int) -> None:
-        """Copy the outer state of host `root`. An exchange under way is dropped."""
+    def took_part(self) -> bool:
+        """Whether the mean has this host's outer gradient. Waits for an exchange under way."""
+        self.wait()
+        return self._present
+
+    def resume(self, took_part: bool) -> None:
+        """An exchange is under way, and its mean is in the buffer."""
+        self.under_way, self._present = True, took_part
+
+    def drop(self) -> None:
+        """Forget an exchange under way."""
         self.wait()
         self.under_way = False
-        stream = device.current().current_stream
-        for piece in self.pieces:
-            for name, array in piece.outer.items():
-                self._communicator.broadcast(array, root=root, stream=stream, tag=name)
-            piece.take(piece.outer[OUTER])
 
     def saved(self) -> list[OuterSlice]:
         """The slices for a checkpoint, after an exchange under way has ended."""
@@ -302,8 +353,13 @@ def outer_bytes(shard: int, hosts: int, fragments: int, should_quantize: bool) -
     Returns:
         The exact number; for codes of several fragments, with a block more for each fragment but one.
     """
-    codes = encoded_bytes(shard // 4) + (fragments - 1) * encoded_bytes(1)
-    return 3 * shard + 4 * fragments + should_quantize * hosts * codes
+    count, more = shard // 4, fragments - 1
+    least = 1 if should_quantize else 0  # elements of a fragment that add most to these
+    buffer = 4 * (elements(count, should_quantize) + more * elements(least, should_quantize))
+    if not should_quantize:
+        return 2 * shard + buffer
+    codes = message_bytes(count, quantize=True) + more * message_bytes(least, quantize=True)
+    return 2 * shard + buffer + hosts * codes
 
 
 def check_diloco(
@@ -324,6 +380,20 @@ def check_diloco(
     if not (0 < lr < float("inf") and 0 <= momentum < 1):
         raise ValueError(
             f"DiLoCo: the outer lr must be positive and the momentum in [0, 1), got {lr} and {momentum}"
+        )
+
+
+def check_warmup(steps: int, every: int, fragments: int, delay: int) -> None:
+    """Raise ValueError unless these settings of DiLoCo fit together."""
+    if steps < 0 or every < 1 or (steps and (every % fragments or steps % every)):
+        raise ValueError(
+            f"DiLoCo: warmup_every must be a multiple of the {fragments} fragments and divide warmup_steps, "
+            f"got {every} and {steps}"
+        )
+    if steps and delay >= every // fragments:
+        raise ValueError(
+            "DiLoCo: fragment_sync_delay must be below warmup_every over the number of fragments, "
+            f"{every // fragments}, got {delay}"
         )
 
 

@@ -22,7 +22,7 @@ from shardrt.nn.layers import LayerNorm, RMSNorm
 from shardrt.nn.lora import add_lora
 from shardrt.nn.public import Module
 from shardrt.optim import warmup_cosine, warmup_linear, warmup_stable_decay
-from shardrt.parallel import check_diloco
+from shardrt.parallel import check_diloco, check_warmup
 from shardrt.parallel.schedules import SCHEDULES
 from shardrt.recompute import checkpoint_blocks
 from shardrt.train.trackers.protocol import TRACKERS
@@ -217,6 +217,16 @@ class Precision(Enum):
     float16 = "float16"
 
 
+# Quantisation's words and the command's, which are DeepSpeed's.
+_QUANTISED = {
+    "gather_bits": "quantized_weights",
+    "reduce_bits": "quantized_gradients",
+    "block must": "quantized_block must",
+    "secondary": "hpz_partition_size",
+    "None": "0",
+}
+
+
 @dataclass(frozen=True)
 class PrecisionConfig:
     """The type of parameters in ops, and of gradients in messages; the updated weights stay float32."""
@@ -224,31 +234,39 @@ class PrecisionConfig:
     param: Precision = Precision.float32  # parameters are gathered and computed in; float16 scales the loss
     reduce: Precision = Precision.float32  # gradients are sent in
     norms_in_float32: bool = True  # layer norms keep float32 parameters
-    gather_bits: int = (
-        0  # bits of a gathered parameter where a unit lies on several hosts: 8 or 4; 0: as param
-    )
-    reduce_bits: int = 0  # bits of a gradient between hosts: 8; 0: as reduce
-    quantised_block: int = 256  # numbers that share a scale, with gather_bits or reduce_bits
+    quantized_weights: int = 0  # bits of a parameter that is gathered between hosts: 8 or 4; 0: as param
+    quantized_gradients: int = 0  # bits of a gradient between hosts: 8; 0: as reduce
+    quantized_block: int = 256  # numbers that share a scale, with either of the two
+    hpz_partition_size: int = 0  # adjacent ranks of a host that keep quantized weights for backward; 0: none
     host_size: int = 0  # adjacent ranks that make a host; 0: as many as the launcher started on one
-    error_feedback: bool = False  # with reduce_bits: add what rounding lost to the next gradient
+    error_feedback: bool = False  # with quantized_gradients: add what rounding lost to the next gradient
 
     def __post_init__(self) -> None:
+        if self.hpz_partition_size and self.host_size not in (0, self.hpz_partition_size):
+            raise ValueError(
+                f"precision.hpz_partition_size is {self.hpz_partition_size} and precision.host_size "
+                f"{self.host_size}: give one of them"
+            )
         try:
             self.quantised  # noqa: B018 (it checks)
         except ValueError as error:
-            message = str(error).replace("Quantisation: ", "precision.").replace("None", "0")
-            raise ValueError(message) from None
+            message = str(error).removeprefix("Quantisation: ")
+            for theirs, ours in _QUANTISED.items():
+                message = message.replace(theirs, ours)
+            raise ValueError(f"precision.{message}") from None
 
     @property
     def quantised(self) -> Quantisation | None:
         """For MixedPrecisionPolicy; None if nothing is quantised."""
-        if not (self.gather_bits or self.reduce_bits or self.error_feedback):
+        copy = self.hpz_partition_size
+        if not (self.quantized_weights or self.quantized_gradients or self.error_feedback or copy):
             return None
         return Quantisation(
-            self.gather_bits or None,
-            self.reduce_bits or None,
-            self.quantised_block,
-            self.host_size or None,
+            self.quantized_weights or None,
+            self.quantized_gradients or None,
+            self.quantized_block,
+            copy or self.host_size or None,
+            secondary=copy != 0,
             error_feedback=self.error_feedback,
         )
 
@@ -331,16 +349,24 @@ class DiLoCoConfig:
 
     hosts: int = 1  # groups of ranks that train apart, each with its part of the batch; 1: all train together
     sync_every: int = 50  # steps from one outer step to the next of the same parameters
+    warmup_steps: int = 0  # steps at the beginning in which that is warmup_every instead
+    warmup_every: int = 10
     lr: float = 0.7  # of the outer SGD
-    momentum: float = 0.9  # of the outer SGD
+    momentum: float = 0.6  # of the outer SGD; the paper has 0.9, for hundreds of outer steps
     nesterov: bool = True  # with the look-ahead of Nesterov's momentum
     fragments: int = 1  # parts of the model, of every k-th block, that are exchanged in turn
     fragment_sync_delay: int = 0  # steps that hosts compute while they exchange a fragment
     fragment_update_alpha: float = 0.0  # weight of a host's own parameters where it takes the outer ones
     should_quantize: bool = False  # send 4 bits for each element
+    hub: str = ""  # HOST:PORT of `shardrt hub`, where each host is a job of its own; "": all are in this job
+    host: int = 0  # this job's number among the hosts, from 0, with a hub
 
     def __post_init__(self) -> None:
         _at_least("diloco.hosts", self.hosts, 1)
+        if not 0 <= self.host < self.hosts:
+            raise ValueError(f"diloco.host must be below diloco.hosts, {self.hosts}, got {self.host}")
+        if self.hub and self.hosts == 1:
+            raise ValueError("diloco.hub is for diloco.hosts above 1")
         try:
             check_diloco(
                 self.sync_every,
@@ -350,8 +376,19 @@ class DiLoCoConfig:
                 self.fragment_sync_delay,
                 self.fragment_update_alpha,
             )
+            check_warmup(self.warmup_steps, self.warmup_every, self.fragments, self.fragment_sync_delay)
         except ValueError as error:
             raise ValueError(f"diloco: {str(error).partition(': ')[2]}") from None
+
+    @property
+    def jobs(self) -> int:
+        """Jobs that train together: one, or with a hub one for each host."""
+        return self.hosts if self.hub else 1
+
+    @property
+    def hosts_here(self) -> int:
+        """Hosts that are part of this job."""
+        return self.hosts // self.jobs
 
 
 @dataclass(frozen=True)
@@ -406,6 +443,7 @@ class WatchdogConfig:
     save: float = 600  # while a checkpoint is written
     evaluation: float = 300  # in evaluations, while text is generated, and at the end
     exit: float = 30  # in Python's and MPI's shutdown after the program
+    outer: float = 600  # while hosts exchange outer gradients (DiLoCo)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -414,7 +452,7 @@ class WatchdogConfig:
     @property
     def limits(self) -> Limits:
         """The same for Watch."""
-        return Limits(self.limit, self.set_up, self.save, self.evaluation, exit=self.exit)
+        return Limits(self.limit, self.set_up, self.save, self.evaluation, exit=self.exit, outer=self.outer)
 
 
 @dataclass(frozen=True)

@@ -160,18 +160,13 @@ _NO_EFFECT = {
 }
 # Where the value is DeepSpeed's default, empty or false; else refused.
 _ONLY_DEFAULT: dict[str, tuple[Any, str]] = {
-    _ZERO + "zero_quantized_weights": (False, "give --precision.gather-bits 8, or 4"),
     _ZERO + "zero_quantized_nontrainable_weights": (False, "weights are gathered in precision.param"),
-    _ZERO + "zero_quantized_gradients": (False, "give --precision.reduce-bits 8"),
-    _ZERO + "zeropp_loco_param": (None, "give --precision.reduce-bits 8 --precision.error-feedback true"),
+    _ZERO + "zeropp_loco_param": (None, "give --precision.error-feedback true: it keeps each error whole"),
     _ZERO + "offload_optimizer.ratio": (1, "all of a rank's state waits on the host, or none"),
     "fp16.loss_scale": (0, "the loss scale is dynamic"),
     "fp16.fp16_master_weights_and_grads": (False, "the updated weights stay float32"),
     "bf16.bf16_master_weights_and_grads": (False, "the updated weights stay float32"),
-    "bf16.bf16_optimizer_states": (
-        False,
-        "in a loop of your own, AdamW(exp_avg_dtype='bfloat16')",
-    ),
+    "bf16.bf16_optimizer_states": (False, "give --optimizer.name adamw_bf16, or lion_bf16 or adamw8bit"),
     "torch_autocast.lower_precision_safe_modules": (None, "all layers but norms compute in precision.param"),
     "data_types.buffer_dtype": (None, "buffers keep their type"),
     "data_types.keep_in_fp32_modules": ("auto", "see precision.norms_in_float32"),
@@ -252,6 +247,7 @@ _READ = (
     *("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "expert_parallel.enabled"),
     *("expert_parallel.autoep_size", _ZERO + "stage", _ZERO + "cpu_offload", _ZERO + "cpu_offload_param"),
     *(_ZERO + "zero_hpz_partition_size", _ZERO + "mics_shard_size", _ZERO + "stage3_prefetch_bucket_size"),
+    *(_ZERO + "zero_quantized_weights", _ZERO + "zero_quantized_gradients"),
     *(_ZERO + "prefetch_bucket_size", _ZERO + "stage3_gather_16bit_weights_on_model_save"),
     *(_ZERO + "gather_16bit_weights_on_model_save", _ZERO + "stage3_gather_fp16_weights_on_model_save"),
     *(f"{_ZERO}offload_{part}.{name}" for part in ("optimizer", "param") for name in ("device", "nvme_path")),
@@ -461,7 +457,8 @@ def _zero(reader: Reader, shares: int | None, accumulated: int) -> None:
     given = reader.choice(name, [str(stage) for stage in range(len(_STRATEGIES))], "0")
     stage = int(given or 0)
     settings: dict[str, Any] = {"fsdp__strategy": _STRATEGIES[stage]}
-    if _in_groups(reader, stage, shares):
+    weights = _quantised(reader, stage)
+    if _in_groups(reader, stage, shares, weights):
         settings = {"fsdp__strategy": "HYBRID_SHARD"}
     if stage > 1 and accumulated > 1:
         settings["reduce_each"] = True
@@ -481,8 +478,26 @@ def _zero(reader: Reader, shares: int | None, accumulated: int) -> None:
         reader.noted(name, "checkpoints are sharded; export writes whole weights")
 
 
-def _in_groups(reader: Reader, stage: int, shares: int | None) -> bool:
-    """Whether each group of ranks has all shards: ZeRO++'s secondary partition, or MiCS."""
+def _quantised(reader: Reader, stage: int) -> bool:
+    """ZeRO++'s messages in 8 bits; gives whether weights are sent so."""
+    found = {}
+    for what, note in (
+        ("weights", "where a unit lies on several hosts"),
+        ("gradients", "between hosts; DeepSpeed has 4 bits, also within a host"),
+    ):
+        name = f"{_ZERO}zero_quantized_{what}"
+        found[what] = reader.flag(name) and stage == 3
+        if found[what]:
+            reader.setting(name, reader.take(name), note, **{f"precision__quantized_{what}": 8})
+        reader.noted(name, "DeepSpeed reads it with stage 3 alone" if stage != 3 else "off")
+    return found["weights"]
+
+
+def _in_groups(reader: Reader, stage: int, shares: int | None, quantised: bool) -> bool:
+    """Whether each group of ranks has all shards: ZeRO++'s secondary partition, or MiCS.
+
+    quantised: weights are, of which a secondary partition keeps the bits alone.
+    """
     found = False
     for name in (_ZERO + "zero_hpz_partition_size", _ZERO + "mics_shard_size"):
         if type(reader.left.get(name)) is int and reader.left[name] in (-1, 0, 1):
@@ -498,6 +513,9 @@ def _in_groups(reader: Reader, stage: int, shares: int | None) -> bool:
             reader.refuse(name, f"must divide {shares}, the ranks with parts of the batch")
         elif shares == size:
             reader.no_effect(name, "all ranks are one group")
+        elif quantised and "hpz" in name:
+            note = "each group keeps quantised weights for backward"
+            reader.setting(name, reader.take(name), note, precision__hpz_partition_size=size)
         else:
             found = True
             note = f"a group of {size} ranks has all shards, the optimizer's too"

@@ -29,7 +29,15 @@ from shardrt.fsdp.options.agreement import compile_kernels
 from shardrt.fsdp.options.chunks import IN_CHUNKS
 from shardrt.nn.parameter_placement import whole_size
 from shardrt.optim import low_bit
-from shardrt.parallel import context_plan, expert_plan, most_rows, parallelize_module, set_tensor_invariant
+from shardrt.parallel import (
+    HubLost,
+    LeftBehind,
+    context_plan,
+    expert_plan,
+    most_rows,
+    parallelize_module,
+    set_tensor_invariant,
+)
 from shardrt.parallel.memory import pipeline_plan
 from shardrt.parallel.styles import Style
 from shardrt.train import config as settings
@@ -52,7 +60,7 @@ def launch(recipe: Recipe) -> None:
     """One run, on every rank."""
     with one_line(USAGE, kinds=(RuntimeError,)):  # a world size that no launcher made, or no MPI
         mesh = init_device_mesh("auto", reduction=recipe.reduction, timeout=recipe.watchdog.set_up)
-    with Watch(mesh, recipe.watchdog.limits) as watch:
+    with Watch(mesh, outer.limits_of(recipe)) as watch:
         run_on(mesh, recipe, watch)
 
 
@@ -111,7 +119,7 @@ def go(job: Job, plan: MemoryPlan, began: float) -> None:
     if recipe.checkpoint.folder is not settings.Folder.hosts:
         with one_line(DATA, mesh):
             check_shared(mesh, run.directory)
-    with one_line(DATA, mesh, kinds=(CheckpointError,)):
+    with one_line(DATA, mesh, kinds=(CheckpointError, HubLost)):
         first, lines = resume(job)  # before anything of a run that was there is changed
     if mesh.world.device is None:
         watch.keep(run.directory / "flight" if run.directory else None)
@@ -131,14 +139,14 @@ def go(job: Job, plan: MemoryPlan, began: float) -> None:
         one_line(NONFINITE, mesh, kinds=(FloatingPointError,)),
     ):
         try:
-            loop.train(job, first)
+            train(job, first)
         except (FloatingPointError, ReplicasDiffer):  # of all ranks; a save now would be from before
             loop.report_saved(run, job.checkpoints.wait)
             raise
     # Rank 0 gathers and writes; the others take part and need no directory.
     watch.phase("save")
     with one_line(DATA, mesh, kinds=(CheckpointError,)):
-        if job.outer is None or mesh.rank_of("diloco") == 0:  # hosts have the same weights
+        if outer.saves_weights(job):
             save(run.directory / "checkpoint" if run.directory else "", model, step=recipe.steps)
     rows = rows_of_experts(job)  # before the sample, whose few tokens all ranks have alike
     watch.phase("sample")
@@ -153,6 +161,15 @@ def go(job: Job, plan: MemoryPlan, began: float) -> None:
         )
         run.say(f"wrote {run.directory}: {', '.join(left)}")
         run.say(f"see: shardrt report {run.directory}")
+
+
+def train(job: Job, first: int) -> None:
+    """The loop; again, from where the other hosts are, if they have left this one behind."""
+    while True:
+        try:
+            return loop.train(job, first)
+        except LeftBehind:
+            first = outer.catch_up(job)
 
 
 def rows_of_experts(job: Job) -> dict[str, float]:
@@ -308,12 +325,13 @@ def shard(
         set_world_invariant(top, recipe.micro_batches)
 
 
-_KINDS: dict[settings.Algorithm, tuple[type[optim.Optimizer], float]] = {  # with its bytes per element
+# With the bytes of its state per element, without scales.
+_KINDS: dict[settings.Algorithm, tuple[type[optim.Optimizer], float]] = {
     settings.Algorithm.adamw: (optim.AdamW, 8),
     settings.Algorithm.lion: (optim.Lion, 4),
     settings.Algorithm.muon: (optim.Muon, 8),
-    settings.Algorithm.adamw8bit: (low_bit.AdamW8bit, 2 * low_bit.BYTES),
-    settings.Algorithm.lion8bit: (low_bit.Lion8bit, low_bit.BYTES),
+    settings.Algorithm.adamw8bit: (low_bit.AdamW8bit, 2),
+    settings.Algorithm.lion8bit: (low_bit.Lion8bit, 1),
     settings.Algorithm.adamw_bf16: (low_bit.AdamWBF16, 4),
     settings.Algorithm.lion_bf16: (low_bit.LionBF16, 2),
 }
@@ -337,8 +355,18 @@ def planned_memory(
 
     Without their activations in a simulated world, whose steps are recorded anyway.
     """
+    kind, nbytes = _KINDS[recipe.optimizer.name]
+    plan = _planned(recipe, mesh, task, model, batches, nbytes / 4)
+    if not issubclass(kind, low_bit.EightBit):
+        return plan
+    return low_bit.with_scales(plan, on_host=recipe.memory.update_on is settings.Update.host)
+
+
+def _planned(
+    recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, batches: list[Any], states: float
+) -> MemoryPlan:
+    """planned_memory; states: the optimizer's arrays of float32, as long as the shards."""
     unscaled = optim.GradScaler(enabled=False)
-    states = _KINDS[recipe.optimizer.name][1] / 4  # arrays of float32, as long as the shards
     pipeline = pipelines.pipeline_of(model)
     if pipeline is not None:
         shares = pipelines.Shares(task, unscaled, count=1)
@@ -383,11 +411,12 @@ def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: 
     folder = (run.directory or Path()) / "checkpoints"  # rank 0's counts
     if recipe.checkpoint.folder is settings.Folder.hosts:  # all look at that place, each on its host
         folder = Path(broadcast_object(mesh.communicator("control"), str(folder)))
-    hosts = outer.outer_of(recipe, mesh, task, model, optimizer)
+    with one_line(DATA, mesh, kinds=(HubLost,)):
+        hosts = outer.outer_of(recipe, mesh, task, model, optimizer, watch)
     if hosts is None:
         checkpoints = CheckpointManager(folder, model, optimizer, mesh, **kept)
     else:
-        folder = outer.folder_of(mesh, folder)
+        folder = outer.folder_of(recipe, mesh, folder)
         checkpoints = CheckpointManager(folder, model, hosts, shards_of(mesh), **kept)
     ranks = Ranks(mesh, lambda: sum(watch.recorder.inside.values()))
     origin = {"config": settings.plain(recipe), "data": task.facts(), "versions": versions()}
@@ -406,11 +435,10 @@ def resume(job: Job) -> tuple[int, list[str]]:
     """
     wanted = job.recipe.resume
     if not wanted:
-        return 0, []
+        return outer.together(job, 0, {})[0], []
     try:
         step, extra = job.checkpoints.restore(None if wanted == "auto" else wanted)
-        if job.outer is not None:
-            step, extra = outer.restored_alike(job, step, extra)
+        step, extra = outer.together(job, step, extra)
         _restore_scale(job.scaler, extra.get("scaler"))
     except CheckpointError:
         if wanted != "auto":
@@ -462,7 +490,7 @@ _HARMLESS = (
 def over_axes(recipe: Recipe, ranks: int) -> str:
     """How the model lies over the ranks: FULL_SHARD over 4 ranks x tp 2."""
     pp, tp, cp = recipe.parallel.pp, recipe.parallel.tp, recipe.parallel.cp
-    shards = ranks // (pp * tp * recipe.diloco.hosts)
+    shards = ranks // (pp * tp * recipe.diloco.hosts_here)
     message = f"{recipe.fsdp.strategy.name} over {shards} rank{'s' if shards > 1 else ''}"
     if recipe.diloco.hosts > 1:
         message += f" on each of {recipe.diloco.hosts} hosts (DiLoCo)"

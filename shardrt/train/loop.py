@@ -263,7 +263,8 @@ def report(job: Job, done: int, losses: list[Any], norm: float, lr: float, stopw
     """
     if updates_first(job.recipe):
         losses = read_beside(job, losses)
-    mean_loss = exact_sum(job.mesh, losses if counts(job.mesh, but="pp") else []) / job.recipe.diloco.hosts
+    losses = losses if counts(job.mesh, but="pp") else []
+    mean_loss = exact_sum(job.mesh, losses) / job.recipe.diloco.hosts_here
     record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, **job.ranks.read(done)}
     record |= expert_figures(job.mesh, nn.expert_load(job.model)) | stopwatch.read(done)
     job.run.say(step_line(record, job.recipe.steps, job.task.unit, job.run.screen.width))
@@ -360,7 +361,7 @@ class Copies:
 
 def extra_of(job: Job) -> dict[str, Any]:
     """The contents of a checkpoint next to parameters and the optimizer's state."""
-    return {"scaler": job.scaler.state_dict(), **job.origin}
+    return {"scaler": job.scaler.state_dict(), **outer.saved(job), **job.origin}
 
 
 def check_weights(job: Job, done: int) -> None:

@@ -5,6 +5,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
+from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.train import config as settings
 from shardrt.train.tasks import Task
 
@@ -71,6 +72,7 @@ class Recipe:
         if self.report.trace and self.report.traced[-1] > self.steps:
             raise ValueError(f"report.trace must end by the last step, {self.steps}, got {self.report.trace}")
         self._check_reductions()
+        self._check_quantised()
         self._check_pipeline()
         self._check_diloco()
         settings.check_numbers(self, **self.MOST)
@@ -97,6 +99,26 @@ class Recipe:
                 raise ValueError("optimizer.in_backward updates before the loss scale is known to be right")
             if self.reduce_each:
                 raise ValueError("optimizer.in_backward needs one reduction per step: leave reduce_each off")
+
+    def _check_quantised(self) -> None:
+        if self.precision.quantised is None:
+            return
+        if self.fsdp.strategy is ShardingStrategy.NO_SHARD:
+            raise ValueError(
+                "precision.quantized_*: NO_SHARD keeps whole parameters on each rank: use FULL_SHARD, or "
+                "HYBRID_SHARD with fsdp.copies = the number of hosts"
+            )
+        if self.invariant:
+            raise ValueError(
+                "precision.quantized_*: blocks depend on the number of ranks: leave deterministic = "
+                "'world-invariant' out"
+            )
+        if self.memory.offload_parameters:
+            raise ValueError("precision.quantized_*: leave memory.offload_parameters off")
+        if self.precision.error_feedback and self.precision.param is settings.Precision.float16:
+            raise ValueError(
+                "precision.error_feedback: errors have the scale of their step's loss: use param = 'bfloat16'"
+            )
 
     def _check_pipeline(self) -> None:
         other = self.parallel.micro_batches
@@ -125,10 +147,10 @@ class Recipe:
             wrong.append("optimizer.in_backward off")
         if wrong:
             raise ValueError(f"diloco.hosts above 1 trains hosts apart: leave {', '.join(wrong)}")
-        if self.steps % self.diloco.sync_every:
-            raise ValueError(
-                f"diloco.sync_every must divide the {self.steps} steps, got {self.diloco.sync_every}"
-            )
+        after = self.steps - self.diloco.warmup_steps
+        if after % self.diloco.sync_every:
+            of = f"{after} steps" + " after diloco.warmup_steps" * bool(self.diloco.warmup_steps)
+            raise ValueError(f"diloco.sync_every must divide the {of}, got {self.diloco.sync_every}")
 
     def task(self) -> Task:
         """The task of this recipe. Reads data. Raises ValueError, OSError for bad data."""
@@ -174,7 +196,7 @@ class Recipe:
         if ranks % together:
             named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
             raise ValueError(f"{named}: the number of ranks must be a multiple of {together}, got {ranks}")
-        data, hosts = ranks // together, self.diloco.hosts
+        data, hosts = ranks // together, self.diloco.hosts_here
         if data % hosts:
             raise ValueError(f"diloco.hosts must divide the {ranks} ranks, got {hosts}")
         data //= hosts
@@ -192,14 +214,16 @@ class Recipe:
         return {name: size for name, size in found.items() if size > 1 or name == "dp_shard"}
 
     def parts(self, ranks: int) -> int:
-        """Micro-batches of a step, over all ranks that have parts of the batch."""
-        return self.micro_batches if self.invariant else ranks * self.micro_batches
+        """Micro-batches of a step, over all ranks of all jobs that have parts of the batch; `ranks` here."""
+        return self.micro_batches if self.invariant else ranks * self.diloco.jobs * self.micro_batches
 
     def samples(self, step: int, rank: int, ranks: int) -> list[range]:
-        """The samples of each micro-batch that `rank`, of those with parts of the batch, has in a step.
+        """The samples of each micro-batch that `rank`, of the job's with parts of the batch, has in a step.
 
         In each round the one of its rank: so the ranks together have the micro-batches of one rank.
         """
         parts = self.parts(ranks)
         share, first = self.batch_size // parts, step * self.batch_size
+        if self.diloco.hub:
+            rank, ranks = rank + self.diloco.host * ranks, ranks * self.diloco.jobs
         return [range(first + part * share, first + (part + 1) * share) for part in range(rank, parts, ranks)]

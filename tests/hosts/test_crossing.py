@@ -38,12 +38,24 @@ def test_a_step_sends_between_hosts_what_its_strategy_says(hosts, kind):
 
 
 def test_quantised_collectives_send_between_hosts_what_the_formula_says(hosts):
-    rows = lab.printed(
-        4, "-m", "tests.hosts.steps", "512", "4", "3", "FULL_SHARD-bits", "FULL_SHARD-secondary"
-    )
-    assert len(rows) == 2
+    kinds = "FULL_SHARD-bits", "FULL_SHARD-secondary", "HYBRID_SHARD-bits"
+    rows = lab.printed(4, "-m", "tests.hosts.steps", "512", "4", "3", *kinds)
+    assert len(rows) == len(kinds)
     for row in map(json.loads, rows):
+        print(
+            f"{row['strategy']}: {row['wire']:.0f} bytes on the cable, {row['expected']:.0f} by the formula"
+        )
         assert row["expected"] <= row["wire"] < (1 + HEADERS) * row["expected"], row
+
+
+@pytest.mark.hosts
+def test_a_quantised_step_is_faster_than_one_in_bfloat16_by_more_than_twice_where_cables_take_the_time():
+    with Hosts(rate="10mbit") as made, made.launching():
+        kinds = "FULL_SHARD-bfloat16", "FULL_SHARD-bits", "FULL_SHARD-secondary"
+        rows = lab.printed(4, "-m", "tests.hosts.steps", "512", "3", "2", *kinds)
+    sixteen, bits, secondary = (json.loads(row)["ms"] for row in rows)
+    assert sixteen / bits > 2.5, rows
+    assert sixteen / secondary > 3, rows
 
 
 @pytest.mark.hosts

@@ -10,7 +10,7 @@ from shardrt import device, optim
 from shardrt.checkpoint import CheckpointManager, get_optimizer_state_dict, set_optimizer_state_dict
 from shardrt.checkpoint.encoded import EncodedPiece
 from shardrt.comm import init_device_mesh
-from shardrt.fsdp import CPUOffloadPolicy, layout, memory_plan
+from shardrt.fsdp import layout, memory_plan
 from shardrt.kernels.cpu import _blockwise, adamw, adamw8bit, blockwise, lion, lion8bit
 from shardrt.nn.extents import contiguous
 from shardrt.optim.low_bit import AdamW8bit, Lion8bit
@@ -60,6 +60,43 @@ def test_every_number_becomes_the_nearest_of_the_map(signed):
     assert inside.mean() > 0.4
     np.testing.assert_allclose(off[inside], best[inside], rtol=1e-5)
     assert (off / scale).max() < 0.008  # half of the widest step, or of one of bfloat16
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_right_at_every_boundary(signed):
+    """Numbers around each middle, and the smallest there are; the first of a block makes its scale 1."""
+    numbers = _blockwise.dynamic_map(signed)
+    middles = (numbers[:-1] + numbers[1:]) / np.float32(2)
+    near = (middles.view(np.int32) + np.arange(-2, 3)[:, None]).astype(np.int32).view(np.float32)
+    values = np.concatenate([near.ravel(), numbers, np.float32([0, 1e-45, 1e-39, 1.2e-38, 1e-7])])
+    values = np.concatenate([values, -values] if signed else [values])
+    values = np.resize(values[values > numbers[0]], (values.size // 15 + 1, 15))
+    blocks = np.column_stack([np.ones(len(values), np.float32), values])
+    codes, scales = encoded(blocks.ravel(), signed)
+    expected = np.searchsorted(middles, blocks)  # of two as near, the lower one
+    if not signed:
+        expected[blocks > 0] = np.maximum(expected[blocks > 0], 1)
+    np.testing.assert_array_equal(scales, 0x3F80)
+    np.testing.assert_array_equal(codes.reshape(blocks.shape), expected)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_right_where_scales_are_rounded_or_very_small(signed):
+    """Against a division and a search; scales below 2**-126 have less than 8 bits, below 2**-134 none."""
+    numbers, (random, count) = _blockwise.dynamic_map(signed), (np.random.default_rng(3), 4096)
+    middles = (numbers[:-1] + numbers[1:]) / np.float32(2)
+    for size in (1.0, 1e30, 1e-30, 1e-37, 1e-39, 1e-42):
+        x = (random.standard_normal(count) * 10 ** random.uniform(-6, 0, count) * size).astype(np.float32)
+        x = (x if signed else np.abs(x)).reshape(-1, BLOCK)
+        codes, scales = encoded(x.ravel(), signed)
+        scale = (scales.astype(np.uint32) << 16).view(np.float32)[:, None]
+        sizes = np.where(x < 0, x / (numbers[0] if signed else np.float32(1)), x)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            expected = np.where(scale > 0, np.searchsorted(middles, x / scale), 0)
+        ends = (sizes == sizes.max(1, keepdims=True)) & (sizes > 0)
+        expected = np.where(ends, np.where(x > 0, 255, 0), expected)
+        expected = expected if signed else np.where(x > 0, np.maximum(expected, 1), expected)
+        np.testing.assert_array_equal(codes.reshape(x.shape), expected)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -229,10 +266,10 @@ def test_training_reaches_the_loss_of_float32():
         assert abs(low[-1] / exact[-1] - 1) < 0.01
 
 
-test_offload_is_refused = lab.refusals(
+test_exp_avg_dtype_is_refused = lab.refusals(
     (
-        lambda: lab.train_on(1, offload_policy=CPUOffloadPolicy(), optimizer=ADAMW),
+        lambda: made(partial(AdamW8bit, exp_avg_dtype="bfloat16")),
         ValueError,
-        "8-bit optimizer state: the unit of '.*' has an offload_policy",
+        "AdamW8bit: exp_avg_dtype is for optim.AdamW",
     )
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardrt import manual_seed, optim
-from shardrt.fsdp import CPUOffloadPolicy, memory_plan
+from shardrt.fsdp import memory_plan
 from shardrt.kernels.cpu import adamw, stochastic
 from shardrt.optim.low_bit import AdamWBF16, LionBF16
 from tests import lab
@@ -91,15 +91,6 @@ def test_the_memory_plan_knows_to_the_byte():
     optimizer = ADAMW(model.parameters())
     states = sum(array.nbytes for piece in optimizer.slices for array in piece.state.values())
     assert plan.device["optimizer state"] == states
-
-
-test_offload_is_refused = lab.refusals(
-    (
-        lambda: lab.train_on(1, offload_policy=CPUOffloadPolicy(), optimizer=ADAMW),
-        ValueError,
-        "AdamWBF16: a unit has an offload_policy",
-    )
-)
 
 
 def stepped(folder, optimizer, first, stop, saves=False):

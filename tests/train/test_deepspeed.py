@@ -248,7 +248,7 @@ REFUSED = {
     '{"zero_optimization": {"stage": 4}}': ["zero_optimization.stage: 4: must be one of 0, 1, 2, 3"],
     '{"zero_optimization": true}': ["zero_optimization: True: must be a table of keys"],
     '{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}': ["give --ranks N"],
-    '{"zero_optimization": {"zero_quantized_weights": true}}': ["give --precision.gather-bits 8"],
+    '{"zero_optimization": {"stage": 3, "zero_quantized_weights": 4}}': ["must be true or false"],
     '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}, "x.y": 1}': [
         "x.y: a key with a dot is none of DeepSpeed's"
     ],
@@ -300,6 +300,18 @@ def test_groups_of_zeropp_and_mics_are_hybrid_shards():
             "fsdp.copies": 4,
         }
         assert deepspeed.convert(table, ranks=8).settings == {"fsdp.strategy": "FULL_SHARD"}
+
+
+def test_zeropp_is_quantised_between_hosts():
+    table = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    bits = {"precision.quantized_weights": 8, "precision.quantized_gradients": 8}
+    full = {"fsdp.strategy": "FULL_SHARD", **bits}
+    assert deepspeed.convert({"zero_optimization": table}).settings == full
+    table["zero_hpz_partition_size"] = 8  # of the weights' bits, so the optimizer's state stays sharded
+    found = deepspeed.convert({"zero_optimization": table}, ranks=32).settings
+    assert found == {**full, "precision.hpz_partition_size": 8}
+    two = deepspeed.convert({"zero_optimization": {**table, "stage": 2}}).settings
+    assert two == {"fsdp.strategy": "SHARD_GRAD_OP"}
 
 
 def test_what_a_secondary_partition_costs_here_is_said():

@@ -1,25 +1,31 @@
-"""Quantised collectives in the training command: with other axes, what is refused, the held-out loss."""
+"""Quantised collectives in the training command: with other axes, held-out loss, resume, what is refused."""
+
+import warnings
 
 import numpy as np
 import pytest
 
+from shardrt.train import config as settings
 from tests.lab import jobs
+from tests.lab.jobs import STEPS, curves, launch, records, remove_after
 
-BITS = ("--precision.gather-bits", "8", "--precision.reduce-bits", "8", "--precision.host-size")
+EIGHT = ("--precision.quantized-weights", "8", "--precision.quantized-gradients", "8")
+BITS = (*EIGHT, "--precision.host-size")
 RUNS = {
     "exact": (2, ()),
     "bits": (2, (*BITS, "1")),
+    "with a secondary copy": (4, (*EIGHT, "--precision.hpz-partition-size", "2")),
     "with tp": (4, (*BITS, "2", "--parallel.tp", "2")),
     "with pp": (4, (*BITS, "1", "--parallel.pp", "2", "--precision.error-feedback", "true")),
 }
 pytestmark = pytest.mark.usefixtures("here")
-folder = jobs.folder_of(RUNS, ("--batch-size", "8"))
+finished = jobs.folder_of(RUNS, ("--batch-size", "8"))
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "exact"])
-def test_held_out_loss_stays_within_one_percent(folder, name):
+def test_held_out_loss_stays_within_one_percent(finished, name):
     losses = {
-        each: [line["held_out_loss"] for line in jobs.records(folder, each, "evaluation")]
+        each: [line["held_out_loss"] for line in records(finished, each, "evaluation")]
         for each in ("exact", name)
     }
     assert len(losses[name]) > 0
@@ -28,6 +34,53 @@ def test_held_out_loss_stays_within_one_percent(folder, name):
 
 
 test_other_bits_are_refused_before_anything_is_written = jobs.one_line_tests(
-    ("precision.gather_bits must be 8, 4 or 0, got 3", "--precision.gather-bits", "3"),
-    ("precision.error_feedback needs reduce_bits=8", "--precision.error-feedback", "true"),
+    ("precision.quantized_weights must be 8, 4 or 0, got 3", "--precision.quantized-weights", "3"),
+    ("precision.quantized_block must be a multiple of 32, got 1", *EIGHT, "--precision.quantized-block", "1"),
+    ("precision.error_feedback needs quantized_gradients=8", "--precision.error-feedback", "true"),
+    ("precision.hpz_partition_size needs quantized_weights=8 or 4", "--precision.hpz-partition-size", "2"),
+    ("give one of them", *EIGHT, "--precision.host-size", "1", "--precision.hpz-partition-size", "2"),
+    ("precision.quantized_*: NO_SHARD keeps whole", *EIGHT, "--fsdp.strategy", "NO_SHARD"),
+    ("precision.quantized_*: blocks depend on the number", *EIGHT, *jobs.INVARIANT),
+    ("leave memory.offload_parameters off", *EIGHT, "--memory.offload-parameters", "true"),
 )
+
+
+def fed_back(host_size, **more):
+    return settings.PrecisionConfig(
+        quantized_weights=8, quantized_gradients=8, host_size=host_size, error_feedback=True, **more
+    )
+
+
+HYBRID = settings.FSDPConfig(strategy=settings.ShardingStrategy.HYBRID_SHARD, copies=2)
+
+
+@pytest.mark.parametrize("fsdp", [settings.FSDPConfig(), HYBRID])
+def test_a_resumed_run_with_error_feedback_leaves_what_the_uninterrupted_one_does(folder, fsdp):
+    run = {"precision": fed_back(2), "fsdp": fsdp}
+    launch(4, "whole", **run)
+    launch(4, "cut", **run, steps=7)
+    remove_after(folder / "runs" / "cut", 6)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "restore")
+        launch(4, "cut", **run, resume="auto")
+    assert curves(folder, "cut") == curves(folder, "whole")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "precision", "says"),
+    [
+        (2, fed_back(1), None),  # as many hosts, so each has its errors again
+        (4, fed_back(1), "were saved for 2 hosts and are kept for 4 hosts"),
+        (1, settings.PrecisionConfig(), "were saved for 2 hosts and are kept for none"),
+    ],
+)
+def test_errors_are_for_any_mesh_of_as_many_hosts_and_begin_with_zeros_elsewhere(
+    folder, ranks, precision, says
+):
+    launch(4, "saved", precision=fed_back(2), steps=6)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        launch(ranks, "other", precision=precision, resume="runs/saved/checkpoints/step-00000006")
+    found = [str(each.message) for each in said if "quantisation errors" in str(each.message)]
+    assert [says in message for message in found] == ([] if says is None else [True])
+    assert records(folder, "other", "step")[-1]["step"] == STEPS

@@ -3,6 +3,7 @@
 - mixed_precision: element types of a unit
 - low_precision: gathers and reductions in 16 bits
 - quantised: gathers and reductions between hosts in 8 and 4 bits
+- quantised_copies: the same for gradients of copies (HYBRID_SHARD)
 - float8: matmuls in float8
 - offload: parts of a unit in host memory
 - packed_rows: only some parameters of a group are trained
@@ -34,11 +35,11 @@ from shardrt.fsdp.options.packed_rows import PackedGradient, plan_packed
 from shardrt.fsdp.options.quantised import (
     QuantisedGradient,
     QuantisedTransfer,
-    check_invariance,
-    check_quantised,
     connect_hosts,
     plan_quantised,
 )
+from shardrt.fsdp.options.quantised_checks import check_invariance, check_quantised
+from shardrt.fsdp.options.quantised_copies import QuantisedCopies, plan_copies
 from shardrt.fsdp.options.split_modules import SplitModules
 from shardrt.fsdp.options.step_trace import StepTrace
 from shardrt.fsdp.options.trained import FollowsRequiresGrad
@@ -47,7 +48,7 @@ from shardrt.fsdp.scratch import reserve
 from shardrt.fsdp.transfer import TRANSFERS
 
 # Packed rows come first: they are never sent in chunks, and not quantised.
-PATHS += [PackedGradient, QuantisedGradient, ChunkedGradient]
+PATHS += [PackedGradient, QuantisedGradient, QuantisedCopies, ChunkedGradient]
 # 16 bits come before uploads, since they upload by themselves, and behind fewer bits.
 TRANSFERS += [QuantisedTransfer, LowPrecisionTransfer, UploadedTransfer]
 PREPARATIONS += [choose_float8, check_quantised]
@@ -63,7 +64,7 @@ ROLES |= {
     "secondary": Role("secondary parameters", built=True),
     "dequantised": Role("dequantised parameters", built=True),
     "quantised_gradients": Role("quantised gradients on the way", attrgetter("reducer"), gradient=True),
-    "quantisation_error": Role("errors of quantised gradients", gradient=True),
+    "quantisation_error": Role("errors of quantised gradients", built=True),
     "packed": Role("packed gradients on the way", attrgetter("reducer"), gradient=True),
     "used": Role("which parameters were used"),
     "upload": Role("staging from the host", built=True),
@@ -72,6 +73,7 @@ ROLES |= {
 buffers.EXTRA_BUFFERS += [
     plan_wires,
     plan_quantised,
+    plan_copies,
     plan_packed,
     plan_staging,
 ]  # in the order of a memory plan's rows

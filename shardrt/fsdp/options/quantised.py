@@ -11,19 +11,15 @@ from typing import Any
 
 from shardrt import dtypes
 from shardrt.device.arena import Slot
-from shardrt.fsdp.api import Keyed
 from shardrt.fsdp.buffers import PlanInputs, Spec, Specs, alike, share
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.options.mixed_precision import MixedPrecisionPolicy
 from shardrt.fsdp.options.quantisation import Quantisation
-from shardrt.fsdp.policy import Settings
 from shardrt.fsdp.process_groups import ProcessGroups, shape_of
 from shardrt.fsdp.streams import Streams
 from shardrt.fsdp.transfer import Transfer
-from shardrt.fsdp.unit import Unit
 from shardrt.fsdp.whole_gradient import WholeGradient
-from shardrt.nn.module import Module
 
 Array = Any
 
@@ -36,6 +32,14 @@ def quantisation_of(group: Any) -> Quantisation | None:
         return None
     hosts, _ = hosts_of(group, how)
     return how if hosts > 1 else None
+
+
+def reduction_of(group: Any) -> Quantisation | None:
+    """The Quantisation of a group whose gradients are quantised: summed over its shards' ranks alone."""
+    how = quantisation_of(group)
+    if how is None or how.reduce_bits is None or group.key.partial:
+        return None
+    return how if shape_of(*group.settings.shard_spec)[1] == 1 else None
 
 
 def hosts_of(group: Any, how: Quantisation) -> tuple[int, int]:
@@ -135,14 +139,10 @@ class QuantisedGradient(WholeGradient):
 
     @classmethod
     def choose(cls, group: ParameterGroup, layout: Layout, slot: int | None) -> WholeGradient | None:
-        how = quantisation_of(group)
-        return cls(group, layout) if how is not None and how.reduce_bits is not None else None
+        return None if reduction_of(group) is None else cls(group, layout)
 
     def send(self, slot: Slot, out: Array, accumulate: bool) -> None:
         group, how = self.group, quantisation_of(self.group)
-        if group.ranks.replicate is not None:  # copies on other hosts: not quantised
-            super().send(slot, out, accumulate)
-            return
         hosts, size = hosts_of(group, how)
         mesh = mesh_of_hosts(group, how)
         full = slot.array[: self.full].reshape(hosts, size, self.kept)
@@ -165,8 +165,8 @@ class QuantisedGradient(WholeGradient):
     def _sum_across(self, rows: Array, out: Array, accumulate: bool, across: Any, how: Quantisation) -> None:
         """Set out = (out if `accumulate`) + scale * the sum over hosts. rows: this host's sums, by host."""
         stream, errors = self.streams.reduce, None
-        if how.error_feedback:
-            errors = self.group.arenas["quantisation_error"].slots[0].array[: rows.size].reshape(rows.shape)
+        if (arena := self.group.arenas.get("quantisation_error")) is not None:
+            errors = arena.slots[0].array[: rows.size].reshape(rows.shape)
             add = self.streams.device.kernels.reduce.sum_into
             for row, error in zip(rows, errors, strict=True):
                 stream.submit(add, error, [row], 1.0, True)
@@ -206,13 +206,13 @@ def connect_hosts(
 ) -> None:
     """Make the communicators of hosts and across hosts. Collective."""
     for group in layouts:
-        how, ranks = quantisation_of(group), ranks_of[group]
+        how = quantisation_of(group)
         if how is None:
             continue
         mesh = mesh_of_hosts(group, how)
         if how.secondary:
             mesh.communicator("gather", "host")
-        if how.reduce_bits is not None and ranks.replicate is None:
+        if reduction_of(group) is not None:
             for axis in ("host", "hosts"):
                 mesh.communicator("reduce", axis)
 
@@ -223,7 +223,7 @@ def plan_quantised(
     """Add the buffers of quantised collectives. Every rank dequantises into a slot of its own."""
     quantised = [(group, quantisation_of(group)) for group in groups]
     own: dict[Spec, Spec] = {}
-    for members, how in _alike([(g, how) for g, how in quantised if how and how.gather_bits]):
+    for members, how in alike_by_how([(g, how) for g, how in quantised if how and how.gather_bits]):
         count = max(layouts[g].shard_size for g in members)
         shards = layouts[members[0]].shards
         share(specs, members, "quantised", shards * how.gathered_bytes(count), "uint8", 1)
@@ -236,39 +236,21 @@ def plan_quantised(
                 specs[group]["secondary"] = Spec("secondary", part, "uint8")
         if specs[members[0]]["gathered"].dtype.itemsize == 2:
             share(specs, members, "dequantised", count, dtypes.float32, 1)
-    for members, how in _alike([(g, how) for g, how in quantised if how and how.reduce_bits and g.trainable]):
+    reduced = [(group, reduction_of(group)) for group in groups]
+    for members, how in alike_by_how([(g, how) for g, how in reduced if how and g.trainable]):
         count = max(layouts[g].shard_size for g in members)
         hosts, size = hosts_of(members[0], how)
         name, nbytes = "quantised_gradients", max(hosts, size) * how.reduced_bytes(count)
         shared = Spec(name, nbytes, "uint8", 2)  # what is sent, and what is received
         for group in members:
             specs[group][name] = shared
-            if how.error_feedback:
-                errors = hosts * layouts[group].shard_size
-                specs[group]["quantisation_error"] = Spec("quantisation_error", errors, dtypes.float32)
+    for group, how in reduced:
+        if how and how.error_feedback and group.key.trainable:  # kept also while the group is frozen
+            errors = hosts_of(group, how)[0] * layouts[group].shard_size
+            specs[group]["quantisation_error"] = Spec("quantisation_error", errors, dtypes.float32)
 
 
-def _alike(groups: list[tuple[ParameterGroup, Quantisation]]) -> list[tuple[list, Quantisation]]:
+def alike_by_how(groups: list[tuple[ParameterGroup, Quantisation]]) -> list[tuple[list, Quantisation]]:
     """buffers.alike, apart by Quantisation."""
     kinds = dict.fromkeys(how for _, how in groups)
     return [(members, how) for how in kinds for members in alike(g for g, each in groups if each == how)]
-
-
-def check_quantised(modules: list[Module], settings: Settings, parameters: Keyed) -> None:
-    """Raise ValueError for parameters on the host, which are not quantised."""
-    policy = settings.precision
-    if isinstance(policy, MixedPrecisionPolicy) and policy.quantised and settings.offloaded.parameters:
-        raise ValueError(
-            "fully_shard: mp_policy has quantised collectives, but the parameters are offloaded to the host; "
-            "use one of the two"
-        )
-
-
-def check_invariance(units: list[Unit]) -> None:
-    """Raise ValueError for units that are quantised and must not depend on the number of ranks."""
-    for unit in units:
-        if unit.choices.micro_batches is not None and any(map(quantisation_of, unit.groups)):
-            raise ValueError(
-                f"set_world_invariant: unit {unit.label} has quantised collectives, whose blocks depend on "
-                "the number of ranks; use one of the two"
-            )

@@ -21,7 +21,7 @@ class AdamW8bit(EightBit, AdamW):
         lr, betas, eps, weight_decay, in_backward: see AdamW.
 
     Raises:
-        ValueError: for exp_avg_dtype, and for units with an offload_policy.
+        ValueError: for exp_avg_dtype.
 
     Example:
         >>> from shardrt import nn

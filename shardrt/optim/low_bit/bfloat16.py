@@ -1,39 +1,67 @@
 """AdamW and Lion with moments in bfloat16, rounded at random, alike on any number of ranks."""
 
+from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from shardrt import random
 from shardrt.device import Array
-from shardrt.nn.storage import Storage
 from shardrt.optim.adamw import AdamW
 from shardrt.optim.lion import Lion
-from shardrt.optim.optimizer import Optimizer
+from shardrt.optim.low_bit.state import LowBit
 from shardrt.optim.slices import BITS, Cut, Slice, Update
 
 _WORD = 2**32
 
 
-class _Rounded(Optimizer):
+class _SeededUpdate(Update):
+    """As Update; each range ends with SEED, whose last number is that of the range's first element."""
+
+    def part(self, start: int, stop: int) -> Update:
+        ranges = self.ranges.copy()
+        ranges[:, -1] += np.maximum(start - ranges[:, 0], 0)
+        return Update.part(replace(self, ranges=ranges), start, stop)
+
+
+class _Apart:
+    """A slice, each of whose parameters is updated as a range of its own."""
+
+    def __init__(self, piece: Slice) -> None:
+        self._piece = piece
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._piece, name)
+
+    def due(self) -> Cut:
+        return self._piece.due_apart()
+
+
+class _Rounded(LowBit):
     """Mixed into an optimizer: its state of float32 shards is kept in bfloat16, rounded at random.
 
-    The random bits of an element come from the seed, the name of the storage's first parameter, the number of
-    the update, and the element's place in the unsharded storage: not from the rank that has it.
+    The random bits of an element come from the seed, the parameter's name, the number of the update, and the
+    element's place in the parameter: not from the rank that has it, nor from what else is in its unit.
     """
 
-    def _new_state(self, storage: Storage, name: str) -> Array:
-        if storage.shard.dtype != np.float32:
-            return super()._new_state(storage, name)
-        if not storage.offloaded.everything_on_device:
-            raise ValueError(
-                f"{type(self).__name__}: a unit has an offload_policy; train it without one, or with "
-                "optim.AdamW or optim.Lion"
-            )
-        return storage.new_state(name, BITS)
+    kept = BITS
+
+    def _update_here(self, pieces: list[Slice]) -> None:
+        super()._update_here([_Apart(piece) for piece in pieces])
+
+    def _issue(self, piece: Slice) -> None:
+        cut = piece.due_apart()
+        piece.steps[cut.members] += 1
+        rounds = self._rounds(piece)
+        if cut.rows:
+            whole = piece.update(self._table([(piece, cut)]), rounds)
+            update = _SeededUpdate(whole.arrays, whole.ranges, whole.kind)
+            self.updates.issue(piece, update, self._update_there)
+        piece.storage.modified(rounds)
 
     def _table(self, cuts: list[tuple[Slice, Cut]]) -> Array:
-        seeds = [_seed(piece, start, position) for piece, cut in cuts for start, _, position in cut.rows]
+        seeds = [_seed(piece, position) for piece, cut in cuts for *_, position in cut.rows]
         return np.column_stack([super()._table(cuts), np.array(seeds, np.float64).reshape(-1, 5)])
 
 
@@ -45,9 +73,6 @@ class AdamWBF16(_Rounded, AdamW):
 
     Args:
         lr, betas, eps, weight_decay, in_backward: see AdamW.
-
-    Raises:
-        ValueError: for units with an offload_policy.
 
     Example:
         >>> from shardrt import nn
@@ -77,9 +102,6 @@ class LionBF16(_Rounded, Lion):
     Args:
         lr, betas, weight_decay, in_backward: see Lion.
 
-    Raises:
-        ValueError: for units with an offload_policy.
-
     Example:
         >>> from shardrt import nn
         >>> from shardrt.optim.low_bit import LionBF16
@@ -94,10 +116,9 @@ class LionBF16(_Rounded, Lion):
             kernels.lion.step(*arrays, update.ranges[:, :-5].copy())
 
 
-def _seed(piece: Slice, start: int, position: int) -> tuple[int, int, int, int, int]:
-    """SEED of a range that begins at element `start` of the shard (kernels/cpu/stochastic.py)."""
-    storage, seed = piece.storage, random.initial_seed()
-    layout = getattr(storage, "layout", None)  # a plain parameter has none, and is whole
-    first = start if layout is None else layout.shard_range(storage.ranks.rank)[0] + start
-    stream = (random.name_key(piece.name) + int(piece.steps[position])) % 2**64
+def _seed(piece: Slice, position: int) -> tuple[int, int, int, int, int]:
+    """SEED of the range of a member (kernels/cpu/stochastic.py)."""
+    parameter, seed = piece.members[position][0], random.initial_seed()
+    stream = (random.name_key(parameter.name) + int(piece.steps[position])) % 2**64
+    first = parameter.storage.extents_of(parameter)[0].first
     return seed % _WORD, seed // _WORD % _WORD, stream % _WORD, stream // _WORD, first

@@ -5,17 +5,24 @@ fsdp/layout.py starts every parameter and every shard at a multiple of BLOCK, so
 parameter too, no rank cuts one, and no bit depends on the number of ranks.
 """
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from shardrt import device
-from shardrt.device import Array
+from shardrt.device import Array, host
 from shardrt.nn.storage import Storage
 from shardrt.optim.slices import Slice
+
+if TYPE_CHECKING:
+    from shardrt.fsdp.memory import MemoryPlan
 
 __all__ = [
     "BLOCK",
     "BYTES",
     "CODES",
+    "Scales",
     "decode",
     "encode",
     "encoded",
@@ -23,11 +30,13 @@ __all__ = [
     "new_scales",
     "numbers",
     "signed",
+    "with_scales",
 ]
 
 BLOCK = 16  # elements
 CODES = np.dtype(np.uint8)
 BYTES = 1 + 2 / BLOCK  # per element of a moment, in shards of whole blocks
+_STATE = "optimizer state"
 _SIGNED = {"m": True, "v": False}  # the map of each kind
 
 
@@ -46,25 +55,49 @@ def encoded(piece: Slice, kind: str) -> bool:
     return key_of(kind) in piece.state
 
 
-def new_scales(storage: Storage, name: str) -> Array:
-    """Zeros, so that all codes mean 0: for moments of the storage of the parameter `name`.
+class Scales:
+    """The scales of a shard of codes, taken as if they were as long: scales[start:stop] is those of elements.
 
-    Raises:
-        ValueError: for a storage of which something is on the host.
+    So code that cuts all arrays of an optimizer alike gets the right blocks. A start must begin a block.
+
+    Attributes:
+        array: uint16, one for a block.
     """
-    if not storage.offloaded.everything_on_device:
-        raise ValueError(
-            f"8-bit optimizer state: the unit of {name!r} has an offload_policy; train it without one, or "
-            "with optim.AdamW or optim.Lion"
-        )
-    here = device.current()
-    array = here.buffer(-(-storage.shard.size // BLOCK), np.uint16)
-    return here.set_tag(array, "optimizer state")
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    def __getitem__(self, elements: slice) -> Array:
+        return self.array[elements.start // BLOCK : -(-elements.stop // BLOCK)]
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+        return self.array.nbytes
+
+
+def new_scales(storage: Storage) -> Scales:
+    """Zeros, so that all codes mean 0: where the kernel runs, also if the codes are on the host."""
+    here, count = device.current(), -(-storage.shard.size // BLOCK)
+    on_host = storage.offloaded.step == "host"
+    array = host.buffer(here, count, np.uint16) if on_host else here.buffer(count, np.uint16)
+    return Scales(here.set_tag(array, _STATE))
+
+
+def with_scales(plan: "MemoryPlan", *, on_host: bool) -> "MemoryPlan":
+    """A plan whose optimizer state is codes alone, with their scales.
+
+    on_host: the host updates. Scales are there then, else on the device, wherever the codes are.
+    """
+    codes = sum(place.get(_STATE, 0) for place in (plan.device, plan.host))
+    place, name = (plan.host, "host") if on_host else (plan.device, "device")
+    scaled = place | {_STATE: place.get(_STATE, 0) + int(codes * (BYTES - 1))}
+    return replace(plan, **{name: scaled})
 
 
 def numbers(piece: Slice, kind: str) -> np.ndarray:
     """The moments of the whole shard, float32, on the host."""
-    codes, scales = piece.state[kind], piece.state[key_of(kind)]
+    codes, scales = piece.state[kind], piece.state[key_of(kind)].array
     here = device.of(codes)
     return decode(here.to_numpy(codes), here.to_numpy(scales), signed(kind))
 
