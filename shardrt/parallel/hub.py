@@ -137,6 +137,8 @@ class Hub:
     def __init__(self, hosts: int, deadline: float, most: int = 1 << 33) -> None:
         if not 2 <= hosts <= MOST_HOSTS:
             raise ValueError(f"a hub needs 2 to {MOST_HOSTS} hosts, got {hosts}")
+        if not 0 < deadline < inf:
+            raise ValueError(f"a hub's deadline must be above 0 seconds, got {deadline}")
         self.hosts, self.deadline, self.most = hosts, deadline, most
         self._groups: dict[int, _Group] = {}
         self._changed = threading.Condition()
@@ -280,7 +282,7 @@ class Hub:
             if number >= least:
                 send(connection, GIVE, number, 0, body)
             else:
-                send(connection, REFUSED, 0, 0, b"all other hosts have left the hub")
+                send(connection, REFUSED, 0, 0, b"the other hosts have left, with newer checkpoints")
         finally:
             with self._changed:
                 group.fetching -= 1

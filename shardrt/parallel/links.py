@@ -199,7 +199,7 @@ class HubLink:
             try:
                 hub.send(self._socket, hub.GIVE, number, 0, *parts)
             except OSError as error:
-                raise HubLost(f"the hub at {self._address} is gone: {error}") from None
+                raise self._gone(error) from None
 
     def take_from(self, root: int, state: list[Array]) -> int:
         """Fill `state` with another host's, whichever; gives the round after which it was, on all ranks."""
@@ -208,6 +208,8 @@ class HubLink:
             answer = self._ask(hub.FETCH, least)
             rounds = all_gather_object(self._mesh.communicator("control"), answer.number)
             least = max(rounds) + 2  # all ranks ask before that round is over
+        if len(answer.body) != sum(array.nbytes for array in state):
+            raise HubLost(f"the hub at {self._address} sent an outer state of {len(answer.body)} bytes")
         at = 0
         for array in state:
             part = np.frombuffer(answer.body, np.float32, array.size, at)
@@ -221,10 +223,13 @@ class HubLink:
             while (answer := hub.receive(self._socket, self._most, self._progress)).kind == hub.WAIT:
                 pass
         except OSError as error:
-            raise HubLost(f"the hub at {self._address} is gone: {error}") from None
+            raise self._gone(error) from None
         if answer.kind == hub.REFUSED:
             raise HubLost(f"the hub at {self._address}: {answer.body.decode(errors='replace')}")
         return answer
+
+    def _gone(self, error: OSError) -> HubLost:
+        return HubLost(f"the hub at {self._address} is gone: {error}; start all hosts with --resume auto")
 
     def close(self) -> None:
         """Leave the hub. Other hosts no longer wait for this one."""

@@ -159,6 +159,7 @@ def meet(job: Job, step: int, extra: dict[str, Any]) -> tuple[int, dict[str, Any
     comes to others catches up. Collective.
     """
     job.watch.phase("outer")
+    job.run.say(f"waits for the other hosts at the hub {job.recipe.diloco.hub}")
     first, behind = job.outer.join(step)
     if behind:
         return catch_up(job), extra
@@ -166,7 +167,7 @@ def meet(job: Job, step: int, extra: dict[str, Any]) -> tuple[int, dict[str, Any
         store = job.checkpoints.store
         with suppress(CheckpointError):
             step, extra = job.checkpoints.restore(store.root / store.name(first))
-        job.outer.resume(step, took_part=extra.get("took_part", True))
+    job.outer.resume(step, took_part=extra.get("took_part", True))
     return step, extra
 
 
@@ -176,7 +177,7 @@ def lost_hub() -> Iterator[None]:
     try:
         yield
     except HubLost as error:
-        say(f"error: {error}; start again with --resume auto", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         sys.exit(DATA)
 
 

@@ -1,14 +1,17 @@
-"""Low-bit optimizer state on meshes: the same bits as on one rank, but of what tp splits, and equal copies."""
+"""Low-bit optimizer state on meshes: the bits of one rank, but of what tp splits, and equal copies."""
+
+from functools import partial
 
 import pytest
 
 import shardrt
 from shardrt import optim
 from shardrt.checkpoint import full_state_dict
-from shardrt.fsdp import check_replicas
+from shardrt.comm import thread
+from shardrt.fsdp import ReplicasDiffer, check_replicas
 from shardrt.optim.low_bit import AdamW8bit, AdamWBF16, Lion8bit, LionBF16
 from tests import lab
-from tests.parallel import meshes
+from tests.parallel import meshes, test_experts
 
 OPTIMIZERS = [AdamW8bit, Lion8bit, AdamWBF16, LionBF16]
 RATE = 0.01
@@ -63,3 +66,33 @@ def test_of_what_tp_splits_blocks_are_of_other_elements(make):
         whole = [key for key in expected if "norm" in key]
         lab.assert_equal({key: found[key] for key in whole}, {key: expected[key] for key in whole}, name)
         lab.assert_close(found, expected, rtol=0, atol=RATE / 2)
+
+
+@pytest.mark.parametrize("make", [AdamW8bit, AdamWBF16])
+def test_stages_with_experts_on_several_ranks_have_the_bits_of_one_piece(make, monkeypatch):
+    monkeypatch.setattr(test_experts, "ADAMW", partial(make, lr=RATE))
+    lab.assert_equal(lab.first(4, test_experts.in_stages, 2), lab.first(2, test_experts.in_stages, 1))
+
+
+def after_a_flip(name, kind):
+    """What check_replicas says after rank 1 has flipped a bit of a parameter's state."""
+    model, mesh = lab.build(strategy="NO_SHARD")
+    optimizer = AdamW8bit(model.parameters())
+    lab.backward(model, mesh)
+    lab.update(optimizer)
+    check_replicas(model, optimizer)
+    parameter = dict(model.named_parameters())[name]
+    piece = next(piece for piece in optimizer.slices if piece.storage is parameter.storage)
+    if mesh.rank == 1:
+        piece.state[kind][slice(*parameter.storage.range_of(parameter))][-1] ^= 1
+    try:
+        check_replicas(model, optimizer)
+    except ReplicasDiffer as differ:
+        return str(differ)
+
+
+@pytest.mark.parametrize("kind", ["v", "v_scales"])
+def test_scales_that_differ_between_copies_are_found_and_named(kind):
+    for name in ("blocks.1.up.weight", "blocks.1.down.bias"):
+        expected = f"copies of the optimizer's '{kind}' of parameter '{name}' differ between rank"
+        assert all(message.startswith(expected) for message in thread.run(2, after_a_flip, name, kind))

@@ -1,5 +1,6 @@
 """Hosts that meet at a hub: as in one job, to the bit. Hosts that are late or gone are left out."""
 
+import re
 import socket
 import threading
 import time
@@ -8,13 +9,14 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from shardrt.__main__ import main
 from shardrt.comm import thread
 from shardrt.parallel import DiLoCo, HubLink, HubLost, LeftBehind
 from shardrt.parallel.hub import EXCHANGE, HEAD, JOIN, MARK, Hub, receive
 from tests import lab
 from tests.parallel.test_diloco import Run
 
-LONG = 50.0  # seconds that no test waits
+LONG = 200.0  # seconds that no test waits
 
 
 @contextmanager
@@ -181,11 +183,35 @@ def test_what_is_no_rank_of_these_hosts_is_refused_and_harms_no_other():
         thread.run(2, trained, address, 2, **settings)
 
 
+def cut_off(address, hub):
+    run = Apart(address=address, sync_every=1, each=1, fragment_sync_delay=0)
+    run.begin()
+    run.train(0, 1)
+    run.mesh.communicator("control").all_gather_bytes(b"")
+    for connection in list(hub._groups[0].connections.values()):
+        connection.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(HubLost, match="is gone: .*; start all hosts with --resume auto"):
+        run.train(1, 2)
+
+
+def test_a_hub_that_is_gone_is_an_error_where_the_rank_waits():
+    with serving() as (address, hub):
+        thread.run(2, cut_off, address, hub)
+
+
 def test_a_body_above_the_limit_is_not_read():
     ours, theirs = socket.socketpair()
     theirs.sendall(HEAD.pack(MARK, EXCHANGE, 1, 0, 1 << 40))
     with pytest.raises(ConnectionError, match="of at most 16"):
         receive(ours, 16)
+
+
+def test_the_command_says_where_it_listens_or_what_is_wrong(monkeypatch, capsys):
+    monkeypatch.setattr(Hub, "serve", Hub.close)
+    assert main(["hub", "2", "--port", "0"]) == 0
+    assert re.fullmatch(r"hub: 2 hosts, at 127\.0\.0\.1:\d+\n", capsys.readouterr().out)
+    assert main(["hub", "2", "--deadline", "nan"]) == 2
+    assert capsys.readouterr().err == "error: a hub's deadline must be above 0 seconds, got nan\n"
 
 
 @pytest.mark.parametrize("hosts", [1, 65])

@@ -22,8 +22,7 @@ APART = settings.DiLoCoConfig(
 )
 
 
-@pytest.mark.parametrize("lagging", [0, 1])
-def test_a_resumed_run_goes_on_from_the_newest_checkpoint_that_all_hosts_have(folder, lagging):
+def test_a_resumed_run_goes_on_from_the_newest_checkpoint_that_all_hosts_have(folder, lagging=1):
     often = settings.CheckpointConfig(every=2)  # an exchange is under way after step 8
     launch(4, "whole", diloco=APART, checkpoint=often)
     launch(4, "cut", diloco=APART, checkpoint=often)
@@ -43,13 +42,6 @@ def test_a_checkpoint_of_one_host_begins_a_run_on_more(folder):
     assert [record["step"] for record in records(folder, "four", "step")] == [10, 11, 12]
 
 
-def test_units_of_several_blocks_are_whole_in_a_fragment(folder):
-    two = settings.DiLoCoConfig(hosts=2, sync_every=6, fragments=2)
-    deep = {"model": replace(jobs.CONFIG.model, n_layer=4), "fsdp": settings.FSDPConfig(blocks=2)}
-    launch(2, "pairs", diloco=two, **deep)
-    assert records(folder, "pairs", "step")[-1]["step"] == STEPS
-
-
 def test_a_checkpoint_without_outer_state_is_refused(folder):
     launch(2, "together")
     apart = settings.DiLoCoConfig(hosts=2, sync_every=3)
@@ -62,6 +54,8 @@ def test_a_norm_that_is_not_finite_on_one_host_is_skipped_by_that_host(folder, m
     clip = settings.OptimizerConfig(on_nonfinite=settings.Nonfinite.skip)
     monkeypatch.setattr(job.loop.nn.utils, "clip_grad_norm_", Spoilt(job.loop.nn.utils.clip_grad_norm_))
     launch(2, "skips", diloco=settings.DiLoCoConfig(hosts=2, sync_every=3), optimizer=clip)
+    flights, _ = read_all(folder / "runs" / "skips" / "flight")
+    assert all("outer" in {record.phase for record in flight.records} for flight in flights)
     norms = [record["norm"] for record in records(folder, "skips", "step")]
     assert [norm is None for norm in norms] == [step == 4 for step in range(STEPS)]
 
@@ -78,10 +72,7 @@ class Spoilt:
         return float("nan") if self.calls == 10 else found
 
 
-def test_the_watchdog_gives_outer_steps_their_own_limit(folder):
-    launch(2, "watched", diloco=settings.DiLoCoConfig(hosts=2, sync_every=3))
-    flights, _ = read_all(folder / "runs" / "watched" / "flight")
-    assert all("outer" in {record.phase for record in flight.records} for flight in flights)
+def test_the_watchdog_gives_outer_steps_their_own_limit():
     limits = settings.WatchdogConfig(outer=900).limits
     assert limits.of("outer", steps=10, median=0.1) == 900 > limits.of("optimizer", steps=10, median=0.1)
 
@@ -113,6 +104,15 @@ REFUSED = {
 def test_refuses_in_one_line(folder, capfd, message):
     words = arguments("--name", "none", "--diloco.hosts", *REFUSED[message])
     assert message in jobs.refused(capfd, USAGE, train.main, words)
+
+
+def test_units_of_several_blocks_are_whole_in_a_fragment():
+    recipe = replace(
+        jobs.CONFIG,
+        diloco=settings.DiLoCoConfig(hosts=2, sync_every=6, fragments=2),
+        fsdp=settings.FSDPConfig(blocks=2),
+    )
+    assert outer.fragments_of(recipe, [*"abcdefgh"]) == [[*"abef"], [*"cdgh"]]
 
 
 def test_refuses_more_fragments_than_units():

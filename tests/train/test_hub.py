@@ -4,33 +4,37 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
-from safetensors.numpy import load_file
-
+from models import train
+from shardrt.comm import thread
+from shardrt.train import config as settings
+from shardrt.train import job as jobs_of
+from shardrt.train import outer
+from shardrt.train.errors import DATA
 from tests import lab
 from tests.lab import jobs
 from tests.parallel.test_hub import serving, until
 from tests.ranks import ROOT, clean_environment
 
-EVERY, STEPS = 4, 160
+STEPS = 120
+
+
+def arguments(host, address):
+    words = jobs.arguments("--name", f"host-{host}", "--steps", str(STEPS), "--sample.length", "0")
+    words += ["--diloco.hosts", "2", "--diloco.sync-every", "4", "--diloco.host", str(host)]
+    return [*words, "--diloco.hub", address, "--report.eval-interval", "120", "--checkpoint.every", "8"]
 
 
 @contextmanager
-def job(folder, host, address, *more):
-    """A job of one rank, as a process; its output is in a file."""
-    words = jobs.arguments("--name", f"host-{host}", "--steps", str(STEPS), *more)
-    words += ["--diloco.hosts", "2", "--diloco.sync-every", str(EVERY), "--diloco.host", str(host)]
-    words += ["--diloco.hub", address, "--report.eval-interval", str(STEPS), "--checkpoint.every", "8"]
+def started(folder, address, *more):
+    """Host 1, as a process of one rank; its output goes to a file."""
+    words = [sys.executable, "-m", "shardrt", "train", *arguments(1, address), *more]
     environment = clean_environment() | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    with open(folder / f"{host}.log", "ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "shardrt", "train", *words],
-            cwd=folder,
-            env=environment,
-            stdout=log,
-            stderr=log,
-        )
+    with open(folder / "log", "ab") as log:
+        process = subprocess.Popen(words, cwd=folder, env=environment, stdout=log, stderr=log)
     try:
         yield process
     finally:
@@ -38,43 +42,84 @@ def job(folder, host, address, *more):
         process.wait()
 
 
-def test_a_host_that_is_stopped_or_killed_catches_up(tmp_path):
-    folder = jobs.furnish(tmp_path)
+class Gate:
+    """Host 0's outer steps, which pause while the gate is closed."""
 
-    def said(host, words):
-        return len(re.findall(words, (folder / f"{host}.log").read_text()))
+    def __init__(self, patch):
+        self.open, step = threading.Event(), outer.step
+        self.open.set()
 
-    def back(process, times):
-        """The other host stands still until this one has asked for the outer state."""
+        def gated(job, done):
+            assert self.open.wait(200)
+            step(job, done)
+
+        patch.setattr(outer, "step", gated)
+
+
+def test_a_host_that_is_stopped_or_killed_catches_up(folder, monkeypatch):
+    gate = Gate(monkeypatch)
+
+    def said(words):
+        return len(re.findall(words, (folder / "log").read_text()))
+
+    def leave_behind():
+        """Host 0 goes on alone for some outer steps, and pauses."""
+        passed = group.closed + 3
+        gate.open.set()
+        until(lambda: group.closed >= passed)
+        gate.open.clear()
+
+    def back(times):
+        """Host 0 goes on when host 1 has asked for the outer state."""
         until(lambda: group.fetching)
-        process.send_signal(signal.SIGCONT)
-        until(lambda: said(1, "caught up: goes on from step") == times)
+        gate.open.set()
+        until(lambda: said("caught up: goes on from step") == times)
 
-    with serving(deadline=0.5) as (address, hub), job(folder, 0, address) as first:
-        with job(folder, 1, address) as second:
-            until(lambda: said(1, "step +10/"))
+    with serving(deadline=0.5) as (address, hub):
+        recipe = train.parse(arguments(0, address))
+        first = threading.Thread(target=thread.run, args=(1, jobs_of.launch, recipe), daemon=True)
+        first.start()
+        with started(folder, address) as second:
+            until(lambda: said("step +10/"))
             group = hub._groups[0]
             second.send_signal(signal.SIGSTOP)
-            passed = group.closed + 3
-            until(lambda: group.closed >= passed)
-            first.send_signal(signal.SIGSTOP)
+            leave_behind()
             second.send_signal(signal.SIGCONT)
-            back(first, 1)
+            back(1)
             second.kill()
-        passed = group.closed + 3
-        until(lambda: group.closed >= passed)
-        first.send_signal(signal.SIGSTOP)
-        with job(folder, 1, address, "--resume", "auto") as second:
-            back(first, 2)
-            assert (first.wait(), second.wait()) == (0, 0)
-    weights = [folder / "runs" / f"host-{host}" / "checkpoint" for host in range(2)]
-    names = [next(path.glob("*.safetensors")) for path in weights]
-    lab.assert_equal(*map(load_file, names))
+            second.wait()
+        leave_behind()
+        with started(folder, address, "--resume", "auto") as second:
+            back(2)
+            assert second.wait() == 0
+            first.join()
+    lab.assert_equal(*(jobs.weights(folder, f"host-{host}") for host in range(2)))
 
 
-def test_a_lost_hub_ends_a_job_with_one_line(tmp_path):
-    folder = jobs.furnish(tmp_path)
-    with job(folder, 0, "127.0.0.1:1") as process:
-        assert process.wait() == 65
-    (line,) = (folder / "0.log").read_text().splitlines()
-    assert line.startswith("error: no hub at 127.0.0.1:1: ")
+def together(address, names, **changes):
+    """Both hosts, as threads of this process."""
+    apart = settings.DiLoCoConfig(2, 6, fragment_sync_delay=3, fragment_update_alpha=0.25, hub=address)
+    changes["checkpoint"] = settings.CheckpointConfig(every=2, keep_last=9)
+    hosts = []
+    for host, name in enumerate(names):
+        how = {"diloco": replace(apart, host=host), **changes}
+        hosts.append(threading.Thread(target=jobs.launch, args=(1, f"{name}-{host}"), kwargs=how))
+        hosts[-1].start()
+    for each in hosts:
+        each.join()
+
+
+def test_killed_hosts_go_on_to_the_bit_from_the_newest_step_that_all_have(folder):
+    with serving() as (address, _):
+        together(address, ("whole", "whole"))
+        together(address, ("cut", "cut"))
+        for host, last in enumerate((10, 4)):  # an exchange is under way after each of these steps
+            jobs.remove_after(folder / "runs" / f"cut-{host}", last)
+        together(address, ("cut", "cut"), resume="auto")
+    for host in range(2):
+        assert jobs.curves(folder, f"cut-{host}") == jobs.curves(folder, f"whole-{host}")
+
+
+def test_without_a_hub_a_job_ends_with_one_line(folder, capfd):
+    message = jobs.refused(capfd, DATA, train.main, arguments(0, "127.0.0.1:1"))
+    assert "no hub at 127.0.0.1:1: " in message

@@ -6,14 +6,17 @@ parameter too, no rank cuts one, and no bit depends on the number of ranks.
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardrt import device
 from shardrt.device import Array, host
-from shardrt.fsdp.memory import MemoryPlan
 from shardrt.nn.storage import Storage
 from shardrt.optim.slices import Slice
+
+if TYPE_CHECKING:
+    from shardrt.fsdp.memory import MemoryPlan
 
 __all__ = [
     "BLOCK",
@@ -81,7 +84,7 @@ def new_scales(storage: Storage) -> Scales:
     return Scales(here.set_tag(array, _STATE))
 
 
-def with_scales(plan: MemoryPlan, *, on_host: bool) -> MemoryPlan:
+def with_scales(plan: "MemoryPlan", *, on_host: bool) -> "MemoryPlan":
     """A plan whose optimizer state is codes alone, with their scales.
 
     on_host: the host updates. Scales are there then, else on the device, wherever the codes are.
