@@ -86,3 +86,12 @@ def test_errors_are_for_any_mesh_of_as_many_hosts_and_begin_with_zeros_elsewhere
     count = len(converted.training.steps)
     assert converted.left == [f"quantisation errors of {count} parameters: they begin with zeros"]
     assert {kind for kind, _ in converted.tensors} == {"parameter", "exp_avg", "exp_avg_sq"}
+
+
+def test_the_command_says_in_one_line_that_one_host_quantises_nothing(folder):
+    done = jobs.start("models.train", *jobs.arguments("--name", "one", *EIGHT), cwd=folder)
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "quantised" in line]
+    expected = (
+        "warning: fully_shard: collectives are not quantised, because all ranks share one host's memory"
+    )
+    assert len(lines) == 1 and lines[0].startswith(expected), lines
