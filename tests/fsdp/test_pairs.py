@@ -135,13 +135,16 @@ REFUSED = {
         for name in ("experts", "expert parallel")
     },
     ("in backward", "Muon"): (TypeError, "unexpected keyword argument 'in_backward'"),
-    # These keep on the device what the others move to the host.
-    **{(name, "8-bit states"): (ValueError, "8-bit optimizer state: .* offload_policy") for name in OFFLOADS},
-    **{(name, "bf16 states"): (ValueError, "AdamWBF16: a unit has an offload_policy") for name in OFFLOADS},
     **{(name, "DiLoCo"): (ValueError, "DiLoCo: parameter .* is offloaded") for name in OFFLOADS},
     **{
         (name, "quantised"): (ValueError, "quantised .* the parameters are offloaded")
         for name in PARAMETERS_AWAY
+    },
+    # Between hosts whole parameters do not move; nor do copies that lie on several hosts each.
+    ("NO_SHARD", "quantised"): (ValueError, "NO_SHARD keeps whole parameters on each rank"),
+    **{
+        (name, "quantised"): (ValueError, f"{name} on a mesh .* has not one copy of all shards on each host")
+        for name in ("HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP")
     },
     ("world-invariant", "quantised"): (ValueError, "set_world_invariant: .* quantised collectives"),
     # A pipeline calls forward.
@@ -163,6 +166,7 @@ def train_on(ranks, names, directory=None, device="cpu"):
     options = options_of(names)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fully_shard: expected")  # unused units do
+        warnings.filterwarnings("ignore", "fully_shard: collectives are not quantised")  # on one rank
         results = thread.run(ranks, paired.train, options, directory, device)
     return [losses for losses, _ in results], results[0][1]
 
