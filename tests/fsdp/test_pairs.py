@@ -82,7 +82,10 @@ FEATURES = MOVES | NUMBERS
 PLACES = {name: place for place, name in enumerate(FEATURES)}
 KNOWN = FEATURES | {"attention": {"attention": True}}
 BY_RANK = {"unused units", "dropout"}  # what happens depends on the rank, so one rank is no reference
-MASKS = {"world-invariant", "accumulate", "dropout"}  # together: a micro-batch has its own masks on any rank
+MASKS = {
+    "world-invariant",
+    "dropout",
+}  # a micro-batch, which two hosts may have, has its own masks on any rank
 LOW = {"bf16", "fp16, scaled", "bf16 output"}
 ROUGH = LOW | {"8-bit states", "bf16 states", "quantised"}
 # What the numbers depend on beside these: how units are cut into shards, and which parameters they have.
@@ -302,7 +305,8 @@ def test_what_does_not_go_together_is_refused(names, tmp_path):
 def test_all_of_these_go_together(names, tmp_path):
     ranks = ranks_for(names)
     found = train_on(ranks, names, tmp_path)
-    change = tuple(name for name in names if name in NUMBERS or MASKS.issubset(names) and name in MASKS)
+    masks = MASKS.issubset(names) and not {"accumulate", "DiLoCo"}.isdisjoint(names)
+    change = tuple(name for name in names if name in NUMBERS or masks and name in MASKS)
     if {"world-invariant", "expert parallel"}.issubset(names):  # then wherever experts are changes no bit
         if "8-bit states" in names:  # but of states in blocks of what a rank has
             change = (*change, "world-invariant")
