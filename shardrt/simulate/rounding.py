@@ -20,7 +20,7 @@ from shardrt.simulate.step import Simulated
 __all__ = ["suggested"]
 
 _SMALL_STATE = {"adamw": "adamw8bit", "lion": "lion8bit"}
-_FEW_BITS = {"precision.gather_bits": "8", "precision.reduce_bits": "8"}
+_FEW_BITS = {"precision.quantized_weights": "8", "precision.quantized_gradients": "8"}
 _EXPOSED = 0.1  # of the step: with less communication there is nothing to gain
 _AWAY = ("memory.offload_optimizer", "memory.offload_gradients", "memory.offload_parameters")
 

@@ -82,7 +82,10 @@ FEATURES = MOVES | NUMBERS
 PLACES = {name: place for place, name in enumerate(FEATURES)}
 KNOWN = FEATURES | {"attention": {"attention": True}}
 BY_RANK = {"unused units", "dropout"}  # what happens depends on the rank, so one rank is no reference
-MASKS = {"world-invariant", "accumulate", "dropout"}  # together: a micro-batch has its own masks on any rank
+MASKS = {
+    "world-invariant",
+    "dropout",
+}  # a micro-batch, which two hosts may have, has its own masks on any rank
 LOW = {"bf16", "fp16, scaled", "bf16 output"}
 ROUGH = LOW | {"8-bit states", "bf16 states", "quantised"}
 # What the numbers depend on beside these: how units are cut into shards, and which parameters they have.
@@ -135,13 +138,16 @@ REFUSED = {
         for name in ("experts", "expert parallel")
     },
     ("in backward", "Muon"): (TypeError, "unexpected keyword argument 'in_backward'"),
-    # These keep on the device what the others move to the host.
-    **{(name, "8-bit states"): (ValueError, "8-bit optimizer state: .* offload_policy") for name in OFFLOADS},
-    **{(name, "bf16 states"): (ValueError, "AdamWBF16: a unit has an offload_policy") for name in OFFLOADS},
     **{(name, "DiLoCo"): (ValueError, "DiLoCo: parameter .* is offloaded") for name in OFFLOADS},
     **{
         (name, "quantised"): (ValueError, "quantised .* the parameters are offloaded")
         for name in PARAMETERS_AWAY
+    },
+    # Between hosts whole parameters do not move; nor do copies that lie on several hosts each.
+    ("NO_SHARD", "quantised"): (ValueError, "NO_SHARD keeps whole parameters on each rank"),
+    **{
+        (name, "quantised"): (ValueError, f"{name} on a mesh .* has not one copy of all shards on each host")
+        for name in ("HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP")
     },
     ("world-invariant", "quantised"): (ValueError, "set_world_invariant: .* quantised collectives"),
     # A pipeline calls forward.
@@ -163,6 +169,7 @@ def train_on(ranks, names, directory=None, device="cpu"):
     options = options_of(names)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fully_shard: expected")  # unused units do
+        warnings.filterwarnings("ignore", "fully_shard: collectives are not quantised")  # on one rank
         results = thread.run(ranks, paired.train, options, directory, device)
     return [losses for losses, _ in results], results[0][1]
 
@@ -298,7 +305,8 @@ def test_what_does_not_go_together_is_refused(names, tmp_path):
 def test_all_of_these_go_together(names, tmp_path):
     ranks = ranks_for(names)
     found = train_on(ranks, names, tmp_path)
-    change = tuple(name for name in names if name in NUMBERS or MASKS.issubset(names) and name in MASKS)
+    masks = MASKS.issubset(names) and not {"accumulate", "DiLoCo"}.isdisjoint(names)
+    change = tuple(name for name in names if name in NUMBERS or masks and name in MASKS)
     if {"world-invariant", "expert parallel"}.issubset(names):  # then wherever experts are changes no bit
         if "8-bit states" in names:  # but of states in blocks of what a rank has
             change = (*change, "world-invariant")

@@ -48,7 +48,7 @@ def test_collectives_in_8_bits_are_suggested_where_links_between_hosts_bind():
     found = search([one], simulate, limits)
     how = {"simulate": simulate, "limits": limits}
     (plan,) = suggested(found, words_of(recipe), **how, hosts=2)
-    assert plan.candidate.options["precision.reduce_bits"] == "8"
+    assert plan.candidate.options["precision.quantized_gradients"] == "8"
     assert plan.report.ms < 0.5 * found.best[0].report.ms
     assert suggested(found, words_of(recipe), **how, hosts=1) == []
-    assert suggested(found, words_of(recipe), **how, hosts=2, given={"precision.gather_bits"}) == []
+    assert suggested(found, words_of(recipe), **how, hosts=2, given={"precision.quantized_weights"}) == []
