@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardrt.train import config as settings
 from shardrt.train import options
-from shardrt.train.errors import USAGE, one_line
+from shardrt.train.errors import USAGE, one_line, plain_warnings
 from shardrt.train.job import launch
 from shardrt.train.recipe import Recipe
 
@@ -31,7 +31,8 @@ def main(arguments: Sequence[str], program: str = "models.train") -> None:
     """One run, as the command line says. program: its name in the help."""
     with one_line(USAGE):
         recipe = parse(arguments, program)
-    launch(recipe)
+    with plain_warnings():
+        launch(recipe)
 
 
 def parse(arguments: Sequence[str], program: str = "models.train") -> Recipe:

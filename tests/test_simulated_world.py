@@ -12,7 +12,6 @@ import shardrt
 from models.gpt import GPT, GPTConfig
 from models.plans import plan_of
 from shardrt import device, nn, optim
-from shardrt import functional as F
 from shardrt.comm import init_device_mesh
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import create

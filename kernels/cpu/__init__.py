@@ -19,6 +19,7 @@ from shardrt.kernels.cpu import (
     lion,
     lion8bit,
     matmul,
+    muon,
     philox,
     pool,
     quantise,

@@ -102,6 +102,8 @@ def _warm_up_float32() -> None:
     cpu.elementwise.unscale_(row, 1.0)
     cpu.adamw.step(row, bias, weight, x[0], np.array([[0.0, 4.0, 1.0, 0.1, 0.0, 0.9, 0.99, 1e-8]]))
     cpu.lion.step(row, bias, weight, np.array([[0.0, 4.0, 1.0, 0.1, 0.9, 0.99]]))
+    cpu.muon.direction(row, bias, weight, 0.9, True)
+    cpu.muon.apply(row, bias, 1.0, 0.1)
     ranges = np.array([[0.0, 4.0, 1.0, 0.1, 0.0, 1.0]])
     cpu.sgd.step(row, bias, None, ranges, 0.0, False)
     cpu.sgd.step(row, bias, weight, ranges, 0.9, False)

@@ -29,6 +29,7 @@ from shardrt.kernels.cuda import (
     lion,
     lion8bit,
     matmul,
+    muon,
     philox,
     pool,
     quantise,

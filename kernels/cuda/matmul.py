@@ -16,6 +16,11 @@ def matmul(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> None:
     _launch.backend().matmuls.gemm(readable(a), readable(b), out, accumulate=accumulate)
 
 
+def gram(a: Array, out: Array) -> None:
+    """Set out = a @ a.T, 2-D, or 3-D, of each matrix: a matmul."""
+    matmul(a, a.swapaxes(-1, -2), out)
+
+
 def readable(x: Array) -> Array:
     """Return x itself if one of its last two axes is dense, else a copy."""
     return x if x.dtype.itemsize in x.strides[-2:] else x.copy()

@@ -21,6 +21,7 @@ from shardrt.nn.parameter import Parameter
 from shardrt.nn.placement import along_pipeline, on_first
 from shardrt.nn.ranks import everyone, is_leader
 from shardrt.optim.low_bit.scales import encoded, numbers
+from shardrt.optim.muon.state import as_shard, names_of
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice, exact_state
 
@@ -43,14 +44,14 @@ def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, A
     others = _agreed(names, model)
     device.current().wait_here()  # updates may still write the arrays
     found = {name: at for name, at in counted(model, optimizer).items() if at[0].steps[at[1]]}
-    kinds = optimizer.state_names
-    own = {name: _about(kinds, *at) for name, at in found.items() if at[0].members[at[1]][0].counts}
+    kinds = _kinds(names, optimizer)
+    own = {name: _about(kinds[name], *at) for name, at in found.items() if at[0].members[at[1]][0].counts}
     parameters, state = dict(model.named_parameters()), {}
     for rank, about in enumerate([own] if others is None else objects.all_gather_object(others, own)):
         here = others is None or others.rank == rank
         for name, (steps, dtypes) in about.items():
             parameter, entry = parameters[name], {"step": steps}
-            for kind, theirs in kinds.items():
+            for kind, theirs in kinds[name].items():
                 whole = _whole(parameter, found[name][0], kind) if here else None
                 entry[theirs] = on_first(parameter.pipeline, whole, parameter.whole_shape, dtypes[kind])
             state[name] = entry
@@ -104,8 +105,8 @@ def set_optimizer_state_dict(
     optimizer.take_in({id(p) for name, p in model.named_parameters() if about["steps"].get(name)})
     set_steps(model, optimizer, about["steps"])
     found = counted(model, optimizer)
-    for name in _names(model, optimizer).values():  # all of them: ranks read the same arrays
-        for own, theirs in optimizer.state_names.items():
+    for name, kinds in _kinds(_names(model, optimizer), optimizer).items():  # all: ranks read the same arrays
+        for own, theirs in kinds.items():
             key = f"{theirs}/{name}"
             values = arrays[key] if key in arrays else None
             if name in found:
@@ -124,7 +125,7 @@ def _whole(parameter: Parameter, piece: Slice, kind: str) -> np.ndarray | None:
     """The numbers of a parameter's optimizer state on rank 0, as whole_on_first."""
     if encoded(piece, kind):
         return whole_on_first(parameter, numbers(piece, kind))
-    whole = whole_on_first(parameter, piece.state[kind])
+    whole = whole_on_first(parameter, as_shard(piece, kind))
     return None if whole is None else exact_state(whole)
 
 
@@ -148,6 +149,16 @@ def _names(model: Module, optimizer: Optimizer) -> dict[int, str]:
     return {id(parameter): names[id(parameter)] for parameter in own}
 
 
+def _kinds(names: dict[int, str], optimizer: Optimizer) -> dict[str, dict[str, str]]:
+    """Name of a parameter -> its state, with PyTorch's names of it."""
+    groups = enumerate(optimizer.param_groups)
+    return {
+        names[id(parameter)]: names_of(optimizer, number)
+        for number, group in groups
+        for parameter in group["params"]
+    }
+
+
 def _read(model: Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> tuple[dict, dict[str, Any]]:
     """({"steps": by name, "groups": settings of each}, "exp_avg/NAME" -> array), all checked."""
     own = list(_names(model, optimizer).values())
@@ -162,13 +173,13 @@ def _read(model: Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) ->
         raise ValueError(f"parameters missing from the state: {missing[:10]}; unexpected: {extra[:10]}")
     steps, arrays = {}, {}
     shapes = {name: parameter.whole_shape for name, parameter in model.named_parameters()}
+    kinds = _kinds(_names(model, optimizer), optimizer)
     for key, name in names.items():
-        found = {theirs: state.get(key, {}).get(theirs) for theirs in optimizer.state_names.values()}
+        expected = sorted(kinds[name].values())
+        found = {theirs: state.get(key, {}).get(theirs) for theirs in expected}
         found = {theirs: values for theirs, values in found.items() if values is not None}
-        if found and len(found) < len(optimizer.state_names):
-            raise ValueError(
-                f"{name!r} has state {sorted(found)}, expected {sorted(optimizer.state_names.values())}"
-            )
+        if found and len(found) < len(expected):
+            raise ValueError(f"{name!r} has state {sorted(found)}, expected {expected}")
         for theirs, values in found.items():
             if tuple(values.shape) != shapes[name]:
                 raise ValueError(
@@ -176,10 +187,8 @@ def _read(model: Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) ->
                 )
             arrays[f"{theirs}/{name}"] = values
         steps[name] = _count(name, state.get(key, {}).get("step", 1 if found else 0))
-        if steps[name] and len(found) < len(optimizer.state_names):
-            raise ValueError(
-                f"the state of {name!r} has a step, but not all of {sorted(optimizer.state_names.values())}"
-            )
+        if steps[name] and len(found) < len(expected):
+            raise ValueError(f"the state of {name!r} has a step, but not all of {expected}")
     return {"steps": steps, "groups": _settings(optimizer, groups, names, own)}, arrays
 
 
@@ -196,7 +205,7 @@ def _settings(optimizer: Optimizer, groups: list[dict], names: dict[Any, str], o
             )
         known = group.keys() - {"params"}
         given = groups[theirs.pop()] if theirs else {}
-        settings = {key: _plain(value) for key, value in given.items() if key in known}
+        settings = {key: _plain(value) for key, value in given.items() if key in known and value is not None}
         optimizer.checked({**settings, "params": []})
         for key, value in optimizer.constants.items():
             if key in given and given[key] != value:
@@ -207,6 +216,8 @@ def _settings(optimizer: Optimizer, groups: list[dict], names: dict[Any, str], o
 
 def _plain(value: Any) -> Any:
     """A setting as a JSON type; PyTorch's may be tensors."""
+    if isinstance(value, str | int):
+        return value
     return [float(v) for v in value] if isinstance(value, tuple | list) else float(value)
 
 

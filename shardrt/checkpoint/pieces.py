@@ -19,6 +19,7 @@ from shardrt.nn.parameter import Parameter
 from shardrt.nn.placement import PipelinePlacement, owner_of, pipeline_placement_of
 from shardrt.nn.ranks import is_leader
 from shardrt.optim.low_bit.scales import encoded, key_of
+from shardrt.optim.muon.state import names_of, place_of
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import BITS, Slice, exact_state, kept_state
 
@@ -92,7 +93,8 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
         saving: if several ranks hold copies of a piece, only its owner saves it; of the buffers, only rank
             0's are saved, or those of the first rank of their stage.
     """
-    states = {} if optimizer is None else {id(p): s for s in optimizer.slices for p, _ in s.members}
+    slices = [] if optimizer is None else optimizer.slices
+    states = {id(p): (each, group) for each in slices for p, group in each.members}
     first = not saving or is_leader(model)
     for name, parameter in model.named_parameters():
         if id(parameter) in states:
@@ -103,8 +105,9 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
         held, trained = storage.range_of(parameter), id(parameter) in states
         yield Piece(PARAMETER, name, part, storage.shard, *held, trained)
         if trained:
-            for kind in optimizer.state_names:
-                yield piece_of_state(kind, name, parameter, states[id(parameter)])
+            piece, group = states[id(parameter)]
+            for kind in names_of(optimizer, group):
+                yield piece_of_state(kind, name, parameter, piece)
     for name, buffer, place in placed_buffers(model):
         if first if place is None or not saving else place.owner and place.is_leader:
             yield Piece(PARAMETER, name, contiguous(0, buffer.size), buffer.reshape(-1), 0, buffer.size)
@@ -126,7 +129,7 @@ def is_error(kind: str) -> bool:
 
 def piece_of_state(kind: str, name: str, parameter: Parameter, piece: Slice) -> Piece:
     """The optimizer state `kind` of a parameter."""
-    held = parameter.storage.range_of(parameter)
+    held = place_of(piece, kind, *parameter.storage.range_of(parameter))
     if not encoded(piece, kind):
         return Piece(kind, name, parameter.extents, piece.state[kind], *held, True)
     from shardrt.checkpoint.encoded import EncodedPiece  # which is a Piece

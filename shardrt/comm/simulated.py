@@ -196,8 +196,8 @@ class SimulatedTransport(Transport):
 
     def swap(self, output: Array, buffer: Array, received: Sequence[slice], sent: Sequence[slice]) -> None:
         messages = sum(part.stop > part.start for part in (*received, *sent))
-        parts = _parts(buffer, [part.stop - part.start for part in sent], [p.stop - p.start for p in received])
-        self._keep("all_to_all", buffer, [buffer], [output], launches=messages, parts=parts)
+        counts = [[part.stop - part.start for part in parts] for parts in (sent, received)]
+        self._keep("all_to_all", buffer, [buffer], [output], launches=messages, parts=_parts(buffer, *counts))
 
     def send(self, buffer: Array, peer: int) -> None:
         self._keep("send", buffer, [buffer], peer=peer)

@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.plan import COMMUNICATION, COMPUTING, HOST, MEMORY, Found, Plan, search
+from shardrt.simulate.rounding import suggested
 from shardrt.simulate.script import expanded
 from shardrt.simulate.space import Candidate, candidates, combinations, words_for, words_of
 from shardrt.simulate.step import Simulated, simulated
@@ -79,35 +80,47 @@ def plan(options: argparse.Namespace) -> int:
     def simulate(candidate: Candidate) -> Simulated:  # as the command that is printed for it
         return simulated(space.script(candidate), options.ranks, machine, steps=options.steps)
 
-    def found_of(words: Sequence[str]) -> Found:
-        return search(
+    limits = {"device": options.memory * 1e9, "host": options.host_memory * 1e9}
+
+    def found_of(words: Sequence[str]) -> tuple[Found, list[Plan]]:
+        found = search(
             space.candidates,
             simulate,
-            {"device": options.memory * 1e9, "host": options.host_memory * 1e9},
+            limits,
             best=_BEST,
             tries=options.tries,
             seconds=60 * options.minutes,
             on_found=lambda found: _progress(found, len(space.candidates)),
         )
+        if options.only:
+            return found, []
+        hosts = -(-options.ranks // machine.ranks_per_node)
+        return found, suggested(found, space.words, simulate, limits, given=space.given, hosts=hosts)
 
-    code, found = of_script(options, found_of)
-    if found is None:
+    code, both = of_script(options, found_of)
+    if both is None:
         return code
+    found, rounding = both
     if options.json:
-        say(json.dumps(_table(found, space, machine), indent=1), lines=True)
+        rows = [_row(each, space) for each in rounding]
+        say(json.dumps(_table(found, space, machine) | {"rounding": rows}, indent=1), lines=True)
     else:
-        say("\n".join(_lines(found, space, machine)), lines=True)
+        say("\n".join(_lines(found, rounding, space, machine)), lines=True)
     return 0 if found.best else NONE_FITS if found.over or not found.refused else FAILED
 
 
 @dataclass(frozen=True)
 class _Space:
-    """The settings to try, and the words for a candidate. words: of the command's own settings."""
+    """The settings to try, and the words for a candidate.
+
+    words: of the command's own settings. given: options that stay as they are, or that --vary names.
+    """
 
     options: argparse.Namespace
     command: Sequence[str]
     candidates: Sequence[Candidate]
     words: Mapping[str, str]
+    given: Collection[str] = ()
 
     def changed(self, candidate: Candidate) -> list[str]:
         """The words appended to the command for a candidate."""
@@ -136,17 +149,17 @@ def _space(
         if not vary:
             raise ValueError("--vary: name the options of your script to try; those of `train` are known")
         return _Space(options, command, combinations(vary), {})
-    recipe = _module(name).parse(arguments)
+    recipe, given = _module(name).parse(arguments), _given(arguments)
     found = candidates(
         recipe,
-        given=_given(arguments),
+        given=given,
         ranks=options.ranks,
         node=machine.ranks_per_node,
         vary=vary,
         only=options.only,
         offload=machine.host_link is not None,
     )
-    return _Space(options, command, found, words_of(recipe))
+    return _Space(options, command, found, words_of(recipe), given | vary.keys())
 
 
 def _module(name: str) -> ModuleType:
@@ -247,7 +260,7 @@ def _row(each: Plan, space: _Space) -> dict[str, Any]:
 # -- for people
 
 
-def _lines(found: Found, space: _Space, machine: Machine) -> list[str]:
+def _lines(found: Found, rounding: Sequence[Plan], space: _Space, machine: Machine) -> list[str]:
     chosen, lines = space.options, []
     limit = f"{chosen.memory:g} GB on each device"
     if found.best:
@@ -268,6 +281,11 @@ def _lines(found: Found, space: _Space, machine: Machine) -> list[str]:
     for number, each in enumerate(found.best[:_BEST], start=1):
         lines.append(f"{number:2} {space.simulate(each.candidate)}")
     lines += [""] * bool(found.best) + _failures(found, space)
+    if rounding:
+        lines.append("faster, if training may round more:")
+    for each in rounding:
+        lines += [f"   {_figures(each)}  {' '.join(space.changed(each.candidate))}"]
+        lines += [f"   {space.simulate(each.candidate)}"]
     if not machine.measured:
         lines.append(f"measured = false: {machine.name} was not measured, so these figures are estimates")
     return lines

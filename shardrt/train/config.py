@@ -5,7 +5,7 @@ The comment behind a field, or above it, is its help text.
 """
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from math import inf
@@ -61,6 +61,13 @@ class Folder(Enum):
     objects = "objects"  # the same on all, without a rename that happens at once: a bucket behind a mount
 
 
+class AdjustLR(Enum):
+    """How Muon's rate depends on a matrix's shape, by torch.optim.Muon's names."""
+
+    match_rms_adamw = "match_rms_adamw"
+    original = "original"
+
+
 class Schedule(Enum):
     """How the learning rate falls after the warm-up."""
 
@@ -77,7 +84,7 @@ Determinism = Enum("Determinism", ["per-world", "world-invariant"])
 class OptimizerConfig:
     """How weights are updated: linear warm-up, then down to min_lr; no weight decay on biases and norms."""
 
-    name: Algorithm = Algorithm.adamw  # lion: its rate is 3 to 10 times lower; muon: takes AdamW's rate
+    name: Algorithm = Algorithm.adamw  # lion: its rate is 3 to 10 times lower; muon: see adjust_lr_fn
     schedule: Schedule = Schedule.cosine  # from lr to min_lr; wsd: stays at lr, then a line in decay_steps
     decay_steps: int = 0  # the last steps, in which wsd decays; 0 for a tenth of all
     lr: float = 1e-3  # learning rate at its highest
@@ -86,6 +93,10 @@ class OptimizerConfig:
     weight_decay: float = 0.1  # of weight matrices and embeddings
     betas: tuple[float, float] = (0.9, 0.95)  # decay of AdamW's two moments; Lion's two
     momentum: float = 0.95  # of Muon's hidden matrices; betas are those of its other parameters
+    # Muon's rate of a matrix is lr times 0.2 sqrt(its longer side), so that AdamW's lr fits, or times
+    # sqrt(max(1, rows / columns)).
+    adjust_lr_fn: AdjustLR = AdjustLR.match_rms_adamw
+    adam_lr: float = 0.0  # highest rate of Muon's other parameters, which falls as lr does; 0: lr
     clip_norm: float = 1.0  # the global norm of the gradients is clipped to this; inf never clips
     clip_type: float = 2.0  # which norm: 1, 2, 3, ... or inf
     on_nonfinite: Nonfinite = Nonfinite.stop  # gradients that are nan or infinite: stop, or skip the update
@@ -109,6 +120,11 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.clip_type must be from 0.1 to 16, or inf, got {self.clip_type}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"optimizer.momentum must be in [0, 1), got {self.momentum}")
+        _at_least("optimizer.adam_lr", self.adam_lr, 0)
+        if self.adam_lr and self.name is not Algorithm.muon:
+            raise ValueError("optimizer.adam_lr needs optimizer.name = 'muon'; others have one rate, lr")
+        if self.adam_lr and not self.lr:
+            raise ValueError("optimizer.adam_lr falls as optimizer.lr does, which must be above 0")
         if self.in_backward and self.name is Algorithm.muon:
             raise ValueError("optimizer.in_backward: muon updates all matrices at once, after backward")
         if self.in_backward and self.clip_norm != inf:
@@ -124,6 +140,12 @@ class OptimizerConfig:
             return warmup_stable_decay(step, decay_steps=decay_steps, total_steps=total_steps, **shape)
         falling = warmup_cosine if self.schedule is Schedule.cosine else warmup_linear
         return falling(step, total_steps=total_steps, **shape)
+
+    def lr_of(self, group: Mapping[str, Any], lr: float) -> float:
+        """The learning rate of a parameter group in a step with this one, of lr_at."""
+        if self.adam_lr and not group["use_muon"]:
+            return lr * (self.adam_lr / self.lr)
+        return lr
 
 
 class Reduction(Enum):

@@ -36,6 +36,9 @@ _AUTO = {
     "bf16.enabled": "give --precision.param bfloat16 --precision.reduce bfloat16",
     "fp16.enabled": "give --precision.param float16 --precision.reduce float16",
     "optimizer.params.lr": "give --optimizer.lr",
+    "optimizer.params.muon_lr": "give --optimizer.lr",
+    "optimizer.params.adam_lr": "give --optimizer.adam-lr",
+    "optimizer.params.momentum": "give --optimizer.momentum",
     "optimizer.params.betas": "give --optimizer.betas",
     "optimizer.params.weight_decay": "give --optimizer.weight-decay",
     "scheduler.params.warmup_max_lr": "give --optimizer.lr",
@@ -86,7 +89,7 @@ _NO_EFFECT = {
     **_named(_ZERO, "memory_efficient_linear", "a linear layer keeps its input alone"),
     **_named(_ZERO, "log_trace_cache_warnings", "the order of gathers is the modules'"),
     **_named(_ZERO, "enable_sanity_checks", "collectives that do not match end the run anyway"),
-    **_named(_ZERO, "save_muon_momentum_buffer_in_memory", "it is for Muon"),
+    **_named(_ZERO, "save_muon_momentum_buffer_in_memory", "momenta are where other optimizer state is"),
     **_named(
         _ZERO, "mics_hierarchical_params_gather", "transports within and between hosts are chosen anyway"
     ),
@@ -233,6 +236,7 @@ _READ = (
         "optimizer.type",
         "scheduler.type",
         _OPTIMIZER + "adam_w_mode",
+        _OPTIMIZER + "ns_method",
     ),
     *(
         _OPTIMIZER + "adamw_mode",
@@ -607,10 +611,12 @@ def _offload(reader: Reader) -> None:
 def _optimizer(reader: Reader, table: Mapping[str, Any]) -> None:
     """The algorithm, its numbers, the schedule of its rate, and the clipping."""
     name = "optimizer.type"
-    kinds = {"Adam": "adamw", "AdamW": "adamw", "Lion": "lion"}
+    kinds = {"Adam": "adamw", "AdamW": "adamw", "Lion": "lion", "Muon": "muon"}
     chosen = reader.choice(name, kinds)
     if chosen and name in reader.left:
         absent = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+        if chosen == "Muon":
+            absent = _muon(reader, table)
         settings = {
             f"optimizer__{key}": value for key, value in absent.items() if _OPTIMIZER + key not in table
         }
@@ -635,6 +641,8 @@ def _optimizer(reader: Reader, table: Mapping[str, Any]) -> None:
         if key in reader.left and not reader.flag(key) and is_set(table.get(_OPTIMIZER + "weight_decay")):
             reader.refuse(key, "weight decay is AdamW's")
         reader.noted(key, "weight decay is AdamW's")
+    for each in ("muon_lr", "adam_lr", "momentum", "ns_method"):
+        reader.noted(_OPTIMIZER + each, "it is Muon's")
     for each in ("lr", "betas", "weight_decay"):
         reader.noted(_OPTIMIZER + each, "it is not set")
     _schedule(reader, table)
@@ -643,6 +651,30 @@ def _optimizer(reader: Reader, table: Mapping[str, Any]) -> None:
         reader.setting(name, reader.take(name), "never clips", optimizer__clip_norm=float("inf"))
     _number(reader, name, "optimizer__clip_norm")
     reader.noted(name, "it is not set")
+
+
+def _muon(reader: Reader, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Muon's rates, momentum and method; gives settings for what the table has not."""
+    common, *own = (table.get(_OPTIMIZER + each) for each in ("lr", "muon_lr", "adam_lr"))
+    if number(common) and number(own[0]):
+        name = _OPTIMIZER + "lr"
+        if number(own[1]):
+            reader.noted(name, "muon_lr and adam_lr are the rates")
+        elif name in reader.left:
+            reader.setting(name, reader.take(name), optimizer__adam_lr=common)
+    for each, setting in {"muon_lr": "lr", "adam_lr": "adam_lr", "momentum": "momentum"}.items():
+        _number(reader, _OPTIMIZER + each, f"optimizer__{setting}")
+        reader.noted(_OPTIMIZER + each, "it is not set")
+    method = _OPTIMIZER + "ns_method"
+    reader.choice(method, ["gram", "standard"])
+    reader.noted(method, "both give the same matrix")
+    absent: dict[str, Any] = {"adjust_lr_fn": "original", "weight_decay": 0.0, "betas": (0.9, 0.95)}
+    absent |= {"momentum": 0.95}
+    rates = {"lr": 0.02, "adam_lr": 3e-4}
+    absent |= {each: rates[each] for each, given in zip(rates, own, strict=True) if not number(given)}
+    if number(common):  # it is in place of the other rates
+        absent = {each: value for each, value in absent.items() if each not in rates}
+    return absent
 
 
 def _number(reader: Reader, name: str, setting: str) -> None:
@@ -672,7 +704,8 @@ def _schedule(reader: Reader, table: Mapping[str, Any]) -> None:
         return
     settings = dict(kinds[chosen])
     rate = table.get(prefix + "warmup_max_lr") if chosen != "WarmupCosineLR" else None
-    rate = table.get(_OPTIMIZER + "lr") if rate is None else rate
+    for own in ("muon_lr", "lr") if str(table.get("optimizer.type")).lower() == "muon" else ("lr",):
+        rate = table.get(_OPTIMIZER + own) if rate is None else rate
     ratio = table.get(prefix + "cos_min_ratio", 1e-4)
     if chosen == "WarmupCosineLR" and number(rate) and number(ratio):
         settings["optimizer__min_lr"] = rate * ratio
@@ -683,6 +716,7 @@ def _schedule(reader: Reader, table: Mapping[str, Any]) -> None:
     reader.setting(name, reader.take(name), note, **settings)
     if number(reader.left.get(prefix + "warmup_max_lr")) and chosen != "WarmupCosineLR":
         reader.change("optimizer.lr", rate)
+        reader.change("optimizer.adam_lr", 0.0)
     if chosen == "WarmupCosineLR":
         reader.noted(prefix + "warmup_max_lr", "optimizer.params.lr has the rate")
     _number(reader, prefix + "warmup_max_lr", "optimizer__lr")

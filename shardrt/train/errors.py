@@ -7,6 +7,7 @@ the loop keeps its traceback.
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,7 +18,16 @@ from shardrt.faults import launcher
 from shardrt.faults.failure import refusal
 from shardrt.untrusted import say
 
-__all__ = ["DATA", "DIFFERS", "NONFINITE", "USAGE", "describe_error", "launched_rank", "one_line"]
+__all__ = [
+    "DATA",
+    "DIFFERS",
+    "NONFINITE",
+    "USAGE",
+    "describe_error",
+    "launched_rank",
+    "one_line",
+    "plain_warnings",
+]
 
 USAGE = 2  # a setting or the command line
 DATA = 65  # a data file, or a checkpoint; EX_DATAERR of sysexits.h
@@ -59,6 +69,17 @@ def one_line(
         if no_room:
             launcher.end_job(code)
     sys.exit(code)
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """A block in which Python shows each warning as one line, without the place in the source."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_: f"warning: {' '.join(str(message).split())}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def launched_rank() -> int:

@@ -39,6 +39,7 @@ from shardrt.parallel import (
     set_tensor_invariant,
 )
 from shardrt.parallel.memory import pipeline_plan
+from shardrt.parallel.muon_memory import muon_plan
 from shardrt.parallel.styles import Style
 from shardrt.train import config as settings
 from shardrt.train import loop, outer, pipelines, trackers
@@ -329,7 +330,7 @@ def shard(
 _KINDS: dict[settings.Algorithm, tuple[type[optim.Optimizer], float]] = {
     settings.Algorithm.adamw: (optim.AdamW, 8),
     settings.Algorithm.lion: (optim.Lion, 4),
-    settings.Algorithm.muon: (optim.Muon, 8),
+    settings.Algorithm.muon: (optim.Muon, 8),  # of hidden matrices 4: see muon_plan
     settings.Algorithm.adamw8bit: (low_bit.AdamW8bit, 2),
     settings.Algorithm.lion8bit: (low_bit.Lion8bit, 1),
     settings.Algorithm.adamw_bf16: (low_bit.AdamWBF16, 4),
@@ -342,7 +343,7 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> optim.Optimizer:
     wanted = recipe.optimizer
     if wanted.name is settings.Algorithm.muon:
         groups = optim.muon_groups(model, wanted.weight_decay)
-        how = {"momentum": wanted.momentum, "adjust_lr_fn": "match_rms_adamw"}
+        how = {"momentum": wanted.momentum, "adjust_lr_fn": wanted.adjust_lr_fn.value}
         return optim.Muon(groups, lr=wanted.lr, betas=wanted.betas, **how)
     groups = optim.decay_groups(model, wanted.weight_decay)
     return _KINDS[wanted.name][0](groups, lr=wanted.lr, betas=wanted.betas, in_backward=wanted.in_backward)
@@ -357,9 +358,12 @@ def planned_memory(
     """
     kind, nbytes = _KINDS[recipe.optimizer.name]
     plan = _planned(recipe, mesh, task, model, batches, nbytes / 4)
-    if not issubclass(kind, low_bit.EightBit):
-        return plan
-    return low_bit.with_scales(plan, on_host=recipe.memory.update_on is settings.Update.host)
+    if kind is optim.Muon:
+        hidden = [p for group in optim.muon_groups(model, 0.0) if group["use_muon"] for p in group["params"]]
+        return muon_plan(plan, model, hidden)
+    if issubclass(kind, low_bit.EightBit):
+        return low_bit.with_scales(plan, on_host=recipe.memory.update_on is settings.Update.host)
+    return plan
 
 
 def _planned(
@@ -373,13 +377,9 @@ def _planned(
         return pipeline_plan(pipeline, shares, batches, inputs=task.inputs, optimizer_states=states)
     if mesh.world.device is not None:
         return memory_plan(model, optimizer_states=states)
-
-    def step() -> None:
-        loop.backward(recipe, task, model, batches, unscaled, 0)
-        if recipe.optimizer.name is settings.Algorithm.muon:
-            optimizer_of(recipe, model).step()  # it takes whole matrices for a while
-
-    plan = memory_plan(model, optimizer_states=states, step=step)
+    plan = memory_plan(
+        model, optimizer_states=states, step=lambda: loop.backward(recipe, task, model, batches, unscaled, 0)
+    )
     shard = plan.device.get("optimizer state", 0) // states
     return replace(plan, device=plan.device | outer.planned(recipe, shard))
 

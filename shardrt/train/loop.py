@@ -57,7 +57,7 @@ def train(job: Job, first: int) -> None:
             random.manual_seed(recipe.seed, step)
             lr = recipe.optimizer.lr_at(step, steps)
             for group in job.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = recipe.optimizer.lr_of(group, lr)
             with trace.step(step + 1):
                 losses = backward(recipe, task, job.model, next_of(batches), job.scaler, step)
                 if not updates_first(recipe):

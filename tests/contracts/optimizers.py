@@ -109,3 +109,30 @@ def sgd():
         for table in tables([(*own, *moving) for own in SGD]):
             for state in states(3, True):
                 yield Call((*state, table, momentum, nesterov), in_ranges(rule))
+
+
+@contract("muon.direction")
+def muon_direction():
+    def truth(grad, m, momentum, nesterov):
+        m = momentum * m + (1 - momentum) * grad
+        return m, momentum * m + (1 - momentum) * grad if nesterov else m
+
+    for nesterov in (True, False):
+        for momentum in (0.95, 0.0):
+            grad, m = normal(COUNT), normal(COUNT, seed=1)
+
+            def of(grad, m, momentum=momentum, nesterov=nesterov):
+                return truth(grad, m, momentum, nesterov)
+
+            yield Call((grad, Out(m), Out(), momentum, nesterov), of)
+            yield Call((Wide(grad), Out(m), Out(), momentum, nesterov), of)
+
+
+@contract("muon.apply")
+def muon_apply():
+    for keep, rate in ((0.999, 1e-2), (1.0, 1.0)):
+
+        def of(param, update, keep=keep, rate=rate):
+            return keep * param - rate * update
+
+        yield Call((Out(normal(COUNT)), normal(COUNT, seed=1), keep, rate), of)

@@ -26,6 +26,17 @@ def matmul():
     yield Call((normal(3, 5, 7), normal(3, 7, 4, seed=1), Out()), np.matmul, factor=2)
 
 
+@contract("matmul.gram")
+def gram():
+    def truth(a):
+        return a @ np.swapaxes(a, -1, -2)
+
+    for m, n in ((1, 1), (5, 7), (7, 5), (33, 17), (64, 64), (530, 3)):
+        for a in layouts(m, n, 0):
+            yield Call((a, Out()), truth, factor=2)
+    yield Call((normal(3, 5, 7), Out()), truth, factor=2)
+
+
 LAYERS = [(0, 3, 4), (3, 5, 7), (130, 8, 16), (65, 3, 520), (1, 1, 1)]  # rows, inputs, outputs
 
 

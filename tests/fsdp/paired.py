@@ -25,9 +25,11 @@ from shardrt.fsdp import (
     set_world_invariant,
 )
 from shardrt.nn.utils import clip_grad_norm_, clip_grad_value_
+from shardrt.optim import low_bit
 from shardrt.parallel import (
     ColwiseParallel,
     ContextParallel,
+    DiLoCo,
     ExpertParallel,
     Pipeline,
     RowwiseParallel,
@@ -41,7 +43,8 @@ from shardrt.parallel import (
 from shardrt.recompute import checkpoint
 
 BATCH = 24
-AXES = {"pipeline": "pp", "context": "cp", "parallel": "tp"}  # of two ranks, for these options
+# Of two ranks, for these options:
+AXES = {"diloco": "diloco", "pipeline": "pp", "context": "cp", "parallel": "tp"}
 ALONE = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_GRAD_OP": "SHARD_GRAD_OP"}  # on an axis of its own
 
 
@@ -189,6 +192,7 @@ def of_unit(options, index, directory):
             param_dtype=value("param_dtype"),
             reduce_dtype=value("reduce_dtype"),
             output_dtype=value("output_dtype"),
+            quantised=value("quantised"),
         ),
     }
 
@@ -202,7 +206,7 @@ def mesh_for(options, device):
     if not others and not spread(options):
         return init_device_mesh(device, (2, 2) if two_axes else None, reduction=reduction)
     shards = init_device_mesh(device).size // 2 ** (len(others) + two_axes)
-    sizes = {"pp": 2, "dp_replicate": 2 * two_axes, "dp_shard": shards, "cp": 2, "tp": 2}
+    sizes = {"diloco": 2, "pp": 2, "dp_replicate": 2 * two_axes, "dp_shard": shards, "cp": 2, "tp": 2}
     sizes = {name: size for name, size in sizes.items() if size and (name in others or name[:2] == "dp")}
     return init_device_mesh(device, tuple(sizes.values()), tuple(sizes), reduction=reduction)
 
@@ -231,7 +235,9 @@ def data_of(mesh):
 
 def fold_of(mesh):
     """The ranks with parts of the tokens as "efsdp" x "ep"."""
-    return mesh.fold("ep", 2, over=tuple(name for name in mesh.mesh_dim_names if name != "pp"))
+    return mesh.fold(
+        "ep", 2, over=tuple(name for name in mesh.mesh_dim_names if name not in ("diloco", "pp"))
+    )
 
 
 def build(options, mesh, directory):
@@ -304,9 +310,10 @@ def train(options, directory=None, device="cpu"):
     data, rows = data_of(mesh), rows_of(mesh)
     model, pipeline = build(options, mesh, directory)
     run = backward if pipeline is None else partial(by_stages, pipeline)
-    kind = optim.SGD if "sgd" in options else optim.AdamW
-    settings = {"momentum": 0.9, "lr": 0.1} if "sgd" in options else {"lr": 1e-2}
-    optimizer = kind(model.parameters(), in_backward="in_backward" in options, **settings)
+    optimizer = optimizer_of(options, model)
+    outer = None
+    if "diloco" in options:  # hosts have the same rows, so outer steps that average change little
+        outer = DiLoCo(optimizer, mesh["diloco"], sync_every=1, lr=1.0, momentum=0.0)
     scaler = optim.GradScaler(init_scale=2.0**10, enabled="scaler" in options)
     losses = []
     for step, batch in enumerate(batches(rows, options)):
@@ -324,9 +331,23 @@ def train(options, directory=None, device="cpu"):
         if "experts" in options:
             nn.update_expert_bias(model, 0.01)
         optimizer.zero_grad()
+        if outer is not None:
+            outer.step(step + 1)
         if step == 1 and "save_and_load" in options:
             save_and_load(model, mesh, directory)
     return losses, full_state_dict(model)
+
+
+def optimizer_of(options, model):
+    """Of the kind that is asked for; AdamW without."""
+    (kind,) = options.get("optimizer", ["AdamW"])
+    more = {"in_backward": True} if "in_backward" in options else {}
+    if kind == "Muon":
+        return optim.Muon(optim.muon_groups(model, 0.01), lr=1e-2, **more)
+    if kind == "SGD":
+        return optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **more)
+    kinds = {"AdamW": optim.AdamW, "8-bit": low_bit.AdamW8bit, "bf16": low_bit.AdamWBF16}
+    return kinds[kind](model.parameters(), lr=1e-2, **more)
 
 
 def batches(rows, options=()):
@@ -404,12 +425,14 @@ def average_ignored(model, mesh, options):
 
 
 def save_and_load(model, mesh, directory):
-    """Write a checkpoint, spoil the model, read it back."""
-    save(directory / "checkpoint", model)
+    """Write a checkpoint, a host of DiLoCo its own; spoil the model; read it back."""
+    host = mesh.rank_of("diloco") if "diloco" in (mesh.mesh_dim_names or ()) else 0
+    folder = directory / f"checkpoint {host}"
+    save(folder, model)
     for parameter in model.parameters():
         with parameter.writing() as shard:
             shard.fill(7.0)
     for _, buffer in model.named_buffers():
         buffer.fill(7.0)
     mesh.communicator("control").barrier(stream=mesh.device.current_stream)
-    load(directory / "checkpoint", model)
+    load(folder, model)

@@ -68,7 +68,8 @@ def part_of(group, parameter, full):
 def test_bytes_are_those_of_the_formula(host_size, everywhere):
     """Of each forward and backward a gather, then a sum in a host, then 8 bits between hosts."""
     counts, hosts = lab.Counts(), 4 // host_size
-    how = policy(gather_bits=4, reduce_bits=8, host_size=host_size, within_hosts=everywhere)
+    how = {"host_size": host_size, "within_hosts": everywhere, "error_feedback": True}
+    how = policy(gather_bits=4, reduce_bits=8, **how)
     model, mesh = lab.build(wrap=counts, mp_policy=how, reshard_after_forward=True)
     counts.reset()
     lab.backward(model, mesh)

@@ -1,5 +1,7 @@
 """kernels/cpu/quantise.py: the error of each number is at most half its block's scale."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -77,3 +79,25 @@ def test_zeros_and_tiny_numbers_become_zero():
 def test_other_bits_and_blocks_are_refused(bits, block):
     with pytest.raises(ValueError, match="quantise: (bits|block) must be"):
         K.quantise.pack(np.ones(64, np.float32), np.zeros(128, np.uint8), bits, block)
+
+
+def test_loops_of_4_bits_are_vectorised():
+    """They take up to 1.6 times as long as those of 8 bits; without vectors, 2.5 to 6 times."""
+    count, block, took = 32 << 10, 256, {}  # on one thread
+    x, out = numbers(count), np.empty(count, np.float32)
+    packed = {bits: packed_of(x, bits, block) for bits in (8, 4)}
+    calls = {
+        "pack": lambda bits: K.quantise.pack(x, packed[bits], bits, block),
+        "unpack": lambda bits: K.quantise.unpack(packed[bits][None], out, bits, block),
+        "subtract": lambda bits: K.quantise.subtract(packed[bits], out, bits, block),
+    }
+    for _ in range(15):  # alternating
+        for name, call in calls.items():
+            for bits in (8, 4):
+                began = time.thread_time()
+                for _ in range(10):
+                    call(bits)
+                spent = time.thread_time() - began
+                took[name, bits] = min(spent, took.get((name, bits), spent))
+    for name in calls:
+        assert took[name, 4] < 2.2 * took[name, 8], (name, took)

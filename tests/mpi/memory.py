@@ -40,6 +40,7 @@ from shardrt.fsdp.options.quantisation import Quantisation
 from shardrt.optim.low_bit import BYTES, AdamW8bit, LionBF16
 from shardrt.parallel import parallelize_module
 from shardrt.parallel.memory import pipeline_plan
+from shardrt.parallel.muon_memory import muon_plan
 from shardrt.parallel.pipeline import Pipeline
 from shardrt.recompute import checkpoint
 from tests.combinations import noting, pairwise
@@ -191,13 +192,10 @@ def check(counted, mesh, accumulation="none", optimizer="AdamW", **choices):
         set_world_invariant(model, TURNS * mesh.size)
     made, states = OPTIMIZERS[optimizer]
 
-    def step():
-        backward_of(model, accumulation)
-        if optimizer == "Muon":
-            made(model).step()  # it takes whole matrices for a while
-
     counted.reset()
-    plan = memory_plan(model, step=step, optimizer_states=states)
+    plan = memory_plan(model, step=lambda: backward_of(model, accumulation), optimizer_states=states)
+    if optimizer == "Muon":
+        plan = muon_plan(plan, model, optim.muon_groups(model, 0.1)[0]["params"])
     counted.reset()  # what the plan itself took is gone
     return measured(counted, plan, model, lambda: backward_of(model, accumulation), made)
 

@@ -5,13 +5,14 @@ from functools import partial
 import numpy as np
 import pytest
 
-from shardrt import manual_seed, optim
+from shardrt import manual_seed
 from shardrt.fsdp import memory_plan
 from shardrt.kernels.cpu import adamw, stochastic
 from shardrt.optim.low_bit import AdamWBF16, LionBF16
 from tests import lab
 from tests.optim.test_8bit import ADAMW as EIGHT
-from tests.optim.test_8bit import at_step, made, moments, with_given_gradients
+from tests.optim.test_8bit import EXACT, at_step, losses, made, moments, with_given_gradients
+from tests.optim.test_8bit import LION as EIGHT_LION
 
 ADAMW = partial(AdamWBF16, lr=1e-2, weight_decay=0.1)
 LION = partial(LionBF16, lr=1e-3, weight_decay=0.1)
@@ -77,11 +78,10 @@ def test_another_seed_rounds_otherwise():
     np.testing.assert_array_equal(seeded(1), seeded(1))
 
 
-def test_training_reaches_the_loss_of_float32():
+@pytest.mark.parametrize("low, exact", [(ADAMW, EIGHT), (LION, EIGHT_LION)], ids=["AdamWBF16", "LionBF16"])
+def test_training_reaches_the_loss_of_float32(low, exact):
     """Within 1 % after 60 steps."""
-    for exact, low in ((lab.adamw, ADAMW), (partial(optim.Lion, lr=1e-3, weight_decay=0.1), LION)):
-        exact, low = (lab.train_on(1, steps=60, optimizer=make).losses for make in (exact, low))
-        assert abs(low[-1] / exact[-1] - 1) < 0.01
+    assert abs(losses(low)[-1] / losses(EXACT[exact])[-1] - 1) < 0.01
 
 
 def test_the_memory_plan_knows_to_the_byte():

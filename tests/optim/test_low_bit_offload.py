@@ -43,10 +43,12 @@ def train(make, placement=None, **settings):
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
-def test_an_update_of_what_is_on_the_host_changes_no_bit(make):
+def test_an_update_of_what_is_on_the_host_changes_no_bit(make, tmp_path):
     expected = train(make)
     everything = (True, True, True)
-    for placement in ((True, False, False), (False, False, True), everything, (*everything, "host")):
+    for how in (("device",), ("host",), ("device", tmp_path)):
+        assert_same_bits(train(make, Offloaded(*everything, *how)), expected)
+    for placement in ((True, False, False), (False, False, True)):
         assert_same_bits(train(make, Offloaded(*placement)), expected)
     assert_same_bits(train(make, in_backward=True), expected)
 

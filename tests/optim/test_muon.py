@@ -1,20 +1,26 @@
 """Muon next to torch.optim.Muon, and on several ranks."""
 
+import json
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 import shardrt
-from shardrt import device, dtypes, nn, optim
-from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
+from shardrt import Tensor, device, dtypes, nn, optim
+from shardrt.checkpoint import (
+    CheckpointManager,
+    full_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from shardrt.comm import thread
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, no_sync
 from shardrt.nn.extents import take
 from shardrt.optim.muon import newton_schulz
 from shardrt.optim.muon.exchange import owners_of
 from tests import lab
-from tests.parallel import meshes
+from tests.parallel import meshes, routed
 
 SHAPES = ((12, 40), (40, 12), (24, 24), (12, 40))
 
@@ -113,19 +119,18 @@ class Wide(lab.Net):
 
 
 SHARDED = [
-    ("FULL_SHARD", 1),
-    ("FULL_SHARD", 2),
-    ("FULL_SHARD", 4),
-    ("FULL_SHARD", 8),
-    ("SHARD_GRAD_OP", 3),
-    ("SHARD_OPT", 2),
-    ("NO_SHARD", 2),
-    ("HYBRID_SHARD", 4),
+    ("FULL_SHARD", 1, Wide),
+    ("FULL_SHARD", 2, Wide),
+    ("FULL_SHARD", 4, lab.Net),
+    ("FULL_SHARD", 8, Wide),
+    ("SHARD_GRAD_OP", 3, Wide),
+    ("SHARD_OPT", 2, lab.Net),
+    ("NO_SHARD", 2, lab.Net),
+    ("HYBRID_SHARD", 4, Wide),
 ]
 
 
-@pytest.mark.parametrize("make", [lab.Net, Wide])
-@pytest.mark.parametrize("strategy, ranks", SHARDED)
+@pytest.mark.parametrize("strategy, ranks, make", SHARDED)
 def test_equal_gradients_give_equal_bits_on_any_ranks(strategy, ranks, make):
     lab.assert_equal(lab.first(ranks, trained, 3, strategy, make), trained(3, make=make), strategy)
 
@@ -225,23 +230,97 @@ def test_groups_have_the_hidden_matrices():
     assert names[1] == ["embed.weight"]
 
 
-def updated(net, on):
-    """Whole weights and optimizer state, on rank 0, after an update of given gradients on a mesh."""
+def updated(net, on, steps=1, folder=None, first=0):
+    """Whole weights and optimizer state, on rank 0, after updates of given gradients on a mesh.
+
+    folder: of checkpoints; with `first` it goes on from the newest, else it saves one.
+    """
     shardrt.manual_seed(3)
     model = meshes.NETS[net]()
     mesh, data = meshes.spread(model, on)
     optimizer = optim.Muon(optim.muon_groups(model, 0.1), lr=0.02)
-    meshes.learn(model, mesh, *lab.rows(data, *meshes.batch()))
+    manager = None if folder is None else CheckpointManager(folder, model, optimizer, mesh)
+    if first:
+        assert manager.restore()[0] == first
+    for _ in range(first, steps):
+        meshes.learn(model, mesh, *lab.rows(data, *meshes.batch()))
+        lab.give_gradients(model)
+        lab.update(optimizer)
+    if folder is not None and not first:
+        manager.save(steps)
+    return full_state_dict(model), get_optimizer_state_dict(model, optimizer)
+
+
+EVERY = meshes.MESHES | meshes.STAGED
+LLAMAS = ("tp 4, sp", "copies 2, dp 2, tp 2", "pp 2, tp 2")  # two ranks have a head of keys together
+
+
+@pytest.mark.parametrize("net, names", [("gpt", EVERY), ("llama", LLAMAS)])
+def test_every_mesh_makes_the_same_update(net, names):
+    expected = lab.first(1, updated, net, meshes.Mesh())
+    for name in names:
+        lab.assert_equal(lab.first(EVERY[name].ranks, updated, net, EVERY[name]), expected, name)
+
+
+def test_what_one_mesh_saved_others_go_on_with(tmp_path):
+    expected = lab.first(1, updated, "gpt", meshes.Mesh(), 2)
+    names = ("pp 2, dp 2", "copies 2, tp 2", "dp 3")
+    for name, other in zip(names, (*names[1:], names[0]), strict=True):
+        lab.first(EVERY[name].ranks, updated, "gpt", EVERY[name], 1, tmp_path / name)
+        found = lab.first(EVERY[other].ranks, updated, "gpt", EVERY[other], 2, tmp_path / name, 1)
+        lab.assert_equal(found, expected, f"{name} to {other}")
+
+
+def routed_update(shards, ep):
+    """As `updated`, of a model with experts, whose own parameters are AdamW's."""
+    model, data = routed.spread(shards, ep)
+    optimizer = optim.Muon(optim.muon_groups(model, 0.1), lr=0.02)
+    model(Tensor(routed.tokens_of(data.size, data.rank))).backward()
     lab.give_gradients(model)
     optimizer.step()
     return full_state_dict(model), get_optimizer_state_dict(model, optimizer)
 
 
-@pytest.mark.parametrize("net", meshes.NETS)
-def test_every_mesh_makes_the_same_update(net):
-    expected = lab.first(1, updated, net, meshes.Mesh())
-    for name, on in (meshes.MESHES | meshes.STAGED).items():
-        lab.assert_equal(lab.first(on.ranks, updated, net, on), expected, name)
+def test_experts_on_other_ranks_change_no_bit():
+    expected = lab.first(1, routed_update, 1, 1)
+    for shards, ep in ((1, 2), (2, 2)):
+        lab.assert_equal(lab.first(shards * ep, routed_update, shards, ep), expected, (shards, ep))
+
+
+def test_its_memory_is_planned_to_the_byte():
+    found = list(map(json.loads, lab.printed(2, "-m", "tests.optim.muon_memory")))
+    assert len(found) == 4
+    for planned, taken in found:
+        assert planned == taken
+
+
+def test_hidden_matrices_have_no_second_moment():
+    model = lab.seeded(Wide)
+    optimizer = optim.Muon(optim.muon_groups(model, 0.1))
+    hidden = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
+    for piece in optimizer.slices:
+        (parameter, _), *_ = piece.members
+        expected = 0 if id(parameter) in hidden else parameter.size
+        assert (piece.state["m"].size, piece.state["v"].size) == (parameter.size, expected)
+
+
+def test_momenta_of_torch_are_taken_over():
+    torch = pytest.importorskip("torch")
+    start, gradients = pairs(3)
+    weights = [torch.nn.Parameter(torch.tensor(values)) for values in start]
+    theirs = torch.optim.Muon(weights, lr=0.02, nesterov=False)
+    model = nn.Sequential(*(nn.Linear(shape[1], shape[0], bias=False) for shape in SHAPES))
+    ours = optim.Muon(model.parameters())
+    for weight, values in zip(weights, gradients[0], strict=True):
+        weight.grad = torch.tensor(values)
+    theirs.step()
+    set_optimizer_state_dict(model, ours, theirs.state_dict())
+    group = ours.param_groups[0]
+    assert (group["lr"], group["nesterov"], group["ns_steps"]) == (0.02, False, 5)
+    found = get_optimizer_state_dict(model, ours)["state"]
+    for entry, weight in zip(found.values(), weights, strict=True):
+        assert entry.keys() == {"step", "momentum_buffer"}
+        np.testing.assert_array_equal(entry["momentum_buffer"], theirs.state[weight]["momentum_buffer"])
 
 
 test_what_cannot_be_is_refused = lab.refusals(

@@ -21,6 +21,7 @@ FILES = [
     *sorted((SHARDRT / "parallel").glob("*.py")),
     SHARDRT / "nn" / "storage.py",
     SHARDRT / "optim" / "offload.py",
+    SHARDRT / "optim" / "muon" / "exchange.py",
     SHARDRT / "activation_offload.py",
     SHARDRT / "comm" / "links.py",
     SHARDRT / "functional" / "collective.py",
@@ -46,7 +47,7 @@ OF_UNITS = ("compute", "gather", "reduce", "upload", "download")
 STREAMS = {
     "fsdp": OF_UNITS,
     "nn": OF_UNITS,
-    "optim": ("compute", "optimizer", "optimizer upload", "optimizer download"),
+    "optim": ("compute", "reduce", "optimizer", "optimizer upload", "optimizer download"),
     "activation_offload.py": ("compute", "offload", "fetch"),
     "functional": ("compute", "context", "gather"),
 }

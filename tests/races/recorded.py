@@ -66,7 +66,8 @@ class Case:
         """
         names, ranks = set(self.names), self.ranks
         if not self.shared:
-            return roles_of(((ranks // 2, ranks),) if "pipeline" in names else (), ranks)
+            stages = ranks // (4 if "DiLoCo" in names else 2)  # ranks of a stage, on a host
+            return roles_of(((stages, 2 * stages),) if "pipeline" in names else (), ranks)
         cut = 2 if CUT & names else 1
         alike = ((1, 2),) * (cut > 1)
         hybrid = [name.startswith("HYBRID") for name in names.intersection(STRATEGIES)]

@@ -23,7 +23,7 @@ from shardrt.fsdp import (
     unshard,
 )
 from shardrt.kernels import onednn
-from shardrt.parallel import Pipeline
+from shardrt.parallel import DiLoCo, Pipeline
 from shardrt.simulate.script import record_of
 
 TOKENS = np.zeros((2, 16), np.int64)
@@ -134,6 +134,25 @@ def write(model):
         model.blocks[0].requires_grad_(True)
 
 
+def averaged():
+    """Hosts exchange two fragments in 4 bits while they compute; one is left out; all take the first's."""
+    mesh = init_device_mesh("auto", (2, 2), mesh_dim_names=("diloco", "dp_shard"))
+    model = GPT(GPTConfig(2, 2, 16, 16, 16))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["dp_shard"])
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    how = {"sync_every": 4, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+    outer = DiLoCo(
+        optimizer, mesh["diloco"], [[block] for block in model.blocks], should_quantize=True, **how
+    )
+    for step in range(1, 6):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outer.step(step, present=step != 3)
+    outer.catch_up()
+
+
 def piped(schedule="GPipe", count=6):
     model = GPT(GPTConfig(4, 2, 16, 16, 16))
     pipeline = Pipeline(model, init_device_mesh("auto"), schedule=schedule, micro_batches=count)
@@ -193,5 +212,6 @@ SCRIPTS = {
     "a loss kept over an update, shared": lambda: shared(kept_loss),
     "a loss kept over an update, in place": lambda: shared(kept_loss, strategy=ShardingStrategy.SHARD_OPT),
     "held, and read before the update": lambda: shared(held),
+    "averaged": lambda: record_of(averaged, 4),
     "piped": lambda: record_of(piped, 2, stands_for={0: [0], 1: [1]}),
 }

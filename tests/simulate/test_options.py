@@ -22,10 +22,10 @@ from shardrt.optim.low_bit import AdamW8bit, AdamWBF16, Lion8bit, LionBF16
 from shardrt.optim.muon import newton_schulz
 from shardrt.optim.muon.exchange import owners_of
 from shardrt.parallel import DiLoCo
+from shardrt.simulate.clock import price
 from shardrt.simulate.links import transfer
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.report import memory_of, report
-from shardrt.simulate.clock import price
 from shardrt.simulate.script import record_of
 from tests import lab
 
@@ -170,4 +170,7 @@ def test_outer_steps_are_seen_in_the_times_of_the_steps():
     found = report(record_of(steps, 4, local_size=2), TWO_NODES)
     first, second, third, fourth, fifth = found.each_ms
     assert fourth > 1.01 * max(second, third, fifth)  # it has the work after the third step
-    assert f"steps after the first, ms: {second:,.1f}, {third:,.1f}, {fourth:,.1f}, {fifth:,.1f}; mean " in str(found)
+    assert (
+        f"steps after the first, ms: {second:,.1f}, {third:,.1f}, {fourth:,.1f}, {fifth:,.1f}; mean "
+        in str(found)
+    )

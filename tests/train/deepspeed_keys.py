@@ -93,6 +93,11 @@ def keys_of(root: Path) -> list[str]:
         found |= {joined(section, key) for key in taken(trees[path], variable, own)}
     for section, path, name in ARGUMENTS:
         found |= {joined(section, key) for key in arguments_of(trees[path], name)}
+    for node in ast.walk(
+        trees["runtime/engine.py"]
+    ):  # for key in ["lr", "muon_lr"]: optimizer_parameters[key]
+        if isinstance(node, ast.For) and "optimizer_parameters" in ast.unparse(node):
+            found |= {joined("optimizer.params", key.value) for key in getattr(node.iter, "elts", ())}
     for node in trees["runtime/config.py"].body:  # what older versions read, and the pipeline's defaults
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "").startswith("_REMOVED_"):
             if isinstance(node.value, ast.Dict):

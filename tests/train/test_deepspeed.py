@@ -131,6 +131,32 @@ FILES = {
 }
 
 
+MUON = {  # the keys of DeepSpeed's example, and what they become
+    "lr": 1e-3,
+    "momentum": 0.9,
+    "weight_decay": 0.1,
+    "muon_lr": 0.02,
+    "ns_method": "gram",
+}
+
+
+@pytest.mark.parametrize(
+    ("params", "rates"),
+    [
+        (MUON, {"lr": 0.02, "adam_lr": 1e-3}),
+        ({**MUON, "adam_lr": 3e-3}, {"lr": 0.02, "adam_lr": 3e-3}),
+        ({**MUON, "muon_lr": None}, {"lr": 1e-3}),
+        ({"momentum": 0.9, "weight_decay": 0.1}, {"lr": 0.02, "adam_lr": 3e-4}),
+    ],
+)
+def test_both_rates_of_muon_are_taken_over(params, rates):
+    found = deepspeed.convert({"optimizer": {"type": "Muon", "params": params}}, ranks=1).settings
+    expected = {"name": "muon", "momentum": 0.9, "weight_decay": 0.1, "betas": (0.9, 0.95), **rates}
+    expected |= {"adjust_lr_fn": "original"}
+    found = {name.removeprefix("optimizer."): value for name, value in found.items() if "optimizer" in name}
+    assert found == expected
+
+
 def leaves(value, name=""):
     """The whole names of all leaves."""
     if not isinstance(value, dict) or not value:

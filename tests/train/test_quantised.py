@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 
+from shardrt.exchange.formats import own
 from shardrt.train import config as settings
 from tests.lab import jobs
 from tests.lab.jobs import STEPS, curves, launch, records, remove_after
@@ -33,7 +34,7 @@ def test_held_out_loss_stays_within_one_percent(finished, name):
     assert losses[name] != losses["exact"]
 
 
-test_other_bits_are_refused_before_anything_is_written = jobs.one_line_tests(
+test_what_does_not_fit_is_refused_before_anything_is_written = jobs.one_line_tests(
     ("precision.quantized_weights must be 8, 4 or 0, got 3", "--precision.quantized-weights", "3"),
     ("precision.quantized_block must be a multiple of 32, got 1", *EIGHT, "--precision.quantized-block", "1"),
     ("precision.error_feedback needs quantized_gradients=8", "--precision.error-feedback", "true"),
@@ -45,42 +46,52 @@ test_other_bits_are_refused_before_anything_is_written = jobs.one_line_tests(
 )
 
 
-def fed_back(host_size, **more):
+def fed_back(host_size, weights=8):
     return settings.PrecisionConfig(
-        quantized_weights=8, quantized_gradients=8, host_size=host_size, error_feedback=True, **more
+        quantized_weights=weights, quantized_gradients=8, host_size=host_size, error_feedback=True
     )
 
 
 HYBRID = settings.FSDPConfig(strategy=settings.ShardingStrategy.HYBRID_SHARD, copies=2)
 
 
-@pytest.mark.parametrize("fsdp", [settings.FSDPConfig(), HYBRID])
-def test_a_resumed_run_with_error_feedback_leaves_what_the_uninterrupted_one_does(folder, fsdp):
-    run = {"precision": fed_back(2), "fsdp": fsdp}
+@pytest.mark.parametrize(("fsdp", "weights"), [(settings.FSDPConfig(), 8), (HYBRID, 0)])
+def test_a_resumed_run_with_error_feedback_leaves_what_the_uninterrupted_one_does(folder, fsdp, weights):
+    run = {"precision": fed_back(2, weights), "fsdp": fsdp}
     launch(4, "whole", **run)
     launch(4, "cut", **run, steps=7)
     remove_after(folder / "runs" / "cut", 6)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "restore")
+        warnings.simplefilter("error")
         launch(4, "cut", **run, resume="auto")
     assert curves(folder, "cut") == curves(folder, "whole")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "precision", "says"),
-    [
-        (2, fed_back(1), None),  # as many hosts, so each has its errors again
-        (4, fed_back(1), "were saved for 2 hosts and are kept for 4 hosts"),
-        (1, settings.PrecisionConfig(), "were saved for 2 hosts and are kept for none"),
-    ],
-)
-def test_errors_are_for_any_mesh_of_as_many_hosts_and_begin_with_zeros_elsewhere(
-    folder, ranks, precision, says
-):
-    launch(4, "saved", precision=fed_back(2), steps=6)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        launch(ranks, "other", precision=precision, resume="runs/saved/checkpoints/step-00000006")
-    found = [str(each.message) for each in said if "quantisation errors" in str(each.message)]
-    assert [says in message for message in found] == ([] if says is None else [True])
-    assert records(folder, "other", "step")[-1]["step"] == STEPS
+def test_errors_are_for_any_mesh_of_as_many_hosts_and_begin_with_zeros_elsewhere(folder):
+    launch(4, "saved", precision=fed_back(2), steps=STEPS - 3)
+    for ranks, precision, says in (
+        (2, fed_back(1), []),  # as many hosts, so each has its errors again
+        (4, fed_back(1), ["were saved for 2 hosts and are kept for 4 hosts"]),
+        (1, settings.PrecisionConfig(), ["were saved for 2 hosts and are kept for none"]),
+    ):
+        name = f"{ranks} and {len(says)}"
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            launch(ranks, name, precision=precision, resume=f"runs/saved/checkpoints/step-{STEPS - 3:08}")
+        found = [str(each.message) for each in said if "quantisation errors" in str(each.message)]
+        assert len(found) == len(says)
+        assert all(one in other for one, other in zip(says, found, strict=True))
+        assert records(folder, name, "step")[-1]["step"] == STEPS
+    converted = own.read(folder / "runs" / "saved" / "checkpoints")
+    count = len(converted.training.steps)
+    assert converted.left == [f"quantisation errors of {count} parameters: they begin with zeros"]
+    assert {kind for kind, _ in converted.tensors} == {"parameter", "exp_avg", "exp_avg_sq"}
+
+
+def test_the_command_says_in_one_line_that_one_host_quantises_nothing(folder):
+    done = jobs.start("models.train", *jobs.arguments("--name", "one", *EIGHT), cwd=folder)
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "quantised" in line]
+    expected = (
+        "warning: fully_shard: collectives are not quantised, because all ranks share one host's memory"
+    )
+    assert len(lines) == 1 and lines[0].startswith(expected), lines

@@ -28,6 +28,7 @@ from shardrt.checkpoint.manifest import (
     SavedPiece,
     as_read,
 )
+from shardrt.checkpoint.pieces import is_error
 from shardrt.checkpoint.rankfile import Reader, kind_of
 from shardrt.checkpoint.store import MANIFEST, STEP, Store, read_manifest
 from shardrt.exchange.checkpoint import PARAMETER, BadCheckpoint, Checkpoint, Tensor, Training
@@ -62,7 +63,10 @@ def read(path: Path) -> Checkpoint:
         raise BadCheckpoint(str(error)) from None
     blocks = _Blocks(found, manifest.files)
     pieces: dict[tuple[str, str], list[SavedPiece]] = {}
+    errors = {piece.parameter for piece in manifest.pieces if is_error(piece.kind)}
     for piece in manifest.pieces:
+        if is_error(piece.kind):
+            continue
         pieces.setdefault((KINDS.get(piece.kind, piece.kind), piece.parameter), []).append(piece)
     for name, parameter in manifest.parameters.items():
         pieces.setdefault((PARAMETER, name), []) if not parameter.size else None
@@ -76,7 +80,8 @@ def read(path: Path) -> Checkpoint:
         raise BadCheckpoint(f"{found / MANIFEST}: {_OF_OTHERS!r} must be a table")
     groups = others.pop("param_groups", None) or _groups(manifest)
     training = Training(manifest.step, dict(manifest.steps), groups, others | extra)
-    return Checkpoint(found, tensors, training)
+    left = [f"quantisation errors of {len(errors)} parameters: they begin with zeros"] if errors else []
+    return Checkpoint(found, tensors, training, left=left)
 
 
 def files(checkpoint: Checkpoint, options: Options) -> Plan:

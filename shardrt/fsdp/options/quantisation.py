@@ -12,8 +12,12 @@ __all__ = ["Quantisation"]
 class Quantisation:
     """Gathers and reductions in blocks of 8 or 4 bits, for units that are sharded over several hosts.
 
-    Between ranks of one host, which share memory, gradients are not quantised by default. Every rank gets the
-    same rounded parameters. Shards and optimizer state stay float32. (Wang et al., ZeRO++, 2023.)
+    Between ranks of one host, which share memory, gradients are not quantised by default: it takes longer
+    than it saves. Every rank gets the same rounded parameters. Shards and optimizer state stay float32.
+    (Wang et al., ZeRO++, 2023.)
+
+    With HYBRID_SHARD and a copy of all shards on each host, reduce_bits quantises the sums over the copies,
+    which are rounded twice. Gradients that are partial sums along another axis stay in reduce_dtype.
 
     Args:
         gather_bits: 8 or 4 bits of a gathered parameter; None: param_dtype.
@@ -26,7 +30,8 @@ class Quantisation:
         within_hosts: the ranks of a host exchange 8 bits, too, instead of float32 or 16 bits; for GPUs whose
             link to each other is slow.
         error_feedback: each rank keeps the error of what it sends between hosts, and adds it to the next
-            gradient of the same unit. It takes float32 memory of the unit's size over `host_size`.
+            gradient of the same unit. It takes float32 memory of the unit's size over `host_size`. Errors are
+            in checkpoints. Where another number of hosts restores them, they begin with zeros.
 
     Raises:
         ValueError: for other bits or blocks, and for a host_size below 1.

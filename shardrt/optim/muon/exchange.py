@@ -6,9 +6,12 @@ owners and one brings the owners' results to all ranks that hold pieces. A rank 
 ranks, its matrices less its own pieces of them, then its own pieces less those of its matrices.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +19,7 @@ from shardrt import device
 from shardrt.comm.mesh_layout import MeshLayout, index_in, without
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.ranks import Mesh
-from shardrt.device import Array
+from shardrt.device import Array, Device
 from shardrt.nn.extents import Extent, Extents, contiguous, cut, size_of, spans
 from shardrt.nn.parameter import Parameter
 from shardrt.optim.muon import newton_schulz
@@ -85,108 +88,183 @@ class Exchange:
         """The matrices that this rank owns, in order."""
         return [index for index, owner in enumerate(self.owners) if owner == self.rank]
 
-    def to_owners(self, pieces: Sequence[Array], like: Array) -> dict[int, Array]:
-        """The whole matrices that this rank owns, (rows, columns), by their numbers. Collective.
-
-        Args:
-            pieces: of each matrix what this rank holds, 1-D.
-            like: an array of their dtype, on their device.
-        """
-        me = self.rank
-        sent = [(self.owners[i], pieces[i]) for i in self._by_owner if me in self.sources[i]]
-        coming = [(rank, i) for rank in range(self.size) for i in self.own]
-        coming = [(rank, i) for rank, i in coming if rank in self.sources[i]]
-        received = self._all_to_all(sent, [(r, size_of(self.held[i][r])) for r, i in coming], like)
-        wholes: dict[int, Array] = {}
-        for (rank, i), piece in zip(coming, received, strict=True):
-            if self.held[i][rank] == self._all_of(i):
-                wholes[i] = piece.reshape(self.shapes[i])
-                continue
-            if i not in wholes:
-                wholes[i] = device.of(like).empty(self.shapes[i], like.dtype)
-            for part, view in _views(self.held[i][rank], wholes[i], piece):
-                view[...] = part
-        return wholes
-
-    def to_holders(self, wholes: dict[int, Array], like: Array) -> list[Array]:
-        """Of each matrix what this rank holds, 1-D, from its owner's whole matrix. Collective."""
-        me, ranks = self.rank, range(self.size)
-        sent = []
-        for rank, i in ((rank, i) for rank in ranks for i in self.own):
-            if self.held[i][rank] == self._all_of(i):
-                sent.append((rank, wholes[i].reshape(-1)))
-                continue
-            piece = device.of(like).empty(size_of(self.held[i][rank]), like.dtype)
-            for part, view in _views(self.held[i][rank], wholes[i], piece):
-                part[...] = view
-            sent.append((rank, piece))
-        received = self._all_to_all(
-            sent, [(self.owners[i], size_of(self.held[i][me])) for i in self._by_owner], like
-        )
-        pieces = dict(zip(self._by_owner, received, strict=True))
-        return [pieces[i] for i in range(len(pieces))]
-
-    def _all_of(self, index: int) -> Extents:
-        """The extents of a piece that is a whole matrix, in memory order."""
-        rows, columns = self.shapes[index]
-        return contiguous(0, rows * columns)
-
     @cached_property
-    def _by_owner(self) -> list[int]:
+    def by_owner(self) -> list[int]:
+        """All matrices, those of rank 0 first."""
         return sorted(range(len(self.shapes)), key=lambda i: self.owners[i])
 
-    def _all_to_all(
-        self, sent: list[tuple[int, Array]], coming: list[tuple[int, int]], like: Array
-    ) -> list[Array]:
-        """Send (rank, 1-D piece), receive (rank, size), each ordered by rank. A rank alone copies nothing."""
+    @cached_property
+    def sent(self) -> list[int]:
+        """The matrices of which this rank sends its piece, by owner."""
+        return [i for i in self.by_owner if self.rank in self.sources[i]]
+
+    @cached_property
+    def received(self) -> list[tuple[int, int]]:
+        """(rank, matrix) of the pieces that come to this rank, which owns the matrices, by rank."""
+        return [(rank, i) for rank, i in self.returned if rank in self.sources[i]]
+
+    @cached_property
+    def returned(self) -> list[tuple[int, int]]:
+        """(rank, matrix) of the pieces that go back, by rank: more where ranks hold copies."""
+        return [(rank, i) for rank in range(self.size) for i in self.own]
+
+    def step_bytes(self, here: Device, dtype: np.dtype) -> int:
+        """Bytes of the device's pool that an update takes: the buffers, and scratch memory for one batch."""
+
+        def pooled(elements: int) -> int:
+            return here.pooled(elements * dtype.itemsize)
+
+        scratch = 0
+        for shape, count in Counter(self.shapes[i] for i in self.own).items():
+            batch = min(count, newton_schulz.batch_of(here, shape))
+            arrays = newton_schulz.array_shapes(batch, shape)
+            scratch = max(scratch, sum(pooled(prod(each)) for each in arrays))
+        return sum(map(pooled, self.elements)) + scratch
+
+    def size_of(self, rank: int, index: int) -> int:
+        """Elements of a matrix that a rank holds."""
+        return size_of(self.held[index][rank])
+
+    def by_matrix(
+        self, buffer: Array, parts: Sequence[tuple[int, int]]
+    ) -> dict[int, list[tuple[Extents, Array]]]:
+        """The pieces of each matrix, with their extents. parts: (rank, matrix), as they lie in the buffer."""
+        found: dict[int, list[tuple[Extents, Array]]] = {i: [] for _, i in parts}
+        pieces = _parts_of(buffer, [self.size_of(*part) for part in parts])
+        for (rank, i), piece in zip(parts, pieces, strict=True):
+            found[i].append((self.held[i][rank], piece))
+        return found
+
+    @property
+    def elements(self) -> tuple[int, ...]:
+        """Elements of each buffer that an update needs on this rank: one, and two more with other ranks."""
+        pieces = sum(self.size_of(self.rank, i) for i in self.by_owner)
         if self.size == 1:
-            return [piece for _, piece in sent]
-        here, counts = device.of(like), np.zeros((2, self.size), np.int64)
-        for rank, piece in sent:
-            counts[0, rank] += piece.size
-        for rank, size in coming:
-            counts[1, rank] += size
-        buffer, output = (here.empty(int(total), like.dtype) for total in counts.sum(axis=1))
-        stop = 0
-        for _, piece in sent:
-            start, stop = stop, stop + piece.size
-            buffer[start:stop] = piece
-        compute, reduce = here.current_stream, self.mesh.stream("reduce")
+            return (pieces,)
+        received, returned = (
+            sum(self.size_of(*part) for part in parts) for parts in (self.received, self.returned)
+        )
+        return (pieces, received) if received == returned else (pieces, received, returned)
+
+
+class Redistribution:
+    """One update's matrices on their way: pieces of all matrices, then whole ones, then pieces again.
+
+    A rank needs a buffer for its pieces and one for the matrices that it owns (Exchange.elements).
+
+    Attributes:
+        pieces: of each matrix what this rank holds, 1-D: to be filled before to_owners, results after
+            to_holders.
+        dtype: of their elements.
+
+    Args:
+        exchange: how they travel.
+        like: an array of their dtype, on their device.
+    """
+
+    def __init__(self, exchange: Exchange, like: Array) -> None:
+        self.exchange, self.dtype, self._device = exchange, like.dtype, device.of(like)
+        self._pieces = self._device.empty(exchange.elements[0], like.dtype)
+        unsent = [i for i in exchange.by_owner if i not in exchange.sent]
+        self.pieces = self._cut([*exchange.sent, *unsent])
+
+    def to_owners(self) -> None:
+        """Send this rank's pieces, and receive those of the matrices that it owns. Collective."""
+        exchange = self.exchange
+        if exchange.size == 1:
+            self._incoming = self._outgoing = {
+                i: [(exchange.held[i][0], piece)] for i, piece in self.pieces.items()
+            }
+            return
+        received, *more = (self._device.empty(size, self.dtype) for size in exchange.elements[1:])
+        self._returned = more[0] if more else received
+        sent = [(exchange.owners[i], exchange.size_of(exchange.rank, i)) for i in exchange.sent]
+        coming = [(rank, exchange.size_of(rank, i)) for rank, i in exchange.received]
+        self._all_to_all(received, coming, self._pieces, sent)
+        self._incoming = exchange.by_matrix(received, exchange.received)
+        self._outgoing = exchange.by_matrix(more[0], exchange.returned) if more else self._incoming
+
+    def read(self, index: int, whole: Array) -> None:
+        """Write a matrix that this rank owns into `whole`, (rows, columns)."""
+        for extents, piece in self._incoming[index]:
+            for part, view in _views(extents, whole, piece):
+                view[...] = part
+
+    def write(self, index: int, whole: Array) -> None:
+        """Take `whole` as the result of a matrix, which was read before."""
+        for extents, piece in self._outgoing[index]:
+            for part, view in _views(extents, whole, piece):
+                part[...] = view
+
+    def to_holders(self) -> None:
+        """Send the results, and receive this rank's pieces of all results. Collective."""
+        exchange = self.exchange
+        if exchange.size > 1:
+            sent = [(rank, exchange.size_of(rank, i)) for rank, i in exchange.returned]
+            coming = [(exchange.owners[i], exchange.size_of(exchange.rank, i)) for i in exchange.by_owner]
+            self._all_to_all(self._pieces, coming, self._returned, sent)
+            self.pieces = self._cut(exchange.by_owner)
+
+    def _cut(self, order: Sequence[int]) -> dict[int, Array]:
+        sizes = [self.exchange.size_of(self.exchange.rank, i) for i in order]
+        return dict(zip(order, _parts_of(self._pieces, sizes), strict=True))
+
+    def _all_to_all(
+        self, output: Array, coming: list[tuple[int, int]], buffer: Array, sent: list[tuple[int, int]]
+    ) -> None:
+        """coming, sent: (rank, elements) in the order of the two buffers, of which `buffer` may be longer."""
+        here, mesh = self._device, self.exchange.mesh
+        counts = np.zeros((2, mesh.size), np.int64)
+        for row, parts in zip(counts, (coming, sent), strict=True):
+            for rank, size in parts:
+                row[rank] += size
+        compute, reduce = here.current_stream, mesh.stream("reduce")
         given, done = here.new_event(), here.new_event()
         compute.record(given)
-        reduce.wait(given)  # compute has written what is sent
-        received, outgoing = counts[1].tolist(), counts[0].tolist()
-        self.mesh.communicator("reduce").all_to_all(
-            output, buffer, received=received, sent=outgoing, stream=reduce, tag="muon"
+        reduce.wait(given)  # compute has written what is sent, and has read what was in `output`
+        received, outgoing = counts.tolist()
+        mesh.communicator("reduce").all_to_all(
+            output, buffer[: sum(outgoing)], received=received, sent=outgoing, stream=reduce, tag="muon"
         )
         reduce.record(done)
         compute.wait(done)  # the others' pieces are here
-        stops = np.cumsum([size for _, size in coming]).tolist()
-        return [output[stop - size : stop] for stop, (_, size) in zip(stops, coming, strict=True)]
 
 
-def planned(parameters: Sequence[Parameter], ranks: int) -> list[tuple[Extents, ...]] | None:
+def _parts_of(buffer: Array, sizes: Sequence[int]) -> Iterator[Array]:
+    """Neighbours in a 1-D buffer, one after the other."""
+    stop = 0
+    for size in sizes:
+        start, stop = stop, stop + size
+        yield buffer[start:stop]
+
+
+def planned(
+    parameters: Sequence[tuple[Parameter, Any]], mesh: Mesh | None
+) -> list[tuple[Extents, ...]] | None:
     """Of each matrix the extents of every rank, as layouts of flat buffers say (fsdp/layout.py).
 
     A layer that is split before it is sharded is laid out alike on all ranks that split it.
+
+    Args:
+        parameters: the matrices, each with its storage's layout, or None.
+        mesh: the ranks that hold pieces of them; None for this one alone.
 
     Returns:
         None where ranks split a layer into parts of other sizes.
     """
     found = []
-    for parameter in parameters:
-        storage, placement = parameter.storage, parameter.placement
-        shards, layout = [contiguous(0, parameter.size)], getattr(storage, "layout", None)
+    for parameter, layout in parameters:
+        placement, shards = parameter.placement, [contiguous(0, parameter.size)]
         if layout is not None:
-            entry = layout.entries[storage.position[id(parameter)]]
+            entry = layout.entries[parameter.storage.position[id(parameter)]]
             shards = [layout.in_shard(entry, rank)[2] for rank in range(layout.shards)]
         if placement is not None and placement.cut_axes:
             parts = [placement.extents_of(rank) for rank in range(placement.mesh.size)]
             if {size_of(part) for part in parts} != {parameter.size}:
                 return None
-            places = _places(storage.whole_mesh, placement.cut_axes)
+            places = _places(mesh, placement.cut_axes)
             shards = [_part_of(parts[part], shards[number]) for part, number in places]
-        if len(shards) != ranks:
+        if len(shards) != (1 if mesh is None else mesh.size):
             return None
         found.append(tuple(shards))
     return found

@@ -19,9 +19,12 @@ from shardrt.comm.single import SingleCommunicator
 from shardrt.device import Array
 from shardrt.nn.extents import Extents
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.storage import Storage
 from shardrt.optim import adamw
 from shardrt.optim.muon import newton_schulz
-from shardrt.optim.muon.exchange import Exchange, gathered, planned
+from shardrt.optim.muon.exchange import Exchange, Redistribution, gathered, planned
+from shardrt.optim.muon.newton_schulz import Matrices
+from shardrt.optim.muon.state import Run, state_of
 from shardrt.optim.optimizer import Optimizer, check_betas
 from shardrt.optim.slices import Cut, Member, Slice, Update
 
@@ -48,36 +51,30 @@ class _Matrix:
         """The same, as elements of the whole matrix."""
         return self.parameter.in_whole(self.piece.storage.extents_of(self.parameter))
 
-    def direction(self) -> Array:
-        """Add the gradient to the momentum, and give what is orthogonalized. 1-D."""
-        momentum = self.group["momentum"]
+    def direction(self, out: Array) -> None:
+        """Add the gradient to the momentum, and set `out`, 1-D, to what is orthogonalized."""
         gradient = _lent(self.piece.storage.gradient[self.range])
         kept = self.piece.state["m"][self.range]
         m = _lent(kept)
-        direction = gradient - m
-        direction *= 1 - momentum
-        m += direction
+        kernels = device.current().kernels
+        kernels.muon.direction(gradient, m, out, self.group["momentum"], self.group["nesterov"])
         _give_back(kept, m)
-        direction[...] = m
-        if self.group["nesterov"]:  # gradient + momentum (m - gradient), in place
-            direction -= gradient
-            direction *= momentum
-            direction += gradient
-        return direction
 
     def apply(self, update: Array) -> None:
-        """Take the orthogonal update (1-D, overwritten) and the decay off the shard."""
+        """Take the orthogonal update, 1-D, and the decay off the shard."""
         rows, columns = self.parameter.whole_shape
         rate = self.group["lr"]
-        kept = self.piece.storage.shard[self.range]
-        weights = _lent(kept)
-        weights *= 1 - rate * self.group["weight_decay"]
         ratio = sqrt(max(1, rows / columns))
         if self.group["adjust_lr_fn"] == MATCH_RMS_ADAMW:
             ratio = 0.2 * sqrt(max(rows, columns))
-        update *= rate * ratio
-        weights -= update
+        kept = self.piece.storage.shard[self.range]
+        weights = _lent(kept)
+        keep = 1 - rate * self.group["weight_decay"]
+        device.current().kernels.muon.apply(weights, update, keep, rate * ratio)
         _give_back(kept, weights)
+
+
+_Others = tuple[Slice, Run, Cut]  # AdamW's part of an update
 
 
 def _lent(array: Array) -> Array:
@@ -102,9 +99,10 @@ class Muon(Optimizer):
     A group with use_muon=True (the default) has matrices only. m = momentum m + (1 - momentum) dw is kept in
     shards. In step(), one all-to-all brings (1 - momentum) dw + momentum m of each matrix to one rank, its
     owner, which computes its orthogonal factor (newton_schulz.py); another brings the factor back. The owners
-    share the flops evenly. A rank holds its matrices, 1 / N of all, three times during step(). The bits of
-    an update do not depend on the number of ranks, if those of the gradients do not. Ranks that hold copies
-    (NO_SHARD, and the copies of HYBRID_SHARD) compute alike without traffic between them.
+    share the flops evenly. During step() a rank holds its pieces and the matrices that it owns, 1 / N of all
+    each, and scratch memory for one matrix. The bits of an update do not depend on the number of ranks, if
+    those of the gradients do not. Ranks that hold copies (NO_SHARD, and the copies of HYBRID_SHARD) compute
+    alike without traffic between them.
 
     A group with use_muon=False is AdamW's, with `betas` and `eps`. muon_groups makes both kinds.
 
@@ -148,6 +146,7 @@ class Muon(Optimizer):
         if ns_dtype not in (dtypes.float32, dtypes.bfloat16):
             raise ValueError(f"Muon: ns_dtype must be 'float32' or 'bfloat16', got {ns_dtype!r}")
         self.ns_dtype = ns_dtype
+        self._hidden: set[int] = set()  # ids of the hidden matrices
         self._offloaded: list[tuple[Slice, list[_Matrix]]] = []  # that the running step has to update yet
         self._exchanges: dict[Any, list[tuple[Exchange, list[int]]]] = {}
         settings = {
@@ -203,9 +202,25 @@ class Muon(Optimizer):
     def update(self, kernels: ModuleType, update: Update) -> None:
         kernels.adamw.step(*(update.arrays[name] for name in ("shard", "gradient", "m", "v")), update.ranges)
 
+    def checked(self, own: dict) -> dict:
+        group = super().checked(own)
+        if group["use_muon"]:  # known before the group is in param_groups
+            self._hidden.update(map(id, group["params"]))
+        return group
+
     def _take_in(self, members: list[Member]) -> None:
         super()._take_in(members)
         self._exchanges.clear()
+
+    def _new_state(self, storage: Storage, name: str) -> Array | None:
+        """None for "v", which comes when the hidden matrices of the storage are known."""
+        return None if name == "v" else super()._new_state(storage, name)
+
+    def _start_updates(self, new: list[Slice]) -> None:
+        for piece in new:
+            hidden = (p for p, _ in piece.members if id(p) in self._hidden)
+            piece.state = state_of(piece, map(piece.storage.range_of, hidden))
+        super()._start_updates(new)
 
     def _update_here(self, pieces: list[Slice]) -> None:
         if self._device.capturing is not None:
@@ -213,7 +228,7 @@ class Muon(Optimizer):
         due = [self._due(piece) for piece in pieces]
         for piece in pieces:
             piece.storage.complete_gradient()  # it may still be reduced
-        self._update_others([(piece, others) for piece, (others, _) in zip(pieces, due, strict=True)])
+        self._update_others([other for others, _ in due for other in others])
         self._update_matrices([matrix for _, matrices in due for matrix in matrices])
         for piece in pieces:
             piece.storage.modified()
@@ -221,13 +236,13 @@ class Muon(Optimizer):
     def _issue(self, piece: Slice) -> None:
         """AdamW's part of what is offloaded, in streams of its own; matrices wait for the end of step()."""
         others, matrices = self._due(piece)
-        if others.rows:
-            update = piece.update(self._table([(piece, others)]), False)
+        for _, run, cut in others:
+            update = Update(run.arrays(piece), self._table([(piece, cut)]))
             self.updates.issue(piece, update, self._update_there)
         self._offloaded.append((piece, matrices))
 
-    def _due(self, piece: Slice) -> tuple[Cut, list[_Matrix]]:
-        """Count an update of all that is due; gives AdamW's ranges and the matrices."""
+    def _due(self, piece: Slice) -> tuple[list[_Others], list[_Matrix]]:
+        """Count an update of all that is due; gives AdamW's runs and the matrices."""
         cut = piece.due()
         piece.steps[cut.members] += 1
         matrices = []
@@ -235,35 +250,62 @@ class Muon(Optimizer):
             if self._is_matrix(piece, position):
                 parameter, group = piece.members[position]
                 matrices.append(_Matrix(piece, parameter, self.param_groups[group]))
-        others = tuple(row for row in cut.rows if not self._is_matrix(piece, row[2]))
-        return replace(cut, rows=others), matrices
+        rows = [row for row in cut.rows if not self._is_matrix(piece, row[2])]
+        others = []
+        for run in piece.state.runs:
+            inside = [row for row in rows if run.start <= row[0] < run.stop]
+            if inside:
+                shifted = tuple((start - run.start, stop - run.start, p) for start, stop, p in inside)
+                others.append((piece, run, replace(cut, rows=shifted)))
+        return others, matrices
 
     def _is_matrix(self, piece: Slice, position: int) -> bool:
         return self.param_groups[piece.members[position][1]]["use_muon"]
 
-    def _update_others(self, cuts: list[tuple[Slice, Cut]]) -> None:
-        """AdamW's ranges, with one copy of their numbers."""
-        if not any(cut.rows for _, cut in cuts):
+    def _update_others(self, others: list[_Others]) -> None:
+        """AdamW's runs, with one copy of their numbers."""
+        if not others:
             return
-        ranges = self._device.numbers(lambda: self._table(cuts))
+        ranges = self._device.numbers(lambda: self._table([(piece, cut) for piece, _, cut in others]))
         stop = 0
-        for piece, cut in cuts:
+        for piece, run, cut in others:
             start, stop = stop, stop + len(cut.rows)
-            if cut.rows:
-                self.update(self._device.kernels, piece.update(ranges[start:stop], False))
+            self.update(self._device.kernels, Update(run.arrays(piece), ranges[start:stop]))
 
     def _update_matrices(self, matrices: list[_Matrix]) -> None:
         for exchange, numbers in self._exchanges_of(matrices):
-            own = [matrices[number] for number in numbers]
-            like = self._device.empty(0, own[0].piece.storage.shard.dtype)
-            wholes = exchange.to_owners([matrix.direction() for matrix in own], like)
-            alike: dict[Any, list[Array]] = {}
-            for index, whole in wholes.items():
-                alike.setdefault((whole.shape, own[index].group["ns_steps"]), []).append(whole)
-            for (_, steps), batch in alike.items():
-                newton_schulz.orthogonalize(batch, steps, self.ns_dtype)
-            for matrix, update in zip(own, exchange.to_holders(wholes, like), strict=True):
-                matrix.apply(update)
+            self._update_by(exchange, [matrices[number] for number in numbers])
+
+    def _update_by(self, exchange: Exchange, own: list[_Matrix]) -> None:
+        moved = Redistribution(exchange, self._device.empty(0, own[0].piece.storage.shard.dtype))
+        for number, matrix in enumerate(own):
+            matrix.direction(moved.pieces[number])
+        moved.to_owners()
+        alike: dict[tuple[tuple[int, int], int], list[int]] = {}
+        for index in exchange.own:
+            alike.setdefault((exchange.shapes[index], own[index].group["ns_steps"]), []).append(index)
+        for (shape, steps), indices in alike.items():
+            self._orthogonalize(moved, indices, shape, steps)
+        moved.to_holders()
+        for number, matrix in enumerate(own):
+            matrix.apply(moved.pieces[number])
+
+    def _orthogonalize(
+        self, moved: Redistribution, indices: list[int], shape: tuple[int, int], steps: int
+    ) -> None:
+        """On the host one after the other, on a GPU some in one batch."""
+        count = newton_schulz.batch_of(self._device, shape)
+        matrices = None
+        for start in range(0, len(indices), count):
+            batch = indices[start : start + count]
+            if matrices is None or len(matrices.each) != len(batch):
+                matrices = None  # frees the memory of a longer batch
+                matrices = Matrices.empty(self._device, len(batch), shape, moved.dtype)
+            for index, whole in zip(batch, matrices.each, strict=True):
+                moved.read(index, whole)
+            matrices.orthogonalize(steps, self.ns_dtype)
+            for index, whole in zip(batch, matrices.each, strict=True):
+                moved.write(index, whole)
 
     def _exchanges_of(self, matrices: list[_Matrix]) -> list[tuple[Exchange, list[int]]]:
         """One exchange for the matrices of each communicator and dtype, with their numbers in `matrices`.
@@ -280,7 +322,8 @@ class Muon(Optimizer):
             for (communicator, _), numbers in alike.items():
                 own = [matrices[number] for number in numbers]
                 mesh = own[0].piece.storage.whole_mesh
-                held = planned([matrix.parameter for matrix in own], 1 if mesh is None else mesh.size)
+                layouts = [(m.parameter, getattr(m.piece.storage, "layout", None)) for m in own]
+                held = planned(layouts, mesh)
                 if held is None:
                     ranks = communicator or SingleCommunicator()
                     held = gathered(ranks, [matrix.extents for matrix in own])
