@@ -16,16 +16,16 @@ from shardrt.train import outer
 from shardrt.train.errors import DATA
 from tests import lab
 from tests.lab import jobs
-from tests.parallel.test_hub import serving, until
+from tests.parallel.test_hub import LONG, serving, until
 from tests.ranks import ROOT, clean_environment
 
-STEPS = 120
+EVERY, STEPS = 4, 80
 
 
 def arguments(host, address):
     words = jobs.arguments("--name", f"host-{host}", "--steps", str(STEPS), "--sample.length", "0")
-    words += ["--diloco.hosts", "2", "--diloco.sync-every", "4", "--diloco.host", str(host)]
-    return [*words, "--diloco.hub", address, "--report.eval-interval", "120", "--checkpoint.every", "8"]
+    words += ["--diloco.hosts", "2", "--diloco.sync-every", str(EVERY), "--diloco.host", str(host)]
+    return [*words, "--diloco.hub", address, "--report.eval-interval", str(STEPS), "--checkpoint.every", "8"]
 
 
 @contextmanager
@@ -43,14 +43,13 @@ def started(folder, address, *more):
 
 
 class Gate:
-    """Host 0's outer steps, which pause while the gate is closed."""
+    """Host 0 makes no outer step after the one that is numbered `last`."""
 
     def __init__(self, patch):
-        self.open, step = threading.Event(), outer.step
-        self.open.set()
+        self.last, step = 3, outer.step
 
         def gated(job, done):
-            assert self.open.wait(200)
+            until(lambda: done <= EVERY * self.last)
             step(job, done)
 
         patch.setattr(outer, "step", gated)
@@ -63,34 +62,34 @@ def test_a_host_that_is_stopped_or_killed_catches_up(folder, monkeypatch):
         return len(re.findall(words, (folder / "log").read_text()))
 
     def leave_behind():
-        """Host 0 goes on alone for some outer steps, and pauses."""
-        passed = group.closed + 3
-        gate.open.set()
-        until(lambda: group.closed >= passed)
-        gate.open.clear()
+        """Host 0 makes three outer steps alone, and stands still."""
+        gate.last += 3
+        until(lambda: group.closed == gate.last)
 
-    def back(times):
-        """Host 0 goes on when host 1 has asked for the outer state."""
+    def back(times, last):
+        """Host 0 goes on, to outer step `last`, when host 1 has asked for the outer state."""
         until(lambda: group.fetching)
-        gate.open.set()
+        gate.last = last
         until(lambda: said("caught up: goes on from step") == times)
 
-    with serving(deadline=0.5) as (address, hub):
+    with serving() as (address, hub):
         recipe = train.parse(arguments(0, address))
         first = threading.Thread(target=thread.run, args=(1, jobs_of.launch, recipe), daemon=True)
         first.start()
         with started(folder, address) as second:
-            until(lambda: said("step +10/"))
+            until(lambda: said(f"step +{3 * EVERY}/"))
             group = hub._groups[0]
             second.send_signal(signal.SIGSTOP)
+            hub.deadline = 0.3
             leave_behind()
+            hub.deadline = LONG
             second.send_signal(signal.SIGCONT)
-            back(1)
+            back(1, last=gate.last + 3)
             second.kill()
             second.wait()
         leave_behind()
         with started(folder, address, "--resume", "auto") as second:
-            back(2)
+            back(2, last=STEPS // EVERY)
             assert second.wait() == 0
             first.join()
     lab.assert_equal(*(jobs.weights(folder, f"host-{host}") for host in range(2)))
