@@ -247,7 +247,8 @@ class Hub:
         self, connection: socket.socket, group: _Group, host: int, number: int, body: bytes
     ) -> None:
         with self._changed:
-            if any(len(body) != len(other) for other in group.open.values()):
+            others = group.open.values() if number == group.closed + 1 else ()
+            if any(len(body) != len(other) for other in others):
                 raise ConnectionError("hosts differ in the size of their messages")
             group.put(host, number, body, self.deadline)
             self._changed.notify_all()

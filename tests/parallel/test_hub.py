@@ -12,7 +12,7 @@ import pytest
 from shardrt.__main__ import main
 from shardrt.comm import thread
 from shardrt.parallel import DiLoCo, HubLink, HubLost, LeftBehind
-from shardrt.parallel.hub import EXCHANGE, HEAD, JOIN, MARK, Hub, receive
+from shardrt.parallel.hub import BODY, EXCHANGE, HEAD, JOIN, MARK, WAIT, Hub, receive, send
 from tests import lab
 from tests.parallel.test_diloco import Run
 
@@ -181,6 +181,38 @@ def test_what_is_no_rank_of_these_hosts_is_refused_and_harms_no_other():
         thread.run(2, trained, address, 2, **settings)
     with pytest.raises(HubLost, match="no hub at 127.0.0.1"):
         thread.run(2, trained, address, 2, **settings)
+
+
+class Bare:
+    """A rank of one host that speaks to the hub, and learns nothing."""
+
+    def __init__(self, address, host, hosts=3, sizes=(8, 8)):
+        name, port = address.split(":")
+        self.socket = socket.create_connection((name, int(port)), LONG)
+        send(self.socket, JOIN, 0, 0, BODY.pack(host, hosts, 0, *sizes))
+
+    def asks(self, number, body):
+        send(self.socket, EXCHANGE, number, 0, body)
+
+    def hears(self):
+        while (answer := receive(self.socket, 1 << 10)).kind == WAIT:
+            pass
+        return answer
+
+
+def test_a_late_message_of_another_size_than_the_open_rounds_is_answered():
+    with serving(3, deadline=0.2) as (address, hub):
+        ranks = [Bare(address, host) for host in range(3)]
+        assert [rank.hears().kind for rank in ranks] == [JOIN] * 3
+        ranks[0].asks(1, b"four")
+        ranks[2].asks(1, b"FOUR")
+        assert [rank.hears().hosts for rank in ranks[::2]] == [0b101] * 2
+        hub.deadline = LONG
+        ranks[0].asks(2, b"of eight")
+        until(lambda: hub._groups[0].open)
+        ranks[1].asks(1, b"late")
+        late = ranks[1].hears()
+        assert (late.kind, late.hosts, late.body) == (EXCHANGE, 0b101, b"fourFOUR")
 
 
 def cut_off(address, hub):
