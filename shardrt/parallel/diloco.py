@@ -126,7 +126,7 @@ class DiLoCo:
         """
         message = max(fragment.message_bytes for fragment in self.fragments)
         state = sum(array.nbytes for array in self._state())
-        first, last = self.link.join(message, state, done)
+        first, last = self.link.join(message, state, self._layout(), done)
         return first, last > self._schedule.passed(done)
 
     def catch_up(self, root: int = 0) -> int:
@@ -147,6 +147,15 @@ class DiLoCo:
         for fragment in self.fragments:
             for piece in fragment.pieces:
                 piece.take(piece.outer[OUTER])
+
+    def _layout(self) -> str:
+        """The settings, and what each fragment's buffer has."""
+        parts = [
+            [(parameter.name, parameter.whole_shape, parameter.extents) for parameter, _ in piece.members]
+            for fragment in self.fragments
+            for piece in fragment.pieces
+        ]
+        return repr((self._schedule, self._delay, self._alpha, self._outer, len(self.fragments), parts))
 
     def _state(self) -> list[Array]:
         return [

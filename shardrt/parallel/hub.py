@@ -23,7 +23,7 @@ __all__ = ["HEAD", "Hub", "Message", "receive", "send"]
 HEAD = struct.Struct("<4sIQQQ")  # b"dlc1", kind, number, which hosts, bytes of the body
 MARK = b"dlc1"
 JOIN, EXCHANGE, FETCH, GIVE, WAIT, REFUSED = range(6)
-BODY = struct.Struct("<QQQQQ")  # of JOIN: host, hosts, rank, bytes of its messages, bytes of its outer state
+BODY = struct.Struct("<QQQQQQ")  # of JOIN: host, hosts, rank, bytes of a message and of the outer state, digest
 MOST_HOSTS, MOST_RANKS = 64, 1 << 16  # bits of "which hosts"; ranks of a host
 WANTED = 1 << 63  # in the number of an answer to EXCHANGE: give your state
 BEHIND = 1 << 62  # the same: this round is long closed
@@ -77,8 +77,9 @@ def _read(connection: socket.socket, size: int, progress: Callable[[], None] | N
 class _Group:
     """The ranks of one place, on all hosts. The hub's lock guards it."""
 
-    def __init__(self, sizes: tuple[int, int]) -> None:
-        self.sizes = sizes  # bytes of a message, and of the outer state
+    def __init__(self) -> None:
+        self.sizes = 0, 0  # bytes of a message, and of the outer state
+        self.digest = 0  # of what its messages have, and how hosts use it
         self.connections: dict[int, socket.socket] = {}  # by host
         self.lagging: set[int] = set()  # connected, and late for a round
         self.steps: dict[int, int] = {}  # by host, when it joined
@@ -188,12 +189,12 @@ class Hub:
         kind, step, _, body = receive(connection, BODY.size)
         if kind != JOIN or len(body) != BODY.size:
             raise ConnectionError("no rank")
-        host, hosts, rank, *sizes = BODY.unpack(body)
+        host, hosts, rank, *sizes, digest = BODY.unpack(body)
         with self._changed:
-            wrong = self._wrong(host, hosts, rank, tuple(sizes))
+            wrong = self._wrong(host, hosts, rank, tuple(sizes), digest)
             if not wrong:
-                group = self._groups.setdefault(rank, _Group(tuple(sizes)))
-                group.sizes = tuple(sizes)
+                group = self._groups.setdefault(rank, _Group())
+                group.sizes, group.digest = tuple(sizes), digest
                 before = group.connections.get(host)
                 group.connections[host], group.steps[host] = connection, step
         if wrong:
@@ -204,7 +205,7 @@ class Hub:
                 before.shutdown(socket.SHUT_RDWR)
         return group, host
 
-    def _wrong(self, host: int, hosts: int, rank: int, sizes: tuple[int, ...]) -> str:
+    def _wrong(self, host: int, hosts: int, rank: int, sizes: tuple[int, ...], digest: int) -> str:
         """Why a rank can't join; "" if it can."""
         if hosts != self.hosts or host >= hosts:
             return f"the hub serves {self.hosts} hosts, this is host {host} of {hosts}"
@@ -213,8 +214,12 @@ class Hub:
                 f"rank {rank} with {max(sizes)} bytes is above the hub's limits, {MOST_RANKS} and {self.most}"
             )
         group = self._groups.get(rank)
-        if group is not None and group.connections.keys() - {host} and group.sizes != sizes:
+        if group is None or not group.connections.keys() - {host}:
+            return ""
+        if group.sizes != sizes:
             return f"rank {rank} of host {host} has {sizes[0]} bytes to send, of other hosts {group.sizes[0]}"
+        if group.digest != digest:
+            return f"rank {rank} of host {host} has other parameters, units or DiLoCo settings than other hosts"
         return ""
 
     def _start(self, connection: socket.socket, group: _Group, host: int) -> None:

@@ -6,6 +6,7 @@ A link adds up the hosts' buffers, of which the last element counts the hosts th
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -128,13 +129,14 @@ class HubLink:
         except (OSError, ValueError) as error:
             raise HubLost(f"no hub at {address}: {error}") from None
 
-    def join(self, message: int, state: int, step: int) -> tuple[int, int]:
+    def join(self, message: int, state: int, layout: str, step: int) -> tuple[int, int]:
         """(the step to begin with, the last round of the others; -1 where all begin now).
 
         Waits until all hosts are there, or others have begun. `message`, `state`: bytes of an outer gradient
-        as it is sent, and of the outer state.
+        as it is sent, and of the outer state. `layout`: what all hosts must have alike.
         """
-        body = hub.BODY.pack(self.host, self.hosts, self._mesh.rank, message, state)
+        digest = int.from_bytes(blake2b(layout.encode(), digest_size=8).digest(), "little")
+        body = hub.BODY.pack(self.host, self.hosts, self._mesh.rank, message, state, digest)
         self._most = max(self.hosts * message, state, 1 << 12)
         answer = self._ask(hub.JOIN, step, body)
         return answer.number, int.from_bytes(answer.body, "little", signed=True)

@@ -12,7 +12,7 @@ import pytest
 from shardrt.__main__ import main
 from shardrt.comm import thread
 from shardrt.parallel import DiLoCo, HubLink, HubLost, LeftBehind
-from shardrt.parallel.hub import BODY, EXCHANGE, HEAD, JOIN, MARK, WAIT, Hub, receive, send
+from shardrt.parallel.hub import BODY, EXCHANGE, HEAD, JOIN, MARK, REFUSED, WAIT, Hub, receive, send
 from tests import lab
 from tests.parallel.test_diloco import Run
 
@@ -186,10 +186,10 @@ def test_what_is_no_rank_of_these_hosts_is_refused_and_harms_no_other():
 class Bare:
     """A rank of one host that speaks to the hub, and learns nothing."""
 
-    def __init__(self, address, host, hosts=3, sizes=(8, 8)):
+    def __init__(self, address, host, hosts=3, sizes=(8, 8), layout=0):
         name, port = address.split(":")
         self.socket = socket.create_connection((name, int(port)), LONG)
-        send(self.socket, JOIN, 0, 0, BODY.pack(host, hosts, 0, *sizes))
+        send(self.socket, JOIN, 0, 0, BODY.pack(host, hosts, 0, *sizes, layout))
 
     def asks(self, number, body):
         send(self.socket, EXCHANGE, number, 0, body)
@@ -213,6 +213,27 @@ def test_a_late_message_of_another_size_than_the_open_rounds_is_answered():
         ranks[1].asks(1, b"late")
         late = ranks[1].hears()
         assert (late.kind, late.hosts, late.body) == (EXCHANGE, 0b101, b"fourFOUR")
+
+
+def layout(settings):
+    run = Run(hosts=1, each=1, **settings)
+    return run.outer._layout()
+
+
+OTHERS = [{"sync_every": 8}, {"lr": 0.5}, {"momentum": 0.8}, {"fragments": 1}]
+
+
+def test_hosts_with_other_settings_are_refused():
+    alike = {"sync_every": 4, "fragments": 2}
+    found = [thread.run(1, layout, alike | other)[0] for other in ({}, {}, *OTHERS)]
+    assert found[0] == found[1] and len(set(found)) == 1 + len(OTHERS)
+    with serving() as (address, hub):
+        first = Bare(address, 0, hosts=2, layout=1)
+        until(lambda: 0 in hub._groups)
+        refused = Bare(address, 1, hosts=2, layout=2).hears()
+        assert refused.kind == REFUSED and b"host 1 has other parameters" in refused.body
+        second = Bare(address, 1, hosts=2, layout=1)
+        assert first.hears().kind == second.hears().kind == JOIN
 
 
 def cut_off(address, hub):
