@@ -18,6 +18,8 @@ from contextlib import suppress
 from math import inf
 from typing import NamedTuple
 
+from shardrt.untrusted import say
+
 __all__ = ["HEAD", "Hub", "Message", "receive", "send"]
 
 HEAD = struct.Struct("<4sIQQQ")  # b"dlc1", kind, number, which hosts, bytes of the body
@@ -27,6 +29,9 @@ BODY = struct.Struct("<QQQQQQ")  # of JOIN: host, hosts, rank, bytes of a messag
 MOST_HOSTS, MOST_RANKS = 64, 1 << 16  # bits of "which hosts"; ranks of a host
 WANTED = 1 << 63  # in the number of an answer to EXCHANGE: give your state
 BEHIND = 1 << 62  # the same: this round is long closed
+_JOINING = 64  # connections that have not joined yet
+_JOIN = 10.0  # seconds that one has for it
+_PAUSE = 1.0  # seconds after a connection that the hub could not take
 _ALIVE = 2.0  # seconds from one sign of life to the next, to a rank that waits
 
 
@@ -72,6 +77,11 @@ def _read(connection: socket.socket, size: int, progress: Callable[[], None] | N
         if progress is not None:
             progress()
     return bytes(found)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):  # the reader may have left
+        say(f"hub: {text}")
 
 
 class _Group:
@@ -144,6 +154,7 @@ class Hub:
         self._groups: dict[int, _Group] = {}
         self._changed = threading.Condition()
         self._listener: socket.socket | None = None
+        self._joining = threading.Semaphore(_JOINING)
 
     def listen(self, address: str, port: int) -> int:
         """Begin to listen; gives the port, chosen freely for 0. Raises OSError."""
@@ -152,12 +163,19 @@ class Hub:
 
     def serve(self) -> None:
         """Serve until `close`."""
-        while self._listener is not None:
+        while (listener := self._listener) is not None:
+            self._joining.acquire()
+            connection = None
             try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                connection, _ = listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except (OSError, RuntimeError) as error:  # closed; or too many files or threads: some may end
+                self._joining.release()
+                if connection is not None:
+                    connection.close()
+                if self._listener is not None:
+                    _say(f"warning: cannot take a connection: {error}")
+                    time.sleep(_PAUSE)
 
     def close(self) -> None:
         """End `serve`."""
@@ -170,8 +188,11 @@ class Hub:
     def _serve(self, connection: socket.socket) -> None:
         group, host = None, -1
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            group, host = self._join(connection)
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                group, host = self._join(connection)
+            finally:
+                self._joining.release()
             if group is not None:
                 self._start(connection, group, host)
             while group is not None:
@@ -186,7 +207,11 @@ class Hub:
                     self._changed.notify_all()
 
     def _join(self, connection: socket.socket) -> tuple[_Group | None, int]:
-        kind, step, _, body = receive(connection, BODY.size)
+        end = time.monotonic() + _JOIN
+        connection.settimeout(_JOIN)
+        left = lambda: connection.settimeout(max(0.0, end - time.monotonic()))  # noqa: E731
+        kind, step, _, body = receive(connection, BODY.size, left)
+        connection.settimeout(None)
         if kind != JOIN or len(body) != BODY.size:
             raise ConnectionError("no rank")
         host, hosts, rank, *sizes, digest = BODY.unpack(body)

@@ -12,6 +12,7 @@ import pytest
 from shardrt.__main__ import main
 from shardrt.comm import thread
 from shardrt.parallel import DiLoCo, HubLink, HubLost, LeftBehind
+from shardrt.parallel import hub as hub_of
 from shardrt.parallel.hub import BODY, EXCHANGE, HEAD, JOIN, MARK, REFUSED, WAIT, Hub, receive, send
 from tests import lab
 from tests.parallel.test_diloco import Run
@@ -234,6 +235,33 @@ def test_hosts_with_other_settings_are_refused():
         assert refused.kind == REFUSED and b"host 1 has other parameters" in refused.body
         second = Bare(address, 1, hosts=2, layout=1)
         assert first.hears().kind == second.hears().kind == JOIN
+
+
+def test_a_hub_that_cannot_take_a_connection_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr(hub_of, "_PAUSE", 0.01)
+    start, failures = threading.Thread.start, [RuntimeError("can't start new thread")]
+
+    def failing(self):
+        if self._target.__name__ == "_serve" and failures:
+            raise failures.pop()
+        start(self)
+
+    with serving() as (address, _):
+        monkeypatch.setattr(threading.Thread, "start", failing)
+        with pytest.raises(ConnectionError):
+            Bare(address, 0).hears()
+        assert Bare(address, 0).hears().kind == REFUSED  # of 3 hosts
+    assert "hub: warning: cannot take a connection: can't start new thread" in capsys.readouterr().out
+
+
+def test_strangers_that_say_nothing_make_room(monkeypatch):
+    monkeypatch.setattr(hub_of, "_JOIN", 0.1)
+    monkeypatch.setattr(hub_of, "_JOINING", 2)
+    with serving() as (address, _):
+        name, port = address.split(":")
+        strangers = [socket.create_connection((name, int(port))) for _ in range(4)]
+        assert Bare(address, 0).hears().kind == REFUSED  # of 3 hosts
+        assert [stranger.recv(1) for stranger in strangers] == [b""] * 4
 
 
 def cut_off(address, hub):
