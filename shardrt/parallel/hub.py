@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from shardrt.untrusted import say
 
-__all__ = ["HEAD", "Hub", "Message", "receive", "send"]
+__all__ = ["HEAD", "Hub", "Message", "receive", "send", "watch"]
 
 HEAD = struct.Struct("<4sIQQQ")  # b"dlc1", kind, number, which hosts, bytes of the body
 MARK = b"dlc1"
@@ -32,6 +32,8 @@ BEHIND = 1 << 62  # the same: this round is long closed
 _JOINING = 64  # connections that have not joined yet
 _JOIN = 10.0  # seconds that one has for it
 _PAUSE = 1.0  # seconds after a connection that the hub could not take
+_AHEAD = 1 << 20  # rounds that a host can be ahead of others
+_SILENT = 30  # seconds after which a machine counts as lost
 _ALIVE = 2.0  # seconds from one sign of life to the next, to a rank that waits
 
 
@@ -79,6 +81,15 @@ def _read(connection: socket.socket, size: int, progress: Callable[[], None] | N
     return bytes(found)
 
 
+def watch(connection: socket.socket) -> None:
+    """Send small messages at once; raise OSError where the other machine has been silent for _SILENT seconds."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+    for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * _SILENT}).items():
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def _say(text: str) -> None:
     with suppress(OSError, ValueError):  # the reader may have left
         say(f"hub: {text}")
@@ -105,6 +116,10 @@ class _Group:
     def awaited(self) -> set[int]:
         """Hosts that the open round waits for."""
         return self.connections.keys() - self.lagging
+
+    def has(self, connection: socket.socket) -> bool:
+        """Whether it is the last one of its host."""
+        return connection in list(self.connections.values())
 
     def start(self) -> None:
         """All hosts are there."""
@@ -189,7 +204,7 @@ class Hub:
         group, host = None, -1
         try:
             try:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                watch(connection)
                 group, host = self._join(connection)
             finally:
                 self._joining.release()
@@ -198,7 +213,9 @@ class Hub:
             while group is not None:
                 self._answer(connection, group, host)
         except OSError:  # the rank has left, or this is none
-            pass
+            if group is not None and host in group.connections and not group.has(connection):
+                with suppress(OSError):
+                    send(connection, REFUSED, 0, 0, f"another job joined as host {host}".encode())
         finally:
             connection.close()
             if group is not None:
@@ -212,7 +229,7 @@ class Hub:
         left = lambda: connection.settimeout(max(0.0, end - time.monotonic()))  # noqa: E731
         kind, step, _, body = receive(connection, BODY.size, left)
         connection.settimeout(None)
-        if kind != JOIN or len(body) != BODY.size:
+        if kind != JOIN or len(body) != BODY.size or step >= BEHIND:
             raise ConnectionError("no rank")
         host, hosts, rank, *sizes, digest = BODY.unpack(body)
         with self._changed:
@@ -225,9 +242,10 @@ class Hub:
         if wrong:
             send(connection, REFUSED, 0, 0, wrong.encode())
             return None, -1
-        if before is not None:  # of a job that was lost with its machine
+            self._changed.notify_all()
+        if before is not None:  # of a job that was lost with its machine, or by mistake: its thread says so
             with suppress(OSError):
-                before.shutdown(socket.SHUT_RDWR)
+                before.shutdown(socket.SHUT_RD)
         return group, host
 
     def _wrong(self, host: int, hosts: int, rank: int, sizes: tuple[int, ...], digest: int) -> str:
@@ -256,12 +274,14 @@ class Hub:
                 group.start()
                 self._changed.notify_all()
         if waits:
-            self._wait(connection, lambda: group.started)
+            self._wait(connection, group, lambda: group.started)
             first = group.first
         send(connection, JOIN, first, 0, struct.pack("<q", -1 if waits else group.closed))
 
     def _answer(self, connection: socket.socket, group: _Group, host: int) -> None:
         kind, number, _, body = receive(connection, max(group.sizes))
+        if number >= BEHIND or (group.closed >= 0 and number > group.closed + _AHEAD):
+            raise ConnectionError("no round")
         if kind == EXCHANGE:
             self._exchange(connection, group, host, number, body)
         elif kind == GIVE and len(body) == group.sizes[1]:
@@ -282,7 +302,7 @@ class Hub:
                 raise ConnectionError("hosts differ in the size of their messages")
             group.put(host, number, body, self.deadline)
             self._changed.notify_all()
-        self._wait(connection, lambda: self._over(group, number), group.ends)
+        self._wait(connection, group, lambda: self._over(group, number), group.ends)
         with self._changed:
             if group.closed > number or not group.result:
                 found, number = {}, BEHIND
@@ -305,7 +325,7 @@ class Hub:
             group.fetching += 1
             self._changed.notify_all()
         try:
-            self._wait(connection, lambda: group.state[0] >= least or not group.awaited())
+            self._wait(connection, group, lambda: group.state[0] >= least or not group.awaited())
             with self._changed:
                 number, body = group.state
                 if number >= least:
@@ -320,12 +340,16 @@ class Hub:
                 if not group.fetching:
                     group.state = -1, b""
 
-    def _wait(self, connection: socket.socket, done: Callable[[], bool], until: float = inf) -> None:
+    def _wait(
+        self, connection: socket.socket, group: _Group, done: Callable[[], bool], until: float = inf
+    ) -> None:
         """Wait for `done`, which the time `until` may bring about. Gives the rank signs of life."""
         while True:
             told = time.monotonic()
             with self._changed:
                 while (now := time.monotonic()) < told + _ALIVE:
+                    if not group.has(connection):
+                        raise ConnectionError("another job has joined as this host")
                     if done():
                         return
                     left = until - now if until > now else inf

@@ -125,7 +125,7 @@ class HubLink:
         name, _, port = address.rpartition(":")
         try:
             self._socket = socket.create_connection((name.strip("[]"), int(port)), timeout=None)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            hub.watch(self._socket)
         except (OSError, ValueError) as error:
             raise HubLost(f"no hub at {address}: {error}") from None
 
@@ -220,8 +220,9 @@ class HubLink:
         return rounds[0]
 
     def _ask(self, kind: int, number: int, *body: bytes) -> hub.Message:
-        try:
+        with suppress(OSError):  # the hub may have left; its last words say why
             hub.send(self._socket, kind, number, 0, *body)
+        try:
             while (answer := hub.receive(self._socket, self._most, self._progress)).kind == hub.WAIT:
                 pass
         except OSError as error:

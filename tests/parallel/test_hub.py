@@ -4,7 +4,7 @@ import re
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -264,13 +264,45 @@ def test_strangers_that_say_nothing_make_room(monkeypatch):
         assert [stranger.recv(1) for stranger in strangers] == [b""] * 4
 
 
+def test_a_job_learns_that_another_took_its_place():
+    with serving() as (address, hub):
+        for asks in (False, True):  # while it waits for all hosts, and where it has asked for a round
+            hosts = [Bare(address, host, hosts=2) for host in range(2)]
+            assert [host.hears().kind for host in hosts] == [JOIN] * 2
+            if asks:
+                hosts[0].asks(1, b"mine")
+                until(lambda: hub._groups[0].open)
+            second = Bare(address, 0, hosts=2)
+            answer = hosts[0].hears()
+            assert (answer.kind, answer.body) == (REFUSED, b"another job joined as host 0")
+            for each in (second, hosts[1]):
+                each.socket.close()
+            until(lambda: not hub._groups[0].connections)
+            hub._groups.clear()
+
+
+@pytest.mark.parametrize("number", [1 << 63, 1 << 62, 1 << 40])
+def test_a_round_that_cannot_be_ends_its_connection_alone(number):
+    with serving() as (address, hub):
+        hosts = [Bare(address, host, hosts=2) for host in range(2)]
+        for host in hosts:
+            host.asks(1, b"mine")
+        assert [[host.hears().kind for host in hosts] for _ in range(2)] == [[JOIN] * 2, [EXCHANGE] * 2]
+        hosts[1].asks(number, b"far")
+        with pytest.raises(ConnectionError):
+            hosts[1].hears()
+        hosts[0].asks(2, b"next")
+        assert hosts[0].hears().hosts == 1
+
+
 def cut_off(address, hub):
     run = Apart(address=address, sync_every=1, each=1, fragment_sync_delay=0)
     run.begin()
     run.train(0, 1)
     run.mesh.communicator("control").all_gather_bytes(b"")
     for connection in list(hub._groups[0].connections.values()):
-        connection.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # the other rank was first
+            connection.shutdown(socket.SHUT_RDWR)
     with pytest.raises(HubLost, match="is gone: .*; start all hosts with --resume auto"):
         run.train(1, 2)
 
