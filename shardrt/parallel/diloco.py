@@ -92,18 +92,24 @@ class DiLoCo:
             for pieces in _by_fragment(optimizer.slices, model_fragments or [[]])
         ]
 
-    def step(self, done: int, *, present: bool = True) -> None:
+    def step(self, done: int, *, present: bool = True) -> int:
         """The outer work that is due after inner step `done`, counted from 1. Collective.
 
         Args:
             present: False leaves this host out of an exchange that begins now: its steps since the last one
                 are dropped, and it takes the outer parameters. All ranks of a host say the same.
+
+        Returns:
+            The outer step that ends now, if it is one without this host; else 0.
         """
         if number := self._schedule.number(done + self._delay):
             self._fragment(number).begin(number, present)
-        if number := self._schedule.number(done):
-            self._fragment(number).finish(*self._outer, self._alpha)
-            self.link.settle(number, self._state())
+        number = self._schedule.number(done)
+        if not number:
+            return 0
+        took_part = self._fragment(number).finish(*self._outer, self._alpha)
+        self.link.settle(number, self._state())
+        return 0 if took_part else number
 
     @property
     def took_part(self) -> bool:
@@ -306,15 +312,16 @@ class Fragment:
         self._present = self._link.took_part(self._present)
         self._buffer[:-1] /= max(1.0, float(self._buffer[-1]))
 
-    def finish(self, lr: float, momentum: float, nesterov: bool, alpha: float) -> None:
-        """Update the outer parameters by the mean, and this host's parameters."""
+    def finish(self, lr: float, momentum: float, nesterov: bool, alpha: float) -> bool:
+        """Update the outer parameters by the mean, and this host's; gives whether it took part."""
         if not self.under_way:
-            return
+            return True
         self.wait()
         self.under_way = False
         for piece in self.pieces:
             gradient = self._buffer[piece.range]
             piece.update(gradient, lr, momentum, nesterov, alpha if self._present else 0.0)
+        return self._present
 
     def took_part(self) -> bool:
         """Whether the mean has this host's outer gradient. Waits for an exchange under way."""

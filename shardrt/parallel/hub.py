@@ -25,7 +25,9 @@ __all__ = ["HEAD", "Hub", "Message", "receive", "send", "watch"]
 HEAD = struct.Struct("<4sIQQQ")  # b"dlc1", kind, number, which hosts, bytes of the body
 MARK = b"dlc1"
 JOIN, EXCHANGE, FETCH, GIVE, WAIT, REFUSED = range(6)
-BODY = struct.Struct("<QQQQQQ")  # of JOIN: host, hosts, rank, bytes of a message and of the outer state, digest
+BODY = struct.Struct(
+    "<QQQQQQ"
+)  # of JOIN: host, hosts, rank, bytes of a message and of the outer state, digest
 MOST_HOSTS, MOST_RANKS = 64, 1 << 16  # bits of "which hosts"; ranks of a host
 WANTED = 1 << 63  # in the number of an answer to EXCHANGE: give your state
 BEHIND = 1 << 62  # the same: this round is long closed
@@ -34,6 +36,7 @@ _JOIN = 10.0  # seconds that one has for it
 _PAUSE = 1.0  # seconds after a connection that the hub could not take
 _AHEAD = 1 << 20  # rounds that a host can be ahead of others
 _SILENT = 30  # seconds after which a machine counts as lost
+_SPEAKING = threading.Lock()  # a line at a time
 _ALIVE = 2.0  # seconds from one sign of life to the next, to a rank that waits
 
 
@@ -91,7 +94,7 @@ def watch(connection: socket.socket) -> None:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError, ValueError):  # the reader may have left
+    with _SPEAKING, suppress(OSError, ValueError):  # the reader may have left
         say(f"hub: {text}")
 
 
@@ -220,8 +223,11 @@ class Hub:
             connection.close()
             if group is not None:
                 with self._changed:
+                    left = group.has(connection)
                     group.leave(host, connection)
                     self._changed.notify_all()
+                if left and group is self._groups.get(0):
+                    _say(f"host {host} left")
 
     def _join(self, connection: socket.socket) -> tuple[_Group | None, int]:
         end = time.monotonic() + _JOIN
@@ -243,6 +249,8 @@ class Hub:
             send(connection, REFUSED, 0, 0, wrong.encode())
             return None, -1
             self._changed.notify_all()
+        if rank == 0:
+            _say(f"host {host} joined at step {step}")
         if before is not None:  # of a job that was lost with its machine, or by mistake: its thread says so
             with suppress(OSError):
                 before.shutdown(socket.SHUT_RD)
@@ -262,7 +270,9 @@ class Hub:
         if group.sizes != sizes:
             return f"rank {rank} of host {host} has {sizes[0]} bytes to send, of other hosts {group.sizes[0]}"
         if group.digest != digest:
-            return f"rank {rank} of host {host} has other parameters, units or DiLoCo settings than other hosts"
+            return (
+                f"rank {rank} of host {host} has other parameters, units or DiLoCo settings than other hosts"
+            )
         return ""
 
     def _start(self, connection: socket.socket, group: _Group, host: int) -> None:
@@ -315,7 +325,10 @@ class Hub:
     def _over(self, group: _Group, number: int) -> bool:
         """Whether the round is over. Ends it where all are there, or it is time. Called with the lock."""
         if group.closed < number and (group.awaited() <= group.open.keys() or time.monotonic() >= group.ends):
+            missing = sorted(group.connections.keys() - group.open.keys())
             group.close()
+            if missing and group is self._groups.get(0):
+                _say(f"outer step {group.closed} without host {', '.join(map(str, missing))}")
             self._changed.notify_all()
         return group.closed >= number
 

@@ -133,13 +133,25 @@ class HubLink:
         """(the step to begin with, the last round of the others; -1 where all begin now).
 
         Waits until all hosts are there, or others have begun. `message`, `state`: bytes of an outer gradient
-        as it is sent, and of the outer state. `layout`: what all hosts must have alike.
+        as it is sent, and of the outer state. `layout`: what all hosts must have alike. Collective.
+
+        Raises:
+            HubLost: on all ranks of the host, if the hub refuses one of them or is gone.
         """
         digest = int.from_bytes(blake2b(layout.encode(), digest_size=8).digest(), "little")
         body = hub.BODY.pack(self.host, self.hosts, self._mesh.rank, message, state, digest)
         self._most = max(self.hosts * message, state, 1 << 12)
-        answer = self._ask(hub.JOIN, step, body)
-        return answer.number, int.from_bytes(answer.body, "little", signed=True)
+        found, error = (step, -1), ""
+        try:
+            answer = self._ask(hub.JOIN, step, body)
+            found = answer.number, int.from_bytes(answer.body, "little", signed=True)
+        except HubLost as lost:  # the other ranks learn of it
+            error = str(lost)
+        # A rank's group at the hub can be a round ahead of another's: all ranks of the host do the same.
+        each = all_gather_object(self._mesh.communicator("control"), (*found, error))
+        if error := next((error for *_, error in each if error), ""):
+            raise HubLost(error)
+        return min(first for first, *_ in each), max(last for _, last, _ in each)
 
     def sum(self, number: int, buffer: Array, codes: Codes | None) -> None:
         """Add up the buffers that come in time for round `number`, in the stream."""

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from shardrt.__main__ import main
-from shardrt.comm import thread
+from shardrt.comm import init_device_mesh, thread
 from shardrt.parallel import DiLoCo, HubLink, HubLost, LeftBehind
 from shardrt.parallel import hub as hub_of
-from shardrt.parallel.hub import BODY, EXCHANGE, HEAD, JOIN, MARK, REFUSED, WAIT, Hub, receive, send
+from shardrt.parallel.hub import BODY, EXCHANGE, HEAD, JOIN, MARK, REFUSED, WAIT, Hub, Message, receive, send
 from tests import lab
 from tests.parallel.test_diloco import Run
 
@@ -88,16 +88,19 @@ def late(address, passed, back):
             assert passed.wait(LONG)
         if step == 2 and run.host == 0:
             assert back.wait(LONG)
-        run.outer.step(step + 1)
+        without = run.outer.step(step + 1)
+        assert without == (2 if (run.host, step) == (1, 1) else 0)
         (passed if run.host == 0 else back).set() if step == 1 else None
         found.append((run.outer.link.took_part(True), outer_of(run)))
     return found
 
 
-def test_a_late_host_is_left_out_takes_the_outer_parameters_and_takes_part_again():
+def test_a_late_host_is_left_out_takes_the_outer_parameters_and_takes_part_again(capsys):
     with serving(deadline=0.3) as (address, _):
         first, second = thread.run(2, late, address, threading.Event(), threading.Event())
     assert [each[0] for each in second] == [True, False, True]
+    said = capsys.readouterr().out
+    assert "hub: host 1 joined at step 0\n" in said and "hub: outer step 2 without host 1\n" in said
     lab.assert_equal(first[0][1:], second[0][1:])
     lab.assert_equal(first[1][1:], second[1][1:])
     lab.assert_equal(first[2], second[2])
@@ -293,6 +296,30 @@ def test_a_round_that_cannot_be_ends_its_connection_alone(number):
             hosts[1].hears()
         hosts[0].asks(2, b"next")
         assert hosts[0].hears().hosts == 1
+
+
+def met(address, answers):
+    """(first, last) on a rank whose group at the hub gave its part of `answers`."""
+    mesh = init_device_mesh("cpu", (2,))
+    link = HubLink(address, 0, 2, mesh)
+
+    def ask(*_):
+        first, last = answers[mesh.rank]
+        if last is None:
+            raise HubLost("no")
+        return Message(JOIN, first, 0, last.to_bytes(8, "little", signed=True))
+
+    link._ask = ask
+    try:
+        return link.join(4, 4, "", 9)
+    except HubLost as error:
+        return str(error)
+
+
+def test_the_ranks_of_a_host_agree_where_they_join():
+    with serving() as (address, _):
+        assert thread.run(2, met, address, [(9, 3), (8, -1)]) == [(8, 3)] * 2
+        assert thread.run(2, met, address, [(9, 3), (0, None)]) == ["no"] * 2
 
 
 def cut_off(address, hub):

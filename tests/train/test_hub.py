@@ -7,9 +7,13 @@ import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
 
 from models import train
 from shardrt.comm import thread
+from shardrt.parallel import HubLost
 from shardrt.train import config as settings
 from shardrt.train import job as jobs_of
 from shardrt.train import outer
@@ -122,3 +126,14 @@ def test_killed_hosts_go_on_to_the_bit_from_the_newest_step_that_all_have(folder
 def test_without_a_hub_a_job_ends_with_one_line(folder, capfd):
     message = jobs.refused(capfd, DATA, train.main, arguments(0, "127.0.0.1:1"))
     assert "no hub at 127.0.0.1:1: " in message
+
+
+def test_a_hub_that_is_lost_while_a_checkpoint_waits_for_it_is_one_line(capsys):
+    class Lost:
+        @property
+        def took_part(self):
+            raise HubLost("the hub is gone")
+
+    with pytest.raises(SystemExit) as ended:
+        outer.saved(SimpleNamespace(outer=Lost()))
+    assert ended.value.code == DATA and capsys.readouterr().err == "error: the hub is gone\n"
