@@ -25,9 +25,8 @@ __all__ = ["HEAD", "Hub", "Message", "receive", "send", "watch"]
 HEAD = struct.Struct("<4sIQQQ")  # b"dlc1", kind, number, which hosts, bytes of the body
 MARK = b"dlc1"
 JOIN, EXCHANGE, FETCH, GIVE, WAIT, REFUSED = range(6)
-BODY = struct.Struct(
-    "<QQQQQQ"
-)  # of JOIN: host, hosts, rank, bytes of a message and of the outer state, digest
+# of JOIN: host, hosts, rank, bytes of a message and of the outer state, digest of what hosts have alike
+BODY = struct.Struct("<QQQQQQ")
 MOST_HOSTS, MOST_RANKS = 64, 1 << 16  # bits of "which hosts"; ranks of a host
 WANTED = 1 << 63  # in the number of an answer to EXCHANGE: give your state
 BEHIND = 1 << 62  # the same: this round is long closed
@@ -85,7 +84,7 @@ def _read(connection: socket.socket, size: int, progress: Callable[[], None] | N
 
 
 def watch(connection: socket.socket) -> None:
-    """Send small messages at once; raise OSError where the other machine has been silent for _SILENT seconds."""
+    """Send small messages at once; end the connection to a machine that is silent for _SILENT seconds."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
     for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * _SILENT}).items():
@@ -232,8 +231,9 @@ class Hub:
     def _join(self, connection: socket.socket) -> tuple[_Group | None, int]:
         end = time.monotonic() + _JOIN
         connection.settimeout(_JOIN)
-        left = lambda: connection.settimeout(max(0.0, end - time.monotonic()))  # noqa: E731
-        kind, step, _, body = receive(connection, BODY.size, left)
+        kind, step, _, body = receive(
+            connection, BODY.size, lambda: connection.settimeout(max(0.0, end - time.monotonic()))
+        )
         connection.settimeout(None)
         if kind != JOIN or len(body) != BODY.size or step >= BEHIND:
             raise ConnectionError("no rank")
@@ -270,9 +270,7 @@ class Hub:
         if group.sizes != sizes:
             return f"rank {rank} of host {host} has {sizes[0]} bytes to send, of other hosts {group.sizes[0]}"
         if group.digest != digest:
-            return (
-                f"rank {rank} of host {host} has other parameters, units or DiLoCo settings than other hosts"
-            )
+            return f"rank {rank} of host {host} has other parameters, units or DiLoCo settings than others"
         return ""
 
     def _start(self, connection: socket.socket, group: _Group, host: int) -> None:

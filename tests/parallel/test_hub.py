@@ -302,6 +302,7 @@ def met(address, answers):
     """(first, last) on a rank whose group at the hub gave its part of `answers`."""
     mesh = init_device_mesh("cpu", (2,))
     link = HubLink(address, 0, 2, mesh)
+    assert link._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
     def ask(*_):
         first, last = answers[mesh.rank]
