@@ -124,9 +124,7 @@ class OptimizerConfig:
         if self.muon_lr and not self.lr:
             raise ValueError("optimizer.muon_lr falls as optimizer.lr does, which must be above 0")
         if self.in_backward and self.name is Algorithm.muon:
-            raise ValueError(
-                "optimizer.in_backward: muon updates all matrices at once, after backward; choose optimizer.name = 'adamw'"
-            )
+            raise ValueError("optimizer.in_backward: muon updates after it; set optimizer.name = 'adamw'")
         if self.in_backward and self.clip_norm != inf:
             raise ValueError(
                 "optimizer.in_backward updates before the norm is known; set optimizer.clip_norm to inf"
