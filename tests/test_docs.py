@@ -184,7 +184,7 @@ NOT_RUN = {
     r"\. \.venv/bin/activate": "changes a shell",
     r"((mpirun -n \S+|torchrun --nproc-per-node \d+) )?python( -m shardrt)?": "the beginning of a command",
     r"mpirun (-\w|-n \S+|.* \.\.\.)": "the beginning of a command",
-    r"shardrt (bench|ckpt convert|config convert|data make|run|trace|train)": "the name of a command",
+    r"shardrt (bench|ckpt convert|config convert|data make|hub|run|trace|train)": "the name of a command",
     r"shardrt \w+ --help": "tests/test_shell.py",
     r"srun --mpi=list": "Slurm's",
     r"torchrun .*": "PyTorch's",
@@ -359,10 +359,12 @@ def test_every_command_runs_or_is_read_by_its_own_parser(command, here, monkeypa
     elif words[0].endswith(".py"):
         assert any((folder / words[0]).exists() for folder in (ROOT, ROOT / "examples")), command
     elif re.fullmatch(ONLY_READ, words[0]) or (
-        words[:2] in (["shardrt", "doctor"], ["shardrt", "run"], ["shardrt", "plan"])
+        words[:2] in (["shardrt", "doctor"], ["shardrt", "run"], ["shardrt", "plan"], ["shardrt", "hub"])
         and "runs/NAME" not in words
     ):
         read_only(words[0], words[1:], monkeypatch)
+    elif "--diloco.hosts" in words:  # tests/train/test_diloco.py and test_hub.py run them
+        assert train.parse(words[2:]).diloco.hosts == 2
     else:
         assert not run(words) or "diff" in words, capsys.readouterr()
 

@@ -93,10 +93,10 @@ class OptimizerConfig:
     weight_decay: float = 0.1  # of weight matrices and embeddings
     betas: tuple[float, float] = (0.9, 0.95)  # decay of AdamW's two moments; Lion's two
     momentum: float = 0.95  # of Muon's hidden matrices; betas are those of its other parameters
-    # Muon's rate of a matrix is lr times 0.2 sqrt(its longer side), so that AdamW's lr fits, or times
-    # sqrt(max(1, rows / columns)).
+    muon_lr: float = 0.0  # highest rate of these matrices, which falls as lr does; 0: lr
+    # match_rms_adamw multiplies this by 0.2 sqrt(the matrix's longer side), so that AdamW's lr fits;
+    # original by sqrt(max(1, rows / columns)).
     adjust_lr_fn: AdjustLR = AdjustLR.match_rms_adamw
-    adam_lr: float = 0.0  # highest rate of Muon's other parameters, which falls as lr does; 0: lr
     clip_norm: float = 1.0  # the global norm of the gradients is clipped to this; inf never clips
     clip_type: float = 2.0  # which norm: 1, 2, 3, ... or inf
     on_nonfinite: Nonfinite = Nonfinite.stop  # gradients that are nan or infinite: stop, or skip the update
@@ -120,13 +120,11 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.clip_type must be from 0.1 to 16, or inf, got {self.clip_type}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"optimizer.momentum must be in [0, 1), got {self.momentum}")
-        _at_least("optimizer.adam_lr", self.adam_lr, 0)
-        if self.adam_lr and self.name is not Algorithm.muon:
-            raise ValueError("optimizer.adam_lr needs optimizer.name = 'muon'; others have one rate, lr")
-        if self.adam_lr and not self.lr:
-            raise ValueError("optimizer.adam_lr falls as optimizer.lr does, which must be above 0")
+        _at_least("optimizer.muon_lr", self.muon_lr, 0)
+        if self.muon_lr and not self.lr:
+            raise ValueError("optimizer.muon_lr falls as optimizer.lr does, which must be above 0")
         if self.in_backward and self.name is Algorithm.muon:
-            raise ValueError("optimizer.in_backward: muon updates all matrices at once, after backward")
+            raise ValueError("optimizer.in_backward: muon updates after it; set optimizer.name = 'adamw'")
         if self.in_backward and self.clip_norm != inf:
             raise ValueError(
                 "optimizer.in_backward updates before the norm is known; set optimizer.clip_norm to inf"
@@ -143,8 +141,8 @@ class OptimizerConfig:
 
     def lr_of(self, group: Mapping[str, Any], lr: float) -> float:
         """The learning rate of a parameter group in a step with this one, of lr_at."""
-        if self.adam_lr and not group["use_muon"]:
-            return lr * (self.adam_lr / self.lr)
+        if self.muon_lr and group.get("use_muon"):
+            return lr * (self.muon_lr / self.lr)
         return lr
 
 

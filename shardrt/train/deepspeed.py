@@ -36,8 +36,8 @@ _AUTO = {
     "bf16.enabled": "give --precision.param bfloat16 --precision.reduce bfloat16",
     "fp16.enabled": "give --precision.param float16 --precision.reduce float16",
     "optimizer.params.lr": "give --optimizer.lr",
-    "optimizer.params.muon_lr": "give --optimizer.lr",
-    "optimizer.params.adam_lr": "give --optimizer.adam-lr",
+    "optimizer.params.muon_lr": "give --optimizer.muon-lr",
+    "optimizer.params.adam_lr": "give --optimizer.lr",
     "optimizer.params.momentum": "give --optimizer.momentum",
     "optimizer.params.betas": "give --optimizer.betas",
     "optimizer.params.weight_decay": "give --optimizer.weight-decay",
@@ -655,14 +655,14 @@ def _optimizer(reader: Reader, table: Mapping[str, Any]) -> None:
 
 def _muon(reader: Reader, table: Mapping[str, Any]) -> dict[str, Any]:
     """Muon's rates, momentum and method; gives settings for what the table has not."""
-    common, *own = (table.get(_OPTIMIZER + each) for each in ("lr", "muon_lr", "adam_lr"))
+    common, *own = (table.get(_OPTIMIZER + each) for each in ("lr", "adam_lr", "muon_lr"))
     if number(common) and number(own[0]):
         name = _OPTIMIZER + "lr"
         if number(own[1]):
             reader.noted(name, "muon_lr and adam_lr are the rates")
         elif name in reader.left:
-            reader.setting(name, reader.take(name), optimizer__adam_lr=common)
-    for each, setting in {"muon_lr": "lr", "adam_lr": "adam_lr", "momentum": "momentum"}.items():
+            reader.setting(name, reader.take(name), optimizer__muon_lr=common)
+    for each, setting in {"adam_lr": "lr", "muon_lr": "muon_lr", "momentum": "momentum"}.items():
         _number(reader, _OPTIMIZER + each, f"optimizer__{setting}")
         reader.noted(_OPTIMIZER + each, "it is not set")
     method = _OPTIMIZER + "ns_method"
@@ -670,7 +670,7 @@ def _muon(reader: Reader, table: Mapping[str, Any]) -> dict[str, Any]:
     reader.noted(method, "both give the same matrix")
     absent: dict[str, Any] = {"adjust_lr_fn": "original", "weight_decay": 0.0, "betas": (0.9, 0.95)}
     absent |= {"momentum": 0.95}
-    rates = {"lr": 0.02, "adam_lr": 3e-4}
+    rates = {"lr": 3e-4, "muon_lr": 0.02}
     absent |= {each: rates[each] for each, given in zip(rates, own, strict=True) if not number(given)}
     if number(common):  # it is in place of the other rates
         absent = {each: value for each, value in absent.items() if each not in rates}
@@ -704,7 +704,7 @@ def _schedule(reader: Reader, table: Mapping[str, Any]) -> None:
         return
     settings = dict(kinds[chosen])
     rate = table.get(prefix + "warmup_max_lr") if chosen != "WarmupCosineLR" else None
-    for own in ("muon_lr", "lr") if str(table.get("optimizer.type")).lower() == "muon" else ("lr",):
+    for own in ("adam_lr", "lr") if str(table.get("optimizer.type")).lower() == "muon" else ("lr",):
         rate = table.get(_OPTIMIZER + own) if rate is None else rate
     ratio = table.get(prefix + "cos_min_ratio", 1e-4)
     if chosen == "WarmupCosineLR" and number(rate) and number(ratio):
@@ -716,7 +716,7 @@ def _schedule(reader: Reader, table: Mapping[str, Any]) -> None:
     reader.setting(name, reader.take(name), note, **settings)
     if number(reader.left.get(prefix + "warmup_max_lr")) and chosen != "WarmupCosineLR":
         reader.change("optimizer.lr", rate)
-        reader.change("optimizer.adam_lr", 0.0)
+        reader.change("optimizer.muon_lr", 0.0)
     if chosen == "WarmupCosineLR":
         reader.noted(prefix + "warmup_max_lr", "optimizer.params.lr has the rate")
     _number(reader, prefix + "warmup_max_lr", "optimizer__lr")

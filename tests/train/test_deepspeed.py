@@ -143,10 +143,10 @@ MUON = {  # the keys of DeepSpeed's example, and what they become
 @pytest.mark.parametrize(
     ("params", "rates"),
     [
-        (MUON, {"lr": 0.02, "adam_lr": 1e-3}),
-        ({**MUON, "adam_lr": 3e-3}, {"lr": 0.02, "adam_lr": 3e-3}),
+        (MUON, {"lr": 1e-3, "muon_lr": 0.02}),
+        ({**MUON, "adam_lr": 3e-3}, {"lr": 3e-3, "muon_lr": 0.02}),
         ({**MUON, "muon_lr": None}, {"lr": 1e-3}),
-        ({"momentum": 0.9, "weight_decay": 0.1}, {"lr": 0.02, "adam_lr": 3e-4}),
+        ({"momentum": 0.9, "weight_decay": 0.1}, {"lr": 3e-4, "muon_lr": 0.02}),
     ],
 )
 def test_both_rates_of_muon_are_taken_over(params, rates):

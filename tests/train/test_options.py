@@ -76,19 +76,19 @@ def test_another_optimizer_keeps_its_own_state_under_its_own_schedule(folder):
 
 
 def test_both_rates_of_muon_follow_the_schedule():
-    config = Config(optimizer=settings.OptimizerConfig(settings.Algorithm.muon, lr=0.02, adam_lr=0.005))
+    config = Config(optimizer=settings.OptimizerConfig(settings.Algorithm.muon, lr=0.005, muon_lr=0.02))
     rates = [config.optimizer.lr_at(step, config.steps) for step in (0, config.steps // 2, config.steps)]
-    assert [config.optimizer.lr_of({"use_muon": True}, rate) for rate in rates] == rates
-    assert [config.optimizer.lr_of({"use_muon": False}, rate) for rate in rates] == [r * 0.25 for r in rates]
+    assert [config.optimizer.lr_of({"use_muon": False}, rate) for rate in rates] == rates
+    assert [config.optimizer.lr_of({"use_muon": True}, rate) for rate in rates] == [r * 4 for r in rates]
 
 
 def test_muon_goes_on_where_it_was_saved(folder):
-    how = ("--optimizer.name", "muon", "--optimizer.adam-lr", "1e-2", "--checkpoint.every", "1")
+    how = ("--optimizer.name", "muon", "--optimizer.muon-lr", "1e-2", "--checkpoint.every", "1")
     run("muon", *how)
     run("cut", *how)
     jobs.remove_after(folder / "runs" / "cut", 2)
     run("cut", *how, "--resume", "auto")
-    run("at one rate", *how, "--optimizer.adam-lr", "0")
+    run("at one rate", *how, "--optimizer.muon-lr", "0")
     assert curves(folder, "cut") == curves(folder, "muon") != curves(folder, "at one rate")
 
 
@@ -115,7 +115,7 @@ test_what_does_not_go_together_is_told_before_anything_is_written = jobs.one_lin
     ("memory.directory needs offload_parameters, offload_gradients or", "--memory.directory", "spill"),
     ("set optimizer.clip_norm to inf", "--optimizer.in-backward", "True"),
     ("optimizer.decay_steps needs optimizer.schedule = 'wsd'", "--optimizer.decay-steps", "5"),
-    ("optimizer.adam_lr needs optimizer.name = 'muon'; others have one rate", "--optimizer.adam-lr", "1e-3"),
+    ("optimizer.muon_lr falls as optimizer.lr does", "--optimizer.muon-lr", "1e-3", "--optimizer.lr", "0"),
     ("optimizer.clip_type must be positive, got 0", "--optimizer.clip-type", "0"),
     ("'float64' for argument '--precision.param'", "--precision.param", "float64"),
     ("reduce_each needs micro_batches above 1", "--reduce-each", "True"),
