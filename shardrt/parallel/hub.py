@@ -34,7 +34,7 @@ _JOINING = 64  # connections that have not joined yet
 _JOIN = 10.0  # seconds that one has for it
 _PAUSE = 1.0  # seconds after a connection that the hub could not take
 _AHEAD = 1 << 20  # rounds that a host can be ahead of others
-_SILENT = 30  # seconds after which a machine counts as lost
+_SILENT = 120  # seconds after which a machine counts as lost
 _SPEAKING = threading.Lock()  # a line at a time
 _ALIVE = 2.0  # seconds from one sign of life to the next, to a rank that waits
 
