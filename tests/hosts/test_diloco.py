@@ -18,9 +18,10 @@ def test_an_outer_step_in_4_bits_sends_less_than_a_hundredth_of_50_steps():
             return made.run(host, ["sh", "-c", f"cd {ROOT} && exec {sys.executable} -m {' '.join(words)}"])
 
         before = [made.received(host) for host in range(2)]
-        (printed, _) = (done.stdout.split() for done in threads.map(run, range(2)))
+        printed, _ = (done.stdout.splitlines() for done in threads.map(run, range(2)))
         wires = [made.received(host) - was for host, was in enumerate(before)]
-    elements, message = map(int, printed)
+    (found,) = (line for line in printed if not line.startswith("hub: "))
+    elements, message = map(int, found.split())
     for wire in wires:  # a host's message, or that of the other host
         assert ROUNDS * message <= wire < (1 + HEADERS) * ROUNDS * message
         # In each of 50 steps FULL_SHARD gathers half of the parameters twice, and reduces their gradients.
