@@ -144,8 +144,9 @@ def check(traces, groups):
         for node in trace.nodes:
             if node.type == "COMM_COLL_NODE":
                 same = [node.a.get(each) for each in ("comm_type", "comm_tag", "comm_dtype", "root")]
-                length = 0 if node.a.get("comm_dtype") == "uint8" else node.a["comm_size"]
-                order[node.a["pg_name"]].append([*same, length])  # bytes of the host have any length
+                # Bytes of the host have any length, and in an all-to-all (6) ranks may give other counts.
+                free = node.a.get("comm_dtype") == "uint8" or node.a["comm_type"] == 6
+                order[node.a["pg_name"]].append([*same, 0 if free else node.a["comm_size"]])
         for group, calls in order.items():
             orders[group].append(calls)
     for several in orders.values():

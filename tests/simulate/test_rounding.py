@@ -14,7 +14,8 @@ from shardrt.simulate.space import candidates, words_of
 from shardrt.simulate.step import simulated
 
 SMALL = [
-    *("--batch-size", "16", "--model.n-layer", "2", "--model.block-size", "32", "--model.vocab-size", "4000"),
+    *("--architecture", "llama", "--batch-size", "16"),  # without the default recipe, which has Muon
+    *("--model.n-layer", "2", "--model.block-size", "32", "--model.vocab-size", "4000"),
     *("--data", "text.txt", "--steps", "2", "--sample.length", "0", "--fsdp.strategy", "FULL_SHARD"),
 ]
 SLOW = replace(Machine.load("h100-8"), ranks_per_node=2, network=Link(1e-5, 1e7))

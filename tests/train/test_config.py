@@ -256,7 +256,7 @@ def test_help_shows_defaults_where_there_are_some(capfd):
         parse("--help")
     out = " ".join(capfd.readouterr().out.split())
     assert "(default: )" not in out and "(default: .)" not in out and "None" not in out
-    assert "updates of the weights (default: 1400)" in out
+    assert "updates of the weights (default: 1120)" in out
     assert "decay of AdamW's two moments; Lion's two (default: 0.9 0.95)" in out
     assert "micro_batches are those of all ranks together." in out, "the comment above a field"
 
