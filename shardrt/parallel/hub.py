@@ -245,10 +245,10 @@ class Hub:
                 group.sizes, group.digest = tuple(sizes), digest
                 before = group.connections.get(host)
                 group.connections[host], group.steps[host] = connection, step
+                self._changed.notify_all()  # the one before waits no more
         if wrong:
             send(connection, REFUSED, 0, 0, wrong.encode())
             return None, -1
-            self._changed.notify_all()
         if rank == 0:
             _say(f"host {host} joined at step {step}")
         if before is not None:  # of a job that was lost with its machine, or by mistake: its thread says so
@@ -356,13 +356,13 @@ class Hub:
     ) -> None:
         """Wait for `done`, which the time `until` may bring about. Gives the rank signs of life."""
         while True:
-            told = time.monotonic()
+            alive = time.monotonic()
             with self._changed:
-                while (now := time.monotonic()) < told + _ALIVE:
+                while (now := time.monotonic()) < alive + _ALIVE:
                     if not group.has(connection):
                         raise ConnectionError("another job has joined as this host")
                     if done():
                         return
                     left = until - now if until > now else inf
-                    self._changed.wait(min(left, told + _ALIVE - now))
+                    self._changed.wait(min(left, alive + _ALIVE - now))
             send(connection, WAIT)  # raises OSError where the rank has left
