@@ -16,6 +16,7 @@ from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.options.mixed_precision import MixedPrecisionPolicy
 from shardrt.fsdp.options.quantisation import Quantisation
+from shardrt.fsdp.policy import Settings
 from shardrt.fsdp.process_groups import ProcessGroups, shape_of
 from shardrt.fsdp.streams import Streams
 from shardrt.fsdp.transfer import Transfer
@@ -24,10 +25,15 @@ from shardrt.fsdp.whole_gradient import WholeGradient
 Array = Any
 
 
+def quantisation_in(settings: Settings) -> Quantisation | None:
+    """The Quantisation that a unit's settings ask for, else None."""
+    policy = settings.precision
+    return policy.quantised if isinstance(policy, MixedPrecisionPolicy) else None
+
+
 def quantisation_of(group: Any) -> Quantisation | None:
     """The Quantisation of a group of float32 shards that lie on several hosts, else None."""
-    policy = group.settings.precision
-    how = policy.quantised if isinstance(policy, MixedPrecisionPolicy) else None
+    how = quantisation_in(group.settings)
     if how is None or group.key.dtype != dtypes.float32 or group.offloaded.parameters:
         return None
     hosts, _ = hosts_of(group, how)

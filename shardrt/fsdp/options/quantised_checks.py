@@ -5,9 +5,8 @@ import warnings
 import numpy as np
 
 from shardrt.fsdp.api import Keyed
-from shardrt.fsdp.options.mixed_precision import MixedPrecisionPolicy
 from shardrt.fsdp.options.quantisation import Quantisation
-from shardrt.fsdp.options.quantised import quantisation_of
+from shardrt.fsdp.options.quantised import quantisation_in, quantisation_of
 from shardrt.fsdp.options.quantised_copies import copies_of
 from shardrt.fsdp.policy import Settings
 from shardrt.fsdp.unit import Unit
@@ -16,8 +15,7 @@ from shardrt.nn.module import Module
 
 def check_quantised(modules: list[Module], settings: Settings, parameters: Keyed) -> None:
     """Raise ValueError for settings that quantised collectives do not support; warn where they do nothing."""
-    policy = settings.precision
-    how = policy.quantised if isinstance(policy, MixedPrecisionPolicy) else None
+    how = quantisation_in(settings)
     if how is None:
         return
     wrong = _offloaded(settings) or _whole(settings) or _uneven(settings, how) or _copies(settings, how)

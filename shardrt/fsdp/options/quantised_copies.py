@@ -15,9 +15,8 @@ from shardrt.device.arena import Slot
 from shardrt.fsdp.buffers import PlanInputs, Spec, Specs
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
-from shardrt.fsdp.options.mixed_precision import MixedPrecisionPolicy
 from shardrt.fsdp.options.quantisation import Quantisation
-from shardrt.fsdp.options.quantised import alike_by_how
+from shardrt.fsdp.options.quantised import alike_by_how, quantisation_in
 from shardrt.fsdp.whole_gradient import WholeGradient
 
 Array = Any
@@ -25,8 +24,8 @@ Array = Any
 
 def copies_of(group: Any) -> Quantisation | None:
     """The Quantisation of a group whose copies lie on several hosts, one on each, else None."""
-    policy, settings = group.settings.precision, group.settings
-    how = policy.quantised if isinstance(policy, MixedPrecisionPolicy) else None
+    settings = group.settings
+    how = quantisation_in(settings)
     if how is None or how.reduce_bits is None or group.key.dtype != dtypes.float32:
         return None
     if settings.strategy.rules.shard_over != "last axis" or group.key.partial:
