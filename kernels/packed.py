@@ -1,16 +1,18 @@
 """The form of numbers that are quantised in blocks: the scale of each block, then all codes.
 
-    [float32 scale] * blocks, [code] * count, padding to 16 bytes
+    [scale] * blocks, [code] * count, padding to 16 bytes
 
-A code has 8 bits, or 4 bits, two to a byte, the first in the lower half.
+8 bits: a float32 scale, and signed codes: code * scale. 4 bits: two codes to a byte, the first in the lower
+half. Of the scale, the upper half is the block's least number and the lower half the step, both bfloat16:
+least + code * step.
 """
 
-LARGEST = {8: 127, 4: 7}  # bits -> largest code; codes are symmetric around 0
+SCALES = {8: "float32", 4: "uint32"}  # bits -> dtype
 
 
 def check(bits: int, block: int) -> None:
     """Raise ValueError unless codes have 8 or 4 bits and blocks have whole vectors of 16 numbers."""
-    if bits not in LARGEST:
+    if bits not in SCALES:
         raise ValueError(f"quantise: bits must be 8 or 4, got {bits!r}")
     if block < 32 or block % 32:
         raise ValueError(f"quantise: block must be a multiple of 32, got {block!r}")

@@ -1,9 +1,14 @@
-"""Numbers quantised in blocks to 8 or 4 bits, symmetric, with one float32 scale per block (packed.py).
+"""Numbers quantised in blocks to 8 or 4 bits (packed.py).
 
-A block's scale is its largest absolute value over 127, or over 7. A number is off by at most half a scale. A
-block with an infinity or nan becomes nan, so that a loss scaler finds it. A block whose numbers are all below
-1e-30 becomes 0. (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021; Wang et al., ZeRO++,
-2023.)
+8 bits are symmetric: a block's scale is its largest absolute value over 127, and a number is off by at most
+half a scale. A block whose numbers are all below 1e-30 becomes 0.
+
+4 bits divide the span from a block's least to its greatest number into 15 steps, so that numbers around 1, as
+a norm's weights, differ. A number is off by half a step at most, and by the rounding of step and least number
+to bfloat16: 1/256 of each.
+
+A block with an infinity or nan becomes nan, so that a loss scaler finds it. (Dettmers et al., 8-bit
+Optimizers via Block-wise Quantization, 2021; Wang et al., ZeRO++, 2023.)
 """
 
 from collections.abc import Callable
@@ -14,10 +19,10 @@ from shardrt.kernels import packed as form
 from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
-from shardrt.kernels.cpu.cast import _bits, _float
+from shardrt.kernels.cpu.cast import _bits, _float, narrowed, widened
 
 _u, _f = np.uint32, np.float32
-_MAGNITUDE, _INFINITY, _SMALLEST = _u(0x7FFFFFFF), _u(0x7F800000), _f(1e-30)
+_SIGN, _MAGNITUDE, _INFINITY, _SMALLEST = _u(0x80000000), _u(0x7FFFFFFF), _u(0x7F800000), _f(1e-30)
 _ROUND = _f(12582912)  # 1.5 * 2**23: added to a number, its lowest bits are the rounded number
 
 
@@ -28,9 +33,8 @@ def pack(x: Array, out: Array, bits: int, block: int) -> None:
     bits: 8 or 4. block: numbers that share a scale, a multiple of 32. Raises ValueError.
     """
     form.check(bits, block)
-    scales, codes = _parts(out.reshape(1, -1), x.size, block)
-    kernel = _pack_8 if bits == 8 else _pack_4
-    run_rows(kernel, scales.shape[1], x.size, x, scales[0], codes[0], block, _f(form.LARGEST[bits]))
+    scales, codes = _parts(out.reshape(1, -1), x.size, bits, block)
+    run_rows(_of(bits, _pack_8, _pack_4), scales.shape[1], x.size, x, scales[0], codes[0], block)
 
 
 @cost("packed -> out", flops=lambda out: out.size)
@@ -52,7 +56,7 @@ def sum_rows(packed: Array, out: Array, bits: int, block: int, scale: float, acc
 def subtract(packed: Array, x: Array, bits: int, block: int) -> None:
     """Subtract the numbers of packed (bytes,) from x (count,): the error is left. A nan block leaves 0."""
     form.check(bits, block)
-    scales, codes = _parts(packed.reshape(1, -1), x.size, block)
+    scales, codes = _parts(packed.reshape(1, -1), x.size, bits, block)
     run_rows(_of(bits, _subtract_8, _subtract_4), scales.shape[1], x.size, scales[0], codes[0], x, block)
 
 
@@ -60,20 +64,20 @@ def _of(bits: int, eight: Callable, four: Callable) -> Callable:
     return eight if bits == 8 else four
 
 
-def _parts(packed: Array, count: int, block: int) -> tuple[Array, Array]:
+def _parts(packed: Array, count: int, bits: int, block: int) -> tuple[Array, Array]:
     """(scales (rows, blocks), codes (rows, bytes)) of packed (rows, bytes)."""
     ends = 4 * form.blocks_of(count, block)
-    return packed[:, :ends].view(np.float32), packed[:, ends:]
+    return packed[:, :ends].view(form.SCALES[bits]), packed[:, ends:]
 
 
 def _sum(packed: Array, out: Array, bits: int, block: int, scale: float, accumulate: bool) -> None:
-    scales, codes = _parts(packed, out.size, block)
+    scales, codes = _parts(packed, out.size, bits, block)
     args = scales, codes, out, block, _f(scale), accumulate
     run_rows(_of(bits, _sum_8, _sum_4), scales.shape[1], len(packed) * out.size, *args)
 
 
 @exact
-def _scale(x, largest):
+def _scale(x):
     """(scale, what a number is multiplied by to be a code) of a block."""
     magnitude = _u(0)
     for i in range(x.size):
@@ -83,7 +87,7 @@ def _scale(x, largest):
     top = _float(magnitude)
     if top < _SMALLEST:
         return _f(0), _f(0)
-    return _f(top / largest), _f(largest / top)
+    return _f(top / _f(127)), _f(_f(127) / top)
 
 
 @exact
@@ -93,41 +97,85 @@ def _code(x, factor):
 
 
 @exact
-def _pack_8(start, stop, x, scales, codes, block, largest):
+def _pack_8(start, stop, x, scales, codes, block):
     for b in range(start, stop):
         part, target = x[b * block : (b + 1) * block], codes[b * block : (b + 1) * block]
-        scales[b], factor = _scale(part, largest)
+        scales[b], factor = _scale(part)
         for i in range(part.size):
             target[i] = np.uint8(_code(part[i], factor)) if factor > 0 else np.uint8(0)
 
 
 @exact
-def _pack_4(start, stop, x, scales, codes, block, largest):
+def _ordered(x):
+    """Bits that have the order of the floats: those of nan are below or above all others."""
+    bits = _bits(x)
+    return _u(bits ^ _SIGN) if bits < _SIGN else _u(~bits)
+
+
+@exact
+def _number(ordered):
+    """The float of `_ordered` bits."""
+    return _float(_u(ordered ^ _SIGN)) if ordered >= _SIGN else _float(_u(~ordered))
+
+
+@exact
+def _span(x):
+    """(step, least number, what a distance from it is multiplied by to be a code) of a block in 4 bits."""
+    low, high = _u(0xFFFFFFFF), _u(0)
+    for i in range(x.size):
+        ordered = _ordered(x[i])
+        low, high = min(low, ordered), max(high, ordered)
+    if low <= _ordered(_f(-np.inf)) or high >= _ordered(_f(np.inf)):
+        return _f(np.nan), _f(0), _f(0)
+    least = _number(low)
+    step = widened(narrowed(_f(_f(_number(high) / _f(15)) - _f(least / _f(15)))))
+    if step < _SMALLEST:
+        return _f(0), widened(narrowed(least)), _f(0)
+    return step, widened(narrowed(least)), _f(_f(1) / step)
+
+
+@exact
+def _code_4(x, least, factor):
+    """The bits of a code from 0 to 15, of which the lowest 4 are valid."""
+    place = _f(_f(x - least) * factor)
+    return _bits(_f(min(max(place, _f(0)), _f(15)) + _ROUND))
+
+
+@exact
+def _pack_4(start, stop, x, scales, codes, block):
     half = block // 2
     for b in range(start, stop):
         part, target = x[b * block : (b + 1) * block], codes[b * half : (b + 1) * half]
-        scales[b], factor = _scale(part, largest)
+        step, least, factor = _span(part)
+        scales[b] = _u(_bits(least) | _u(_bits(step) >> _u(16)))
         pairs = part.size // 2
-        if not factor > 0:
-            target[:] = 0
-            continue
         for i in range(pairs):
-            low, high = _code(part[2 * i], factor), _code(part[2 * i + 1], factor)
+            low, high = _code_4(part[2 * i], least, factor), _code_4(part[2 * i + 1], least, factor)
             target[i] = np.uint8(_u(low & _u(15)) | _u(_u(high & _u(15)) << _u(4)))
         if part.size % 2:
-            target[pairs] = np.uint8(_code(part[2 * pairs], factor) & _u(15))
+            target[pairs] = np.uint8(_code_4(part[2 * pairs], least, factor) & _u(15))
 
 
 @exact
-def _low(byte):
-    """The number in the lower half of a byte, -8 to 7."""
-    return _f(np.int32(np.int32(np.int32(byte & np.uint8(15)) ^ np.int32(8)) - np.int32(8)))
+def _step(scale):
+    return _float(_u(scale << _u(16)))
 
 
 @exact
-def _high(byte):
+def _least(scale):
+    return _float(_u(scale & _u(0xFFFF0000)))
+
+
+@exact
+def _low(byte, scale):
+    """The number in the lower half of a byte."""
+    return _f(_f(_f(np.uint8(byte & np.uint8(15))) * _step(scale)) + _least(scale))
+
+
+@exact
+def _high(byte, scale):
     """The number in the upper half of a byte."""
-    return _f(np.int32(np.int32(np.int32(byte >> np.uint8(4)) ^ np.int32(8)) - np.int32(8)))
+    return _f(_f(_f(np.uint8(byte >> np.uint8(4))) * _step(scale)) + _least(scale))
 
 
 @exact
@@ -155,11 +203,11 @@ def _sum_4(start, stop, scales, codes, out, block, scale, accumulate):
         lows[:] = _f(0)
         highs[:] = _f(0)
         for row in range(len(scales)):
-            numbers, factor = codes[row, b * half : b * half + count], scales[row, b]
+            numbers, own = codes[row, b * half : b * half + count], scales[row, b]
             for i in range(count):
-                lows[i] += _f(_low(numbers[i]) * factor)
+                lows[i] += _low(numbers[i], own)
             for i in range(count):
-                highs[i] += _f(_high(numbers[i]) * factor)
+                highs[i] += _high(numbers[i], own)
         pairs = part.size // 2
         if accumulate:
             for i in range(pairs):
@@ -189,11 +237,11 @@ def _subtract_4(start, stop, scales, codes, x, block):
     for b in range(start, stop):
         part, numbers, scale = x[b * block : (b + 1) * block], codes[b * half : (b + 1) * half], scales[b]
         pairs = part.size // 2
-        if scale != scale:
+        if _step(scale) != _step(scale):
             part[:] = _f(0)
             continue
         for i in range(pairs):
-            part[2 * i] -= _f(_low(numbers[i]) * scale)
-            part[2 * i + 1] -= _f(_high(numbers[i]) * scale)
+            part[2 * i] -= _low(numbers[i], scale)
+            part[2 * i + 1] -= _high(numbers[i], scale)
         if part.size % 2:
-            part[2 * pairs] -= _f(_low(numbers[pairs]) * scale)
+            part[2 * pairs] -= _low(numbers[pairs], scale)

@@ -9,7 +9,7 @@ from shardrt.kernels.cuda._launch import Array, blocks_for, launch
 def pack(x: Array, out: Array, bits: int, block: int) -> None:
     """Quantise x (count,), float32, into out (packed_bytes(count, bits, block),), uint8. As on the CPU."""
     ends = _ends(x.size, bits, block)
-    args = (x, out[:ends].view(np.float32), out[ends:], x.size, block, np.float32(form.LARGEST[bits]))
+    args = (x, out[:ends].view(np.uint32), out[ends:], x.size, block)
     _run("pack", bits, x.size, args)
 
 

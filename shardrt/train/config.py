@@ -256,7 +256,7 @@ class PrecisionConfig:
     norms_in_float32: bool = True  # layer norms keep float32 parameters
     quantized_weights: int = 0  # bits of a parameter that is gathered between hosts: 8 or 4; 0: as param
     quantized_gradients: int = 0  # bits of a gradient between hosts: 8; 0: as reduce
-    quantized_block: int = 256  # numbers that share a scale, with either of the two
+    quantized_block: int = 0  # numbers that share a scale; 0: 256 with 8 bits, 32 with 4
     hpz_partition_size: int = 0  # adjacent ranks of a host that keep quantized weights for backward; 0: none
     host_size: int = 0  # adjacent ranks that make a host; 0: as many as the launcher started on one
     error_feedback: bool = False  # with quantized_gradients: add what rounding lost to the next gradient
@@ -284,7 +284,7 @@ class PrecisionConfig:
         return Quantisation(
             self.quantized_weights or None,
             self.quantized_gradients or None,
-            self.quantized_block,
+            self.quantized_block or None,
             copy or self.host_size or None,
             secondary=copy != 0,
             error_feedback=self.error_feedback,

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 
-from shardrt.kernels.packed import LARGEST, blocks_of, packed_bytes
+from shardrt.kernels.packed import blocks_of, packed_bytes
 from tests.contracts import Call, Out, contract
 
 SIZES = [(64, 32), (500, 64), (1024, 256)]  # count, block
@@ -20,25 +20,42 @@ def packed_of(x, bits, block):
     out, ends = np.zeros(packed_bytes(x.size, bits, block), np.uint8), 4 * blocks_of(x.size, block)
     rows = np.zeros((blocks_of(x.size, block), block), np.float32)
     rows.reshape(-1)[: x.size] = x
-    top, largest = np.abs(rows).max(1), np.float32(LARGEST[bits])
-    out[:ends] = (top / largest).view(np.uint8)
-    codes = np.rint(rows * (largest / top)[:, None]).astype(np.int8).reshape(-1)[: x.size].view(np.uint8)
+    if bits == 8:
+        top, largest = np.abs(rows).max(1), np.float32(127)
+        scales = top / largest
+        codes = np.rint(rows * (largest / top)[:, None]).astype(np.int8)
+    else:
+        rows.reshape(-1)[x.size :] = x[-1]  # the last block has no other numbers
+        low, high = rows.min(1), rows.max(1)
+        step, least = bfloat16(high / np.float32(15) - low / np.float32(15)), bfloat16(low)
+        scales = least.view(np.uint32) | step.view(np.uint32) >> 16
+        places = (rows - least[:, None]) * (np.float32(1) / step)[:, None]
+        codes = np.rint(places.clip(0, 15)).astype(np.uint8)
+    out[:ends] = scales.view(np.uint8)
+    codes = codes.reshape(-1)[: x.size].view(np.uint8)
     if bits == 4:
-        low = np.append(codes, np.zeros(codes.size % 2, np.uint8)) & 15
-        codes = low[::2] | low[1::2] << 4
+        pairs = np.append(codes, np.zeros(codes.size % 2, np.uint8))
+        codes = pairs[::2] | pairs[1::2] << 4
     out[ends : ends + codes.size] = codes
     return out
+
+
+def bfloat16(x):
+    bits = x.view(np.uint32)
+    return (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
 def numbers_of(packed, count, bits, block):
     packed = np.ascontiguousarray(packed, np.uint8)
     ends = 4 * blocks_of(count, block)
     codes = packed[ends : ends + -(-count * bits // 8)]
-    if bits == 4:
-        codes = np.stack([codes & 15, codes >> 4], 1).reshape(-1)
-        codes = (codes ^ 8).astype(np.int8) - 8
-    values = codes.view(np.int8)[:count].astype(np.float64)
-    return values * np.repeat(packed[:ends].view(np.float32), block)[:count]
+    if bits == 8:
+        return codes.view(np.int8) * np.repeat(packed[:ends].view(np.float32), block)[:count].astype(
+            np.float64
+        )
+    scales = np.repeat(packed[:ends].view(np.uint32), block)[:count]
+    step, least = (scales << 16).view(np.float32), (scales & 0xFFFF0000).view(np.float32)
+    return np.stack([codes & 15, codes >> 4], 1).reshape(-1)[:count] * step.astype(np.float64) + least
 
 
 @contract("quantise.pack", "quantise.unpack", "quantise.sum_rows", "quantise.subtract")

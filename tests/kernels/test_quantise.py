@@ -1,4 +1,4 @@
-"""kernels/cpu/quantise.py: the error of each number is at most half its block's scale."""
+"""kernels/cpu/quantise.py: the error of each number is at most half a step of its block."""
 
 import time
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardrt.kernels import cpu as K
-from shardrt.kernels.packed import LARGEST, packed_bytes
+from shardrt.kernels.packed import packed_bytes
 
 
 def numbers(count, seed=0):
@@ -20,11 +20,18 @@ def packed_of(x, bits, block):
     return out
 
 
-def steps(x, bits, block):
-    """The scale of every number's block, in float64."""
-    padded = np.zeros(-(-x.size // block) * block)
-    padded[: x.size] = np.abs(x)
-    return np.repeat(padded.reshape(-1, block).max(1) / LARGEST[bits], block)[: x.size]
+def errors(x, bits, block):
+    """The largest error that each number may have, in float64: half a step, and bfloat16's rounding."""
+    found = []
+    for start in range(0, x.size, block):
+        part = x[start : start + block].astype(np.float64)
+        low, high = part.min(), part.max()
+        if bits == 8:
+            error = 0.5 * np.abs(part).max() / 127
+        else:
+            error = 0.5 * (high - low) / 15 + (high - low + abs(low)) / 256
+        found += [error] * part.size
+    return np.array(found)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -33,12 +40,20 @@ def test_the_error_is_at_most_half_a_step(bits, count, block):
     x, back = numbers(count), np.full(count, np.nan, np.float32)
     packed = packed_of(x, bits, block)
     K.quantise.unpack(packed[None], back, bits, block)
-    step = steps(x, bits, block)
-    assert (np.abs(back.astype(np.float64) - x) <= 0.5 * step * (1 + 1e-5)).all()
-    assert (np.abs(back) <= np.abs(step * LARGEST[bits]) * (1 + 1e-6)).all()
+    assert (np.abs(back.astype(np.float64) - x) <= errors(x, bits, block) * (1 + 1e-5)).all()
     again = np.empty_like(back)
     K.quantise.unpack(packed_of(back, bits, block)[None], again, bits, block)
-    np.testing.assert_allclose(again, back, rtol=1e-6)  # numbers that have codes keep them
+    kept = (np.abs(back) >= 1e-30) if bits == 8 else np.ones(count, bool)
+    np.testing.assert_allclose(again[kept], back[kept], rtol=1e-6)  # numbers that have codes keep them
+
+
+def test_numbers_around_one_have_steps_of_their_own_in_4_bits():
+    """A norm's weights, which 15 steps from -1 to 1 would make equal."""
+    x, back = np.linspace(0.8, 1.2, 64, dtype=np.float32), np.empty(64, np.float32)
+    K.quantise.unpack(packed_of(x, 4, 64)[None], back, 4, 64)
+    assert len(np.unique(back)) == 16
+    K.quantise.unpack(packed_of(np.ones(64, np.float32), 4, 64)[None], back, 4, 64)
+    assert (back == 1).all()
 
 
 @pytest.mark.parametrize("bits", [8, 4])

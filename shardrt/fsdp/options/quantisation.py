@@ -7,6 +7,8 @@ from shardrt.kernels import packed
 
 __all__ = ["Quantisation"]
 
+BLOCKS = {8: 256, 4: 32}  # bits -> numbers in a block
+
 
 @dataclass(frozen=True)
 class Quantisation:
@@ -23,7 +25,7 @@ class Quantisation:
         gather_bits: 8 or 4 bits of a gathered parameter; None: param_dtype.
         reduce_bits: 8 bits of a gradient that is sent; None: reduce_dtype. Ranks of a host add up their
             gradients first, then hosts exchange quantised sums. Sums are float32.
-        block: numbers that share a float32 scale, a multiple of 32.
+        block: numbers that share a scale of 4 bytes, a multiple of 32; None: 256 with 8 bits, 32 with 4.
         host_size: number of adjacent ranks that make a host; None: as many as the launcher started on one.
         secondary: the ranks of each host together keep the gathered bits of the unit, so gathers cross hosts
             once after each optimizer step, not once in forward and once in backward.
@@ -44,7 +46,7 @@ class Quantisation:
 
     gather_bits: int | None = None
     reduce_bits: int | None = None
-    block: int = 256
+    block: int | None = None
     host_size: int | None = None
     secondary: bool = False
     within_hosts: bool = False
@@ -55,7 +57,7 @@ class Quantisation:
             raise ValueError(f"Quantisation: gather_bits must be 8, 4 or None, got {self.gather_bits!r}")
         if self.reduce_bits not in (None, 8):
             raise ValueError(f"Quantisation: reduce_bits must be 8 or None, got {self.reduce_bits!r}")
-        if self.block < 32 or self.block % 32:
+        if self.block is not None and (self.block < 32 or self.block % 32):
             raise ValueError(f"Quantisation: block must be a multiple of 32, got {self.block!r}")
         if self.host_size is not None and self.host_size < 1:
             raise ValueError(f"Quantisation: host_size must be 1 or more, got {self.host_size!r}")
@@ -68,10 +70,23 @@ class Quantisation:
         """Number of adjacent ranks of `mesh` that make a host."""
         return self.host_size or mesh.world.local_size
 
+    @property
+    def gather_form(self) -> tuple[int, int]:
+        """(bits, block) of gathered parameters."""
+        return self._form(self.gather_bits)
+
+    @property
+    def reduce_form(self) -> tuple[int, int]:
+        """(bits, block) of gradients that are sent."""
+        return self._form(self.reduce_bits)
+
+    def _form(self, bits: int) -> tuple[int, int]:
+        return bits, self.block or BLOCKS[bits]
+
     def gathered_bytes(self, count: int) -> int:
         """Bytes that a rank sends of `count` parameters."""
-        return packed.packed_bytes(count, self.gather_bits, self.block)
+        return packed.packed_bytes(count, *self.gather_form)
 
     def reduced_bytes(self, count: int) -> int:
         """Bytes that a rank sends of `count` gradients to another rank."""
-        return packed.packed_bytes(count, self.reduce_bits, self.block)
+        return packed.packed_bytes(count, *self.reduce_form)

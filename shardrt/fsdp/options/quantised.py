@@ -102,7 +102,7 @@ class QuantisedTransfer(Transfer):
         group, ranks, stream = self.group, self.group.ranks, streams.gather
         own = packed.reshape(ranks.size, -1)[ranks.rank]
         kernel = streams.device.kernels.quantise.pack
-        stream.submit(kernel, group.shard, own, how.gather_bits, how.block)
+        stream.submit(kernel, group.shard, own, *how.gather_form)
         ranks.gather.all_gather(packed, stream=stream, tag=group.tag)
 
     def _gather_with_copy(self, packed: Array, how: Quantisation, streams: Streams) -> None:
@@ -125,7 +125,7 @@ class QuantisedTransfer(Transfer):
     def _dequantise(self, rows: Array, slot: Slot, how: Quantisation, streams: Streams) -> None:
         """Fill the slot from the quantised shards, one row each."""
         group, stream, kernels = self.group, streams.gather, streams.device.kernels
-        full, kind, form = slot.array[: group.layout.total], group.key.param, (how.gather_bits, how.block)
+        full, kind, form = slot.array[: group.layout.total], group.key.param, how.gather_form
         if full.itemsize == 4:
             stream.submit(kernels.quantise.unpack, rows, full, *form)
             if kind in dtypes.LOW:
@@ -166,7 +166,7 @@ class QuantisedGradient(WholeGradient):
             within.reduce_scatter(own, rows.reshape(-1), stream=stream, tag=self.group.tag)
         else:
             received = self._exchange(rows, within, how)
-            stream.submit(self._kernels.sum_rows, received, own, how.reduce_bits, how.block, 1.0, False)
+            stream.submit(self._kernels.sum_rows, received, own, *how.reduce_form, 1.0, False)
 
     def _sum_across(self, rows: Array, out: Array, accumulate: bool, across: Any, how: Quantisation) -> None:
         """Set out = (out if `accumulate`) + scale * the sum over hosts. rows: this host's sums, by host."""
@@ -178,14 +178,14 @@ class QuantisedGradient(WholeGradient):
                 stream.submit(add, error, [row], 1.0, True)
         received = self._exchange(rows if errors is None else errors, across, how, errors is not None)
         scale = 1.0 / self.group.choices.divide_factor
-        stream.submit(self._kernels.sum_rows, received, out, how.reduce_bits, how.block, scale, accumulate)
+        stream.submit(self._kernels.sum_rows, received, out, *how.reduce_form, scale, accumulate)
 
     def _exchange(self, rows: Array, ranks: Any, how: Quantisation, keep_error: bool = False) -> Array:
         """Send row r, quantised, to rank r. Returns what all ranks sent here, quantised, one row each.
 
         keep_error: leave in `rows` what the rounding lost.
         """
-        stream, form, nbytes = self.streams.reduce, (how.reduce_bits, how.block), how.reduced_bytes(self.kept)
+        stream, form, nbytes = self.streams.reduce, how.reduce_form, how.reduced_bytes(self.kept)
         slots = self.group.arenas["quantised_gradients"].slots
         sent, received = (slot.array[: ranks.size * nbytes] for slot in slots)
         for row, packed in zip(rows, sent.reshape(ranks.size, nbytes), strict=True):

@@ -47,7 +47,7 @@ class QuantisedCopies(WholeGradient):
     def send(self, slot: Slot, out: Array, accumulate: bool) -> None:
         group, stream, across = self.group, self.streams.reduce, self.group.ranks.replicate
         how, kernels = copies_of(group), self.streams.device.kernels
-        form = how.reduce_bits, how.block
+        form = how.reduce_form
         summed = slot.array[slice(*group.layout.shard_range(group.ranks.rank))]
         if group.ranks.size > 1:
             group.ranks.reduce.reduce_scatter(summed, slot.array[: self.full], stream=stream, tag=group.tag)
