@@ -20,8 +20,6 @@ from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.placement import along_pipeline, on_first
 from shardrt.nn.ranks import everyone, is_leader
-from shardrt.optim.low_bit.scales import encoded, numbers
-from shardrt.optim.muon.state import as_shard, names_of
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice, exact_state
 
@@ -123,9 +121,7 @@ def _about(kinds: Iterable[str], piece: Slice, position: int) -> tuple[int, dict
 
 def _whole(parameter: Parameter, piece: Slice, kind: str) -> np.ndarray | None:
     """The numbers of a parameter's optimizer state on rank 0, as whole_on_first."""
-    if encoded(piece, kind):
-        return whole_on_first(parameter, numbers(piece, kind))
-    whole = whole_on_first(parameter, as_shard(piece, kind))
+    whole = whole_on_first(parameter, piece.as_shard(kind))
     return None if whole is None else exact_state(whole)
 
 
@@ -153,7 +149,7 @@ def _kinds(names: dict[int, str], optimizer: Optimizer) -> dict[str, dict[str, s
     """Name of a parameter -> its state, with PyTorch's names of it."""
     groups = enumerate(optimizer.param_groups)
     return {
-        names[id(parameter)]: names_of(optimizer, number)
+        names[id(parameter)]: optimizer.state_names_of(number)
         for number, group in groups
         for parameter in group["params"]
     }

@@ -19,7 +19,6 @@ from shardrt.nn.parameter import Parameter
 from shardrt.nn.placement import PipelinePlacement, owner_of, pipeline_placement_of
 from shardrt.nn.ranks import is_leader
 from shardrt.optim.low_bit.scales import encoded, key_of
-from shardrt.optim.muon.state import names_of, place_of
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import BITS, Slice, exact_state, kept_state
 
@@ -106,7 +105,7 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
         yield Piece(PARAMETER, name, part, storage.shard, *held, trained)
         if trained:
             piece, group = states[id(parameter)]
-            for kind in names_of(optimizer, group):
+            for kind in optimizer.state_names_of(group):
                 yield piece_of_state(kind, name, parameter, piece)
     for name, buffer, place in placed_buffers(model):
         if first if place is None or not saving else place.owner and place.is_leader:
@@ -129,7 +128,7 @@ def is_error(kind: str) -> bool:
 
 def piece_of_state(kind: str, name: str, parameter: Parameter, piece: Slice) -> Piece:
     """The optimizer state `kind` of a parameter."""
-    held = place_of(piece, kind, *parameter.storage.range_of(parameter))
+    held = piece.place_of(kind, *parameter.storage.range_of(parameter))
     if not encoded(piece, kind):
         return Piece(kind, name, parameter.extents, piece.state[kind], *held, True)
     from shardrt.checkpoint.encoded import EncodedPiece  # which is a Piece

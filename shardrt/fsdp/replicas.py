@@ -22,7 +22,7 @@ from shardrt.nn.placement import along_pipeline
 from shardrt.nn.storage import Storage
 
 Array = Any
-States = dict[Storage, dict[str, Array]]  # storage -> name -> array of optimizer state
+Slices = dict[Storage, Any]  # storage -> the optimizer's Slice of it
 
 
 class ReplicasDiffer(RuntimeError):
@@ -62,24 +62,24 @@ def _check_stage(model: Module, optimizer: Any) -> None:
         for group in unit.groups:
             if group.ranks.replicas > 1:
                 by_ranks.setdefault(group.ranks, []).append(group)
-    states = {} if optimizer is None else {piece.storage: piece.state for piece in optimizer.slices}
+    slices = {} if optimizer is None else {piece.storage: piece for piece in optimizer.slices}
     device.current().wait_here()
-    odd = _unequal_copies(model, states)
+    odd = _unequal_copies(model, slices)
     for schedule, by_ranks in by_schedule.items():
         if by_ranks:
-            _check(schedule.control, by_ranks, states)
+            _check(schedule.control, by_ranks, slices)
     if odd:
         raise ReplicasDiffer(odd)
 
 
-def _unequal_copies(model: Module, states: States) -> str:
+def _unequal_copies(model: Module, slices: Slices) -> str:
     """A message if the copies of a parameter that two stages share differ, else "". Collective over both."""
     odd = ""
     for parameter in model.parameters():
         if parameter.pipeline is not None and parameter.pipeline.copies is not None:
-            start, stop = parameter.storage.range_of(parameter)
-            arrays = {"parameter": parameter.storage.shard, **states.get(parameter.storage, {})}
-            hashes = {kind: _hash(array[start:stop]) for kind, array in arrays.items()}
+            storage = parameter.storage
+            arrays = _parts(storage, slices.get(storage), *storage.range_of(parameter))
+            hashes = {kind: _hash(array) for kind, array in arrays}
             if objects.differing_ranks(parameter.pipeline.copies.communicator("control"), hashes):
                 first, last = parameter.pipeline.stages[0], parameter.pipeline.stages[-1]
                 odd = odd or (
@@ -90,13 +90,13 @@ def _unequal_copies(model: Module, states: States) -> str:
 
 
 def _check(
-    control: Communicator, by_ranks: dict[ProcessGroups, list[ParameterGroup]], states: States
+    control: Communicator, by_ranks: dict[ProcessGroups, list[ParameterGroup]], slices: Slices
 ) -> None:
     """Raise ReplicasDiffer if copies differ: first by one hash for all groups that are cut alike."""
     mine = [
         [
             ranks.whole_communicator.rank,
-            _hash("".join(_hash(a) for g in groups for _, a in _arrays(g, states)).encode()),
+            _hash("".join(_hash(a) for g in groups for _, a in _arrays(g, slices)).encode()),
         ]
         for ranks, groups in by_ranks.items()
     ]
@@ -104,7 +104,7 @@ def _check(
     odd = {ranks for n, ranks in enumerate(by_ranks) if _unequal([pairs[n] for pairs in everyone])}
     if odd:
         groups = [group for ranks in by_ranks if ranks in odd for group in by_ranks[ranks]]
-        rows = [row for group in groups for row in _rows(group, states)]
+        rows = [row for group in groups for row in _rows(group, slices)]
         hashes = [
             {(name, kind, holder): hash_ for name, kind, holder, hash_ in of_rank}
             for of_rank in objects.all_gather_object(control, rows)
@@ -112,12 +112,19 @@ def _check(
         raise ReplicasDiffer(_message(hashes))
 
 
-def _arrays(group: ParameterGroup, states: States) -> Iterator[tuple[str, Array]]:
+def _arrays(group: ParameterGroup, slices: Slices) -> Iterator[tuple[str, Array]]:
     """(kind, used part) of this rank's shard and of each array of its optimizer state."""
     ranges = [group.range_of(parameter) for parameter in group.parameters]
     start, stop = min(start for start, _ in ranges), max(stop for _, stop in ranges)
-    for kind, array in {"parameter": group.shard, **states.get(group, {})}.items():
-        yield kind, array[start:stop]
+    yield from _parts(group, slices.get(group), start, stop)
+
+
+def _parts(storage: Storage, piece: Any, start: int, stop: int) -> Iterator[tuple[str, Array]]:
+    """(kind, elements [start, stop)) of the shard and of each array of its optimizer state."""
+    yield "parameter", storage.shard[start:stop]
+    if piece is not None:
+        for kind, array in piece.state.items():
+            yield kind, array[slice(*piece.place_of(kind, start, stop))]
 
 
 def _hash(values: Array) -> str:
@@ -139,12 +146,12 @@ def _unequal(pairs: list[list]) -> bool:
     return len({tuple(pair) for pair in pairs}) > len({shard for shard, _ in pairs})
 
 
-def _rows(group: ParameterGroup, states: States) -> Iterator[list]:
+def _rows(group: ParameterGroup, slices: Slices) -> Iterator[list]:
     """[parameter, kind, index of this rank's shard, hash] of each parameter and each array of its state."""
     for parameter in group.parameters:
         start, stop = group.range_of(parameter)
-        for kind, array in {"parameter": group.shard, **states.get(group, {})}.items():
-            yield [parameter.name, kind, group.ranks.whole_communicator.rank, _hash(array[start:stop])]
+        for kind, array in _parts(group, slices.get(group), start, stop):
+            yield [parameter.name, kind, group.ranks.whole_communicator.rank, _hash(array)]
 
 
 def _message(everyone: list[dict[tuple, str]]) -> str:

@@ -89,6 +89,7 @@ class Optimizer:
     """
 
     rounds = False
+    slice_type = Slice
 
     def __init__(
         self,
@@ -177,6 +178,10 @@ class Optimizer:
         """Run the kernel of this optimizer."""
         raise NotImplementedError
 
+    def state_names_of(self, group: int) -> dict[str, str]:
+        """`state_names` that the parameters of a group have."""
+        return self.state_names
+
     def check(self, group: dict) -> None:
         """Raise ValueError for settings of a group that can't be."""
 
@@ -199,7 +204,7 @@ class Optimizer:
         """Make, or enlarge, the slices of parameters that are trained."""
         known = {piece.storage: piece for piece in self.slices}
         found = by_storage(members)
-        new = [Slice(storage) for storage in found if storage not in known]
+        new = [self.slice_type(storage) for storage in found if storage not in known]
         for piece in new:
             piece.add(found[piece.storage])
         refuse_partly_sharded([*self.slices, *new])

@@ -80,6 +80,14 @@ class Slice:
         self.steps = np.array(list(steps), np.int64)
         self._cut = None  # members that are updated together may have been apart, or the other way round
 
+    def place_of(self, kind: str, start: int, stop: int) -> tuple[int, int]:
+        """Where the state of shard[start:stop] lies in state[kind]."""
+        return start, stop
+
+    def as_shard(self, kind: str) -> Array:
+        """state[kind], or its numbers on the host, as long as the shard."""
+        return self.state[kind]
+
     def due(self) -> Cut:
         """The members that a step updates now: trained, and with a gradient. Nothing is counted."""
         due = [p.requires_grad and self.storage.has_gradient(p) for p, _ in self.members]

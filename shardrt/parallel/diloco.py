@@ -179,8 +179,15 @@ class DiLoCo:
     @property
     def state_names(self) -> dict[str, str]:
         """Names of the state arrays: the inner optimizer's, and the outer ones."""
-        own = (OUTER, MOMENTUM, *([GRADIENT] if self._delay else []))
-        return self.optimizer.state_names | {name: name for name in own}
+        return self.optimizer.state_names | self._outer_names
+
+    def state_names_of(self, group: int) -> dict[str, str]:
+        """Those that the parameters of a group have."""
+        return self.optimizer.state_names_of(group) | self._outer_names
+
+    @property
+    def _outer_names(self) -> dict[str, str]:
+        return {name: name for name in (OUTER, MOMENTUM, *([GRADIENT] if self._delay else []))}
 
     @property
     def slices(self) -> list["OuterSlice"]:
@@ -239,6 +246,14 @@ class OuterSlice:
     def steps(self) -> np.ndarray:
         """The inner slice's."""
         return self.inner.steps
+
+    def place_of(self, kind: str, start: int, stop: int) -> tuple[int, int]:
+        """As the inner slice's."""
+        return self.inner.place_of(kind, start, stop)
+
+    def as_shard(self, kind: str) -> Array:
+        """As the inner slice's."""
+        return self.inner.as_shard(kind) if kind in self.inner.state else self.state[kind]
 
     def set_steps(self, steps: Iterable[int]) -> None:
         """As the inner slice's."""

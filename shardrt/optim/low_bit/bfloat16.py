@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
@@ -25,17 +24,17 @@ class _SeededUpdate(Update):
         return Update.part(replace(self, ranges=ranges), start, stop)
 
 
-class _Apart:
-    """A slice, each of whose parameters is updated as a range of its own."""
+class _RoundedSlice(Slice):
+    """A slice, each of whose parameters is updated as a range of its own, with its seed."""
 
-    def __init__(self, piece: Slice) -> None:
-        self._piece = piece
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._piece, name)
+    __slots__ = ()
 
     def due(self) -> Cut:
-        return self._piece.due_apart()
+        return self.due_apart()
+
+    def update(self, ranges: Array, rounds: bool) -> Update:
+        whole = super().update(ranges, rounds)
+        return _SeededUpdate(whole.arrays, whole.ranges, whole.kind)
 
 
 class _Rounded(LowBit):
@@ -46,19 +45,7 @@ class _Rounded(LowBit):
     """
 
     kept = BITS
-
-    def _update_here(self, pieces: list[Slice]) -> None:
-        super()._update_here([_Apart(piece) for piece in pieces])
-
-    def _issue(self, piece: Slice) -> None:
-        cut = piece.due_apart()
-        piece.steps[cut.members] += 1
-        rounds = self._rounds(piece)
-        if cut.rows:
-            whole = piece.update(self._table([(piece, cut)]), rounds)
-            update = _SeededUpdate(whole.arrays, whole.ranges, whole.kind)
-            self.updates.issue(piece, update, self._update_there)
-        piece.storage.modified(rounds)
+    slice_type = _RoundedSlice
 
     def _table(self, cuts: list[tuple[Slice, Cut]]) -> Array:
         seeds = [_seed(piece, position) for piece, cut in cuts for *_, position in cut.rows]

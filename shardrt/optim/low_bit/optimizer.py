@@ -5,15 +5,25 @@ from typing import Any
 import numpy as np
 
 from shardrt.device import Array
-from shardrt.optim.low_bit.scales import CODES, Scales, encoded, key_of, new_scales
+from shardrt.optim.low_bit.scales import CODES, Scales, encoded, key_of, new_scales, numbers
 from shardrt.optim.low_bit.state import LowBit
 from shardrt.optim.slices import Slice
+
+
+class _EncodedSlice(Slice):
+    """A slice whose state may be codes with scales."""
+
+    __slots__ = ()
+
+    def as_shard(self, kind: str) -> Array:
+        return numbers(self, kind) if encoded(self, kind) else super().as_shard(kind)
 
 
 class EightBit(LowBit):
     """Mixed into an optimizer: codes for the state of float32 shards, with scales."""
 
     kept = CODES
+    slice_type = _EncodedSlice
 
     def _start_updates(self, new: list[Slice]) -> None:
         scales = {piece: self._take_scales(piece) for piece in self.slices}

@@ -24,7 +24,7 @@ from shardrt.optim import adamw
 from shardrt.optim.muon import newton_schulz
 from shardrt.optim.muon.exchange import Exchange, Redistribution, gathered, planned
 from shardrt.optim.muon.newton_schulz import Matrices
-from shardrt.optim.muon.state import Run, state_of
+from shardrt.optim.muon.state import MATRIX, MuonSlice, Run
 from shardrt.optim.optimizer import Optimizer, check_betas
 from shardrt.optim.slices import Cut, Member, Slice, Update
 
@@ -129,6 +129,8 @@ class Muon(Optimizer):
         >>> optimizer = optim.Muon(groups, lr=1e-3, adjust_lr_fn="match_rms_adamw")
     """
 
+    slice_type = MuonSlice
+
     def __init__(
         self,
         params: Iterable[Parameter | dict],
@@ -161,6 +163,9 @@ class Muon(Optimizer):
             "eps": eps,
         }
         super().__init__(params, settings, state=adamw.STATE)
+
+    def state_names_of(self, group: int) -> dict[str, str]:
+        return MATRIX if self.param_groups[group]["use_muon"] else self.state_names
 
     def check(self, group: dict) -> None:
         check_betas("Muon", group)
@@ -219,7 +224,7 @@ class Muon(Optimizer):
     def _start_updates(self, new: list[Slice]) -> None:
         for piece in new:
             hidden = (p for p, _ in piece.members if id(p) in self._hidden)
-            piece.state = state_of(piece, map(piece.storage.range_of, hidden))
+            piece.new_second_moments(map(piece.storage.range_of, hidden))
         super()._start_updates(new)
 
     def _update_here(self, pieces: list[Slice]) -> None:
@@ -252,7 +257,7 @@ class Muon(Optimizer):
                 matrices.append(_Matrix(piece, parameter, self.param_groups[group]))
         rows = [row for row in cut.rows if not self._is_matrix(piece, row[2])]
         others = []
-        for run in piece.state.runs:
+        for run in piece.runs:
             inside = [row for row in rows if run.start <= row[0] < run.stop]
             if inside:
                 shifted = tuple((start - run.start, stop - run.start, p) for start, stop, p in inside)

@@ -4,9 +4,8 @@ The second moments of a shard are one array without places for hidden matrices. 
 parameters goes run by run: a part of the shard, and the part of the second moments that belongs to it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from shardrt.nn.storage import Storage
 from shardrt.nn.utils import merged
 from shardrt.optim.slices import Slice
 
-__all__ = ["Run", "State", "as_shard", "names_of", "place_of", "runs_of"]
+__all__ = ["MATRIX", "MuonSlice", "Run", "elements_of", "runs_of"]
 
 ALIGNMENT = 16  # elements: where parameters begin in a shard (fsdp/layout.py)
 MATRIX = {"m": "momentum_buffer"}  # state of a hidden matrix, and its name in torch.optim.Muon
@@ -42,18 +41,38 @@ class Run:
         }
 
 
-class State(dict[str, Array]):
-    """The state arrays of a Slice.
+class MuonSlice(Slice):
+    """A slice whose "v" has no places for hidden matrices.
 
     runs: the parts of the shard that "v" has.
     """
 
-    def __init__(self, arrays: Mapping[str, Array], runs: tuple[Run, ...]) -> None:
-        super().__init__(arrays)
-        self.runs = runs
+    __slots__ = ("runs",)
 
-    def __or__(self, others: Mapping[str, Array]) -> "State":
-        return State(dict(self) | dict(others), self.runs)
+    def __init__(self, storage: Storage) -> None:
+        super().__init__(storage)
+        self.runs: tuple[Run, ...] = ()
+
+    def new_second_moments(self, hidden: Iterable[tuple[int, int]]) -> None:
+        """Make "v". hidden: ranges of hidden matrices in the shard."""
+        self.runs = runs_of(self.storage.shard.size, hidden)
+        self.state["v"] = _zeros(self.storage, elements_of(self.runs))
+
+    def place_of(self, kind: str, start: int, stop: int) -> tuple[int, int]:
+        if kind != "v":
+            return start, stop
+        first, last = (sum(max(0, min(end, r.stop) - r.start) for r in self.runs) for end in (start, stop))
+        return first, last
+
+    def as_shard(self, kind: str) -> Array:
+        """With zeros for hidden matrices."""
+        array, size = self.state[kind], self.storage.shard.size
+        if array.size == size:
+            return array
+        values, whole = device.of(array).to_numpy(array), np.zeros(size, array.dtype)
+        for run in self.runs:
+            whole[run.start : run.stop] = values[run.place : run.place + run.stop - run.start]
+        return whole
 
 
 def runs_of(size: int, hidden: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
@@ -71,41 +90,6 @@ def runs_of(size: int, hidden: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
 def elements_of(runs: tuple[Run, ...]) -> int:
     """Elements of the second moments."""
     return sum(run.stop - run.start for run in runs)
-
-
-def state_of(piece: Slice, hidden: Iterable[tuple[int, int]]) -> State:
-    """The state of a slice that has its "m". hidden: ranges of hidden matrices in the shard."""
-    storage = piece.storage
-    runs = runs_of(storage.shard.size, hidden)
-    return State({"m": piece.state["m"], "v": _zeros(storage, elements_of(runs))}, runs)
-
-
-def names_of(optimizer: Any, group: int) -> dict[str, str]:
-    """The state that an optimizer keeps for the parameters of a group, with PyTorch's names of it."""
-    names = optimizer.state_names
-    if optimizer.param_groups[group].get("use_muon"):
-        return {kind: MATRIX.get(kind, theirs) for kind, theirs in names.items() if kind != "v"}
-    return names
-
-
-def place_of(piece: Any, kind: str, start: int, stop: int) -> tuple[int, int]:
-    """Where the state of shard[start:stop] lies in the array piece.state[kind]."""
-    runs = getattr(piece.state, "runs", ()) if kind == "v" else ()
-    for run in runs:
-        if run.start <= start and stop <= run.stop:
-            return start - run.start + run.place, stop - run.start + run.place
-    return start, stop
-
-
-def as_shard(piece: Any, kind: str) -> Array:
-    """A state array as long as the shard: itself, or on the host with zeros for hidden matrices."""
-    array, size = piece.state[kind], piece.storage.shard.size
-    if array.size == size:
-        return array
-    values, whole = device.of(array).to_numpy(array), np.zeros(size, array.dtype)
-    for run in piece.state.runs:
-        whole[run.start : run.stop] = values[run.place : run.place + run.stop - run.start]
-    return whole
 
 
 def _zeros(storage: Storage, count: int) -> Array:
