@@ -30,7 +30,7 @@ COMMANDS = {
     "Train and watch": (
         Command("train", "shardrt.train.command", "train a model on the ranks that mpirun starts"),
         Command("run", "shardrt.tools.run", "start a training command, and start it again when it fails"),
-        Command("hub", "shardrt.parallel.hub_command", "exchange what hosts learned that train apart"),
+        Command("hub", "shardrt.parallel.hub_command", "relay DiLoCo's outer gradients between jobs"),
         Command("watch", "shardrt.tools.watch", "print a run's figures as they come"),
         Command("report", "shardrt.tools.report", "write one HTML page about a run"),
         Command("trace", "shardrt.tools.trace", "draw a step of a run, kept by --report.trace"),

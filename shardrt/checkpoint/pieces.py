@@ -128,7 +128,7 @@ def is_error(kind: str) -> bool:
 
 def piece_of_state(kind: str, name: str, parameter: Parameter, piece: Slice) -> Piece:
     """The optimizer state `kind` of a parameter."""
-    held = piece.place_of(kind, *parameter.storage.range_of(parameter))
+    held = piece.state_range(kind, *parameter.storage.range_of(parameter))
     if not encoded(piece, kind):
         return Piece(kind, name, parameter.extents, piece.state[kind], *held, True)
     from shardrt.checkpoint.encoded import EncodedPiece  # which is a Piece

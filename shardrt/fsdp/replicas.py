@@ -124,7 +124,7 @@ def _parts(storage: Storage, piece: Any, start: int, stop: int) -> Iterator[tupl
     yield "parameter", storage.shard[start:stop]
     if piece is not None:
         for kind, array in piece.state.items():
-            yield kind, array[slice(*piece.place_of(kind, start, stop))]
+            yield kind, array[slice(*piece.state_range(kind, start, stop))]
 
 
 def _hash(values: Array) -> str:

@@ -80,7 +80,7 @@ class Slice:
         self.steps = np.array(list(steps), np.int64)
         self._cut = None  # members that are updated together may have been apart, or the other way round
 
-    def place_of(self, kind: str, start: int, stop: int) -> tuple[int, int]:
+    def state_range(self, kind: str, start: int, stop: int) -> tuple[int, int]:
         """Where the state of shard[start:stop] lies in state[kind]."""
         return start, stop
 

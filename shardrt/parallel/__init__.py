@@ -9,7 +9,7 @@ from shardrt.parallel.context import ContextParallel, SequencePart, context_plan
 from shardrt.parallel.diloco import DiLoCo, check_diloco, check_warmup, outer_bytes, strided_fragments
 from shardrt.parallel.experts import ExpertParallel, expert_plan, most_rows
 from shardrt.parallel.invariant import set_tensor_invariant
-from shardrt.parallel.links import HubLink, HubLost, LeftBehind
+from shardrt.parallel.outer_exchange import HubExchange, HubLost, LeftBehind
 from shardrt.parallel.pipeline import Pipeline
 from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied
 from shardrt.parallel.styles import ColwiseParallel, HeadParallel, RowwiseParallel, SequenceParallel
@@ -23,7 +23,7 @@ __all__ = [
     "DiLoCo",
     "ExpertParallel",
     "HeadParallel",
-    "HubLink",
+    "HubExchange",
     "HubLost",
     "LeftBehind",
     "Pipeline",

@@ -18,7 +18,7 @@ from shardrt.nn.module import Module
 from shardrt.nn.storage import Storage
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Member, Slice
-from shardrt.parallel.links import Codes, HubLink, MeshLink, elements, message_bytes
+from shardrt.parallel.outer_exchange import HubExchange, MeshExchange, QuantisedRows, elements, message_bytes
 
 __all__ = ["DiLoCo", "check_diloco", "outer_bytes", "strided_fragments"]
 
@@ -36,17 +36,16 @@ class DiLoCo:
 
     Args:
         optimizer: the inner optimizer, over the ranks of this host.
-        hosts: the axis of the hosts: the ranks with this rank's place on each host; or a HubLink.
+        hosts: the axis of the hosts: the ranks with this rank's place on each host; or a HubExchange.
         model_fragments: for each fragment its modules, in the order of outer steps. None: one fragment. The
             first also has the parameters that are in no other.
         sync_every: inner steps from one outer step of a fragment to its next.
-        warmup_steps: inner steps at the beginning in which it is `warmup_every` instead: hosts move apart
-            fastest when the model is new.
+        warmup_steps: inner steps at the beginning in which `warmup_every` replaces `sync_every`: hosts move
+            apart fastest when the model is new.
         lr: of the outer SGD.
         momentum: of the outer SGD.
         nesterov: look ahead along the momentum, as the paper does.
-        fragment_sync_delay: inner steps that run while hosts exchange a fragment. It comes before the step
-            that takes the result.
+        fragment_sync_delay: inner steps between the start of an exchange and the use of its result.
         fragment_update_alpha: weight of this host's parameters in the mix that replaces them; 0 takes the
             outer parameters alone.
         should_quantize: send outer gradients in 4 bits, with a scale for each 32 elements.
@@ -63,7 +62,7 @@ class DiLoCo:
     def __init__(
         self,
         optimizer: Optimizer,
-        hosts: DeviceMesh | HubLink,
+        hosts: DeviceMesh | HubExchange,
         model_fragments: Sequence[Sequence[Module]] | None = None,
         *,
         sync_every: int,
@@ -80,7 +79,7 @@ class DiLoCo:
         check_diloco(sync_every, count, lr, momentum, fragment_sync_delay, fragment_update_alpha)
         check_warmup(warmup_steps, warmup_every, count, fragment_sync_delay)
         self.optimizer = optimizer
-        self.link = MeshLink(hosts) if isinstance(hosts, DeviceMesh) else hosts
+        self.exchange = MeshExchange(hosts) if isinstance(hosts, DeviceMesh) else hosts
         self._schedule = Schedule(sync_every // count, warmup_steps, max(1, warmup_every // count))
         self._delay, self._alpha = fragment_sync_delay, fragment_update_alpha
         self._outer = lr, momentum, nesterov
@@ -88,7 +87,7 @@ class DiLoCo:
         for piece in optimizer.slices:
             _check_storage(piece)
         self.fragments = [
-            Fragment(pieces, self.link, quantize=should_quantize, keep=self._delay > 0)
+            Fragment(pieces, self.exchange, quantize=should_quantize, keep=self._delay > 0)
             for pieces in _by_fragment(optimizer.slices, model_fragments or [[]])
         ]
 
@@ -100,7 +99,7 @@ class DiLoCo:
                 are dropped, and it takes the outer parameters. All ranks of a host say the same.
 
         Returns:
-            The outer step that ends now, if it is one without this host; else 0.
+            The number of the outer step that ended without this host, else 0.
         """
         if number := self._schedule.number(done + self._delay):
             self._fragment(number).begin(number, present)
@@ -108,7 +107,7 @@ class DiLoCo:
         if not number:
             return 0
         took_part = self._fragment(number).finish(*self._outer, self._alpha)
-        self.link.settle(number, self._state())
+        self.exchange.after_step(number, self._state())
         return 0 if took_part else number
 
     @property
@@ -132,11 +131,11 @@ class DiLoCo:
         """
         message = max(fragment.message_bytes for fragment in self.fragments)
         state = sum(array.nbytes for array in self._state())
-        first, last = self.link.join(message, state, self._layout(), done)
+        first, last = self.exchange.join(message, state, self._layout(), done)
         return first, last > self._schedule.passed(done)
 
     def catch_up(self, root: int = 0) -> int:
-        """Take the outer state of another host, and its parameters; gives the step after which it was.
+        """Take the outer state of another host, and its parameters; gives the inner step it belongs to.
 
         For a host that restarts from an older checkpoint, from none, or after a LeftBehind. With a hub, the
         state is that after its next round; else it is that of host `root`, on all hosts, and the step 0.
@@ -144,7 +143,7 @@ class DiLoCo:
         """
         for fragment in self.fragments:
             fragment.drop()
-        number = self.link.take_from(root, self._state())
+        number = self.exchange.take_from(root, self._state())
         self.take_outer()
         return self._schedule.step(number)
 
@@ -204,7 +203,7 @@ class DiLoCo:
 
 
 class Schedule(NamedTuple):
-    """The inner steps after which outer steps are, which are numbered from 1."""
+    """Maps inner steps to outer steps, which are numbered from 1."""
 
     every: int
     warmup_steps: int
@@ -247,9 +246,9 @@ class OuterSlice:
         """The inner slice's."""
         return self.inner.steps
 
-    def place_of(self, kind: str, start: int, stop: int) -> tuple[int, int]:
+    def state_range(self, kind: str, start: int, stop: int) -> tuple[int, int]:
         """As the inner slice's."""
-        return self.inner.place_of(kind, start, stop)
+        return self.inner.state_range(kind, start, stop)
 
     def as_shard(self, kind: str) -> Array:
         """As the inner slice's."""
@@ -284,21 +283,23 @@ class Fragment:
         keep: a checkpoint has the outer gradient.
     """
 
-    def __init__(self, pieces: list[Slice], link: MeshLink | HubLink, *, quantize: bool, keep: bool) -> None:
+    def __init__(
+        self, pieces: list[Slice], exchange: MeshExchange | HubExchange, *, quantize: bool, keep: bool
+    ) -> None:
         here = device.current()
         starts = np.cumsum([0, *(piece.storage.shard.size for piece in pieces)]).tolist()
         self.pieces = [OuterSlice(piece, start) for piece, start in zip(pieces, starts, strict=False)]
-        self._link = link
+        self._exchange = exchange
         self.message_bytes = message_bytes(starts[-1], quantize)
         empty = here.zeros(elements(starts[-1], quantize), np.float32)
         self._buffer = here.set_tag(empty, "optimizer state")
         if keep:
             for piece in self.pieces:
                 piece.state[GRADIENT] = self._buffer[piece.range]
-        self._codes = Codes(link.hosts, self._buffer.size) if quantize else None
+        self._codes = QuantisedRows(exchange.hosts, self._buffer.size) if quantize else None
         self._event = here.new_event()
         self._present = True
-        self._exchanging = False  # the link may still write the buffer
+        self._exchanging = False  # the exchange may still write the buffer
         self.under_way = False  # begun, and not finished
 
     def begin(self, number: int, present: bool) -> None:
@@ -313,9 +314,9 @@ class Fragment:
         self._buffer[-1] = present
         ready = device.current().new_event()
         device.current().current_stream.record(ready)
-        self._link.stream.wait(ready)  # the buffer is written
-        self._link.sum(number, self._buffer, self._codes)
-        self._link.stream.record(self._event)
+        self._exchange.stream.wait(ready)  # the buffer is written
+        self._exchange.sum(number, self._buffer, self._codes)
+        self._exchange.stream.record(self._event)
         self._exchanging = self.under_way = True
 
     def wait(self) -> None:
@@ -324,7 +325,7 @@ class Fragment:
             return
         self._exchanging = False
         device.current().current_stream.wait(self._event)  # the sum is there
-        self._present = self._link.took_part(self._present)
+        self._present = self._exchange.took_part(self._present)
         self._buffer[:-1] /= max(1.0, float(self._buffer[-1]))
 
     def finish(self, lr: float, momentum: float, nesterov: bool, alpha: float) -> bool:

@@ -1,10 +1,10 @@
 """The hub through which hosts exchange outer gradients, each host in a job of its own: `shardrt hub`.
 
-Ranks with equal places on their hosts form a group. Each rank sends its message of a round, and gets the
-messages of all hosts of its group that came in time. The hub waits for hosts that are connected, and for
-`deadline` seconds after a round's first message; then it closes the round without the others. A host that
-is late for the last round gets that round's messages. A host that is further behind is sent away: it fetches
-the outer state, which the hub gets from another host. (torchft's Lighthouse and manager have these roles.)
+Counterparts, ranks with the same number on their hosts, form a group. A round is an outer step: each rank
+sends its message, and gets those of all hosts that came in time. The hub waits for hosts that are connected,
+and for `deadline` seconds after a round's first message; then it closes the round without the others. A host
+that is late for the last round gets that round's messages. A host further behind gets BEHIND and fetches the
+outer state, which the hub gets from another host. (torchft's Lighthouse and manager have these roles.)
 
 A message is a header (HEAD) and a body. The hub knows no arrays.
 """
@@ -22,16 +22,17 @@ from shardrt.untrusted import say
 
 __all__ = ["HEAD", "Hub", "Message", "receive", "send", "watch"]
 
-HEAD = struct.Struct("<4sIQQQ")  # b"dlc1", kind, number, which hosts, bytes of the body
+# b"dlc1", kind, number (of a step in JOIN, else of a round), which hosts, bytes of the body
+HEAD = struct.Struct("<4sIQQQ")
 MARK = b"dlc1"
 JOIN, EXCHANGE, FETCH, GIVE, WAIT, REFUSED = range(6)
 # of JOIN: host, hosts, rank, bytes of a message and of the outer state, digest of what hosts have alike
 BODY = struct.Struct("<QQQQQQ")
 MOST_HOSTS, MOST_RANKS = 64, 1 << 16  # bits of "which hosts"; ranks of a host
-WANTED = 1 << 63  # in the number of an answer to EXCHANGE: give your state
-BEHIND = 1 << 62  # the same: this round is long closed
+WANTED = 1 << 63  # flag in the number of an answer to EXCHANGE: send GIVE
+BEHIND = 1 << 62  # flag in the same: this host must catch up
 _JOINING = 64  # connections that have not joined yet
-_JOIN = 10.0  # seconds that one has for it
+_JOIN = 10.0  # seconds to join
 _PAUSE = 1.0  # seconds after a connection that the hub could not take
 _AHEAD = 1 << 20  # rounds that a host can be ahead of others
 _SILENT = 120  # seconds after which a machine counts as lost
@@ -63,7 +64,7 @@ def receive(connection: socket.socket, most: int, progress: Callable[[], None] |
         progress: called after each piece that arrives.
 
     Raises:
-        ConnectionError: if the connection ends, or the message is none.
+        ConnectionError: if the connection ends, or the message is malformed.
     """
     mark, kind, number, hosts, size = HEAD.unpack(_read(connection, HEAD.size, progress))
     if mark != MARK or size > most:
@@ -141,7 +142,7 @@ class _Group:
         self.lagging |= self.awaited() - self.open.keys()
         self.closed, self.result, self.open = self.closed + 1, self.open, {}
 
-    def put(self, host: int, number: int, body: bytes, deadline: float) -> None:
+    def add_message(self, host: int, number: int, body: bytes, deadline: float) -> None:
         """A message of round `number`. If it is ahead, rounds before it are over."""
         if number > self.closed + 1:
             self.closed, self.result, self.open = number - 1, {}, {}
@@ -214,7 +215,7 @@ class Hub:
                 self._start(connection, group, host)
             while group is not None:
                 self._answer(connection, group, host)
-        except OSError:  # the rank has left, or this is none
+        except OSError:  # the rank has left, or this is no rank
             if group is not None and host in group.connections and not group.has(connection):
                 with suppress(OSError):
                     send(connection, REFUSED, 0, 0, f"another job joined as host {host}".encode())
@@ -308,9 +309,9 @@ class Hub:
             others = group.open.values() if number == group.closed + 1 else ()
             if any(len(body) != len(other) for other in others):
                 raise ConnectionError("hosts differ in the size of their messages")
-            group.put(host, number, body, self.deadline)
+            group.add_message(host, number, body, self.deadline)
             self._changed.notify_all()
-        self._wait(connection, group, lambda: self._over(group, number), group.ends)
+        self._wait(connection, group, lambda: self._end_if_due(group, number), group.ends)
         with self._changed:
             if group.closed > number or not group.result:
                 found, number = {}, BEHIND
@@ -320,8 +321,8 @@ class Hub:
         bodies = [other for other in found.values() if other is not body]  # the rank has its own
         send(connection, EXCHANGE, number, sum(1 << each for each in found), *bodies)
 
-    def _over(self, group: _Group, number: int) -> bool:
-        """Whether the round is over. Ends it where all are there, or it is time. Called with the lock."""
+    def _end_if_due(self, group: _Group, number: int) -> bool:
+        """End the round if it is due; gives whether it is over. Called with the lock."""
         if group.closed < number and (group.awaited() <= group.open.keys() or time.monotonic() >= group.ends):
             missing = sorted(group.connections.keys() - group.open.keys())
             group.close()
@@ -354,7 +355,7 @@ class Hub:
     def _wait(
         self, connection: socket.socket, group: _Group, done: Callable[[], bool], until: float = inf
     ) -> None:
-        """Wait for `done`, which the time `until` may bring about. Gives the rank signs of life."""
+        """Wait for `done`, rechecking at the time `until`. Gives the rank signs of life."""
         while True:
             alive = time.monotonic()
             with self._changed:

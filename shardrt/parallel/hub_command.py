@@ -10,7 +10,7 @@ from shardrt.untrusted import say
 
 def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command."""
-    parser = commands.add_parser("hub", help="exchange what hosts learned that train apart (DiLoCo)")
+    parser = commands.add_parser("hub", help="relay DiLoCo's outer gradients between jobs")
     parser.add_argument("hosts", type=int, help="number of jobs, one on each host")
     parser.add_argument("--address", default="127.0.0.1", help="to listen at; 0.0.0.0 for all networks")
     parser.add_argument("--port", type=int, default=29400, help="to listen at; 0 for any that is free")

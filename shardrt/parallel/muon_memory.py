@@ -18,7 +18,7 @@ from shardrt.nn.parameter import Parameter
 from shardrt.nn.public import Module
 from shardrt.nn.storage import LocalStorage
 from shardrt.optim.muon.exchange import Exchange, gathered, planned
-from shardrt.optim.muon.state import elements_of, runs_of
+from shardrt.optim.muon.state import adamw_ranges, elements_of
 
 __all__ = ["muon_plan"]
 
@@ -42,7 +42,7 @@ def muon_plan(plan: MemoryPlan, model: Module, hidden: Collection[Parameter]) ->
             places = zip(group.parameters, layout.entries, strict=True)
             rank = ranks_of[group].rank
             ranges = [layout.in_shard(entry, rank)[:2] for p, entry in places if id(p) in known]
-            spared = layout.shard_size - elements_of(runs_of(layout.shard_size, ranges))
+            spared = layout.shard_size - elements_of(adamw_ranges(layout.shard_size, ranges))
             where = host if group.offloaded.optimizer_state else device
             if spared:
                 where["optimizer state"] -= spared * group.parameters[0].dtype.itemsize

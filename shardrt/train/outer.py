@@ -16,7 +16,7 @@ from shardrt.checkpoint import CheckpointError
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.objects import all_gather_object, broadcast_object
 from shardrt.faults.watchdog import Limits, Watch
-from shardrt.parallel import DiLoCo, HubLink, HubLost, outer_bytes, strided_fragments
+from shardrt.parallel import DiLoCo, HubExchange, HubLost, outer_bytes, strided_fragments
 from shardrt.train.errors import DATA
 from shardrt.train.recipe import Recipe
 from shardrt.train.state import Job
@@ -46,7 +46,7 @@ def outer_of(
     if chosen.hosts == 1:
         return None
     if chosen.hub:
-        hosts = HubLink(chosen.hub, chosen.host, chosen.hosts, mesh, news(watch))
+        hosts = HubExchange(chosen.hub, chosen.host, chosen.hosts, mesh, news(watch))
     else:
         hosts = mesh["diloco"]
     return DiLoCo(

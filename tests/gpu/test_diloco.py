@@ -7,7 +7,7 @@ from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import fully_shard
-from shardrt.parallel import DiLoCo, HubLink
+from shardrt.parallel import DiLoCo, HubExchange
 from tests.parallel.test_hub import serving
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ def trained(name, address=None, **settings):
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     hosts = mesh["diloco"]
     if address:
-        hosts = HubLink(address, mesh.rank, 2, mesh["dp_shard"])
+        hosts = HubExchange(address, mesh.rank, 2, mesh["dp_shard"])
     outer = DiLoCo(optimizer, hosts, [[layer] for layer in model], **settings)
     if address:
         outer.join(0)

@@ -13,7 +13,7 @@ import numpy as np
 from shardrt import nn, optim
 from shardrt.comm import DeviceMesh, init_device_mesh
 from shardrt.fsdp import fully_shard
-from shardrt.parallel import DiLoCo, HubLink, HubLost
+from shardrt.parallel import DiLoCo, HubExchange, HubLost
 from shardrt.parallel.hub import Hub
 
 
@@ -39,11 +39,11 @@ def main(address: str, host: str, width: str, rounds: str) -> None:
         time.sleep(0.05)
 
 
-def connected(address: str, host: int, mesh: DeviceMesh) -> HubLink:
+def connected(address: str, host: int, mesh: DeviceMesh) -> HubExchange:
     """The link, once there is a hub."""
     for _ in range(200):
         try:
-            return HubLink(address, host, 2, mesh)
+            return HubExchange(address, host, 2, mesh)
         except HubLost:
             time.sleep(0.1)
     raise SystemExit("no hub")

@@ -11,7 +11,7 @@ from shardrt.checkpoint.pieces import pieces_of
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan
 from shardrt.parallel.diloco import DiLoCo, outer_bytes, strided_fragments
-from shardrt.parallel.links import message_bytes
+from shardrt.parallel.outer_exchange import message_bytes
 from tests import lab
 from tests.lab import Block
 

@@ -11,7 +11,7 @@ import pytest
 
 from shardrt.__main__ import main
 from shardrt.comm import init_device_mesh, thread
-from shardrt.parallel import DiLoCo, HubLink, HubLost, LeftBehind
+from shardrt.parallel import DiLoCo, HubExchange, HubLost, LeftBehind
 from shardrt.parallel import hub as hub_of
 from shardrt.parallel.hub import BODY, EXCHANGE, HEAD, JOIN, MARK, REFUSED, WAIT, Hub, Message, receive, send
 from tests import lab
@@ -38,7 +38,7 @@ class Apart(Run):
     """One rank of a host that meets the others at a hub; the test has all hosts in one world."""
 
     def link(self, address):
-        return HubLink(address, self.host, self.mesh.size_of("diloco"), self.mesh["dp_shard"])
+        return HubExchange(address, self.host, self.mesh.size_of("diloco"), self.mesh["dp_shard"])
 
     def begin(self, done=0):
         """As after a checkpoint of step `done`; catches up if need be. Gives the first step."""
@@ -91,7 +91,7 @@ def late(address, passed, back):
         without = run.outer.step(step + 1)
         assert without == (2 if (run.host, step) == (1, 1) else 0)
         (passed if run.host == 0 else back).set() if step == 1 else None
-        found.append((run.outer.link.took_part(True), outer_of(run)))
+        found.append((run.outer.exchange.took_part(True), outer_of(run)))
     return found
 
 
@@ -158,7 +158,7 @@ def gone(address, hub):
         run.train(2, 5)
         train_until_back(run, hub, 5)
         return 8, run.weights()
-    run.outer.link.close()
+    run.outer.exchange.close()
     until(lambda: hub._groups[0].closed == 5)
     run.outer = DiLoCo(run.inner, run.link(address), sync_every=1)
     step = run.begin()
@@ -301,7 +301,7 @@ def test_a_round_that_cannot_be_ends_its_connection_alone(number):
 def met(address, answers):
     """(first, last) on a rank whose group at the hub gave its part of `answers`."""
     mesh = init_device_mesh("cpu", (2,))
-    link = HubLink(address, 0, 2, mesh)
+    link = HubExchange(address, 0, 2, mesh)
     assert link._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
     def ask(*_):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardrt.fsdp.group import ParameterGroup
-from shardrt.fsdp.options.quantised import hosts_of, quantisation_of
+from shardrt.fsdp.options.quantised import config_of, hosts_of
 from shardrt.nn.extents import Extents
 
 __all__ = ["Errors", "errors_of"]
@@ -49,7 +49,7 @@ def errors_of(parameter: Any) -> Errors | None:
 
 def _sent(group: ParameterGroup) -> tuple[str, range, bool]:
     """(label, the shards whose sums over its host this rank sends, whether this rank saves the errors)."""
-    how, rank, shards = quantisation_of(group), group.ranks.rank, group.layout.shards
+    how, rank, shards = config_of(group), group.ranks.rank, group.layout.shards
     if how is None:  # copies: this rank's shard
         copies = group.ranks.replicate
         return f"{copies.size}.{copies.rank}", range(rank, rank + 1), True

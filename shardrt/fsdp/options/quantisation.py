@@ -12,7 +12,7 @@ BLOCKS = {8: 256, 4: 32}  # bits -> numbers in a block
 
 @dataclass(frozen=True)
 class Quantisation:
-    """Gathers and reductions in blocks of 8 or 4 bits, for units that are sharded over several hosts.
+    """Gathers in 8 or 4 bits and reductions in 8, by blocks, for units that are sharded over several hosts.
 
     Between ranks of one host, which share memory, gradients are not quantised by default: it takes longer
     than it saves. Every rank gets the same rounded parameters. Shards and optimizer state stay float32.
@@ -27,8 +27,8 @@ class Quantisation:
             gradients first, then hosts exchange quantised sums. Sums are float32.
         block: numbers that share a scale of 4 bytes, a multiple of 32; None: 256 with 8 bits, 32 with 4.
         host_size: number of adjacent ranks that make a host; None: as many as the launcher started on one.
-        secondary: the ranks of each host together keep the gathered bits of the unit, so gathers cross hosts
-            once after each optimizer step, not once in forward and once in backward.
+        secondary: (hpZ) the ranks of each host keep the gathered bits of the unit together, so gathers cross
+            hosts once after each optimizer step, not once in forward and once in backward.
         within_hosts: the ranks of a host exchange 8 bits, too, instead of float32 or 16 bits; for GPUs whose
             link to each other is slow.
         error_feedback: each rank keeps the error of what it sends between hosts, and adds it to the next
@@ -84,7 +84,7 @@ class Quantisation:
         return bits, self.block or BLOCKS[bits]
 
     def gathered_bytes(self, count: int) -> int:
-        """Bytes that a rank sends of `count` parameters."""
+        """Bytes of `count` gathered parameters."""
         return packed.packed_bytes(count, *self.gather_form)
 
     def reduced_bytes(self, count: int) -> int:

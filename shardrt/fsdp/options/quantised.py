@@ -25,24 +25,24 @@ from shardrt.fsdp.whole_gradient import WholeGradient
 Array = Any
 
 
-def quantisation_in(settings: Settings) -> Quantisation | None:
+def requested(settings: Settings) -> Quantisation | None:
     """The Quantisation that a unit's settings ask for, else None."""
     policy = settings.precision
     return policy.quantised if isinstance(policy, MixedPrecisionPolicy) else None
 
 
-def quantisation_of(group: Any) -> Quantisation | None:
+def config_of(group: Any) -> Quantisation | None:
     """The Quantisation of a group of float32 shards that lie on several hosts, else None."""
-    how = quantisation_in(group.settings)
+    how = requested(group.settings)
     if how is None or group.key.dtype != dtypes.float32 or group.offloaded.parameters:
         return None
     hosts, _ = hosts_of(group, how)
     return how if hosts > 1 else None
 
 
-def reduction_of(group: Any) -> Quantisation | None:
-    """The Quantisation of a group whose gradients are quantised: summed over its shards' ranks alone."""
-    how = quantisation_of(group)
+def reduce_config_of(group: Any) -> Quantisation | None:
+    """The Quantisation of a group whose gradients are quantised and have no replicas."""
+    how = config_of(group)
     if how is None or how.reduce_bits is None or group.key.partial:
         return None
     return how if shape_of(*group.settings.shard_spec)[1] == 1 else None
@@ -65,7 +65,7 @@ class QuantisedTransfer(Transfer):
     With `secondary`, the ranks of a host keep these bytes between them, one part each. Until the shards
     change, a gather collects the parts within the host.
 
-    is_fresh: the secondary copy has the present values of the shards.
+    is_fresh: the secondary copy has the shards' current values.
     """
 
     def __init__(self, group: ParameterGroup) -> None:
@@ -79,14 +79,14 @@ class QuantisedTransfer(Transfer):
 
     @classmethod
     def needs_separate_shard(cls, group: ParameterGroup) -> bool:
-        how = quantisation_of(group)
+        how = config_of(group)
         return how is not None and how.gather_bits is not None
 
     def shard_written(self, copy_too: bool) -> None:
         self.is_fresh = False
 
     def issue(self, slot: Slot, streams: Streams) -> None:
-        group, how = self.group, quantisation_of(self.group)
+        group, how = self.group, config_of(self.group)
         nbytes = how.gathered_bytes(group.layout.shard_size)
         packed = group.arenas["quantised"].slots[0].array[: group.ranks.size * nbytes]
         if how.secondary:
@@ -108,7 +108,7 @@ class QuantisedTransfer(Transfer):
     def _gather_with_copy(self, packed: Array, how: Quantisation, streams: Streams) -> None:
         """Fill `packed` from the copy on this host if it is fresh, else from all ranks, and make the copy."""
         group, stream, copy = self.group, streams.gather, streams.device.copy
-        if streams.device.capturing is not self._graph:  # a graph begins with a gather from all ranks
+        if streams.device.capturing is not self._graph:  # a captured graph starts with a stale copy
             self._graph, self.is_fresh = streams.device.capturing, False
         within = mesh_of_hosts(group, how).communicator("gather", "host")
         part = packed.reshape(within.size, -1)[within.rank]
@@ -145,10 +145,10 @@ class QuantisedGradient(WholeGradient):
 
     @classmethod
     def choose(cls, group: ParameterGroup, layout: Layout, slot: int | None) -> WholeGradient | None:
-        return None if reduction_of(group) is None else cls(group, layout)
+        return None if reduce_config_of(group) is None else cls(group, layout)
 
     def send(self, slot: Slot, out: Array, accumulate: bool) -> None:
-        group, how = self.group, quantisation_of(self.group)
+        group, how = self.group, config_of(self.group)
         hosts, size = hosts_of(group, how)
         mesh = mesh_of_hosts(group, how)
         full = slot.array[: self.full].reshape(hosts, size, self.kept)
@@ -212,13 +212,13 @@ def connect_hosts(
 ) -> None:
     """Make the communicators of hosts and across hosts. Collective."""
     for group in layouts:
-        how = quantisation_of(group)
+        how = config_of(group)
         if how is None:
             continue
         mesh = mesh_of_hosts(group, how)
         if how.secondary:
             mesh.communicator("gather", "host")
-        if reduction_of(group) is not None:
+        if reduce_config_of(group) is not None:
             for axis in ("host", "hosts"):
                 mesh.communicator("reduce", axis)
 
@@ -226,8 +226,8 @@ def connect_hosts(
 def plan_quantised(
     specs: Specs, layouts: dict[ParameterGroup, Layout], groups: list[ParameterGroup], inputs: PlanInputs
 ) -> None:
-    """Add the buffers of quantised collectives. Every rank dequantises into a slot of its own."""
-    quantised = [(group, quantisation_of(group)) for group in groups]
+    """Add the buffers of quantised collectives. Ranks do not share the slots that they dequantise into."""
+    quantised = [(group, config_of(group)) for group in groups]
     own: dict[Spec, Spec] = {}
     for members, how in alike_by_how([(g, how) for g, how in quantised if how and how.gather_bits]):
         count = max(layouts[g].shard_size for g in members)
@@ -242,7 +242,7 @@ def plan_quantised(
                 specs[group]["secondary"] = Spec("secondary", part, "uint8")
         if specs[members[0]]["gathered"].dtype.itemsize == 2:
             share(specs, members, "dequantised", count, dtypes.float32, 1)
-    reduced = [(group, reduction_of(group)) for group in groups]
+    reduced = [(group, reduce_config_of(group)) for group in groups]
     for members, how in alike_by_how([(g, how) for g, how in reduced if how and g.trainable]):
         count = max(layouts[g].shard_size for g in members)
         hosts, size = hosts_of(members[0], how)

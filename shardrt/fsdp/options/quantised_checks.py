@@ -6,8 +6,8 @@ import numpy as np
 
 from shardrt.fsdp.api import Keyed
 from shardrt.fsdp.options.quantisation import Quantisation
-from shardrt.fsdp.options.quantised import quantisation_in, quantisation_of
-from shardrt.fsdp.options.quantised_copies import copies_of
+from shardrt.fsdp.options.quantised import config_of, requested
+from shardrt.fsdp.options.quantised_copies import copies_config_of
 from shardrt.fsdp.policy import Settings
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
@@ -15,7 +15,7 @@ from shardrt.nn.module import Module
 
 def check_quantised(modules: list[Module], settings: Settings, parameters: Keyed) -> None:
     """Raise ValueError for settings that quantised collectives do not support; warn where they do nothing."""
-    how = quantisation_in(settings)
+    how = requested(settings)
     if how is None:
         return
     wrong = _offloaded(settings) or _whole(settings) or _uneven(settings, how) or _copies(settings, how)
@@ -84,7 +84,7 @@ def check_invariance(units: list[Unit]) -> None:
     """Raise ValueError for units that are quantised and must not depend on the number of ranks."""
     for unit in units:
         if unit.choices.micro_batches is not None and any(
-            quantisation_of(group) or copies_of(group) for group in unit.groups
+            config_of(group) or copies_config_of(group) for group in unit.groups
         ):
             raise ValueError(
                 f"set_world_invariant: unit {unit.label} has quantised collectives, whose blocks depend on "

@@ -16,16 +16,16 @@ from shardrt.fsdp.buffers import PlanInputs, Spec, Specs
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.options.quantisation import Quantisation
-from shardrt.fsdp.options.quantised import alike_by_how, quantisation_in
+from shardrt.fsdp.options.quantised import alike_by_how, requested
 from shardrt.fsdp.whole_gradient import WholeGradient
 
 Array = Any
 
 
-def copies_of(group: Any) -> Quantisation | None:
+def copies_config_of(group: Any) -> Quantisation | None:
     """The Quantisation of a group whose copies lie on several hosts, one on each, else None."""
     settings = group.settings
-    how = quantisation_in(settings)
+    how = requested(settings)
     if how is None or how.reduce_bits is None or group.key.dtype != dtypes.float32:
         return None
     if settings.strategy.rules.shard_over != "last axis" or group.key.partial:
@@ -42,11 +42,11 @@ class QuantisedCopies(WholeGradient):
 
     @classmethod
     def choose(cls, group: ParameterGroup, layout: Layout, slot: int | None) -> WholeGradient | None:
-        return None if copies_of(group) is None else cls(group, layout)
+        return None if copies_config_of(group) is None else cls(group, layout)
 
     def send(self, slot: Slot, out: Array, accumulate: bool) -> None:
         group, stream, across = self.group, self.streams.reduce, self.group.ranks.replicate
-        how, kernels = copies_of(group), self.streams.device.kernels
+        how, kernels = copies_config_of(group), self.streams.device.kernels
         form = how.reduce_form
         summed = slot.array[slice(*group.layout.shard_range(group.ranks.rank))]
         if group.ranks.size > 1:
@@ -84,7 +84,7 @@ def plan_copies(
     specs: Specs, layouts: dict[ParameterGroup, Layout], groups: list[ParameterGroup], inputs: PlanInputs
 ) -> None:
     """Add the buffers of sums over copies in 8 bits."""
-    copied = [(group, copies_of(group)) for group in groups if group.key.trainable]
+    copied = [(group, copies_config_of(group)) for group in groups if group.key.trainable]
     for members, how in alike_by_how([(group, how) for group, how in copied if how and group.trainable]):
         layout = max((layouts[group] for group in members), key=lambda each: each.shard_size)
         nbytes = layout.copies * how.reduced_bytes(layout.shard_size // layout.copies)

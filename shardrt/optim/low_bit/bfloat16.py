@@ -1,4 +1,4 @@
-"""AdamW and Lion with moments in bfloat16, rounded at random, alike on any number of ranks."""
+"""AdamW and Lion with stochastically rounded moments in bfloat16, alike on any number of ranks."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -16,7 +16,7 @@ _WORD = 2**32
 
 
 class _SeededUpdate(Update):
-    """As Update; each range ends with SEED, whose last number is that of the range's first element."""
+    """As Update; each range ends with the five numbers of `_seed`; the last is that of its first element."""
 
     def part(self, start: int, stop: int) -> Update:
         ranges = self.ranges.copy()
@@ -24,7 +24,7 @@ class _SeededUpdate(Update):
         return Update.part(replace(self, ranges=ranges), start, stop)
 
 
-class _RoundedSlice(Slice):
+class _StochasticSlice(Slice):
     """A slice, each of whose parameters is updated as a range of its own, with its seed."""
 
     __slots__ = ()
@@ -37,26 +37,26 @@ class _RoundedSlice(Slice):
         return _SeededUpdate(whole.arrays, whole.ranges, whole.kind)
 
 
-class _Rounded(LowBit):
-    """Mixed into an optimizer: its state of float32 shards is kept in bfloat16, rounded at random.
+class _Stochastic(LowBit):
+    """Mixed into an optimizer: its state of float32 shards is kept in bfloat16, rounded stochastically.
 
     The random bits of an element come from the seed, the parameter's name, the number of the update, and the
     element's place in the parameter: not from the rank that has it, nor from what else is in its unit.
     """
 
     kept = BITS
-    slice_type = _RoundedSlice
+    slice_type = _StochasticSlice
 
     def _table(self, cuts: list[tuple[Slice, Cut]]) -> Array:
         seeds = [_seed(piece, position) for piece, cut in cuts for *_, position in cut.rows]
         return np.column_stack([super()._table(cuts), np.array(seeds, np.float64).reshape(-1, 5)])
 
 
-class AdamWBF16(_Rounded, AdamW):
-    """AdamW whose two moments have 16 bits per element, rounded at random: 4 bytes per element, not 8.
+class AdamWBF16(_Stochastic, AdamW):
+    """AdamW whose two moments have 16 bits per element, rounded stochastically: 4 bytes per element, not 8.
 
-    Rounding to the nearest number would lose every change of a second moment, which is below half a step of
-    bfloat16. Rounded at random, the changes add up to the right sum on average.
+    Rounding to nearest would lose most changes of a second moment at beta2 = 0.999: they are below half a
+    step of bfloat16. Rounded stochastically, the changes add up to the right sum on average.
 
     Args:
         lr, betas, eps, weight_decay, in_backward: see AdamW.
@@ -71,7 +71,7 @@ class AdamWBF16(_Rounded, AdamW):
 
     @property
     def rounds(self) -> bool:
-        """A subclass with its own update may know nothing of copies in 16 bits."""
+        """Whether `update` also writes the 16-bit copy of the parameters; a subclass with its own may not."""
         return type(self).update is AdamWBF16.update
 
     def update(self, kernels: ModuleType, update: Update) -> None:
@@ -83,7 +83,7 @@ class AdamWBF16(_Rounded, AdamW):
             kernels.adamw.step(*arrays, update.ranges[:, :-5].copy(), rounded, update.kind)
 
 
-class LionBF16(_Rounded, Lion):
+class LionBF16(_Stochastic, Lion):
     """Lion whose moment has 16 bits per element, as AdamWBF16's: 2 bytes per element, not 4.
 
     Args:
@@ -104,7 +104,7 @@ class LionBF16(_Rounded, Lion):
 
 
 def _seed(piece: Slice, position: int) -> tuple[int, int, int, int, int]:
-    """SEED of the range of a member (kernels/cpu/stochastic.py)."""
+    """The seed of a range (kernels/cpu/stochastic.py): two words each of seed and stream, and the element."""
     parameter, seed = piece.members[position][0], random.initial_seed()
     stream = (random.name_key(parameter.name) + int(piece.steps[position])) % 2**64
     first = parameter.storage.extents_of(parameter)[0].first

@@ -24,7 +24,7 @@ from shardrt.optim import adamw
 from shardrt.optim.muon import newton_schulz
 from shardrt.optim.muon.exchange import Exchange, Redistribution, gathered, planned
 from shardrt.optim.muon.newton_schulz import Matrices
-from shardrt.optim.muon.state import MATRIX, MuonSlice, Run
+from shardrt.optim.muon.state import MATRIX, AdamWRange, MuonSlice
 from shardrt.optim.optimizer import Optimizer, check_betas
 from shardrt.optim.slices import Cut, Member, Slice, Update
 
@@ -53,31 +53,31 @@ class _Matrix:
 
     def direction(self, out: Array) -> None:
         """Add the gradient to the momentum, and set `out`, 1-D, to what is orthogonalized."""
-        gradient = _lent(self.piece.storage.gradient[self.range])
+        gradient = _on_device(self.piece.storage.gradient[self.range])
         kept = self.piece.state["m"][self.range]
-        m = _lent(kept)
+        m = _on_device(kept)
         kernels = device.current().kernels
         kernels.muon.direction(gradient, m, out, self.group["momentum"], self.group["nesterov"])
-        _give_back(kept, m)
+        _write_back(kept, m)
 
     def apply(self, update: Array) -> None:
-        """Take the orthogonal update, 1-D, and the decay off the shard."""
+        """Subtract the 1-D update and the decay from the shard."""
         rows, columns = self.parameter.whole_shape
         rate = self.group["lr"]
         ratio = sqrt(max(1, rows / columns))
         if self.group["adjust_lr_fn"] == MATCH_RMS_ADAMW:
             ratio = 0.2 * sqrt(max(rows, columns))
         kept = self.piece.storage.shard[self.range]
-        weights = _lent(kept)
+        weights = _on_device(kept)
         keep = 1 - rate * self.group["weight_decay"]
         device.current().kernels.muon.apply(weights, update, keep, rate * ratio)
-        _give_back(kept, weights)
+        _write_back(kept, weights)
 
 
-_Others = tuple[Slice, Run, Cut]  # AdamW's part of an update
+_AdamWPart = tuple[Slice, AdamWRange, Cut]  # AdamW's part of an update
 
 
-def _lent(array: Array) -> Array:
+def _on_device(array: Array) -> Array:
     """The array, or a copy of it on the current device where an offloaded one is on the host."""
     here = device.current()
     if device.of(array) is here:
@@ -87,8 +87,8 @@ def _lent(array: Array) -> Array:
     return lent
 
 
-def _give_back(kept: Array, lent: Array) -> None:
-    """Copy what `_lent` gave back to where it belongs."""
+def _write_back(kept: Array, lent: Array) -> None:
+    """Copy what `_on_device` gave back to where it belongs."""
     if kept is not lent:
         device.current().copy(kept, lent)
 
@@ -246,8 +246,8 @@ class Muon(Optimizer):
             self.updates.issue(piece, update, self._update_there)
         self._offloaded.append((piece, matrices))
 
-    def _due(self, piece: Slice) -> tuple[list[_Others], list[_Matrix]]:
-        """Count an update of all that is due; gives AdamW's runs and the matrices."""
+    def _due(self, piece: Slice) -> tuple[list[_AdamWPart], list[_Matrix]]:
+        """Count one update of each due parameter; return AdamW's ranges and the matrices."""
         cut = piece.due()
         piece.steps[cut.members] += 1
         matrices = []
@@ -257,7 +257,7 @@ class Muon(Optimizer):
                 matrices.append(_Matrix(piece, parameter, self.param_groups[group]))
         rows = [row for row in cut.rows if not self._is_matrix(piece, row[2])]
         others = []
-        for run in piece.runs:
+        for run in piece.ranges:
             inside = [row for row in rows if run.start <= row[0] < run.stop]
             if inside:
                 shifted = tuple((start - run.start, stop - run.start, p) for start, stop, p in inside)
@@ -267,8 +267,8 @@ class Muon(Optimizer):
     def _is_matrix(self, piece: Slice, position: int) -> bool:
         return self.param_groups[piece.members[position][1]]["use_muon"]
 
-    def _update_others(self, others: list[_Others]) -> None:
-        """AdamW's runs, with one copy of their numbers."""
+    def _update_others(self, others: list[_AdamWPart]) -> None:
+        """AdamW's ranges, with one copy of their numbers."""
         if not others:
             return
         ranges = self._device.numbers(lambda: self._table([(piece, cut) for piece, _, cut in others]))
@@ -313,7 +313,7 @@ class Muon(Optimizer):
                 moved.write(index, whole)
 
     def _exchanges_of(self, matrices: list[_Matrix]) -> list[tuple[Exchange, list[int]]]:
-        """One exchange for the matrices of each communicator and dtype, with their numbers in `matrices`.
+        """One exchange for the matrices of each communicator and dtype, with their indices in `matrices`.
 
         Collective for matrices that were not updated together before.
         """

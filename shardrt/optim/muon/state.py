@@ -1,7 +1,7 @@
 """Muon's optimizer state: a momentum for every parameter, AdamW's second moment for AdamW's parameters alone.
 
-The second moments of a shard are one array without places for hidden matrices. So an update of AdamW's
-parameters goes run by run: a part of the shard, and the part of the second moments that belongs to it.
+The second moments of a shard are one array without hidden matrices. So an update of AdamW's parameters
+goes range by range of the shard, with the range of the second moments that belongs to it.
 """
 
 from collections.abc import Iterable
@@ -15,24 +15,24 @@ from shardrt.nn.storage import Storage
 from shardrt.nn.utils import merged
 from shardrt.optim.slices import Slice
 
-__all__ = ["MATRIX", "MuonSlice", "Run", "elements_of", "runs_of"]
+__all__ = ["MATRIX", "MuonSlice", "AdamWRange", "elements_of", "adamw_ranges"]
 
 ALIGNMENT = 16  # elements: where parameters begin in a shard (fsdp/layout.py)
 MATRIX = {"m": "momentum_buffer"}  # state of a hidden matrix, and its name in torch.optim.Muon
 
 
 @dataclass(frozen=True)
-class Run:
-    """The second moments of shard[start:stop] begin at `place` of their array."""
+class AdamWRange:
+    """The second moments of shard[start:stop] begin at `offset` of their array."""
 
     start: int
     stop: int
-    place: int
+    offset: int
 
     def arrays(self, piece: Slice) -> dict[str, Array]:
         """What an update of this part reads and writes, 1-D and equally long."""
         storage, part = piece.storage, slice(self.start, self.stop)
-        second = piece.state["v"][self.place : self.place + self.stop - self.start]
+        second = piece.state["v"][self.offset : self.offset + self.stop - self.start]
         return {
             "shard": storage.shard[part],
             "gradient": storage.gradient[part],
@@ -42,54 +42,54 @@ class Run:
 
 
 class MuonSlice(Slice):
-    """A slice whose "v" has no places for hidden matrices.
+    """A slice whose "v" leaves out hidden matrices.
 
-    runs: the parts of the shard that "v" has.
+    ranges: of the shard that "v" has.
     """
 
-    __slots__ = ("runs",)
+    __slots__ = ("ranges",)
 
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage)
-        self.runs: tuple[Run, ...] = ()
+        self.ranges: tuple[AdamWRange, ...] = ()
 
     def new_second_moments(self, hidden: Iterable[tuple[int, int]]) -> None:
         """Make "v". hidden: ranges of hidden matrices in the shard."""
-        self.runs = runs_of(self.storage.shard.size, hidden)
-        self.state["v"] = _zeros(self.storage, elements_of(self.runs))
+        self.ranges = adamw_ranges(self.storage.shard.size, hidden)
+        self.state["v"] = _zeros(self.storage, elements_of(self.ranges))
 
-    def place_of(self, kind: str, start: int, stop: int) -> tuple[int, int]:
+    def state_range(self, kind: str, start: int, stop: int) -> tuple[int, int]:
         if kind != "v":
             return start, stop
-        first, last = (sum(max(0, min(end, r.stop) - r.start) for r in self.runs) for end in (start, stop))
+        first, last = (sum(max(0, min(end, r.stop) - r.start) for r in self.ranges) for end in (start, stop))
         return first, last
 
     def as_shard(self, kind: str) -> Array:
-        """With zeros for hidden matrices."""
+        """state[kind] at shard length, zero at hidden matrices."""
         array, size = self.state[kind], self.storage.shard.size
         if array.size == size:
             return array
         values, whole = device.of(array).to_numpy(array), np.zeros(size, array.dtype)
-        for run in self.runs:
-            whole[run.start : run.stop] = values[run.place : run.place + run.stop - run.start]
+        for each in self.ranges:
+            whole[each.start : each.stop] = values[each.offset : each.offset + each.stop - each.start]
         return whole
 
 
-def runs_of(size: int, hidden: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
-    """The runs of a shard of `size` elements. hidden: ranges of hidden matrices, whose padding is theirs."""
+def adamw_ranges(size: int, hidden: Iterable[tuple[int, int]]) -> tuple[AdamWRange, ...]:
+    """AdamW's ranges of a shard of `size` elements: without the ranges `hidden` and padding after them."""
     holes = merged((start, min(size, -(-stop // ALIGNMENT) * ALIGNMENT)) for start, stop in hidden)
-    runs, begin, place = [], 0, 0
+    ranges, begin, offset = [], 0, 0
     for start, stop in [*holes, (size, size)]:
         if begin < start:
-            runs.append(Run(begin, start, place))
-            place += start - begin
+            ranges.append(AdamWRange(begin, start, offset))
+            offset += start - begin
         begin = stop
-    return tuple(runs)
+    return tuple(ranges)
 
 
-def elements_of(runs: tuple[Run, ...]) -> int:
+def elements_of(ranges: tuple[AdamWRange, ...]) -> int:
     """Elements of the second moments."""
-    return sum(run.stop - run.start for run in runs)
+    return sum(each.stop - each.start for each in ranges)
 
 
 def _zeros(storage: Storage, count: int) -> Array:

@@ -1,6 +1,6 @@
 """How hosts exchange outer gradients: in one job by collectives, in jobs of their own through a hub.
 
-A link adds up the hosts' buffers, of which the last element counts the hosts that take part.
+An exchange adds up the hosts' buffers, of which the last element counts the hosts that take part.
 """
 
 import socket
@@ -18,11 +18,11 @@ from shardrt.kernels.packed import packed_bytes
 from shardrt.parallel import hub
 
 Array = Any
-BITS, BLOCK = 4, 32  # of quantised outer gradients: 5 bits for each element with its scale
+OUTER_BITS, OUTER_BLOCK = 4, 32  # of quantised outer gradients: 5 bits for each element with its scale
 
 
 class HubLost(Exception):
-    """The hub has left, or refuses this host."""
+    """The hub is gone or refuses this host."""
 
     exit_code = 65
 
@@ -33,16 +33,16 @@ class LeftBehind(Exception):
 
 def elements(size: int, quantize: bool) -> int:
     """Elements of a buffer for `size` elements and the number of hosts, which begins a block of its own."""
-    return -(-size // BLOCK) * BLOCK + 1 if quantize else size + 1
+    return -(-size // OUTER_BLOCK) * OUTER_BLOCK + 1 if quantize else size + 1
 
 
 def message_bytes(size: int, quantize: bool) -> int:
     """Bytes that a host sends of an outer gradient of `size` elements."""
     count = elements(size, quantize)
-    return packed_bytes(count, BITS, BLOCK) if quantize else 4 * count
+    return packed_bytes(count, OUTER_BITS, OUTER_BLOCK) if quantize else 4 * count
 
 
-class Codes:
+class QuantisedRows:
     """The messages of all hosts in 4 bits, one row each.
 
     A row has the quantised elements (kernels/packed.py). The number of hosts is the only one of its block, so
@@ -50,27 +50,27 @@ class Codes:
     """
 
     def __init__(self, hosts: int, size: int) -> None:
-        self.bytes = packed_bytes(size, BITS, BLOCK)
+        self.bytes = packed_bytes(size, OUTER_BITS, OUTER_BLOCK)
         self.rows = device.current().zeros(hosts * self.bytes, np.uint8).reshape(hosts, self.bytes)
         self._kernels = device.current().kernels.quantise
 
     def pack(self, buffer: Array, host: int) -> None:
         """Quantise `buffer` into the row of `host`."""
-        self._kernels.pack(buffer, self.rows[host], BITS, BLOCK)
+        self._kernels.pack(buffer, self.rows[host], OUTER_BITS, OUTER_BLOCK)
 
     def sum(self, buffer: Array) -> None:
         """The sum of all rows, in the order of the hosts, in float32."""
-        self._kernels.sum_rows(self.rows, buffer, BITS, BLOCK, 1.0, False)
+        self._kernels.sum_rows(self.rows, buffer, OUTER_BITS, OUTER_BLOCK, 1.0, False)
 
 
-class MeshLink:
+class MeshExchange:
     """Hosts of one job: the ranks along the axis of the hosts."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._communicator, self.stream = mesh.communicator("outer"), mesh.stream("outer")
         self.hosts, self.host = self._communicator.size, self._communicator.rank
 
-    def sum(self, number: int, buffer: Array, codes: Codes | None) -> None:
+    def sum(self, number: int, buffer: Array, codes: QuantisedRows | None) -> None:
         """Add up the buffers of all hosts, in the stream. Collective."""
         if codes is None:
             self._communicator.all_reduce(buffer, stream=self.stream, tag="outer gradient")
@@ -83,7 +83,7 @@ class MeshLink:
         """Whether the last sum has this host's buffer."""
         return present
 
-    def settle(self, number: int, state: list[Array]) -> None:
+    def after_step(self, number: int, state: list[Array]) -> None:
         """After round `number`: nothing, as all hosts are there."""
 
     def take_from(self, root: int, state: list[Array]) -> int:
@@ -94,7 +94,7 @@ class MeshLink:
         return 0
 
 
-class HubLink:
+class HubExchange:
     """This rank's connection to the hub. The ranks of a host make their calls together.
 
     Args:
@@ -130,7 +130,7 @@ class HubLink:
             raise HubLost(f"no hub at {address}: {error}") from None
 
     def join(self, message: int, state: int, layout: str, step: int) -> tuple[int, int]:
-        """(the step to begin with, the last round of the others; -1 where all begin now).
+        """(the first step, the last round of the others or -1 where all begin now).
 
         Waits until all hosts are there, or others have begun. `message`, `state`: bytes of an outer gradient
         as it is sent, and of the outer state. `layout`: what all hosts must have alike. Collective.
@@ -153,7 +153,7 @@ class HubLink:
             raise HubLost(error)
         return min(first for first, *_ in each), max(last for _, last, _ in each)
 
-    def sum(self, number: int, buffer: Array, codes: Codes | None) -> None:
+    def sum(self, number: int, buffer: Array, codes: QuantisedRows | None) -> None:
         """Add up the buffers that come in time for round `number`, in the stream."""
         self.stream.submit(self._try, number, buffer, codes, label="exchange outer gradients")
 
@@ -163,7 +163,7 @@ class HubLink:
         except HubLost as error:  # for the thread that waits
             self._lost = error
 
-    def _sum(self, number: int, buffer: Array, codes: Codes | None) -> None:
+    def _sum(self, number: int, buffer: Array, codes: QuantisedRows | None) -> None:
         here = device.of(buffer)
         if codes is not None:
             codes.pack(buffer, self.host)
@@ -195,7 +195,7 @@ class HubLink:
             raise self._lost
         return present and bool(self._mask >> self.host & 1)
 
-    def settle(self, number: int, state: list[Array]) -> None:
+    def after_step(self, number: int, state: list[Array]) -> None:
         """After round `number`: give the outer state to a host that asks for it.
 
         Raises:
@@ -216,7 +216,7 @@ class HubLink:
                 raise self._gone(error) from None
 
     def take_from(self, root: int, state: list[Array]) -> int:
-        """Fill `state` with another host's, whichever; gives the round after which it was, on all ranks."""
+        """Fill `state` with that of any other host; gives the round after which it was, on all ranks."""
         least, rounds = 0, [0, 1]
         while min(rounds) < max(rounds):
             answer = self._ask(hub.FETCH, least)
