@@ -22,6 +22,8 @@ from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.cast import _bits, _float, narrowed, widened
 
 _u, _f = np.uint32, np.float32
+_index = np.uint64  # an index that can't be negative, so that Numba need not ask
+_TILE = 512  # numbers that short blocks are worked on together
 _SIGN, _MAGNITUDE, _INFINITY, _SMALLEST = _u(0x80000000), _u(0x7FFFFFFF), _u(0x7F800000), _f(1e-30)
 _ROUND = _f(12582912)  # 1.5 * 2**23: added to a number, its lowest bits are the rounded number
 
@@ -119,12 +121,11 @@ def _number(ordered):
 
 
 @exact
-def _span(x):
-    """(step, least number, what a distance from it is multiplied by to be a code) of a block in 4 bits."""
-    low, high = _u(0xFFFFFFFF), _u(0)
-    for i in range(x.size):
-        ordered = _ordered(x[i])
-        low, high = min(low, ordered), max(high, ordered)
+def _span(low, high):
+    """(step, least number, what a distance from it is multiplied by to be a code) of a block in 4 bits.
+
+    low, high: `_ordered` bits of its least and its greatest number.
+    """
     if low <= _ordered(_f(-np.inf)) or high >= _ordered(_f(np.inf)):
         return _f(np.nan), _f(0), _f(0)
     least = _number(low)
@@ -143,17 +144,31 @@ def _code_4(x, least, factor):
 
 @exact
 def _pack_4(start, stop, x, scales, codes, block):
-    half = block // 2
-    for b in range(start, stop):
-        part, target = x[b * block : (b + 1) * block], codes[b * half : (b + 1) * half]
-        step, least, factor = _span(part)
-        scales[b] = _u(_bits(least) | _u(_bits(step) >> _u(16)))
+    """Long loops go over many blocks; what a block has is written out for each pair of numbers first."""
+    half, many = block // 2, max(1, _TILE // block)
+    keys = np.empty(many * block, np.uint32)
+    leasts, factors = np.empty(many * half, np.float32), np.empty(many * half, np.float32)
+    for begin in range(start, stop, many):
+        end = min(begin + many, stop)
+        part, target = x[begin * block : end * block], codes[begin * half : end * half]
+        for i in range(part.size):
+            keys[i] = _ordered(part[i])
+        for b in range(_index(end - begin)):
+            low, high, first = _u(0xFFFFFFFF), _u(0), b * _index(block)
+            for i in range(first, min(first + _index(block), _index(part.size))):
+                low, high = min(low, keys[i]), max(high, keys[i])
+            step, least, factor = _span(low, high)
+            scales[_index(begin) + b] = _u(_bits(least) | _u(_bits(step) >> _u(16)))
+            for i in range(_index(half)):
+                leasts[b * _index(half) + i] = least
+                factors[b * _index(half) + i] = factor
         pairs = part.size // 2
         for i in range(pairs):
-            low, high = _code_4(part[2 * i], least, factor), _code_4(part[2 * i + 1], least, factor)
+            low = _code_4(part[2 * i], leasts[i], factors[i])
+            high = _code_4(part[2 * i + 1], leasts[i], factors[i])
             target[i] = np.uint8(_u(low & _u(15)) | _u(_u(high & _u(15)) << _u(4)))
         if part.size % 2:
-            target[pairs] = np.uint8(_code_4(part[2 * pairs], least, factor) & _u(15))
+            target[pairs] = np.uint8(_code_4(part[2 * pairs], leasts[pairs], factors[pairs]) & _u(15))
 
 
 @exact
@@ -167,15 +182,15 @@ def _least(scale):
 
 
 @exact
-def _low(byte, scale):
+def _low(byte, step, least):
     """The number in the lower half of a byte."""
-    return _f(_f(_f(np.uint8(byte & np.uint8(15))) * _step(scale)) + _least(scale))
+    return _f(_f(_f(np.uint8(byte & np.uint8(15))) * step) + least)
 
 
 @exact
-def _high(byte, scale):
+def _high(byte, step, least):
     """The number in the upper half of a byte."""
-    return _f(_f(_f(np.uint8(byte >> np.uint8(4))) * _step(scale)) + _least(scale))
+    return _f(_f(_f(np.uint8(byte >> np.uint8(4))) * step) + least)
 
 
 @exact
@@ -194,20 +209,29 @@ def _sum_8(start, stop, scales, codes, out, block, scale, accumulate):
 
 @exact
 def _sum_4(start, stop, scales, codes, out, block, scale, accumulate):
-    """The halves of bytes are summed apart, so that no loop but the last has strides."""
-    half = block // 2
-    lows, highs = np.empty(half, np.float32), np.empty(half, np.float32)
-    for b in range(start, stop):
-        part = out[b * block : (b + 1) * block]
-        count = (part.size + 1) // 2
+    """Long loops as in _pack_4. Halves of bytes are summed apart, so that only the last loop has strides."""
+    half, many = block // 2, max(1, _TILE // block)
+    lows, highs = np.empty(many * half, np.float32), np.empty(many * half, np.float32)
+    steps, leasts = np.empty_like(lows), np.empty_like(lows)
+    for begin in range(start, stop, many):
+        end = min(begin + many, stop)
+        part = out[begin * block : end * block]
         lows[:] = _f(0)
         highs[:] = _f(0)
         for row in range(len(scales)):
-            numbers, own = codes[row, b * half : b * half + count], scales[row, b]
-            for i in range(count):
-                lows[i] += _low(numbers[i], own)
-            for i in range(count):
-                highs[i] += _high(numbers[i], own)
+            numbers, own = (
+                codes[row, begin * half : begin * half + (part.size + 1) // 2],
+                scales[row, begin:end],
+            )
+            for b in range(_index(own.size)):
+                step, least = _step(own[b]), _least(own[b])
+                for i in range(_index(half)):
+                    steps[b * _index(half) + i] = step
+                    leasts[b * _index(half) + i] = least
+            for i in range(numbers.size):
+                lows[i] += _low(numbers[i], steps[i], leasts[i])
+            for i in range(numbers.size):
+                highs[i] += _high(numbers[i], steps[i], leasts[i])
         pairs = part.size // 2
         if accumulate:
             for i in range(pairs):
@@ -235,13 +259,14 @@ def _subtract_8(start, stop, scales, codes, x, block):
 def _subtract_4(start, stop, scales, codes, x, block):
     half = block // 2
     for b in range(start, stop):
-        part, numbers, scale = x[b * block : (b + 1) * block], codes[b * half : (b + 1) * half], scales[b]
+        part, numbers = x[b * block : (b + 1) * block], codes[b * half : (b + 1) * half]
+        step, least = _step(scales[b]), _least(scales[b])
         pairs = part.size // 2
-        if _step(scale) != _step(scale):
+        if step != step:
             part[:] = _f(0)
             continue
         for i in range(pairs):
-            part[2 * i] -= _low(numbers[i], scale)
-            part[2 * i + 1] -= _high(numbers[i], scale)
+            part[2 * i] -= _low(numbers[i], step, least)
+            part[2 * i + 1] -= _high(numbers[i], step, least)
         if part.size % 2:
-            part[2 * pairs] -= _low(numbers[pairs], scale)
+            part[2 * pairs] -= _low(numbers[pairs], step, least)
