@@ -254,7 +254,7 @@ class PrecisionConfig:
     param: Precision = Precision.float32  # parameters are gathered and computed in; float16 scales the loss
     reduce: Precision = Precision.float32  # gradients are sent in
     norms_in_float32: bool = True  # layer norms keep float32 parameters
-    quantized_weights: int = 0  # bits of a parameter that is gathered between hosts: 8 or 4; 0: as param
+    quantized_weights: int = 0  # bits of gathered parameters between hosts: 8, or 4 in blocks; 0: as param
     quantized_gradients: int = 0  # bits of a gradient between hosts: 8; 0: as reduce
     quantized_block: int = 0  # numbers that share a scale; 0: 256 with 8 bits, 32 with 4
     hpz_partition_size: int = 0  # adjacent ranks of a host that keep quantized weights for backward; 0: none
@@ -290,18 +290,24 @@ class PrecisionConfig:
             error_feedback=self.error_feedback,
         )
 
-    def policy(self, *, outermost: bool) -> MixedPrecisionPolicy | None:
-        """The same for fully_shard; None if all is float32. The outermost unit gives float32 logits."""
+    def policy(self, *, block: bool, outermost: bool = False) -> MixedPrecisionPolicy | None:
+        """The same for fully_shard; None if all is float32. The outermost unit gives float32 logits.
+
+        block: for a block; units around blocks have embeddings and the head, for which 4 bits become 8.
+        """
         if self.param is self.reduce is Precision.float32 and self.quantised is None:
             return None
         kept = (LayerNorm, RMSNorm) if self.norms_in_float32 else ()
+        quantised = self.quantised
+        if not block and quantised is not None and quantised.gather_bits == 4:
+            quantised = replace(quantised, gather_bits=8)
         output = "float32" if outermost else None
         return MixedPrecisionPolicy(
             self.param.value,
             self.reduce.value,
             output,
             full_precision=kept,
-            quantised=self.quantised,
+            quantised=quantised,
         )
 
 

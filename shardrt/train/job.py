@@ -312,15 +312,15 @@ def shard(
         "prefetch": recipe.fsdp.prefetch,
         "offload_policy": recipe.memory.policy,
     }
-    policy = recipe.precision.policy(outermost=False)
+    policy, around = (recipe.precision.policy(block=block) for block in (True, False))
     blocks = recipe.fsdp.blocks
     together = [units[first : first + blocks] for first in range(0, len(units), blocks)]
     for unit, mesh in (*experts.items(), *((unit, data) for unit in together)):
         fully_shard(unit, mesh=mesh, mp_policy=policy, **chosen)
-    uncast = policy and replace(policy, cast_forward_inputs=False)  # as the root: no bit changes
+    uncast = around and replace(around, cast_forward_inputs=False)  # as the root: no bit changes
     for modules in ends:
         fully_shard(modules, mesh=data, mp_policy=uncast, reshard_after_forward=False, **chosen)
-    fully_shard(top, mesh=data, mp_policy=recipe.precision.policy(outermost=outermost), **chosen)
+    fully_shard(top, mesh=data, mp_policy=recipe.precision.policy(block=False, outermost=outermost), **chosen)
     set_gradient_divide_factor(top, 1.0)  # the loss is divided by the count of all ranks instead
     if recipe.invariant:
         set_world_invariant(top, recipe.micro_batches)
