@@ -1,6 +1,7 @@
 """Times Muon's step next to AdamW's, and next to the sum of its parts, alternating in one process and thread.
 
-    OPENBLAS_NUM_THREADS=1 python -m bench.muon --config models/configs/default.toml
+    export NUMBA_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
+    python -m bench.muon --config models/configs/default.toml
 
 The parts: a full matmul for each of Newton-Schulz's (kernels.matmul.matmul, so none is spared for symmetry),
 AdamW's step for the parameters that it updates, and a copy of as many bytes as the elementwise passes move.
@@ -50,8 +51,9 @@ def model_of(path: Path) -> nn.Module:
 def matmuls_of(shape: Shape) -> Callable[[], None]:
     """Newton-Schulz's matmuls of one matrix, without the rest."""
     low, high = sorted(shape)
-    x, y = np.ones((low, high), np.float32), np.empty((low, high), np.float32)
-    gram, square = (np.full((low, low), 1e-3, np.float32) for _ in range(2))
+    random = np.random.default_rng(0)
+    x, y = random.standard_normal((low, high), np.float32), np.empty((low, high), np.float32)
+    gram, square = (np.empty((low, low), np.float32) for _ in range(2))
     matmul = device.get("cpu").kernels.matmul.matmul
 
     def run() -> None:

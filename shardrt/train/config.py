@@ -378,7 +378,7 @@ class DiLoCoConfig:
     warmup_steps: int = 0  # steps at the beginning in which that is warmup_every instead
     warmup_every: int = 10
     lr: float = 0.7  # of the outer SGD
-    momentum: float = 0.6  # of the outer SGD; the paper has 0.9, for hundreds of outer steps
+    momentum: float = 0.3  # of the outer SGD; the paper has 0.9, for hundreds of outer steps
     nesterov: bool = True  # with the look-ahead of Nesterov's momentum
     fragments: int = 1  # parts of the model, of every k-th block, that are exchanged in turn
     fragment_sync_delay: int = 0  # steps that hosts compute while they exchange a fragment
