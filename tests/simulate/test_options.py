@@ -105,7 +105,7 @@ def test_bits_between_hosts_leave_the_node_and_sums_of_a_host_do_not():
     sizes = []
     found = report(record_of(one, 4, local_size=2), TWO_NODES)
     inside, outside = found.links["within the node"], found.links["between nodes"]
-    gathers = 3 * 2 * sum(packed_bytes(size, 4, 256) for size in sizes)  # to three ranks, twice
+    gathers = 3 * 2 * sum(packed_bytes(size, 4, 32) for size in sizes)  # to three ranks, twice
     assert inside["reduce_scatter"] == 2 * 4 * sum(sizes) and "reduce_scatter" not in outside
     assert outside["all_to_all"] == sum(packed_bytes(size, 8, 256) for size in sizes)
     assert "all_to_all" not in inside
