@@ -3,9 +3,9 @@
 8 bits are symmetric: a block's scale is its largest absolute value over 127, and a number is off by at most
 half a scale. A block whose numbers are all below 1e-30 becomes 0.
 
-4 bits divide the span from a block's least to its greatest number into 15 steps, so that numbers around 1, as
-a norm's weights, differ. A number is off by half a step at most, and by the rounding of step and least number
-to bfloat16: 1/256 of each.
+4 bits divide the span from a block's least number, rounded down to bfloat16, to its greatest into 15 steps of
+bfloat16: numbers around 1, as a norm's weights, differ. A number is off by half a step, and by 1/256 of the
+span, at most. Numbers above 3.38e38 may become infinite.
 
 A block with an infinity or nan becomes nan, so that a loss scaler finds it. (Dettmers et al., 8-bit
 Optimizers via Block-wise Quantization, 2021; Wang et al., ZeRO++, 2023.)
@@ -128,11 +128,18 @@ def _span(low, high):
     """
     if low <= _ordered(_f(-np.inf)) or high >= _ordered(_f(np.inf)):
         return _f(np.nan), _f(0), _f(0)
-    least = _number(low)
+    least = _below(_number(low))
     step = widened(narrowed(_f(_f(_number(high) / _f(15)) - _f(least / _f(15)))))
-    if step < _SMALLEST:
-        return _f(0), widened(narrowed(least)), _f(0)
-    return step, widened(narrowed(least)), _f(_f(1) / step)
+    return (step, least, _f(_f(1) / step)) if step >= _SMALLEST else (_f(0), least, _f(0))
+
+
+@exact
+def _below(x):
+    """The greatest finite bfloat16 that is not above x, or the least."""
+    bits = _bits(x)
+    if bits < _SIGN:
+        return _float(_u(bits & _u(0xFFFF0000)))
+    return _float(min(_u(_u(bits + _u(0xFFFF)) & _u(0xFFFF0000)), _u(0xFF7F0000)))
 
 
 @exact

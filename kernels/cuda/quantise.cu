@@ -38,6 +38,13 @@ __device__ __forceinline__ float from_ordered(uint32 bits) {
 
 __device__ __forceinline__ float bfloat16(float x) { return to_acc(from_acc<__nv_bfloat16>(x)); }
 
+// The greatest finite bfloat16 that is not above x, or the least.
+__device__ __forceinline__ float below(float x) {
+    uint32 bits = __float_as_uint(x);
+    if (bits < SIGN) return __uint_as_float(bits & 0xffff0000u);
+    return __uint_as_float(min((bits + 0xffffu) & 0xffff0000u, 0xff7f0000u));
+}
+
 // For each block: step(number of the block, its first element, its length, lane).
 template <class Step> __device__ __forceinline__ void each_block(int64 count, int64 block, Step step) {
     int64 blocks = (count + block - 1) / block, warps = gridDim.x * (int64)(blockDim.x / WARP);
@@ -58,19 +65,20 @@ __device__ __forceinline__ Scale symmetric(const float* x, int64 length, int lan
 
 // The steps of a block from its least number to its greatest.
 __device__ __forceinline__ Scale span(const float* x, int64 length, int lane) {
-    uint32 below = 0, above = 0;  // below: of the least number, inverted
+    uint32 lowest = 0, above = 0;  // lowest: of the least number, inverted
     for (int64 i = lane; i < length; i += WARP) {
         uint32 bits = ordered(x[i]);
-        below = max(below, ~bits);
+        lowest = max(lowest, ~bits);
         above = max(above, bits);
     }
-    below = warp_max(below);
+    lowest = warp_max(lowest);
     above = warp_max(above);
-    float infinity = __uint_as_float(INFINITE), least = from_ordered(~below);
-    if (~below <= ordered(-infinity) || above >= ordered(infinity)) return {__uint_as_float(NAN_BITS), 0, 0};
+    float infinity = __uint_as_float(INFINITE);
+    if (~lowest <= ordered(-infinity) || above >= ordered(infinity)) return {__uint_as_float(NAN_BITS), 0, 0};
+    float least = below(from_ordered(~lowest));
     float step = bfloat16(from_ordered(above) / 15.0f - least / 15.0f);
-    if (step < SMALLEST) return {0, bfloat16(least), 0};
-    return {step, bfloat16(least), 1.0f / step};
+    if (!(step >= SMALLEST)) return {0, least, 0};
+    return {step, least, 1.0f / step};
 }
 
 extern "C" __global__ void pack(const float* x, uint32* scales, uint8* codes, int64 count, int64 block) {

@@ -2,7 +2,7 @@
 
 Read in this order: axis, saved, conversion, styles, vocabulary, context, tokens, experts, tensor, invariant.
 Pipelines: cut, times, twin, stage, table, schedules, carrier, step, memory, whole, pipeline.
-Hosts that train apart: hub, links, diloco.
+Hosts that train apart: hub, outer_exchange, diloco.
 """
 
 from shardrt.parallel.context import ContextParallel, SequencePart, context_plan, shard_sequence

@@ -22,9 +22,9 @@ from shardrt.untrusted import say
 
 __all__ = ["HEAD", "Hub", "Message", "receive", "send", "watch"]
 
-# b"dlc1", kind, number (of a step in JOIN, else of a round), which hosts, bytes of the body
+# b"dlc2", kind, number (of a step in JOIN, else of a round), which hosts, bytes of the body
 HEAD = struct.Struct("<4sIQQQ")
-MARK = b"dlc1"
+MARK = b"dlc2"
 JOIN, EXCHANGE, FETCH, GIVE, WAIT, REFUSED = range(6)
 # of JOIN: host, hosts, rank, bytes of a message and of the outer state, digest of what hosts have alike
 BODY = struct.Struct("<QQQQQQ")

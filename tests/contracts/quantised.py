@@ -27,7 +27,9 @@ def packed_of(x, bits, block):
     else:
         rows.reshape(-1)[x.size :] = x[-1]  # the last block has no other numbers
         low, high = rows.min(1), rows.max(1)
-        step, least = bfloat16(high / np.float32(15) - low / np.float32(15)), bfloat16(low)
+        down = np.where(low < 0, low.view(np.uint32) + 0xFFFF, low.view(np.uint32)) & 0xFFFF0000
+        least = down.astype(np.uint32).view(np.float32)
+        step = bfloat16(high / np.float32(15) - least / np.float32(15))
         scales = least.view(np.uint32) | step.view(np.uint32) >> 16
         places = (rows - least[:, None]) * (np.float32(1) / step)[:, None]
         codes = np.rint(places.clip(0, 15)).astype(np.uint8)

@@ -40,7 +40,7 @@ def main(address: str, host: str, width: str, rounds: str) -> None:
 
 
 def connected(address: str, host: int, mesh: DeviceMesh) -> HubExchange:
-    """The link, once there is a hub."""
+    """The exchange, once there is a hub."""
     for _ in range(200):
         try:
             return HubExchange(address, host, 2, mesh)

@@ -29,7 +29,8 @@ def errors(x, bits, block):
         if bits == 8:
             error = 0.5 * np.abs(part).max() / 127
         else:
-            error = 0.5 * (high - low) / 15 + (high - low + abs(low)) / 256
+            span = high - low + abs(low) / 128  # the least number is rounded down
+            error = span / 30 + span / 256
         found += [error] * part.size
     return np.array(found)
 
@@ -54,6 +55,13 @@ def test_numbers_around_one_have_steps_of_their_own_in_4_bits():
     assert len(np.unique(back)) == 16
     K.quantise.unpack(packed_of(np.ones(64, np.float32), 4, 64)[None], back, 4, 64)
     assert (back == 1).all()
+
+
+def test_a_span_that_is_narrow_next_to_its_numbers_is_kept_in_4_bits():
+    for x in (np.linspace(1.003, 1.0045, 32), np.full(32, 1.0039), np.linspace(-1.0045, -1.003, 32)):
+        x, back = x.astype(np.float32), np.empty(32, np.float32)
+        K.quantise.unpack(packed_of(x, 4, 32)[None], back, 4, 32)
+        assert np.abs(back - x).max() < 4e-4
 
 
 @pytest.mark.parametrize("bits", [8, 4])

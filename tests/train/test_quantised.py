@@ -15,6 +15,7 @@ BITS = (*EIGHT, "--precision.host-size")
 RUNS = {
     "exact": (2, ()),
     "bits": (2, (*BITS, "1")),
+    "4 bits": (4, ("--precision.quantized-weights", "4", *BITS[2:], "2")),
     "with a secondary copy": (4, (*EIGHT, "--precision.hpz-partition-size", "2")),
     "with tp": (4, (*BITS, "2", "--parallel.tp", "2")),
     "with pp": (4, (*BITS, "1", "--parallel.pp", "2", "--precision.error-feedback", "true")),

@@ -243,7 +243,8 @@ def plan_quantised(
         if specs[members[0]]["gathered"].dtype.itemsize == 2:
             share(specs, members, "dequantised", count, dtypes.float32, 1)
     reduced = [(group, reduce_config_of(group)) for group in groups]
-    for members, how in alike_by_how([(g, how) for g, how in reduced if how and g.trainable]):
+    sent = [(g, replace(how, gather_bits=None, secondary=False)) for g, how in reduced if how and g.trainable]
+    for members, how in alike_by_how(sent):
         count = max(layouts[g].shard_size for g in members)
         hosts, size = hosts_of(members[0], how)
         name, nbytes = "quantised_gradients", max(hosts, size) * how.reduced_bytes(count)
