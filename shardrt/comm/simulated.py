@@ -138,6 +138,7 @@ class Channel:
         root: int = -1,
         kind: str = "",
         parts: tuple[tuple[int, int], ...] = (),
+        how: Any = None,
     ) -> int:
         """Record a call and return its number. Arrays with elements have no ranges.
 
@@ -148,6 +149,7 @@ class Channel:
         number = self._numbers[counted]
         self._numbers[counted] += 1
         self.device.program.groups.setdefault(self.name, Group(self.ranks, self.role))
+        given = reads, writes
         reads, writes = (
             joined(
                 (found.start, found.stop)
@@ -159,6 +161,8 @@ class Channel:
         )
         ends = peer, launches, self.device.label, site(), grouped, dtype, root, parts
         self.device.add(Collective(stream, call, self.name, number, nbytes, reads, writes, *ends))
+        if self.device.on_collective is not None:
+            self.device.on_collective(call, self.ranks, *given, how)
         return number
 
 
@@ -308,7 +312,7 @@ class SimulatedCommunicator(Communicator):
 
     def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, tag: str) -> None:
         reads = [buffer, output] if how.accumulate else [buffer]
-        number = self._keep("reduce_scatter", buffer.nbytes, reads, [output], kind=how.kind)
+        number = self._keep("reduce_scatter", buffer.nbytes, reads, [output], kind=how.kind, how=how)
         if _has_values(output):
             own = slice(self.rank * output.size, (self.rank + 1) * output.size)
             total = how.scale * self._combined(number, buffer, how.op)[own]

@@ -15,6 +15,8 @@ import numpy as np
 from shardrt.device.program import Range
 from shardrt.device.protocol import Array
 
+__all__ = ["ALIGNMENT", "Addresses", "Block", "block_of", "joined", "ranges_of"]
+
 ALIGNMENT = 512  # bytes; the same as CuPy's pool
 ROWS = 1024  # most ranges of a view; more are joined, with the bytes between them
 _CHUNK = 1 << 36

@@ -17,6 +17,8 @@ import numpy as np
 
 from shardrt.device.protocol import Array
 
+__all__ = ["Shaped", "kind_for"]
+
 
 def kind_for(device: Any) -> type["Shaped"]:
     """The class of the arrays of a simulated device."""

@@ -124,6 +124,10 @@ class SimulatedDevice(Device):
         self.dry_run = dry_run
         self.label = self._phase = ""
         self.on_step: Callable[[int], None] | None = None  # called with each optimizer step, from 0
+        # Called behind each: with the name, the arrays read and written, and the arguments of a kernel; with
+        # the call, its world ranks, the arrays, and the Reduction.
+        self.on_work: Callable[[str, list[Any], list[Any], tuple], None] | None = None
+        self.on_collective: Callable[[str, Any, Any, Any, Any], None] | None = None
         # Called by `allow_divergence`.
         self.on_divergence: Callable[[tuple[tuple[int, int], ...]], None] | None = None
         self.whose: Callable[[], str] = str  # gives the module that runs now, the owner of new memory
@@ -158,6 +162,7 @@ class SimulatedDevice(Device):
         nbytes: int | None = None,
         launches: int = 1,
         sizes: tuple[int, ...] = (),
+        args: tuple = (),
     ) -> None:
         """Record a kernel in the caller's stream. Arrays with elements have no addresses."""
         reads, writes = ([x for x in given if isinstance(x, Shaped)] for given in (reads, writes))
@@ -167,6 +172,8 @@ class SimulatedDevice(Device):
         label = self.label or (self._phase if self._running is self.current_stream else "")
         what = flops, nbytes, launches, label, site(), sizes, dtype
         self.add(p.Work(self._running.name, name, *ranges, *what))
+        if self.on_work is not None:
+            self.on_work(name, reads, writes, args)
 
     def set_phase(self, phase: str) -> None:
         self._phase = phase
@@ -414,6 +421,10 @@ class SimulatedHost(SimulatedDevice):
     def program(self) -> Program:
         return self.device.program
 
+    @property
+    def on_work(self) -> Callable | None:
+        return self.device.on_work
+
     def add(self, item: p.Item) -> int:
         return self.device.add(item)
 
@@ -471,7 +482,7 @@ class _Kernel:
             writes = (*writes, value)
         if cost.launches or writes:
             how = {"flops": cost.flops, "nbytes": cost.nbytes, "launches": cost.launches, "sizes": cost.sizes}
-            self._device.work(self._name, cost.reads, writes, **how)
+            self._device.work(self._name, cost.reads, writes, args=(*args, *kwargs.values()), **how)
         return self._device.answer(cost.reads, value) if hasattr(value, "usual") else value
 
 

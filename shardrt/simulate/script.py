@@ -53,6 +53,7 @@ def record(
     shared: bool = False,
     values: Values | None = None,
     shape: tuple[int, ...] | None = None,
+    follow: Callable[[SimulatedDevice], None] | None = None,
 ) -> list[Program]:
     """What the recorded ranks issue in `steps` optimizer steps, or until the script ends.
 
@@ -65,6 +66,7 @@ def record(
         shared: see comm.simulated.world_of.
         like, values: see SimulatedDevice.
         shape: of a mesh that the script gives none.
+        follow: called with the device of each recorded rank, before the script runs.
 
     Raises:
         NoScript: where there is none.
@@ -81,6 +83,7 @@ def record(
             shared=shared,
             values=values,
             shape=shape,
+            follow=follow,
         )
 
 
@@ -95,13 +98,14 @@ def record_of(
     shared: bool = False,
     values: Values | None = None,
     shape: tuple[int, ...] | None = None,
+    follow: Callable[[SimulatedDevice], None] | None = None,
 ) -> list[Program]:
     """As `record`, of what `function()` does.
 
     Args:
         steps: 0 for all.
     """
-    world = {"local_size": local_size, "shared": shared, "shape": shape}
+    world = {"local_size": local_size, "shared": shared, "shape": shape, "follow": follow}
 
     def of(roles: Roles, on_divergence: Callable[[MeshLayout], None] | None) -> list[Program]:
         return _recorded(function, ranks, roles, on_divergence, steps, like, values or Values(), **world)
@@ -117,6 +121,7 @@ def _recorded(
     steps: int,
     like: Device | type[Device],
     values: Values,
+    follow: Callable[[SimulatedDevice], None] | None,
     **world: Any,
 ) -> list[Program]:
     own = threading.local()  # each recorded rank is a thread
@@ -125,6 +130,8 @@ def _recorded(
         own.device = SimulatedDevice(like, values)
         own.device.on_divergence, own.device.whose = on_divergence, _module_now
         own.device.program.alike = stands_for[rank]
+        if follow is not None:
+            follow(own.device)
         return own.device
 
     def one() -> Program:
