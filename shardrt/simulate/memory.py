@@ -4,6 +4,8 @@ from collections import Counter, defaultdict
 
 from shardrt.device.program import Free, Program, Take
 
+__all__ = ["by_category", "by_module", "peaks"]
+
 Peak = Counter[tuple[str, str]]  # (category, module) -> bytes
 
 

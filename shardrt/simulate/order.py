@@ -36,6 +36,8 @@ from shardrt.device.program import (
     Work,
 )
 
+__all__ = ["Order", "order_of", "site_of"]
+
 Thread = tuple[int, str]  # rank in the world, and stream or HOST
 Join = tuple[int, str]  # a point, and the site of the wait that joins it, "" if the join can't be left out
 

@@ -21,6 +21,8 @@ from shardrt.device.program import HOST, Free, HostRead, HostWait, Item, Program
 from shardrt.simulate.order import Order, order_of, site_of
 from shardrt.simulate.shadow import Shadow
 
+__all__ = ["Race", "neighbours", "race_of", "races", "races_both_ways", "without_values"]
+
 
 @dataclass(frozen=True)
 class Access:

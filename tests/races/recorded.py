@@ -77,7 +77,7 @@ class Case:
         return roles_of(without(((1, ranks),), alike), ranks)
 
 
-def recorded(case, directory):
+def recorded(case, directory, follow=None):
     """The programs of the ranks that are recorded of a case."""
     names = tuple(name for name in case.names if name not in LEFT_OUT)
     mesh = partial(init_device_mesh, reduction="tree" if IN_TREES & set(names) else "nccl")
@@ -97,6 +97,7 @@ def recorded(case, directory):
             like=CPUDevice if case.shared else case.like,
             local_size=case.ranks if case.shared else 8,
             shared=case.shared > 0,
+            follow=follow,
         )
 
 

@@ -1,0 +1,144 @@
+"""What memory of a recorded program stands for: sums of sources, element by element.
+
+A program that is recorded moves no values. Terms take their place: element i of a piece of memory is the sum
+of scale * element (base + i) of each term's source. A source is a version of a unit's parameters, or what one
+backward run gives as their gradient. Its elements are those of the unit's flat buffer (fsdp/layout.py).
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+__all__ = ["Gradient", "Memory", "Packed", "Parameters", "Piece", "Term", "Unknown", "Value", "overlaid"]
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of a group after `version` updates."""
+
+    group: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"the parameters of {self.group} after {self.version} updates"
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What one kernel adds to the gradient of a group in backward run `run`, on one rank.
+
+    use: how many kernels have added to these elements in this run before.
+    """
+
+    group: str
+    run: int
+    use: int
+
+    def __str__(self) -> str:
+        return f"the gradient of {self.group} from backward run {self.run}"
+
+
+@dataclass(frozen=True)
+class Term:
+    """scale * elements base, base + 1, ... of a source, summed over world ranks.
+
+    factors: addresses of numbers on the device that scale it, too.
+    """
+
+    source: Parameters | Gradient
+    base: int
+    ranks: frozenset[int] = frozenset()
+    scale: float = 1.0
+    factors: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """What an operation that has no rule makes of terms. operation: its name and site."""
+
+    operation: str
+
+
+@dataclass(frozen=True)
+class Packed:
+    """`count` elements in blocks of fewer bits (kernels/packed.py). parts: (first, last, value) of some."""
+
+    count: int
+    parts: tuple[tuple[int, int, "Value"], ...]
+
+
+Value = tuple[Term, ...] | Packed | Unknown | None  # (): zeros; None: nothing that is followed
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes [start, stop) with elements of `item` bytes."""
+
+    start: int
+    stop: int
+    item: int
+    value: Value
+
+    def part(self, start: int, stop: int) -> "Piece":
+        """Some of its bytes."""
+        moved, value = (start - self.start) // self.item, self.value
+        if isinstance(value, tuple) and moved:
+            value = tuple(replace(term, base=term.base + moved) for term in value)
+        return Piece(start, stop, self.item, value)
+
+    def at(self, start: int, origin: int, item: int) -> "Piece":
+        """The same elements, with `item` bytes each, as far behind `origin` as they are behind `start`."""
+        first, last = ((edge - start) // self.item * item for edge in (self.start, self.stop))
+        return Piece(origin + first, origin + last, item, self.value)
+
+
+class Memory:
+    """Pieces of memory without overlap."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []  # of pieces, ascending
+        self._pieces: dict[int, Piece] = {}
+
+    def read(self, start: int, stop: int, item: int) -> list[Piece]:
+        """The pieces that cover a range, of None where nothing is followed."""
+        found, end = [], start
+        for piece in self._meeting(start, stop):
+            if end < piece.start:
+                found.append(Piece(end, piece.start, item, None))
+            end = min(stop, piece.stop)
+            found.append(piece.part(max(start, piece.start), end))
+        return found if end >= stop else [*found, Piece(end, stop, item, None)]
+
+    def write(self, start: int, stop: int, pieces: Iterable[Piece]) -> None:
+        """Replace what a range has."""
+        for old in self._meeting(start, stop):
+            del self._pieces[old.start]
+            self._starts.pop(bisect_left(self._starts, old.start))
+            if old.start < start:
+                self._add(old.part(old.start, start))
+            if old.stop > stop:
+                self._add(old.part(stop, old.stop))
+        for piece in pieces:
+            if piece.value is not None and piece.start < piece.stop:
+                self._add(piece)
+
+    def _meeting(self, start: int, stop: int) -> list[Piece]:
+        first = max(0, bisect_right(self._starts, start) - 1)
+        found = [self._pieces[each] for each in self._starts[first : bisect_left(self._starts, stop)]]
+        return [piece for piece in found if piece.stop > start]
+
+    def _add(self, piece: Piece) -> None:
+        self._starts.insert(bisect_left(self._starts, piece.start), piece.start)
+        self._pieces[piece.start] = piece
+
+
+def overlaid(lists: list[list[Piece]]) -> list[tuple[int, int, list[Value]]]:
+    """(start, stop, the value of each list there) of lists that cover the same bytes."""
+    edges = sorted({edge for pieces in lists for piece in pieces for edge in (piece.start, piece.stop)})
+    found, places = [], [0] * len(lists)
+    for start, stop in zip(edges, edges[1:], strict=False):
+        for n, pieces in enumerate(lists):
+            places[n] += pieces[places[n]].stop <= start
+        here = [pieces[place].part(start, stop).value for pieces, place in zip(lists, places, strict=True)]
+        found.append((start, stop, here))
+    return found
