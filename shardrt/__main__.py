@@ -44,6 +44,7 @@ COMMANDS = {
         ),
         Command("plan", "shardrt.tools.plan", "find the fastest way to train within a memory limit"),
         Command("races", "shardrt.tools.races", "prove that the waits of a script order all uses of memory"),
+        Command("prove", "shardrt.tools.prove", "prove that a script sums each gradient once"),
     ),
     "Measure": (
         Command(

@@ -1,4 +1,4 @@
-"""`shardrt races`: what it prints of a script, and its exit codes."""
+"""`shardrt races` and `prove`: what it prints of a script, and its exit codes."""
 
 import re
 import sys
@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from shardrt.__main__ import main
+from shardrt.fsdp.whole_gradient import WholeGradient
 from tests.simulate.test_script import in_a_process
 
 RACING = """
@@ -82,3 +83,36 @@ def test_the_program_of_the_readme_has_no_race_and_unit_and_stream_are_reported(
     assert re.search(r"compute: \w+\.forward\w* forward blocks\.\d reads", message)
     assert "compute: layer_norm.backward backward blocks.3 writes" in message
     assert re.search(r"waits needed\nshardrt/fsdp/gathers.py:\d+: needed \(gather waits for compute", message)
+
+
+def test_prove_says_of_each_check_what_it_has_proved(capsys):
+    config = ["--config", "models/configs/default.toml", "--steps", "4"]
+    assert main(["prove", "--ranks", "8", "--", "train", *config]) == 0
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if not line.startswith(" ")] == [
+        f"{name}: proved" for name in ("order", "races", "gradients", "memory")
+    ]
+    assert "updates have each gradient once" in printed
+    assert main(["prove", "--ranks", "8", "--memory", "--at-most", "1000", "--", "train", *config]) == 1
+    assert capsys.readouterr().out.startswith("memory: NOT PROVED\n")
+
+
+def test_prove_says_where_a_gradient_is_lost(capsys, monkeypatch):
+    send = WholeGradient.send
+    monkeypatch.setattr(
+        WholeGradient, "send", lambda self, slot, out, accumulate: send(self, slot, out, False)
+    )
+    words = [
+        "--config",
+        "models/configs/default.toml",
+        "--steps",
+        "4",
+        "--batch-size",
+        "32",
+        "--micro-batches",
+        "2",
+    ]
+    assert main(["prove", "--gradients", "--ranks", "4", "--", "train", *words, "--reduce-each", "true"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("gradients: NOT PROVED\n")
+    assert "from backward run 0 is missing from element 0 on" in printed and "adamw.step at " in printed

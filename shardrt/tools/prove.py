@@ -1,0 +1,133 @@
+"""`shardrt prove -- script.py`: whether each step of a script computes the sums that it says, on any machine.
+
+Exit code 0 where all is proved, 1 where something is wrong or not known, 2 where there is no script, 65 where
+it fails or does nothing.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from shardrt.device.program import Collective, Program, Step
+from shardrt.simulate.memory import peaks
+from shardrt.simulate.order import order_of
+from shardrt.simulate.provenance import Follow, followed
+from shardrt.simulate.races import races_both_ways
+from shardrt.simulate.script import record
+from shardrt.tools.races import DEVICES
+from shardrt.tools.scripts import FAILED, add_script, of_script, positive
+from shardrt.untrusted import say
+
+CHECKS = ("order", "races", "gradients", "memory")
+WRONG = 1
+
+
+def add_to(commands: Any) -> None:
+    """Add `prove` to argparse's subparsers."""
+    message = (
+        "prove of a script's steps, without running them, that gradients arrive once and waits order memory"
+    )
+    parser = commands.add_parser("prove", help=message, description=message)
+    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="how many there are (2)")
+    parser.add_argument("--steps", type=positive, default=2, metavar="N", help="optimizer steps (2)")
+    parser.add_argument("--device", choices=DEVICES, default="cuda", help="what it would run on (cuda)")
+    parser.add_argument("--order", action="store_true", help="only: no deadlock, calls match")
+    parser.add_argument("--races", action="store_true", help="only: waits order all uses of memory")
+    parser.add_argument("--gradients", action="store_true", help="only: each gradient is updated with once")
+    parser.add_argument("--memory", action="store_true", help="only: the most memory of each rank")
+    parser.add_argument(
+        "--at-most", type=positive, metavar="BYTES", help="that a rank may take on the device"
+    )
+    add_script(parser)
+    parser.set_defaults(run=check)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Record the script and print what is proved; returns the exit code."""
+    chosen = [name for name in CHECKS if getattr(options, name)] or list(CHECKS)
+    with followed() as follow:
+        code, programs = of_script(
+            options,
+            lambda command: record(
+                command, options.ranks, steps=options.steps, like=DEVICES[options.device], follow=follow
+            ),
+        )
+    if programs is None:
+        return code
+    if not all(any(isinstance(item, Step) for item in program.items) for program in programs):
+        say("error: the script made no optimizer step, so nothing was proved", file=sys.stderr)
+        return FAILED
+    found = {
+        "order": lambda: _order(programs),
+        "races": lambda: _races(programs),
+        "gradients": lambda: _gradients(follow, len(programs)),
+        "memory": lambda: _memory(programs, options.at_most),
+    }
+    right = True
+    for name in chosen:
+        wrong, lines = found[name]()
+        right &= not wrong
+        say(
+            "\n".join([f"{name}: {'NOT PROVED' if wrong else 'proved'}", *(f"  {line}" for line in lines)]),
+            lines=True,
+        )
+    return 0 if right else WRONG
+
+
+def _order(programs: Sequence[Program]) -> tuple[bool, list[str]]:
+    try:
+        order_of(programs)
+    except ValueError as error:
+        return True, [str(error)]
+    wrong = mismatches(programs)
+    calls = sum(isinstance(item, Collective) for program in programs for item in program.items)
+    return bool(wrong), wrong or [f"{calls} collectives of {len(programs)} recorded ranks match"]
+
+
+def mismatches(programs: Sequence[Program]) -> list[str]:
+    """Calls of one number of one group in which recorded ranks differ."""
+    first: dict[Any, tuple[Any, int]] = {}
+    wrong = []
+    for program in programs:
+        for item in program.items:
+            if isinstance(item, Collective) and item.peer < 0:
+                key = item.group, tuple(program.groups[item.group].ranks), item.number
+                what = item.call, item.nbytes if item.reads or item.writes else 0, item.dtype, item.root
+                known, rank = first.setdefault(key, (what, program.rank))
+                if known != what:
+                    wrong.append(
+                        f"{item.call} of {item.nbytes} bytes at {item.site} of rank {program.rank} meets "
+                        f"{known[0]} of {known[1]} bytes of rank {rank}"
+                    )
+    return wrong[:4]
+
+
+def _races(programs: Sequence[Program]) -> tuple[bool, list[str]]:
+    known, hidden = races_both_ways(programs)
+    lines = [line for race in (*known, *hidden)[:4] for line in str(race).splitlines()]
+    return bool(known or hidden), lines or ["no race, at any speed of host, streams and links"]
+
+
+def _gradients(follow: Follow, ranks: int) -> tuple[bool, list[str]]:
+    findings = follow.findings
+    if findings:
+        return True, [line for finding in findings[:4] for line in str(finding).splitlines()]
+    updates, reads = (sum(getattr(each, name) for each in follow.followers) for name in ("updates", "reads"))
+    weights = {scale for each in follow.followers for scale, _ in each.weights.values()}
+    if not updates:
+        return True, ["no update of a sharded unit"]
+    said = ", ".join(f"{weight:g}" for weight in sorted(weights))
+    return False, [
+        f"{updates} updates have each gradient once, with weight {said}",
+        f"{reads} reads of gathered parameters find the newest",
+    ]
+
+
+def _memory(programs: Sequence[Program], at_most: int | None) -> tuple[bool, list[str]]:
+    most = {
+        program.rank: sum(peaks(program, 0, len(program.items) - 1).get("device", {}).values())
+        for program in programs
+    }
+    over = at_most is not None and max(most.values()) > at_most
+    return over, [f"rank {rank}: {nbytes:,} bytes at most" for rank, nbytes in most.items()]
