@@ -26,6 +26,7 @@ from shardrt.simulate.script import record_of
 QUANTISED = {
     "bits": Quantisation(gather_bits=4, reduce_bits=8),
     "secondary": Quantisation(gather_bits=4, reduce_bits=8, secondary=True),
+    "eight": Quantisation(gather_bits=8, reduce_bits=8, secondary=True),
 }
 
 
