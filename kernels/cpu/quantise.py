@@ -19,7 +19,7 @@ from shardrt.kernels import packed as form
 from shardrt.kernels.cost import Array, cost
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
-from shardrt.kernels.cpu.cast import _bits, _float, narrowed, widened
+from shardrt.kernels.cpu.cast import _bits, _float, _rounded_bfloat16, widened
 
 _u, _f = np.uint32, np.float32
 _index = np.uint64  # an index that can't be negative, so that Numba need not ask
@@ -129,7 +129,7 @@ def _span(low, high):
     if low <= _ordered(_f(-np.inf)) or high >= _ordered(_f(np.inf)):
         return _f(np.nan), _f(0), _f(0)
     least = _below(_number(low))
-    step = widened(narrowed(_f(_f(_number(high) / _f(15)) - _f(least / _f(15)))))
+    step = _rounded_bfloat16(_f(_f(_number(high) / _f(15)) - _f(least / _f(15))))
     return (step, least, _f(_f(1) / step)) if step >= _SMALLEST else (_f(0), least, _f(0))
 
 
@@ -179,11 +179,6 @@ def _pack_4(start, stop, x, scales, codes, block):
 
 
 @exact
-def _step(scale):
-    return _float(_u(scale << _u(16)))
-
-
-@exact
 def _least(scale):
     return _float(_u(scale & _u(0xFFFF0000)))
 
@@ -226,12 +221,10 @@ def _sum_4(start, stop, scales, codes, out, block, scale, accumulate):
         lows[:] = _f(0)
         highs[:] = _f(0)
         for row in range(len(scales)):
-            numbers, own = (
-                codes[row, begin * half : begin * half + (part.size + 1) // 2],
-                scales[row, begin:end],
-            )
+            numbers = codes[row, begin * half : begin * half + (part.size + 1) // 2]
+            own = scales[row, begin:end]
             for b in range(_index(own.size)):
-                step, least = _step(own[b]), _least(own[b])
+                step, least = widened(own[b]), _least(own[b])
                 for i in range(_index(half)):
                     steps[b * _index(half) + i] = step
                     leasts[b * _index(half) + i] = least
@@ -267,7 +260,7 @@ def _subtract_4(start, stop, scales, codes, x, block):
     half = block // 2
     for b in range(start, stop):
         part, numbers = x[b * block : (b + 1) * block], codes[b * half : (b + 1) * half]
-        step, least = _step(scales[b]), _least(scales[b])
+        step, least = widened(scales[b]), _least(scales[b])
         pairs = part.size // 2
         if step != step:
             part[:] = _f(0)

@@ -2,7 +2,7 @@
 
     with followed() as follow:
         programs = record(["train.py"], ranks=4096, follow=follow)
-    print(follow.report())
+    print(follow.findings)
 
 Each recorded rank is followed while its host issues work, in that order: where there is no race, any order
 that streams allow has the same values. Copies, casts, sums and collectives move and add terms (terms.py).
@@ -18,7 +18,7 @@ an operation without a rule makes of gradients or parameters is unknown, and the
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import isnan, prod
+from math import isnan
 from typing import Any
 
 from shardrt import autograd, device
@@ -178,10 +178,13 @@ class Follower:
             self._exchange(ranks, place, reads[0], writes[0])
         elif call in ("reduce_scatter", "all_reduce") and (how is None or how.op == "sum"):
             buffer, out = reads[0].reshape(-1), writes[0]
-            parts = buffer.reshape(len(ranks), -1) if call == "reduce_scatter" else [buffer] * len(ranks)
-            lists = [self._pieces(part) for part in (parts if how is None or not how.accumulate else [])]
+            if call == "all_reduce":
+                self._reduce(ranks, buffer, out, how)
+                return
+            parts = buffer.reshape(len(ranks), -1)
+            lists = [self._pieces(part) for part in parts]  # `out` may be one of them
             self._reduce(ranks, parts[place], out, how)
-            if call == "reduce_scatter" and lists:
+            if how is None or not how.accumulate:
                 self._sums[_range(out)] = tuple(ranks), lists
         else:
             for array in writes:
@@ -228,10 +231,10 @@ class Follower:
             self._compute(target, [])
 
     def _scale(self, x: Array, factor: Any) -> None:
-        if not isinstance(factor, Shaped):
+        if isinstance(factor, Shaped):
+            self._scale_by(x, _range(factor)[0])
+        else:
             self._sum(x, [x], [float(factor)])
-            return
-        self._scale_by(x, _range(factor)[0])
 
     def _scale_by(self, x: Array, address: int) -> None:
         """By a number on the device; 0: each element by its own, at most 1."""
@@ -287,7 +290,8 @@ class Follower:
             return None
         for value in values:
             if not isinstance(value, tuple):
-                return value or Unknown(f"a sum with memory that is not followed at {self._site()}")
+                unknown = Unknown(f"a sum with memory that is not followed at {self._site()}")
+                return value if isinstance(value, Unknown) else unknown
         scaled = zip(values, scales, strict=True)
         return self._joined([replace(t, scale=t.scale * scale) for value, scale in scaled for t in value])
 
@@ -305,10 +309,9 @@ class Follower:
     def _of_rank(self, value: Value, rank: int, moved: int) -> Value:
         """What another rank has in place of this rank's terms: `moved` elements further, or packed rows."""
         if isinstance(value, Packed):
-            shift = moved and moved * value.count
-            return replace(
-                value, parts=tuple((a, b, self._of_rank(v, rank, shift)) for a, b, v in value.parts)
-            )
+            far = moved * value.count
+            parts = [(first, last, self._of_rank(each, rank, far)) for first, last, each in value.parts]
+            return replace(value, parts=tuple(parts))
         if not isinstance(value, tuple):
             return value
         by = rank - self._device.program.rank
@@ -382,11 +385,6 @@ class Follower:
         return any(others & term.ranks for term in terms)
 
     # -- parameters and gradients
-
-    def _begin(self, group: ParameterGroup) -> None:
-        """The shard has its own elements, in the version of this step."""
-        name, (first, _) = name_of(group), group.layout.shard_range(group.ranks.rank)
-        self._set(group.shard, (Term(Parameters(name, self._versions[name]), first),))
 
     def _renew(self, param: Array) -> None:
         """A shard, a part or a copy of it, is in the version of the next step."""
@@ -665,7 +663,7 @@ def _scale_of(pieces: Sequence[Piece]) -> float:
 
 def _range(array: Array) -> tuple[int, int]:
     start = array.__array_interface__["data"][0]
-    return start, start + prod(array.shape) * array.itemsize
+    return start, start + array.nbytes
 
 
 def _whole(array: Array) -> Array:

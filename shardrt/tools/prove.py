@@ -113,7 +113,9 @@ def _gradients(follow: Follow, ranks: int) -> tuple[bool, list[str]]:
     findings = follow.findings
     if findings:
         return True, [line for finding in findings[:4] for line in str(finding).splitlines()]
-    updates, reads = (sum(getattr(each, name) for each in follow.followers) for name in ("updates", "reads"))
+    updates, reads, outside = (
+        sum(getattr(each, name) for each in follow.followers) for name in ("updates", "reads", "outside")
+    )
     weights = {scale for each in follow.followers for scale, _ in each.weights.values()}
     if not updates:
         return True, ["no update of a sharded unit"]
@@ -121,6 +123,7 @@ def _gradients(follow: Follow, ranks: int) -> tuple[bool, list[str]]:
     return False, [
         f"{updates} updates have each gradient once, with weight {said}",
         f"{reads} reads of gathered parameters find the newest",
+        *([f"{outside} updates of parameters in no unit are not followed"] if outside else []),
     ]
 
 
