@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardrt.comm import init_device_mesh
+from shardrt.comm import init_device_mesh, links
 from shardrt.device.cpu import CPUDevice
 from shardrt.device.cuda import CUDADevice
 from shardrt.device.program import Collective, Group
 from shardrt.simulate.deadlocks import deadlock
 from shardrt.simulate.order import order_of
 from shardrt.simulate.script import record_of
+from tests.races.recorded import Case, recorded
 from tests.simulate.written import Written, programs
 
 
@@ -102,19 +103,32 @@ def test_one_rank_shows_a_ring_of_ranks_that_all_send_first():
 def test_ranks_of_a_gpu_that_pass_arrays_on_must_group_it(grouped):
     def passes():
         mesh = init_device_mesh("auto")
-        links, here = mesh.communicator("gather"), mesh.device
+        ranks, here = mesh.communicator("gather"), mesh.device
         sent, received = here.zeros(4, np.float32), here.zeros(4, np.float32)
-        stream, to, source = here.current_stream, (links.rank + 1) % 4, (links.rank - 1) % 4
+        stream, to, source = here.current_stream, (ranks.rank + 1) % 4, (ranks.rank - 1) % 4
         if grouped:
-            links.exchange(received, sent, to=to, source=source, stream=stream)
+            ranks.exchange(received, sent, to=to, source=source, stream=stream)
         else:
-            links.send(sent, peer=to, stream=stream)
-            links.recv(received, peer=source, stream=stream)
+            ranks.send(sent, peer=to, stream=stream)
+            ranks.recv(received, peer=source, stream=stream)
 
     for stands_for, count in ((None, 1), ({rank: [rank] for rank in range(4)}, 4)):
         found = deadlock(record_of(passes, 4, like=CUDADevice, stands_for=stands_for))
         assert len(found) == (0 if grouped else count)
         assert not deadlock(record_of(passes, 4, like=CPUDevice, stands_for=stands_for))
+
+
+def test_stages_whose_links_share_a_stream_block(monkeypatch, tmp_path):
+    """As in pytorch#172668: each has a send in front of the receive that the other one needs."""
+    assert not deadlock(recorded(Case(("pipeline", "accumulate")), tmp_path))
+    streams = {}
+    made = links._stream
+    monkeypatch.setattr(
+        links, "_stream", lambda device, *end: streams.setdefault(device, made(device, end[0], "links"))
+    )
+    found = [str(waiting) for waiting in deadlock(recorded(Case(("pipeline", "accumulate")), tmp_path))]
+    assert len(found) == 2 and " for F1 of stage 0, stream links, " in found[0]
+    assert all(": waits for rank " in waiting for waiting in found)
 
 
 @st.composite
