@@ -12,11 +12,15 @@ Nothing is said of ranks that are not recorded.
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import product
 
 from shardrt.device.program import Collective, Program
 from shardrt.simulate.order import order_of, site_of
 
 __all__ = ["Calls", "described", "mismatches", "unordered"]
+
+
+Place = tuple[int, int]  # numbers of a program and of its item
 
 
 class Calls:
@@ -28,46 +32,53 @@ class Calls:
         self._identities: dict[Hashable, int] = {}
         self._groups: dict[tuple[int, str], tuple[int, int, list[int], bool]] = {}
 
-    def communicator(self, number: int, item: Collective) -> Hashable:
+    def item(self, number: int, index: int) -> Collective:
+        """A call, by the numbers of its program and of its item there; other methods take these too."""
+        return self.programs[number].items[index]
+
+    def communicator(self, number: int, index: int) -> Hashable:
         """The same for all calls of one communicator."""
-        return self._group(number, item.group)[0]
+        return self._group(number, self.item(number, index).group)[0]
 
-    def members(self, number: int, item: Collective) -> list[int]:
+    def members(self, number: int, index: int) -> list[int]:
         """The recorded ranks of the call's group."""
-        return self._group(number, item.group)[2]
+        return self._group(number, self.item(number, index).group)[2]
 
-    def peer(self, number: int, item: Collective) -> int:
+    def peer(self, number: int, index: int) -> int:
         """The world rank at the other end of a message."""
+        item = self.item(number, index)
         return self.programs[number].groups[item.group].ranks[item.peer]
 
-    def both_recorded(self, number: int, item: Collective) -> bool:
+    def both_recorded(self, number: int, index: int) -> bool:
         """Whether both ends of a message are recorded."""
-        return self.peer(number, item) in self._numbers
+        return self.peer(number, index) in self._numbers
 
-    def name(self, number: int, item: Collective) -> Hashable:
+    def name(self, number: int, index: int) -> Hashable:
         """The name of a collective, or of this end of a message."""
+        item = self.item(number, index)
         if item.peer < 0:
             return "all", self._group(number, item.group)[0], item.number
         return item.call, *self._message(number, item)
 
-    def other_end(self, number: int, item: Collective) -> Hashable | None:
+    def other_end(self, number: int, index: int) -> Hashable | None:
         """The name of the other end of a message; None if the program of no recorded rank has it.
 
         If all ranks of the group have this rank's role, they do the same, moved along the group. Then this
         rank's receive from the rank before it stands for the next rank's receive from this rank.
         """
+        item = self.item(number, index)
         message = self._message(number, item)
         return ("recv" if item.call == "send" else "send", *message) if message[1] else None
 
     def _message(self, number: int, item: Collective) -> tuple:
         identity, place, _, alike = self._group(number, item.group)
-        here, there = self.programs[number].rank, self.peer(number, item)
+        ranks = self.programs[number].groups[item.group].ranks
+        here, there = self.programs[number].rank, ranks[item.peer]
         ends: tuple[int, ...] = ()
         if there in self._numbers:
             ends = (here, there) if item.call == "send" else (there, here)
         elif alike:
-            size = len(self.programs[number].groups[item.group].ranks)
-            ends = ((item.peer - place if item.call == "send" else place - item.peer) % size,)
+            ends = ((item.peer - place if item.call == "send" else place - item.peer) % len(ranks),)
         return identity, ends, item.number
 
     def _group(self, number: int, name: str) -> tuple[int, int, list[int], bool]:
@@ -112,37 +123,32 @@ def mismatches(programs: Sequence[Program], most: int = 4) -> list[str]:
 
 def _differences(calls: Calls) -> Iterator[tuple[Hashable, str]]:
     """(communicator, the sentence)."""
-    first: dict[Hashable, tuple[int, int]] = {}  # program and item of a name
-    swaps: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
+    first: dict[Hashable, Place] = {}  # of the ranks of a collective; messages whose other end is to come
+    swaps: dict[Hashable, list[Place]] = defaultdict(list)
     for number, program in enumerate(calls.programs):
         for index, item in enumerate(program.items):
-            if not isinstance(item, Collective) or len(calls.members(number, item)) < 2:
+            if not isinstance(item, Collective):
                 continue
-            name, other = calls.name(number, item), calls.name(number, item)
-            if item.peer >= 0:
-                other = calls.other_end(number, item) if calls.both_recorded(number, item) else None
-            if other is None:
+            here = number, index
+            if item.peer < 0:
+                there = first.setdefault(calls.name(*here), here)
+                if item.call == "all_to_all" and (program.exact or not item.parts):
+                    swaps[calls.name(*here)].append(here)
+            elif calls.both_recorded(*here):
+                there = first.pop(calls.other_end(*here), here)
+                if there is here:
+                    first[calls.name(*here)] = here
+            else:
                 continue
-            if item.call == "all_to_all" and (program.exact or not item.parts):
-                swaps[name].append((number, index))
-            there = first.get(other)
-            if there is None:
-                first[name] = number, index
-            elif _compared(item) != _compared(calls.programs[there[0]].items[there[1]]):
-                yield calls.communicator(number, item), _sentence(calls, (number, index), "meets", there)
-            if there is not None and item.peer >= 0:
-                del first[other]
+            if _compared(item) != _compared(calls.item(*there)):
+                yield calls.communicator(*here), _sentence(calls, here, "meets", there)
     for places in swaps.values():
         yield from _unequal_parts(calls, places)
-    for number, index in first.values():
-        item = calls.programs[number].items[index]
-        if item.peer >= 0:
-            verb = "receives" if item.call == "send" else "sends"
-            place = _placed(calls, (number, index))
-            yield (
-                calls.communicator(number, item),
-                f"{place}: rank {calls.peer(number, item)} {verb} no such message",
-            )
+    for here in first.values():
+        if calls.item(*here).peer >= 0:
+            verb = "receives" if calls.item(*here).call == "send" else "sends"
+            words = f"{_placed(calls, here)}: rank {calls.peer(*here)} {verb} no such message"
+            yield calls.communicator(*here), words
 
 
 def _compared(item: Collective) -> tuple:
@@ -153,34 +159,33 @@ def _compared(item: Collective) -> tuple:
     return item.call, nbytes, item.dtype, item.op, item.root, item.tag
 
 
-def _unequal_parts(calls: Calls, places: Sequence[tuple[int, int]]) -> Iterator[tuple[Hashable, str]]:
-    """Two ranks of an all-to-all of which one sends other bytes than the other one receives."""
-    if not any(calls.programs[number].items[index].parts for number, index in places):
-        places = places if len({calls.programs[n].items[i].nbytes for n, i in places}) > 1 else ()
-    for here in places:
-        for there in places:
-            sent, received = _part(calls, here, there)[0], _part(calls, there, here)[1]
-            if sent != received:
-                item = calls.programs[here[0]].items[here[1]]
-                words = f"sends {sent:,} bytes, and {received:,} are received, by"
-                yield calls.communicator(here[0], item), _sentence(calls, here, words, there)
+def _unequal_parts(calls: Calls, places: Sequence[Place]) -> Iterator[tuple[Hashable, str]]:
+    """Pairs of ranks of an all-to-all: one sends other bytes than the other one receives."""
+    if len({(calls.item(*place).nbytes, calls.item(*place).parts) for place in places}) == 1:
+        if not calls.item(*places[0]).parts:
+            return
+    for here, there in product(places, places):
+        sent, received = _part(calls, here, there)[0], _part(calls, there, here)[1]
+        if sent != received:
+            words = f"sends {sent:,} bytes, and {received:,} are received, by"
+            yield calls.communicator(*here), _sentence(calls, here, words, there)
 
 
-def _part(calls: Calls, here: tuple[int, int], there: tuple[int, int]) -> tuple[int, int]:
+def _part(calls: Calls, here: Place, there: Place) -> tuple[int, int]:
     """Bytes that the rank sends to the other one, and receives from it."""
-    item = calls.programs[here[0]].items[here[1]]
+    item = calls.item(*here)
     ranks = calls.programs[here[0]].groups[item.group].ranks
     if not item.parts:
         return item.nbytes // len(ranks), item.nbytes // len(ranks)
     return item.parts[ranks.index(calls.programs[there[0]].rank)]
 
 
-def _placed(calls: Calls, place: tuple[int, int]) -> str:
+def _placed(calls: Calls, place: Place) -> str:
     program = calls.programs[place[0]]
     return f"rank {program.rank}, {described(program, place[1])}"
 
 
-def _sentence(calls: Calls, here: tuple[int, int], words: str, there: tuple[int, int]) -> str:
+def _sentence(calls: Calls, here: Place, words: str, there: Place) -> str:
     return f"{_placed(calls, here)}: {words} {_placed(calls, there)}"
 
 

@@ -47,7 +47,7 @@ class Waiting:
 
 
 def deadlock(programs: Sequence[Program]) -> list[Waiting]:
-    """Where each stream waits that can't go on, by program; () where all come to their end.
+    """Where each stream waits that can't go on, by program; empty if all come to their end.
 
     A stream that only waits for another stream of its rank is left out.
     """
@@ -62,7 +62,7 @@ class _Run:
         self._calls = Calls(programs)
         self._next = [0] * len(programs)  # the host's item
         self._left: dict[Thread, deque[int]] = defaultdict(deque)  # issued, by stream
-        self._come: dict[Hashable, list[int]] = defaultdict(list)  # program numbers, by name of a call
+        self._come: dict[Hashable, list[int]] = defaultdict(list)  # ranks, by name of a call
         self._reached: set[tuple[int, int]] = set()  # marks, by program
         self._stopped: dict[Hashable, list[Thread]] = defaultdict(list)  # by what they wait for
         self._grouped: dict[Thread, list[int]] = defaultdict(list)  # messages whose group is still open
@@ -128,38 +128,32 @@ class _Run:
 
     def _comes(self, number: int, index: int) -> None:
         """A rank comes to a call: a collective that is whole, or a message, lets others go on."""
-        item = self._item(number, index)
-        name = self._calls.name(number, item)
+        name = self._calls.name(number, index)
         come = self._come[name]
         come.append(self._programs[number].rank)
-        if item.peer >= 0 or len(come) == len(self._calls.members(number, item)):
+        if name[0] != "all" or len(come) == len(self._calls.members(number, index)):
             self._wake(name)
 
     def _needed(self, number: int, index: int) -> Hashable | None:
         """The call that has to come before this one is done; None if it has, or there is none."""
-        item = self._item(number, index)
+        item, calls = self._calls.item(number, index), self._calls
         if item.peer < 0:
-            name = self._calls.name(number, item)
-            return None if len(self._come[name]) == len(self._calls.members(number, item)) else name
+            name = calls.name(number, index)
+            return None if len(self._come[name]) == len(calls.members(number, index)) else name
         if item.call == "send" and not item.waits:
             return None
-        other = self._calls.other_end(number, item)
-        if other in self._come or not (self._calls.both_recorded(number, item) or other in self._ends):
-            return None
-        return other
+        other = calls.other_end(number, index)
+        known = calls.both_recorded(number, index) or other in self._ends
+        return other if known and other not in self._come else None
 
     def _waiting(self, number: int, index: int) -> Waiting:
-        item, program = self._item(number, index), self._programs[number]
-        missing: tuple[int, ...] = ()
-        if item.peer < 0:
-            come = self._come[self._calls.name(number, item)]
-            missing = tuple(rank for rank in self._calls.members(number, item) if rank not in come)
+        calls, program, missing = self._calls, self._programs[number], []
+        if calls.item(number, index).peer < 0:
+            come = self._come[calls.name(number, index)]
+            missing = [rank for rank in calls.members(number, index) if rank not in come]
         elif self._needed(number, index) is not None:
-            missing = (self._calls.peer(number, item),)
-        return Waiting(program.rank, described(program, index), missing)
-
-    def _item(self, number: int, index: int) -> Collective:
-        return self._programs[number].items[index]
+            missing = [calls.peer(number, index)]
+        return Waiting(program.rank, described(program, index), tuple(missing))
 
     def _stop(self, thread: Thread, needed: Hashable) -> bool:
         self._stopped[needed].append(thread)
@@ -170,10 +164,11 @@ class _Run:
 
     def _ends_of_roles(self) -> set[Hashable]:
         """Names of the messages that a recorded rank and a rank of its role exchange."""
-        return {
-            self._calls.name(number, item)
+        places = (
+            (number, index)
             for number, program in enumerate(self._programs)
-            for item in program.items
-            if isinstance(item, Collective) and item.peer >= 0 and not self._calls.both_recorded(number, item)
-            if self._calls.other_end(number, item) is not None
-        }
+            for index, item in enumerate(program.items)
+            if isinstance(item, Collective) and item.peer >= 0
+        )
+        calls = self._calls
+        return {calls.name(*p) for p in places if not calls.both_recorded(*p) and calls.other_end(*p)}
