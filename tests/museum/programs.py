@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 import shardrt
+from models.gpt import GPT, GPTConfig
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard, no_sync
+from shardrt.parallel import Pipeline
 
 __all__ = ["Block", "Net", "loss_of", "train"]
 
@@ -70,5 +72,16 @@ def train(
         for number in range(batches):
             with nullcontext() if sync or number == batches - 1 else no_sync(net):
                 loss(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def piped(schedule: str = "1F1B", micro_batches: int = 4, steps: int = 2) -> None:
+    """Steps of a pipeline over all ranks."""
+    model = GPT(GPTConfig(4, 2, 16, 16, 16))
+    pipeline = Pipeline(model, init_device_mesh("auto"), schedule=schedule, micro_batches=micro_batches)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        pipeline.step(F.cross_entropy, [TOKENS] * micro_batches, inputs=lambda batch: (batch,))
         optimizer.step()
         optimizer.zero_grad()
