@@ -1,12 +1,12 @@
-"""What an exhibit is: a public bug of sharded training, as a change of shardrt's source that has that bug here.
+"""What an exhibit is: a public bug of sharded training, with a change of shardrt that has the same bug.
 
-The change is made in the code object of a function, so that every importer runs it, and its lines keep their
-numbers: a report names lines of shardrt as they are.
+The change is made in the code object of a function, so every importer runs it. Lines keep their numbers: a
+report names the lines of shardrt's files.
 """
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -15,40 +15,39 @@ __all__ = ["Bug", "Change"]
 
 @dataclass(frozen=True)
 class Change:
-    """In `function`, `new` stands in place of `old`, which is there once."""
+    """In the source of `function`, `new` stands in place of `old`, which is there once."""
 
     function: Callable
     old: str
     new: str
 
-    def apply(self, patch: Any) -> None:
-        """Until the end of `patch`, a MonkeyPatch."""
-        patch.setattr(self._changed, "__code__", self._code())
-
     @property
-    def _changed(self) -> Any:
+    def changed(self) -> Any:
+        """The function that has the source."""
         return inspect.unwrap(getattr(self.function, "__func__", self.function))
 
+    def apply(self, patch: Any) -> None:
+        """Until `patch`, a MonkeyPatch, is undone."""
+        patch.setattr(self.changed, "__code__", self._code())
+
     def _code(self) -> CodeType:
-        function = self._changed
-        lines, first = inspect.getsourcelines(function)
+        lines, first = inspect.getsourcelines(self.changed)
         source = "".join(lines)
-        assert source.count(self.old) == 1, f"{function.__qualname__} has {self.old!r} {source.count(self.old)} times"
-        new = self.new + "\n" * (self.old.count("\n") - self.new.count("\n"))
-        source, around = source.replace(self.old, new), "\n" * (first - 1)
-        if lines[0][0] == " ":  # a method, which may say super()
+        count = source.count(self.old)
+        assert count == 1, f"{self.changed.__qualname__}: {self.old!r} is there {count} times, not once"
+        source, around = source.replace(self.old, self.new), "\n" * (first - 1)
+        if source.startswith(" "):  # a method, which may use super()
             source, around = f"def around(__class__):\n{source}", around[1:]
-        code = compile(around + source, inspect.getsourcefile(function), "exec")
-        return next(each for each in _codes(code) if each.co_name == function.__name__)
+        code = compile(around + source, inspect.getsourcefile(self.changed), "exec")
+        return next(each for each in _codes(code) if each.co_name == self.changed.__name__)
 
     def __str__(self) -> str:
-        function = self._changed
-        lines = [f"{function.__module__}, {function.__qualname__}:"]
-        lines += [f"  - {line.strip()}" for line in self.old.splitlines()]
-        return "\n".join([*lines, *(f"  + {line.strip()}" for line in self.new.splitlines())])
+        module, name = self.changed.__module__, self.changed.__qualname__
+        return f"{module}, {name}\n  - {self.old}\n  + {self.new}"
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
+    """All code objects inside."""
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield each
@@ -63,26 +62,36 @@ class Bug:
         reference: its thread, as owner/name#number.
         title: of the thread.
         did: what it did there.
-        check: which of the checks finds it: one of checks.CHECKS, or "" for none.
-        changes: of shardrt's source, which make it here.
-        program: what shows it, called on each recorded rank.
-        first: a regular expression of the first thing that the check reports.
+        check: the check that finds it, of checks.CHECKS; "" if none does.
+        first: a regular expression of the first thing that this check reports.
+        changes: of shardrt's source, one for each function.
+        program: shows it; each recorded rank calls it.
         ranks: how many there are.
-        how: arguments of record_of.
+        each: whether each rank is recorded.
+        why: why no check finds it.
+        run: called on each of two ranks that compute; its result on rank 0 is wrong with the bug.
+        noticed_by: a test of this repository that fails with the bug.
     """
 
     reference: str
     title: str
     did: str
     check: str
+    first: str
     changes: tuple[Change, ...]
     program: Callable[[], Any]
-    first: str
     ranks: int = 2
-    how: dict[str, Any] = field(default_factory=dict)
+    each: bool = False
+    why: str = ""
+    run: Callable[[], Any] | None = None
+    noticed_by: str = ""
+
+    @property
+    def name(self) -> str:
+        """The reference without its owner."""
+        return self.reference.partition("/")[2]
 
     @property
     def link(self) -> str:
         """The address of its thread."""
-        name, _, number = self.reference.partition("#")
-        return f"https://github.com/{name}/issues/{number}"
+        return f"https://github.com/{self.reference.replace('#', '/issues/')}"

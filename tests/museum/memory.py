@@ -6,15 +6,18 @@ from shardrt.fsdp.gradient_path import GradientPath
 from shardrt.fsdp.gradients import Gradients
 from shardrt.parallel.step import StagedModel
 from tests.museum.bug import Bug, Change
-from tests.museum.programs import piped, train
+from tests.museum.programs import train, train_stages
+
+__all__ = ["MEMORY"]
 
 MEMORY = [
     Bug(
-        "pytorch/pytorch#179443",
-        "[FSDP2] Fix HSDP O(n_layers) memory accumulation of reduce-scatter output buffers",
-        "A list kept the output of each reduce-scatter until backward ended.",
-        "memory",
-        (
+        reference="pytorch/pytorch#179443",
+        title="[FSDP2] Fix HSDP O(n_layers) memory accumulation of reduce-scatter output buffers",
+        did="A list kept a buffer of each layer's reduce-scatter until the end of backward.",
+        check="memory",
+        first=r"first   .* bytes of full gradients, taken at shardrt/fsdp/setup.py",
+        changes=(
             Change(GradientPath.handing_over, "slot.give_back()", "self.group.kept = slot"),
             Change(
                 Gradients.end_backward,
@@ -22,18 +25,17 @@ MEMORY = [
                 "self._streams.compute.wait(group.gradient_ready), group.kept.give_back()",
             ),
         ),
-        partial(train, (2, 2), strategy="HYBRID_SHARD"),
-        "zzz",
-        4,
+        program=partial(train, shape=(2, 2), strategy="HYBRID_SHARD"),
+        ranks=4,
     ),
     Bug(
-        "pytorch/pytorch#196463",
-        "[pipelining] Allocate receive buffers just in time",
-        "Each micro-batch had buffers of its own for what it received, all from the start.",
-        "memory",
-        (Change(StagedModel.__init__, "slots=facts.slots)", "slots=table.micro_batches)"),),
-        partial(piped, micro_batches=8),
-        "zzz",
-        how={"stands_for": {0: [0], 1: [1]}},
+        reference="pytorch/pytorch#196463",
+        title="[pipelining] Allocate receive buffers just in time",
+        did="Each micro-batch had receive buffers of its own, from the start.",
+        check="memory",
+        first=r"first   .* bytes of B of 1, taken at shardrt/comm/links.py:\d+ by rank 0",
+        changes=(Change(StagedModel.__init__, "slots=facts.slots)", "slots=table.micro_batches)"),),
+        program=partial(train_stages, micro_batches=8),
+        each=True,
     ),
 ]

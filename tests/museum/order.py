@@ -1,52 +1,39 @@
-"""Bugs in which ranks call collectives that don't match, or wait for each other."""
+"""Bugs in which calls of ranks don't match, or ranks wait for each other."""
 
 from functools import partial
 
 from shardrt.comm.links import _End
 from shardrt.fsdp.forward import ForwardPass
-from shardrt.fsdp.schedule import Schedule
-from shardrt import device
 from tests.museum.bug import Bug, Change
-from tests.museum.programs import Net, train, piped
+from tests.museum.programs import Skipping, train, train_stages
 
-EACH = {"stands_for": {0: [0], 1: [1]}}
-
-
-class Skipping(Net):
-    """Rank 1 leaves the second block out, from the second step on."""
-
-    def forward(self, tokens):
-        self.calls = getattr(self, "calls", 0) + 1
-        x = self.embed(tokens)
-        for number, block in enumerate(self.blocks):
-            if not (number == 1 and self.calls > 1 and device.current().program.rank == 1):
-                x = block(x)
-        return self.head(x)
-
+__all__ = ["ORDER"]
 
 ORDER = [
     Bug(
-        "deepspeedai/DeepSpeed#7998",
-        "[REQUEST]Will zero 3 support diffrent module usage?",
-        "A module that only one rank called gathered its parameters there alone, and the ranks hung.",
-        "order",
-        (
-            Change(ForwardPass._gather_skipped, "self._gathers.ensure(unit)", "pass"),
-        ),
-        partial(train, model=Skipping, prefetch=0),
-        "zzz",
-        how=EACH,
+        reference="deepspeedai/DeepSpeed#7998",
+        title="[REQUEST]Will zero 3 support diffrent module usage?",
+        did="One rank called a module that the other left out: it gathered alone, and hung.",
+        check="order",
+        first=r"rank 0.* all_gather.*rank 1",
+        changes=(Change(ForwardPass._gather_skipped, "self._gathers.ensure(unit)", "pass"),),
+        program=partial(train, make=Skipping, prefetch=0),
+        each=True,
     ),
     Bug(
-        "pytorch/pytorch#172668",
-        "Pipeline communication blocks the execution of pipeline stages",
-        "Two ranks each waited for their send to end before they received.",
-        "order",
-        (
-            Change(_End.__init__, '_stream(mesh.device, communicator, f"{kind} {source} to {to}")', 'mesh.stream("links")'),
+        reference="pytorch/pytorch#172668",
+        title="Pipeline communication blocks the execution of pipeline stages",
+        did="Both directions shared one queue: each of two ranks waited for its send before it received.",
+        check="order",
+        first=r"deadlock.*send.*F1 of stage 0",
+        changes=(
+            Change(
+                _End.__init__,
+                '_stream(mesh.device, communicator, f"{kind} {source} to {to}")',
+                'mesh.stream("links")',
+            ),
         ),
-        piped,
-        "zzz",
-        how=EACH,
+        program=train_stages,
+        each=True,
     ),
 ]

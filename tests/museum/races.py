@@ -2,100 +2,104 @@
 
 from functools import partial
 
-from shardrt.activation_offload import SavedTensors, offload_activations
-from shardrt.fsdp import CPUOffloadPolicy, collectives, fully_shard, no_sync
-from shardrt.fsdp.gradients import Gradients
-from shardrt.fsdp.sharded_gradient import ShardedGradient
-from shardrt import functional as F, optim
-from shardrt.comm import init_device_mesh
-from tests.museum.programs import TOKENS, loss_of
+from shardrt.activation_offload import SavedTensors
+from shardrt.fsdp import CPUOffloadPolicy, collectives
 from shardrt.fsdp.gradient_path import GradientPath
 from shardrt.fsdp.options.offload import HostGradient, UploadedTransfer
+from shardrt.fsdp.sharded_gradient import ShardedGradient
 from shardrt.optim.offload import Updates
 from tests.museum.bug import Bug, Change
-from tests.museum.programs import Net, train
+from tests.museum.programs import offloaded, train
 
+__all__ = ["RACES"]
 
+HYBRID = {"shape": (2, 2), "strategy": "HYBRID_SHARD"}
+GRADIENTS_ON_HOST = CPUOffloadPolicy(parameters=False, optimizer_state=False)
 
 RACES = [
     Bug(
-        "pytorch/pytorch#180665",
-        "[FSDP2] Fix HSDP + CPUOffloadPolicy grad corruption race, add stream-behavior tests",
-        "30 to 60% of the backward passes left wrong gradients on the host.",
-        "races",
-        (Change(HostGradient._through, "streams.download.record(staged.free)", "streams.reduce.record(staged.free)"),),
-        partial(train, (2, 2), strategy="HYBRID_SHARD", offload_policy=CPUOffloadPolicy(parameters=False, optimizer_state=False)),
-        "zzz",
-        4,
+        reference="pytorch/pytorch#180665",
+        title="[FSDP2] Fix HSDP + CPUOffloadPolicy grad corruption race, add stream-behavior tests",
+        did="A reduction wrote a buffer while its last gradient was still on its way to the host.",
+        check="races",
+        first=r"first   .* copy download blocks.3 reads.*\n.*second .* reduce: reduce.sum_into writes",
+        changes=(
+            Change(
+                HostGradient._through,
+                "streams.download.record(staged.free)",
+                "streams.reduce.record(staged.free)",
+            ),
+        ),
+        program=partial(train, **HYBRID, offload_policy=GRADIENTS_ON_HOST),
+        ranks=4,
     ),
     Bug(
-        "deepspeedai/DeepSpeed#5606",
-        "Fix overlap communication of ZeRO stage 1 and 2",
-        "Backward wrote the next gradients into a buffer that a reduction was still reading.",
-        "races",
-        (Change(GradientPath.acquire, "compute.wait(slot.free)", "pass"),),
-        train,
-        "zzz",
-    ),
-    Bug(
-        "pytorch/pytorch#180666",
-        "[FSDP2] Fix post_accumulate_grad_hook staleness under CPUOffloadPolicy",
-        "A hook read gradients on the host before they had arrived.",
-        "races",
-        (Change(Updates.issue, "stream.wait(piece.storage.gradient_ready)", "pass"),),
-        partial(train, offload_policy=CPUOffloadPolicy(step="host"), in_backward=True),
-        "zzz",
-    ),
-    Bug(
-        "deepspeedai/DeepSpeed#5216",
-        "[zero++] Synchronize at the end of secondary partitioning and simplify the logic",
-        "An all-gather sent shards that a copy in another stream had not filled yet: losses were zero.",
-        "races",
-        (Change(UploadedTransfer.fill, "streams.gather.wait(self.arrived)", "pass"),),
-        partial(train, offload_policy=CPUOffloadPolicy()),
-        "zzz",
-    ),
-    Bug(
-        "NVIDIA/Megatron-LM#7398",
-        "[Bug] Fine-grained activation offloading: the inline reload in tensor_pop races its own D2H",
-        "Saved activations came back before their copies to the host had ended.",
-        "races",
-        (Change(SavedTensors.fetch, "streams.fetch.wait(host.ready)", "pass"),),
-        partial(train, model=lambda: offloaded()),
-        "zzz",
-    ),
-]
-
-
-RACES += [
-    Bug(
-        "pytorch/pytorch#181218",
-        "FSDP2 chunked-loss ROCm race: stream-level wait_event at post_backward exit",
-        "The kernel that adds a reduction's result was not waited for, and the next chunk's backward wrote over what it read.",
-        "races",
-        (
-            Change(collectives.reduce_scatter, "        streams.reduce.submit(streams.device.kernels.reduce.sum_into, out, [output], scale, accumulate)",
-            "        streams.reduce.record(slot.free); streams.reduce.submit(streams.device.kernels.reduce.sum_into, out, [output], scale, accumulate)"),
+        reference="pytorch/pytorch#181218",
+        title="FSDP2 chunked-loss ROCm race: stream-level wait_event at post_backward exit",
+        did="The next chunk's backward wrote memory that the kernel behind a reduction still read.",
+        check="races",
+        first=r"first   .* reduce: reduce.sum_into reads.*\n.*second .* compute: linear.backward_parameters",
+        changes=(
+            Change(
+                collectives.reduce_scatter,
+                "    if not in_place:\n",
+                "    streams.reduce.record(slot.free)\n    if not in_place:\n",
+            ),
             Change(ShardedGradient.receive, "streams.reduce.record(slot.free)", "pass"),
         ),
-        partial(train, (2, 2), strategy="HYBRID_SHARD", batches=2),
-        "zzz",
-        4,
+        program=partial(train, **HYBRID, batches=2),
+        ranks=4,
     ),
     Bug(
-        "NVIDIA/Megatron-LM#5222",
-        "Fix wgrad race condition when using double buffers",
-        "Backward wrote a buffer that a reduction still read: reduced gradients were slightly wrong.",
-        "races",
-        (Change(ShardedGradient.receive, "streams.reduce.record(slot.free)", "streams.compute.record(slot.free)"),),
-        partial(train, strategy="SHARD_GRAD_OP"),
-        "zzz",
+        reference="deepspeedai/DeepSpeed#5606",
+        title="Fix overlap communication of ZeRO stage 1 and 2",
+        did="Backward wrote one of two alternating buffers while a reduction still read it.",
+        check="races",
+        first=r"first   .* reduce_scatter blocks.3 reads.*\n.*second .* compute: linear.backward_parameters",
+        changes=(Change(GradientPath.acquire, "compute.wait(slot.free)", "pass"),),
+        program=train,
+    ),
+    Bug(
+        reference="pytorch/pytorch#180666",
+        title="[FSDP2] Fix post_accumulate_grad_hook staleness under CPUOffloadPolicy",
+        did="An optimizer in backward read gradients in host memory before they had arrived.",
+        check="races",
+        first=r"first   .* copy download blocks.3 writes.*\n.*second .* adamw.step update blocks.3.* reads",
+        changes=(Change(Updates.issue, "stream.wait(piece.storage.gradient_ready)", "pass"),),
+        program=partial(train, in_backward=True, offload_policy=CPUOffloadPolicy(step="host")),
+    ),
+    Bug(
+        reference="deepspeedai/DeepSpeed#5216",
+        title="[zero++] Synchronize at the end of secondary partitioning and simplify the logic",
+        did="An all-gather sent shards before a copy in another stream had filled them; the loss was 0.",
+        check="races",
+        first=r"first   .* upload: copy upload \(root\) writes.*\n.*second .* all_gather \(root\) reads",
+        changes=(Change(UploadedTransfer.fill, "streams.gather.wait(self.arrived)", "pass"),),
+        program=partial(train, offload_policy=CPUOffloadPolicy()),
+    ),
+    Bug(
+        reference="NVIDIA/Megatron-LM#7398",
+        title="[Bug] Fine-grained activation offloading: the inline reload in `tensor_pop` races its own "
+        "D2H, corrupting the warmup iteration",
+        did="Activations came back from the host before their copy to the host had ended.",
+        check="races",
+        first=r"first   .* copy offload blocks.2 writes.*\n.*second .* copy fetch blocks.2 reads",
+        changes=(Change(SavedTensors.fetch, "streams.fetch.wait(host.ready)", "pass"),),
+        program=partial(train, make=offloaded),
+    ),
+    Bug(
+        reference="NVIDIA/Megatron-LM#5222",
+        title="Fix wgrad race condition when using double buffers",
+        did="Backward wrote a double buffer too early, and reduced gradients were slightly wrong.",
+        check="races",
+        first=r"first   .* reduce_scatter blocks.3 reads.*\n.*second .* compute: linear.backward_parameters",
+        changes=(
+            Change(
+                ShardedGradient.receive,
+                "streams.reduce.record(slot.free)",
+                "streams.compute.record(slot.free)",
+            ),
+        ),
+        program=partial(train, strategy="SHARD_GRAD_OP"),
     ),
 ]
-
-
-def offloaded():
-    net = Net()
-    for block in net.blocks:
-        offload_activations(block)
-    return net

@@ -1,0 +1,137 @@
+"""Bugs in which an update uses other gradients, or a kernel other parameters, than it should."""
+
+from functools import partial
+
+from shardrt.fsdp import collectives, process_groups
+from shardrt.fsdp.gathers import Gathers
+from shardrt.fsdp.options.low_precision import LowPrecisionTransfer
+from shardrt.fsdp.options.split_modules import SplitModules
+from shardrt.fsdp.sharded_gradient import ShardedGradient
+from shardrt.fsdp.whole_gradient import WholeGradient
+from shardrt.parallel import SequenceParallel
+from tests.museum.bug import Bug, Change
+from tests.museum.programs import Twice, load_between, train, train_experts, train_tensor_parallel
+
+__all__ = ["MORE", "SUMS"]
+
+HYBRID = {"shape": (2, 2), "strategy": "HYBRID_SHARD"}
+
+SUMS = [
+    Bug(
+        reference="deepspeedai/DeepSpeed#7718",
+        title="[BUG]Incorrect gradient computation in ZeRO-2 with DeepSpeed ≥ 0.17.6",
+        did="Gradient norms fell from 4.7 to 1.6: only the last micro-batch's gradient was left "
+        "(cause: allenai/open-instruct#1498).",
+        check="gradients",
+        first=r"the gradient of \S+ from backward run 0 is missing",
+        changes=(Change(ShardedGradient._goes_to, "self.reductions > 0", "False"),),
+        program=partial(train, batches=2),
+    ),
+    Bug(
+        reference="deepspeedai/DeepSpeed#8224",
+        title="ZeRO-2 + bf16 silently computes incorrect gradients at multi-rank when a submodule is used "
+        "more than once per step, a regression from #7665, still present in 0.19.3",
+        did="Of a module that forward used twice, the gradient of one use was lost.",
+        check="gradients",
+        first=r"the gradient of blocks.1 from backward run 0",
+        changes=(
+            Change(WholeGradient.target, "accumulate = position in self.written", "accumulate = False"),
+        ),
+        program=partial(train, make=Twice),
+    ),
+    Bug(
+        reference="NVIDIA/Megatron-LM#6660",
+        title="[Megatron-FSDP] Gradients doubled every microbatch (2^N amplification)",
+        did="On one rank the sum was added to itself: gradients doubled with every micro-batch.",
+        check="gradients",
+        first=r"the gradient of blocks.3 from backward run 0 .*is added twice",
+        changes=(
+            Change(ShardedGradient.slot.fget, "self.slots and not accumulate", "self.slots"),
+            Change(
+                WholeGradient.target,
+                "position in self.written",
+                "position in self.written or self.group.sharded_gradient.reductions > 0",
+            ),
+            Change(WholeGradient.reduce, "group.choices.divide_factor == 1", "False"),
+        ),
+        program=partial(train, batches=3),
+        ranks=1,
+    ),
+    Bug(
+        reference="NVIDIA/Megatron-LM#5956",
+        title="Divide expert gradients by the expert-parallel size",
+        did="Gradients of experts were too large, by the number of ranks that the experts are spread over.",
+        check="gradients",
+        first=r"the gradient of blocks.0.moe.experts from backward run 0 .*0\.5",
+        changes=(
+            Change(
+                SplitModules.data_ranks,
+                "*(data_of(placement, mesh) for placement in placements)",
+                "mesh.axes",
+            ),
+        ),
+        program=train_experts,
+        ranks=4,
+    ),
+    Bug(
+        reference="NVIDIA-NeMo/Automodel#3135",
+        title="fix(moe): preserve HSDP replica gradient synchronization",
+        did="The group of replicas got lost, so gradients were summed inside each replica alone.",
+        check="gradients",
+        first=r"the gradient of \S+ from backward run 0 is the sum over ranks 0, 1, not over 0, 1, 2, 3",
+        changes=(
+            Change(
+                process_groups.communicators_of,
+                'mesh.axis(0) if shard_over == "last axis" else None',
+                "None",
+            ),
+        ),
+        program=partial(train, **HYBRID),
+        ranks=4,
+    ),
+    Bug(
+        reference="NVIDIA/Megatron-LM#950",
+        title="[BUG] when use --use-mcore-models and --overlap-param-gather bug",
+        did="Forward computed with the weights of the step before.",
+        check="gradients",
+        first=r"of \S+ after 1 updates is read, but it is .* after 0 updates\n  first   embedding.forward",
+        changes=(Change(Gathers.refresh, "self._release(unit)", "pass"),),
+        program=partial(train, strategy="SHARD_OPT"),
+    ),
+    Bug(
+        reference="deepspeedai/DeepSpeed#7130",
+        title="[bugfix] update results of state_dict loading, embedding resizing to secondary partitions "
+        "(hpz)",
+        did="A load wrote the shards, and forward went on with a second copy of the old values.",
+        check="gradients",
+        first=r"of \S+ after 2 updates is read, but it is .* after 1 updates\n  first   embedding.forward",
+        changes=(
+            Change(LowPrecisionTransfer.shard_written, "self.is_fresh = self.is_fresh and copy_too", "pass"),
+        ),
+        program=load_between,
+    ),
+]
+
+# What the checks do not find yet.
+MORE = [
+    Bug(
+        reference="pytorch/torchtitan#2318",
+        title="Disable DDP averaging to avoid repeated gradient averaging",
+        did="Gradients were divided by the number of data ranks twice.",
+        check="gradients",
+        first=r"the gradient of \S+ from backward run 0 has the weight 0\.0625",
+        changes=(Change(collectives.reduce_scatter, "scale if in_place else 1.0", "scale"),),
+        program=partial(train, **HYBRID),
+        ranks=4,
+    ),
+    Bug(
+        reference="NVIDIA/Megatron-LM#1446",
+        title="[BUG] final_layernorm gradient mismatch when TP+SP enabled",
+        did="Gradients of norms lacked the parts of the other ranks of the tensor axis.",
+        check="gradients",
+        first=r"the gradient of \S+ .*sum over ranks",
+        changes=(Change(SequenceParallel.apply, "partial(parameter, axis)", "pass"),),
+        program=partial(train_tensor_parallel, sequence=True),
+        ranks=4,
+    ),
+]
