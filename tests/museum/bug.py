@@ -62,8 +62,8 @@ class Bug:
         reference: its thread, as owner/name#number.
         title: of the thread.
         did: what it did there.
-        check: the check that finds it, of checks.CHECKS; "" if none does.
-        first: a regular expression of the first thing that this check reports.
+        check: the check that finds it, "order", "races", "gradients" or "memory"; "" if none does.
+        first: a regular expression that what this check reports begins with.
         changes: of shardrt's source, one for each function.
         program: shows it; each recorded rank calls it.
         ranks: how many there are.

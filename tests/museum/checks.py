@@ -14,9 +14,7 @@ from shardrt.simulate.script import record_of
 from shardrt.tools import prove
 from tests.museum.bug import Bug
 
-__all__ = ["CHECKS", "Said", "said_of"]
-
-CHECKS = prove.CHECKS
+__all__ = ["Said", "report_of", "said_of"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,11 @@ def said_of(bug: Bug, right: Said | None = None) -> Said:
         lines["memory"].append(f"first   {_first_beyond(programs, right.most)}")
     wrong = [name for name, (is_wrong, _) in found.items() if is_wrong]
     return Said(lines, wrong, max(map(_peak, programs)), _most(programs))
+
+
+def report_of(bug: Bug) -> str:
+    """What `shardrt prove` prints of a program with the bug."""
+    return str(said_of(bug, said_of(bug)))
 
 
 def _peak(program: Program) -> int:

@@ -16,7 +16,7 @@ MEMORY = [
         title="[FSDP2] Fix HSDP O(n_layers) memory accumulation of reduce-scatter output buffers",
         did="A list kept a buffer of each layer's reduce-scatter until the end of backward.",
         check="memory",
-        first=r"first   .* bytes of full gradients, taken at shardrt/fsdp/setup.py",
+        first=r"(rank .*\n)+first   .* bytes of full gradients, taken at shardrt/fsdp/setup.py",
         changes=(
             Change(GradientPath.handing_over, "slot.give_back()", "self.group.kept = slot"),
             Change(
@@ -33,7 +33,7 @@ MEMORY = [
         title="[pipelining] Allocate receive buffers just in time",
         did="Each micro-batch had receive buffers of its own, from the start.",
         check="memory",
-        first=r"first   .* bytes of B of 1, taken at shardrt/comm/links.py:\d+ by rank 0",
+        first=r"(rank .*\n)+first   .* bytes of B of 1, taken at shardrt/comm/links.py:\d+ by rank 0",
         changes=(Change(StagedModel.__init__, "slots=facts.slots)", "slots=table.micro_batches)"),),
         program=partial(train_stages, micro_batches=8),
         each=True,

@@ -22,7 +22,7 @@ RACES = [
         title="[FSDP2] Fix HSDP + CPUOffloadPolicy grad corruption race, add stream-behavior tests",
         did="A reduction wrote a buffer while its last gradient was still on its way to the host.",
         check="races",
-        first=r"first   .* copy download blocks.3 reads.*\n.*second .* reduce: reduce.sum_into writes",
+        first=r"race.*\n.* copy download blocks.3 reads.*\n.* reduce: reduce.sum_into writes",
         changes=(
             Change(
                 HostGradient._through,
@@ -38,7 +38,7 @@ RACES = [
         title="FSDP2 chunked-loss ROCm race: stream-level wait_event at post_backward exit",
         did="The next chunk's backward wrote memory that the kernel behind a reduction still read.",
         check="races",
-        first=r"first   .* reduce: reduce.sum_into reads.*\n.*second .* compute: linear.backward_parameters",
+        first=r"race.*\n.* reduce: reduce.sum_into reads.*\n.* linear.backward_parameters",
         changes=(
             Change(
                 collectives.reduce_scatter,
@@ -55,7 +55,7 @@ RACES = [
         title="Fix overlap communication of ZeRO stage 1 and 2",
         did="Backward wrote one of two alternating buffers while a reduction still read it.",
         check="races",
-        first=r"first   .* reduce_scatter blocks.3 reads.*\n.*second .* compute: linear.backward_parameters",
+        first=r"race.*\n.* reduce_scatter blocks.3 reads.*\n.* linear.backward_parameters",
         changes=(Change(GradientPath.acquire, "compute.wait(slot.free)", "pass"),),
         program=train,
     ),
@@ -64,7 +64,7 @@ RACES = [
         title="[FSDP2] Fix post_accumulate_grad_hook staleness under CPUOffloadPolicy",
         did="An optimizer in backward read gradients in host memory before they had arrived.",
         check="races",
-        first=r"first   .* copy download blocks.3 writes.*\n.*second .* adamw.step update blocks.3.* reads",
+        first=r"race.*\n.* copy download blocks.3 writes.*\n.* adamw.step update blocks.3.* reads",
         changes=(Change(Updates.issue, "stream.wait(piece.storage.gradient_ready)", "pass"),),
         program=partial(train, in_backward=True, offload_policy=CPUOffloadPolicy(step="host")),
     ),
@@ -73,7 +73,7 @@ RACES = [
         title="[zero++] Synchronize at the end of secondary partitioning and simplify the logic",
         did="An all-gather sent shards before a copy in another stream had filled them; the loss was 0.",
         check="races",
-        first=r"first   .* upload: copy upload \(root\) writes.*\n.*second .* all_gather \(root\) reads",
+        first=r"race.*\n.* upload: copy upload \(root\) writes.*\n.* all_gather \(root\) reads",
         changes=(Change(UploadedTransfer.fill, "streams.gather.wait(self.arrived)", "pass"),),
         program=partial(train, offload_policy=CPUOffloadPolicy()),
     ),
@@ -83,7 +83,7 @@ RACES = [
         "D2H, corrupting the warmup iteration",
         did="Activations came back from the host before their copy to the host had ended.",
         check="races",
-        first=r"first   .* copy offload blocks.2 writes.*\n.*second .* copy fetch blocks.2 reads",
+        first=r"race.*\n.* copy offload blocks.2 writes.*\n.* copy fetch blocks.2 reads",
         changes=(Change(SavedTensors.fetch, "streams.fetch.wait(host.ready)", "pass"),),
         program=partial(train, make=offloaded),
     ),
@@ -92,7 +92,7 @@ RACES = [
         title="Fix wgrad race condition when using double buffers",
         did="Backward wrote a double buffer too early, and reduced gradients were slightly wrong.",
         check="races",
-        first=r"first   .* reduce_scatter blocks.3 reads.*\n.*second .* compute: linear.backward_parameters",
+        first=r"race.*\n.* reduce_scatter blocks.3 reads.*\n.* linear.backward_parameters",
         changes=(
             Change(
                 ShardedGradient.receive,

@@ -30,7 +30,7 @@ def test_a_bug_is_found_by_its_check_at_its_first_operation(bug):
     wrong = said_of(bug, right)
     assert bug.check in wrong.wrong, str(wrong)
     shown = "\n".join(wrong.lines[bug.check])
-    assert re.search(bug.first, shown), shown
+    assert re.match(bug.first, shown), shown
 
 
 @pytest.mark.parametrize("bug", EXPLAINED, ids=name_of)
