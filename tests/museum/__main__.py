@@ -8,8 +8,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from tests.museum.checks import report_of
+from tests.museum.checks import said_with
 from tests.museum.exhibits import EXHIBITS, MORE
+from tests.museum.page import PAGE, renewed
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -18,7 +19,11 @@ def main(arguments: Sequence[str]) -> None:
     named = {bug.name: bug for bug in (*EXHIBITS, *MORE)}
     parser.add_argument("name", nargs="?", choices=named, metavar="NAME", help="of a bug; none: list them")
     parser.add_argument("--change", action="store_true", help="print the change that makes it, too")
+    parser.add_argument("--page", action="store_true", help="write table and reports into the page")
     options = parser.parse_args(arguments)
+    if options.page:
+        PAGE.write_text(renewed(PAGE.read_text()))
+        return
     if options.name is None:
         for bug in EXHIBITS:
             print(f"{bug.name:20} {bug.check or 'none':10} {bug.did}")
@@ -26,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     bug = named[options.name]
     if options.change:
         print(f"{bug.title}\n{bug.link}\n", *bug.changes, "", sep="\n")
-    print(report_of(bug))
+    print(said_with(bug))
 
 
 if __name__ == "__main__":

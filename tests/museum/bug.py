@@ -64,6 +64,7 @@ class Bug:
         did: what it did there.
         check: the check that finds it, "order", "races", "gradients" or "memory"; "" if none does.
         first: a regular expression that what this check reports begins with.
+        operation: the first one of the report, in words for the page.
         changes: of shardrt's source, one for each function.
         program: shows it; each recorded rank calls it.
         ranks: how many there are.
@@ -80,6 +81,7 @@ class Bug:
     first: str
     changes: tuple[Change, ...]
     program: Callable[[], Any]
+    operation: str = ""
     ranks: int = 2
     each: bool = False
     why: str = ""

@@ -4,17 +4,18 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 
 from shardrt.device.program import Free, Program, Take
 from shardrt.simulate.memory import peaks
-from shardrt.simulate.provenance import followed
+from shardrt.simulate.provenance import Follow, followed
 from shardrt.simulate.script import record_of
 from shardrt.tools import prove
 from tests.museum.bug import Bug
 
-__all__ = ["Said", "report_of", "said_of"]
+__all__ = ["Said", "said_with", "said_without"]
 
 
 @dataclass(frozen=True)
@@ -35,30 +36,49 @@ class Said:
 
     def __str__(self) -> str:
         """As `shardrt prove` prints it."""
-        parts = []
-        for name, lines in self.lines.items():
-            parts += [f"{name}: {'NOT PROVED' if name in self.wrong else 'proved'}"]
-            parts += [f"  {line}" for line in lines]
-        return "\n".join(parts)
+        return "\n".join(map(self.part, self.lines))
+
+    @property
+    def found(self) -> str:
+        """The part of it that is not proved."""
+        return "\n".join(map(self.part, self.wrong))
+
+    def part(self, check: str) -> str:
+        """That of one check."""
+        says = f"{check}: {'NOT PROVED' if check in self.wrong else 'proved'}"
+        return "\n".join([says, *(f"  {line}" for line in self.lines[check])])
 
 
-def said_of(bug: Bug, right: Said | None = None) -> Said:
-    """Record the program of a bug, and check it.
+@cache
+def said_without(bug: Bug) -> Said:
+    """What the checks say of its program as it should be."""
+    with followed() as follow:
+        return _said(_recorded(bug, follow), follow)
 
-    Args:
-        right: what is said without the bug; a rank may take as much memory as there. None: leave the bug out.
-    """
-    with followed() as follow, pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fully_shard: expected")  # a rank leaves a unit out
-        for change in () if right is None else bug.changes:
+
+@cache
+def said_with(bug: Bug) -> Said:
+    """What the checks say with the bug. A rank may take as much memory as without it."""
+    right = said_without(bug)
+    with followed() as follow, pytest.MonkeyPatch.context() as patch:
+        for change in bug.changes:
             change.apply(patch)
-        stands_for = {rank: [rank] for rank in range(bug.ranks)} if bug.each else None
-        programs = record_of(bug.program, bug.ranks, stands_for=stands_for, follow=follow)
+        return _said(_recorded(bug, follow), follow, right)
+
+
+def _recorded(bug: Bug, follow: Follow) -> list[Program]:
+    stands_for = {rank: [rank] for rank in range(bug.ranks)} if bug.each else None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fully_shard: expected")  # a rank leaves a unit out
+        return record_of(bug.program, bug.ranks, stands_for=stands_for, follow=follow)
+
+
+def _said(programs: list[Program], follow: Follow, right: Said | None = None) -> Said:
     found = {"order": prove._order(programs)}
-    if "deadlock" in found["order"][1][0]:
-        found["races"] = True, ["not known: ranks wait for each other"]
-    else:
+    try:
         found["races"] = prove._races(programs)
+    except ValueError as error:  # ranks wait for each other, so nothing is in order
+        found["races"] = True, [str(error)]
     found["gradients"] = prove._gradients(follow, len(programs))
     found["memory"] = prove._memory(programs, None if right is None else right.peak)
     lines = {name: lines for name, (_, lines) in found.items()}
@@ -66,11 +86,6 @@ def said_of(bug: Bug, right: Said | None = None) -> Said:
         lines["memory"].append(f"first   {_first_beyond(programs, right.most)}")
     wrong = [name for name, (is_wrong, _) in found.items() if is_wrong]
     return Said(lines, wrong, max(map(_peak, programs)), _most(programs))
-
-
-def report_of(bug: Bug) -> str:
-    """What `shardrt prove` prints of a program with the bug."""
-    return str(said_of(bug, said_of(bug)))
 
 
 def _peak(program: Program) -> int:

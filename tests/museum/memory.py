@@ -17,6 +17,7 @@ MEMORY = [
         did="A list kept a buffer of each layer's reduce-scatter until the end of backward.",
         check="memory",
         first=r"(rank .*\n)+first   .* bytes of full gradients, taken at shardrt/fsdp/setup.py",
+        operation="a buffer of `full gradients`",
         changes=(
             Change(GradientPath.handing_over, "slot.give_back()", "self.group.kept = slot"),
             Change(
@@ -34,6 +35,7 @@ MEMORY = [
         did="Each micro-batch had receive buffers of its own, from the start.",
         check="memory",
         first=r"(rank .*\n)+first   .* bytes of B of 1, taken at shardrt/comm/links.py:\d+ by rank 0",
+        operation="a buffer of the link `B of 1`",
         changes=(Change(StagedModel.__init__, "slots=facts.slots)", "slots=table.micro_batches)"),),
         program=partial(train_stages, micro_batches=8),
         each=True,

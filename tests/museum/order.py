@@ -15,7 +15,8 @@ ORDER = [
         title="[REQUEST]Will zero 3 support diffrent module usage?",
         did="One rank called a module that the other left out: it gathered alone, and hung.",
         check="order",
-        first=r"the recorded programs deadlock: rank 0, .*all_gather blocks.0, .*; rank 1",
+        first=r"(the recorded programs deadlock: rank 0|rank 1), .*all_gather.* blocks\.[02]",
+        operation="`all_gather`",
         changes=(Change(ForwardPass._gather_skipped, "self._gathers.ensure(unit)", "pass"),),
         program=partial(train, make=Skipping, prefetch=0),
         each=True,
@@ -25,7 +26,8 @@ ORDER = [
         title="Pipeline communication blocks the execution of pipeline stages",
         did="Both directions shared one queue: each of two ranks waited for its send before it received.",
         check="order",
-        first=r"the recorded programs deadlock: rank 0, .*send.*F1 of stage 0",
+        first=r"rank 0, send .*F1 of stage 0",
+        operation="`send`",
         changes=(
             Change(
                 _End.__init__,

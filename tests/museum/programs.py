@@ -157,11 +157,9 @@ def train_tensor_parallel(sequence: bool = False) -> None:
 
 
 def train_stages(micro_batches: int = 4) -> None:
-    """A pipeline of two stages."""
+    """One step of a pipeline of two stages."""
     mesh, net = init_device_mesh("auto"), GPT(GPTConfig(2, 2, 16, 16, 16))
     pipeline = Pipeline(net, mesh, schedule="1F1B", micro_batches=micro_batches)
     optimizer = optim.AdamW(net.parameters(), lr=1e-3)
-    for _ in range(2):
-        pipeline.step(F.cross_entropy, [TOKENS] * micro_batches, inputs=lambda batch: (batch,))
-        optimizer.step()
-        optimizer.zero_grad()
+    pipeline.step(F.cross_entropy, [TOKENS] * micro_batches, inputs=lambda batch: (batch,))
+    optimizer.step()

@@ -23,6 +23,7 @@ RACES = [
         did="A reduction wrote a buffer while its last gradient was still on its way to the host.",
         check="races",
         first=r"race.*\n.* copy download blocks.3 reads.*\n.* reduce: reduce.sum_into writes",
+        operation="`sum_into` writes, the copy `download` reads",
         changes=(
             Change(
                 HostGradient._through,
@@ -39,6 +40,7 @@ RACES = [
         did="The next chunk's backward wrote memory that the kernel behind a reduction still read.",
         check="races",
         first=r"race.*\n.* reduce: reduce.sum_into reads.*\n.* linear.backward_parameters",
+        operation="`linear.backward_parameters` writes, `sum_into` reads",
         changes=(
             Change(
                 collectives.reduce_scatter,
@@ -56,6 +58,7 @@ RACES = [
         did="Backward wrote one of two alternating buffers while a reduction still read it.",
         check="races",
         first=r"race.*\n.* reduce_scatter blocks.3 reads.*\n.* linear.backward_parameters",
+        operation="`linear.backward_parameters` writes, `reduce_scatter` reads",
         changes=(Change(GradientPath.acquire, "compute.wait(slot.free)", "pass"),),
         program=train,
     ),
@@ -65,6 +68,7 @@ RACES = [
         did="An optimizer in backward read gradients in host memory before they had arrived.",
         check="races",
         first=r"race.*\n.* copy download blocks.3 writes.*\n.* adamw.step update blocks.3.* reads",
+        operation="`adamw.step` reads, `download` writes",
         changes=(Change(Updates.issue, "stream.wait(piece.storage.gradient_ready)", "pass"),),
         program=partial(train, in_backward=True, offload_policy=CPUOffloadPolicy(step="host")),
     ),
@@ -74,6 +78,7 @@ RACES = [
         did="An all-gather sent shards before a copy in another stream had filled them; the loss was 0.",
         check="races",
         first=r"race.*\n.* upload: copy upload \(root\) writes.*\n.* all_gather \(root\) reads",
+        operation="`all_gather` reads, `upload` writes",
         changes=(Change(UploadedTransfer.fill, "streams.gather.wait(self.arrived)", "pass"),),
         program=partial(train, offload_policy=CPUOffloadPolicy()),
     ),
@@ -84,6 +89,7 @@ RACES = [
         did="Activations came back from the host before their copy to the host had ended.",
         check="races",
         first=r"race.*\n.* copy offload blocks.2 writes.*\n.* copy fetch blocks.2 reads",
+        operation="`fetch` reads, `offload` writes",
         changes=(Change(SavedTensors.fetch, "streams.fetch.wait(host.ready)", "pass"),),
         program=partial(train, make=offloaded),
     ),
@@ -93,6 +99,7 @@ RACES = [
         did="Backward wrote a double buffer too early, and reduced gradients were slightly wrong.",
         check="races",
         first=r"race.*\n.* reduce_scatter blocks.3 reads.*\n.* linear.backward_parameters",
+        operation="`linear.backward_parameters` writes, `reduce_scatter` reads",
         changes=(
             Change(
                 ShardedGradient.receive,

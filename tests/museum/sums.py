@@ -14,9 +14,7 @@ from tests.museum.programs import Twice, load_between, train, train_experts, tra
 
 __all__ = ["MORE", "SUMS"]
 
-STALE = (
-    r"element 0 of the parameters of \S+ after {} updates is read, but .* after {} updates\n.* embedding"
-)
+STALE = r"element 0 of the parameters of \S+ after {} updates is read, but .* after {} updates\n.* embedding"
 HYBRID = {"shape": (2, 2), "strategy": "HYBRID_SHARD"}
 
 SUMS = [
@@ -27,6 +25,7 @@ SUMS = [
         "(cause: allenai/open-instruct#1498).",
         check="gradients",
         first=r"the gradient of \S+ from backward run 0 is missing",
+        operation="`adamw.step`",
         changes=(Change(ShardedGradient._goes_to, "self.reductions > 0", "False"),),
         program=partial(train, batches=2),
     ),
@@ -37,6 +36,7 @@ SUMS = [
         did="Of a module that forward used twice, the gradient of one use was lost.",
         check="gradients",
         first=r"the gradient of blocks.1 from backward run 0",
+        operation="`adamw.step`",
         changes=(
             Change(WholeGradient.target, "accumulate = position in self.written", "accumulate = False"),
         ),
@@ -48,6 +48,7 @@ SUMS = [
         did="On one rank the sum was added to itself: gradients doubled with every micro-batch.",
         check="gradients",
         first=r"the gradient of blocks.3 from backward run 0 .*is added twice",
+        operation="`reduce.sum_into`",
         changes=(
             Change(ShardedGradient.slot.fget, "self.slots and not accumulate", "self.slots"),
             Change(
@@ -66,6 +67,7 @@ SUMS = [
         did="Gradients of experts were too large, by the number of ranks that the experts are spread over.",
         check="gradients",
         first=r"the gradient of blocks.0.moe.experts from backward run 0 .*0\.5",
+        operation="`adamw.step`",
         changes=(
             Change(
                 SplitModules.data_ranks,
@@ -82,6 +84,7 @@ SUMS = [
         did="The group of replicas got lost, so gradients were summed inside each replica alone.",
         check="gradients",
         first=r"the gradient of \S+ from backward run 0 is the sum over ranks 0, 1, not over 0, 1, 2, 3",
+        operation="`adamw.step`",
         changes=(
             Change(
                 process_groups.communicators_of,
@@ -98,6 +101,7 @@ SUMS = [
         did="Forward computed with the weights of the step before.",
         check="gradients",
         first=STALE.format(1, 0),
+        operation="`embedding.forward`",
         changes=(Change(Gathers.refresh, "self._release(unit)", "pass"),),
         program=partial(train, strategy="SHARD_OPT"),
     ),
@@ -108,6 +112,7 @@ SUMS = [
         did="A load wrote the shards, and forward went on with a second copy of the old values.",
         check="gradients",
         first=STALE.format(2, 1),
+        operation="`embedding.forward`",
         changes=(
             Change(LowPrecisionTransfer.shard_written, "self.is_fresh = self.is_fresh and copy_too", "pass"),
         ),
@@ -123,6 +128,7 @@ MORE = [
         did="Gradients were divided by the number of data ranks twice.",
         check="gradients",
         first=r"the gradient of \S+ from backward run 0 has the weight 0\.0625",
+        operation="`adamw.step`",
         changes=(Change(collectives.reduce_scatter, "scale if in_place else 1.0", "scale"),),
         program=partial(train, **HYBRID),
         ranks=4,
@@ -133,6 +139,7 @@ MORE = [
         did="Gradients of norms lacked the parts of the other ranks of the tensor axis.",
         check="gradients",
         first=r"the gradient of \S+ .*sum over ranks",
+        operation="`adamw.step`",
         changes=(Change(SequenceParallel.apply, "partial(parameter, axis)", "pass"),),
         program=partial(train_tensor_parallel, sequence=True),
         ranks=4,
@@ -143,6 +150,7 @@ MORE = [
         did="Gradients of experts on one rank were too large, by the number of ranks.",
         check="gradients",
         first=r"the gradient of \S+ from backward run 0 is the sum over ranks 0, not over 0, 1",
+        operation="`adamw.step`",
         changes=(
             Change(
                 WholeGradient.reduce,
