@@ -42,8 +42,10 @@ class Change:
         return next(each for each in _codes(code) if each.co_name == self.changed.__name__)
 
     def __str__(self) -> str:
-        module, name = self.changed.__module__, self.changed.__qualname__
-        return f"{module}, {name}\n  - {self.old}\n  + {self.new}"
+        lines = [f"{self.changed.__module__}, {self.changed.__qualname__}"]
+        for sign, text in ("-", self.old), ("+", self.new):
+            lines += [f"  {sign} {line.strip()}" for line in text.splitlines()]
+        return "\n".join(lines)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

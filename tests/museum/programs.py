@@ -12,18 +12,26 @@ from shardrt import device, nn, optim
 from shardrt import functional as F
 from shardrt.activation_offload import offload_activations
 from shardrt.comm import init_device_mesh
-from shardrt.fsdp import MixedPrecisionPolicy, full_parameters, fully_shard, no_sync
+from shardrt.fsdp import (
+    MixedPrecisionPolicy,
+    full_parameters,
+    fully_shard,
+    no_sync,
+    set_gradient_divide_factor,
+)
 from shardrt.parallel import ExpertParallel, Pipeline, parallelize_module
 
 __all__ = [
     "Net",
     "Skipping",
     "Twice",
+    "count_of",
     "load_between",
     "offloaded",
     "train",
     "train_experts",
     "train_stages",
+    "train_on_unequal_counts",
     "train_tensor_parallel",
 ]
 
@@ -120,6 +128,24 @@ def train(
     for module in (*net.blocks, net):
         fully_shard(module, mesh=mesh, **settings)
     steps_of(net, batches=batches, in_backward=in_backward)
+
+
+def count_of(counts: list[int], rank: int) -> int:
+    """By how many tokens a rank divides the sum of its losses."""
+    return sum(counts)
+
+
+def train_on_unequal_counts() -> None:
+    """Rank 0 has one row of tokens, rank 1 two. The loss is the mean over the tokens of both."""
+    mesh, net, counts = init_device_mesh("auto"), Net(), [8, 16]
+    for module in (*net.blocks, net):
+        fully_shard(module, mesh=mesh)
+    set_gradient_divide_factor(net, 1)
+    optimizer = optim.AdamW(net.parameters(), lr=1e-3)
+    tokens = TOKENS[: mesh.rank + 1]
+    mean = F.cross_entropy(net(tokens), tokens)
+    (mean * (tokens.size / count_of(counts, mesh.rank))).backward()
+    optimizer.step()
 
 
 def load_between() -> None:

@@ -44,8 +44,8 @@ RACES = [
         changes=(
             Change(
                 collectives.reduce_scatter,
-                "    if not in_place:\n",
-                "    streams.reduce.record(slot.free)\n    if not in_place:\n",
+                "streams.reduce.submit(streams.device.kernels.reduce.sum_into",
+                "streams.reduce.record(slot.free), streams.reduce.submit(streams.device.kernels.reduce.sum_into",
             ),
             Change(ShardedGradient.receive, "streams.reduce.record(slot.free)", "pass"),
         ),

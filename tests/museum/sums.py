@@ -9,6 +9,7 @@ from shardrt.fsdp.options.split_modules import SplitModules
 from shardrt.fsdp.sharded_gradient import ShardedGradient
 from shardrt.fsdp.whole_gradient import WholeGradient
 from shardrt.parallel import SequenceParallel
+from tests.museum import programs
 from tests.museum.bug import Bug, Change
 from tests.museum.programs import Twice, load_between, train, train_experts, train_tensor_parallel
 
@@ -44,7 +45,8 @@ SUMS = [
     ),
     Bug(
         reference="NVIDIA/Megatron-LM#6660",
-        title="[Megatron-FSDP] Gradients doubled every microbatch (2^N amplification)",
+        title="[Megatron-FSDP] Gradients doubled every microbatch (2^N amplification) when a grad buffer's "
+        "DP group has size 1 (EP=DP or DP=1) with optim_grads_params",
         did="On one rank the sum was added to itself: gradients doubled with every micro-batch.",
         check="gradients",
         first=r"the gradient of blocks.3 from backward run 0 .*is added twice",
@@ -159,5 +161,16 @@ MORE = [
             ),
         ),
         program=partial(train, strategy="NO_SHARD"),
+    ),
+    Bug(
+        reference="PrimeIntellect-ai/prime-rl#2562",
+        title="fix(rl): normalize loss by global token count across dp_cp",
+        did="Ranks with fewer tokens gave each of their tokens more weight.",
+        check="gradients",
+        first=r"the gradient of \S+ from backward run 0 has the weight",
+        operation="`adamw.step`",
+        changes=(Change(programs.count_of, "sum(counts)", "counts[rank]"),),
+        program=programs.train_on_unequal_counts,
+        each=True,
     ),
 ]
