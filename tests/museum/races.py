@@ -44,8 +44,8 @@ RACES = [
         changes=(
             Change(
                 collectives.reduce_scatter,
-                "streams.reduce.submit(streams.device.kernels.reduce.sum_into",
-                "streams.reduce.record(slot.free), streams.reduce.submit(streams.device.kernels.reduce.sum_into",
+                "submit(streams.device.kernels.reduce.sum_into, out,",
+                "record(slot.free), streams.reduce.submit(streams.device.kernels.reduce.sum_into, out,",
             ),
             Change(ShardedGradient.receive, "streams.reduce.record(slot.free)", "pass"),
         ),
