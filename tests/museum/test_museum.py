@@ -54,9 +54,9 @@ def test_a_bug_that_no_check_finds_makes_numbers_wrong(bug, monkeypatch):
     assert bug.why and (ROOT / bug.noticed_by).exists()
 
 
-@pytest.mark.parametrize("bug", [*EXHIBITS, *MORE], ids=name_of)
-def test_a_bug_changes_each_function_once(bug):
-    assert len({change.changed for change in bug.changes}) == len(bug.changes) > 0
+def test_a_bug_changes_each_function_once():
+    for bug in (*EXHIBITS, *MORE):
+        assert len({change.changed for change in bug.changes}) == len(bug.changes) > 0, bug.name
 
 
 def masked(text):
