@@ -13,7 +13,6 @@ from tests.ranks import ROOT, run_ranks
 FOUND = [bug for bug in EXHIBITS if bug.check]
 EXPLAINED = [bug for bug in EXHIBITS if not bug.check]
 NOT_YET = {  # what is missing
-    "pytorch#172668": "sends that wait for their receive",
     "torchtitan#2318": "the weight that the loss gives a gradient",
     "Megatron-LM#1446": "the ranks that each have a term, taken from the mesh",
     "prime-rl#2562": "the weight that the loss gives a gradient",
