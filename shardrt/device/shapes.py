@@ -82,7 +82,7 @@ class Shaped(np.ndarray):
 
     def fill(self, value: Any) -> None:
         _check_writeable(self)
-        _work("fill", (), (self,))
+        _work("fill", (), (self,), args=(value,))
 
     def copy(self, order: str = "C") -> Array:
         y = _result(self, self.shape, self.dtype)
@@ -193,7 +193,9 @@ for _name in (
     setattr(Shaped, _name, _refused(_name))
 
 
-def _work(name: str, reads: tuple, writes: tuple, flops: int = 0, nbytes: int | None = None) -> None:
+def _work(
+    name: str, reads: tuple, writes: tuple, flops: int = 0, nbytes: int | None = None, args: tuple = ()
+) -> None:
     """Record work on the device of the written arrays. Only copies may mix arrays of device and host."""
     kind = type(writes[0])
     if not issubclass(kind, Shaped):
@@ -205,7 +207,7 @@ def _work(name: str, reads: tuple, writes: tuple, flops: int = 0, nbytes: int | 
             f"numpy.{name}: arrays of device {kind.shardrt_device.name!r} and of another device can't be "
             "mixed"
         )
-    kind.shardrt_device.work(f"numpy.{name}", reads, writes, flops=flops, nbytes=nbytes)
+    kind.shardrt_device.work(f"numpy.{name}", reads, writes, flops=flops, nbytes=nbytes, args=args)
 
 
 def _result(like: Shaped, shape: tuple[int, ...], dtype: np.dtype) -> Array:
@@ -258,7 +260,7 @@ def _call(
     results = tuple(_result(like, shape, k) if y is None else y for y, k in zip(out, kinds, strict=True))
     for y, kind in zip(results, kinds, strict=True):
         _check_out(name, y, shape, kind, casting)
-    _work(name, (*inputs, where), results, flops=prod(shape))
+    _work(name, (*inputs, where), results, flops=prod(shape), args=inputs)
     return results[0] if len(results) == 1 else results
 
 
@@ -381,14 +383,18 @@ def _like(
     return _result(x, shape, x.dtype if dtype is None else np.dtype(dtype))
 
 
-def _filled_like(x: Array, *args: Any, **options: Any) -> Array:
+def _full_like(x: Array, value: Any, *args: Any, **options: Any) -> Array:
     y = _like(x, *args, **options)
-    y.fill(0)
+    y.fill(value)
     return y
 
 
-def _full_like(x: Array, value: Any, *args: Any, **options: Any) -> Array:
-    return _filled_like(x, *args, **options)
+def _zeros_like(x: Array, *args: Any, **options: Any) -> Array:
+    return _full_like(x, 0, *args, **options)
+
+
+def _ones_like(x: Array, *args: Any, **options: Any) -> Array:
+    return _full_like(x, 1, *args, **options)
 
 
 def _copyto(target: Array, source: Any, casting: str = "same_kind", where: Any = True) -> None:
@@ -427,8 +433,8 @@ def _array_equal(x: Any, y: Any, equal_nan: bool = False) -> bool:
 
 _FUNCTIONS: dict[Callable, Callable] = {
     np.empty_like: _like,
-    np.zeros_like: _filled_like,
-    np.ones_like: _filled_like,
+    np.zeros_like: _zeros_like,
+    np.ones_like: _ones_like,
     np.full_like: _full_like,
     np.copyto: _copyto,
     np.where: _where,

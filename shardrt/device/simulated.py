@@ -124,7 +124,7 @@ class SimulatedDevice(Device):
         self.dry_run = dry_run
         self.label = self._phase = ""
         self.on_step: Callable[[int], None] | None = None  # called with each optimizer step, from 0
-        # Called behind each: with the name, the arrays read and written, and the arguments of a kernel; with
+        # Called behind each: with the name, the arrays read and written, and the arguments; with
         # the call, its world ranks, the arrays, and the Reduction.
         self.on_work: Callable[[str, list[Any], list[Any], tuple], None] | None = None
         self.on_collective: Callable[[str, Any, Any, Any, Any], None] | None = None

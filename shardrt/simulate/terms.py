@@ -9,7 +9,21 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-__all__ = ["Gradient", "Memory", "Packed", "Parameters", "Piece", "Term", "Unknown", "Value", "overlaid"]
+from shardrt.simulate.ranks import Ranks
+
+__all__ = [
+    "Gradient",
+    "Memory",
+    "Packed",
+    "Parameters",
+    "Piece",
+    "Received",
+    "Term",
+    "Unknown",
+    "Value",
+    "joined",
+    "overlaid",
+]
 
 
 @dataclass(frozen=True)
@@ -39,17 +53,38 @@ class Gradient:
 
 
 @dataclass(frozen=True)
+class Received:
+    """What `rank`, which does something else, gives in a collective: the call `number` of a group."""
+
+    group: str
+    number: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"what rank {self.rank} gives in call {self.number} of {self.group}"
+
+
+@dataclass(frozen=True)
 class Term:
     """scale * elements base, base + 1, ... of a source, summed over world ranks.
 
-    factors: addresses of numbers on the device that scale it, too.
+    ranks: None for parameters.
+    factors: what the script scales it by, too: numbers, and addresses of numbers on the device.
     """
 
-    source: Parameters | Gradient
+    source: Parameters | Gradient | Received
     base: int
-    ranks: frozenset[int] = frozenset()
+    ranks: Ranks | None = None
     scale: float = 1.0
-    factors: tuple[int, ...] = ()
+    factors: tuple[float | str, ...] = ()
+
+    def moved(self, by: int) -> "Term":
+        """The same, that many elements further."""
+        return replace(self, base=self.base + by) if by else self
+
+    def scaled(self, scale: float) -> "Term":
+        """`scale` times as much."""
+        return replace(self, scale=self.scale * scale) if scale != 1.0 else self
 
 
 @dataclass(frozen=True)
@@ -70,6 +105,26 @@ class Packed:
 Value = tuple[Term, ...] | Packed | Unknown | None  # (): zeros; None: nothing that is followed
 
 
+def joined(terms: Iterable[Term]) -> tuple[Term, ...]:
+    """The sum of terms. Those that differ in their ranks alone are one, and equal ones have their scales added."""
+    alike: dict[tuple, dict[Ranks | None, Term]] = {}
+    for term in terms:
+        same = alike.setdefault((term.source, term.base, term.factors), {})
+        known = same.get(term.ranks)
+        same[term.ranks] = term if known is None else replace(known, scale=known.scale + term.scale)
+    found: list[Term] = []
+    for same in alike.values():
+        scales: dict[float, list[Term]] = {}
+        for term in same.values():
+            scales.setdefault(term.scale, []).append(term)
+        for some in scales.values():
+            every = [rank for term in some for rank in term.ranks or ()] if len(some) > 1 else []
+            if every and len(set(every)) == len(every):
+                some = [replace(some[0], ranks=Ranks.of(every))]
+            found += [term for term in some if term.scale]
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Piece:
     """Bytes [start, stop) with elements of `item` bytes."""
@@ -81,10 +136,17 @@ class Piece:
 
     def part(self, start: int, stop: int) -> "Piece":
         """Some of its bytes."""
+        if (start, stop) == (self.start, self.stop):
+            return self
         moved, value = (start - self.start) // self.item, self.value
-        if isinstance(value, tuple) and moved:
-            value = tuple(replace(term, base=term.base + moved) for term in value)
+        if isinstance(value, tuple):
+            value = tuple(term.moved(moved) for term in value)
         return Piece(start, stop, self.item, value)
+
+    def moved(self, by: int) -> "Piece":
+        """The same place with what lies that many elements further."""
+        moved = isinstance(self.value, tuple)
+        return replace(self, value=tuple(term.moved(by) for term in self.value)) if moved else self
 
     def at(self, start: int, origin: int, item: int) -> "Piece":
         """The same elements, with `item` bytes each, as far behind `origin` as they are behind `start`."""

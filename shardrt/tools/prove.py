@@ -90,18 +90,25 @@ def _gradients(follow: Follow, ranks: int) -> tuple[bool, list[str]]:
     findings = follow.findings
     if findings:
         return True, [line for finding in findings[:4] for line in str(finding).splitlines()]
+    checks = [follower.checks for follower in follow.followers]
     updates, reads, outside = (
-        sum(getattr(each, name) for each in follow.followers) for name in ("updates", "reads", "outside")
+        sum(getattr(each, name) for each in checks) for name in ("updates", "reads", "outside")
     )
-    weights = {scale for each in follow.followers for scale, _ in each.weights.values()}
     if not updates:
         return True, ["no update of a sharded unit"]
-    said = ", ".join(f"{weight:g}" for weight in sorted(weights))
+    scales = sorted({scale for each in checks for scale, _ in each.weights.values()})
+    losses = sorted(set().union(*(each.of_losses for each in checks)))
     return False, [
-        f"{updates} updates have each gradient once, with weight {said}",
+        f"{updates} updates have each gradient once, with weight {_some(scales)} of its rank",
+        *([f"losses enter with weight {_some(losses)}"] if losses else []),
         f"{reads} reads of gathered parameters find the newest",
         *([f"{outside} updates of parameters in no unit are not followed"] if outside else []),
     ]
+
+
+def _some(numbers: Sequence[float]) -> str:
+    said = list(dict.fromkeys(f"{number:g}" for number in numbers))
+    return ", ".join(said[:4]) + (", ..." if len(said) > 4 else "")
 
 
 def _memory(programs: Sequence[Program], at_most: int | None) -> tuple[bool, list[str]]:

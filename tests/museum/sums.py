@@ -37,7 +37,7 @@ SUMS = [
         did="Of a module that forward used twice, the gradient of one use was lost.",
         check="gradients",
         first=r"the gradient of blocks.1 from backward run 0",
-        operation="`adamw.step`",
+        operation="`reduce_scatter`",
         changes=(
             Change(WholeGradient.target, "accumulate = position in self.written", "accumulate = False"),
         ),
@@ -140,7 +140,7 @@ MORE = [
         title="[BUG] final_layernorm gradient mismatch when TP+SP enabled",
         did="Gradients of norms lacked the parts of the other ranks of the tensor axis.",
         check="gradients",
-        first=r"the gradient of \S+ .*sum over ranks",
+        first=r"the gradient of \S+ .*is of the positions of one of ranks",
         operation="`adamw.step`",
         changes=(Change(SequenceParallel.apply, "partial(parameter, axis)", "pass"),),
         program=partial(train_tensor_parallel, sequence=True),

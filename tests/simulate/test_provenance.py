@@ -88,9 +88,9 @@ def test_what_is_right_is_proved(name, like):
     follow = followed_in(like, **SETTINGS[name])
     assert follow.findings == []
     (follower,) = follow.followers
-    assert follower.updates >= 6
-    assert follower.reads > 0 or name == "NO_SHARD"
-    assert {scale for scale, _ in follower.weights.values()} == {1 / RANKS}
+    assert follower.checks.updates >= 6
+    assert follower.checks.reads > 0 or name == "NO_SHARD"
+    assert {scale for scale, _ in follower.checks.weights.values()} == {1 / RANKS}
 
 
 def test_many_ranks_take_as_long_as_few():
@@ -102,7 +102,7 @@ def test_axes_next_to_the_data_are_followed(names, tmp_path):
     with followed() as follow:
         recorded(Case(names), tmp_path, follow)
     assert follow.findings == []
-    assert sum(follower.updates for follower in follow.followers) > 0
+    assert sum(follower.checks.updates for follower in follow.followers) > 0
 
 
 def left_out(patch):
@@ -177,8 +177,8 @@ MUTATIONS = {  # settings, message, operation
     to_the_wrong_place: ({}, "element .* is read, but", "linear.forward"),
     not_again: ({}, "parameters of last .* is read, but", "linear"),
     without_the_batch_before: ({}, "from backward run 0 is missing from element 0 on", "adamw.step"),
-    over_the_first_use: ({}, "the gradient of same from backward run 0 is missing", "adamw.step"),
-    None: ({"factor": 8}, "the weight 0.125, others of this step 0.25", "adamw.step"),
+    over_the_first_use: ({}, "the gradient of same from backward run 0 is missing", "reduce"),
+    None: ({"factor": 8}, "the loss of .* has the weight 0.125 in .* last of rank 0, and 0.25", "adamw.step"),
 }
 
 

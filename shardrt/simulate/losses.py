@@ -1,0 +1,144 @@
+"""Losses: with what weight each loss enters a gradient, and along which ranks its positions are cut.
+
+A backward run begins with a number, 1. Multiplications give that number a factor, until a kernel makes an
+array of it: this is the kernel of a loss. From there on, what a kernel of backward writes has the losses of
+what it reads. Collectives of backward cut positions among ranks and put them together again, as sequence
+parallelism does.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from shardrt.device.addresses import block_of
+from shardrt.device.shapes import Shaped
+from shardrt.simulate.ranks import Ranks
+
+__all__ = ["Loss", "Losses", "Message"]
+
+Array = Any
+_COPIES = ("copy", "numpy.copy")
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one rank sends another: the call `number` of a group between two world ranks."""
+
+    group: str
+    ends: tuple[int, int]
+    number: int
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss in an array of backward.
+
+    source: the site of the kernel that made an array of it; "" while it is a number; or a message.
+    cut: groups of ranks among which its positions are cut.
+    exchanged: those of them that an all-to-all has brought together, until another one.
+    """
+
+    source: str | Message
+    weight: float = 1.0
+    cut: frozenset[Ranks] = frozenset()
+    exchanged: frozenset[Ranks] = frozenset()
+
+
+class Losses:
+    """The losses in the arrays of a rank, and in what it has sent."""
+
+    def __init__(self) -> None:
+        self.sent: dict[Message, frozenset[Loss]] = {}
+        self._of: WeakKeyDictionary = WeakKeyDictionary()  # by block of memory
+        self._run: Any = None  # the backward run that goes on
+        self._made: Counter[str] = Counter()  # arrays that kernels have made of numbers in it, by site
+
+    def of(self, arrays: Sequence[Any]) -> frozenset[Loss]:
+        """Those of all arrays."""
+        found: frozenset[Loss] = frozenset()
+        for array in arrays:
+            found |= self._of.get(block_of(array), frozenset()) if isinstance(array, Shaped) else frozenset()
+        return found
+
+    def work(
+        self, name: str, reads: Sequence[Array], writes: Sequence[Array], args: tuple, site: str, run: Any
+    ) -> None:
+        """A kernel or a function of NumPy. run: the backward run that it is in, or None."""
+        if name == "numpy.fill" and writes[0].size == 1:  # the 1, or what a user has in its place
+            self._of[block_of(writes[0])] = frozenset([Loss("", float(args[0]))])
+            return
+        if run is None and not name.startswith(_COPIES):
+            return
+        if run is not self._run:
+            self._run, self._made = run, Counter()
+        losses = self.of(reads)
+        numbers = {loss for loss in losses if loss.source == ""}
+        if numbers and any(array.size > 1 for array in writes if isinstance(array, Shaped)):
+            self._made[site] += 1
+            site += f", {self._made[site]}" if self._made[site] > 1 else ""
+        for array in writes:
+            if not isinstance(array, Shaped):
+                continue
+            found = losses
+            if numbers and array.size > 1:
+                found = (losses - numbers) | {replace(loss, source=site) for loss in numbers}
+            elif numbers:
+                found = frozenset(_scaled(loss, name, args) for loss in numbers)
+            self._put(array, found)
+
+    def collective(self, call: str, ranks: Ranks, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        """A collective of activations' gradients."""
+        losses = self.of(reads)
+        if not losses:
+            return
+        group = frozenset([ranks])
+        if call == "all_gather":  # into the buffer that the own part lies in
+            whole = frozenset(replace(loss, cut=loss.cut - group) for loss in losses)
+            self._of.update((block_of(array), whole) for array in writes if block_of(array) is not None)
+            return
+        if call == "reduce_scatter":
+            losses = frozenset(replace(loss, cut=loss.cut | group) for loss in losses)
+        elif call == "all_to_all":
+            losses = frozenset(_exchanged(loss, ranks) for loss in losses)
+        for array in writes:
+            self._put(array, losses)
+
+    def send(self, message: Message, array: Array) -> None:
+        """An array is sent."""
+        self.sent[message] = self.of([array])
+
+    def receive(self, message: Message, array: Array) -> None:
+        """An array is received."""
+        self._put(array, frozenset([Loss(message)]))
+
+    def _put(self, array: Array, losses: frozenset[Loss]) -> None:
+        block = block_of(array)
+        if block is None:
+            return
+        if array.nbytes < block.nbytes:  # the rest has what it had
+            losses |= self._of.get(block, frozenset())
+        if losses:
+            self._of[block] = losses
+        else:
+            self._of.pop(block, None)
+
+
+def _scaled(loss: Loss, name: str, args: tuple) -> Loss:
+    """A number behind a multiplication or division by one of the host. One of the device is not known."""
+    numbers = [float(arg) for arg in args if not isinstance(arg, Shaped)]
+    if name == "numpy.multiply" and numbers:
+        return replace(loss, weight=loss.weight * numbers[0])
+    if name == "numpy.divide" and numbers and isinstance(args[0], Shaped):
+        return replace(loss, weight=loss.weight / numbers[0])
+    return loss
+
+
+def _exchanged(loss: Loss, ranks: Ranks) -> Loss:
+    """Behind an all-to-all of experts: a rank has its experts' positions of all ranks, or its own again."""
+    inside, back = (
+        frozenset(group for group in groups if all(rank in ranks for rank in group))
+        for groups in (loss.cut, loss.exchanged)
+    )
+    return replace(loss, cut=loss.cut - inside | back, exchanged=loss.exchanged - back | inside)
