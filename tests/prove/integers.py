@@ -3,9 +3,9 @@
     truth = truth_of(setting)
     assert truth.differences() == []
 
-The ranks are threads with the CPU's arrays and collectives. Each op writes its gradient of a parameter; then
-integers take its place, made from the rank, step, backward run, use and element. What the optimizer reads must
-be the sum of all that the ranks of the parameter wrote, divided by the factor of the loss. Sums of small
+The ranks are threads with the CPU's arrays and collectives. Each op writes its gradient of a parameter. Then
+integers take its place, made from the rank, step, backward run, use and element. What the optimizer reads
+must be the sum of all that the ranks of the parameter wrote, divided by the factor of the loss. Sums of small
 integers are exact in float32. After an update the shard gets integers made from the update and the element,
 and each read of gathered parameters must find those.
 """
@@ -32,6 +32,8 @@ from shardrt.kernels import cpu
 from tests.fsdp import paired
 
 HIGHEST = 16  # of a gradient's integers: 16 of them add up to at most 256, which bfloat16 has exactly
+# What is whole on each rank of "tp", of whose gradient each has a term where tokens are cut over them.
+TERMS = ("norm.weight", "norm.bias", ".down.bias", ".attention.output.bias")
 PART = 2.0**-10  # parameters are up to 255 of these, which bfloat16 has exactly
 
 
@@ -57,6 +59,11 @@ class Setting:
     def of_a_stage(self) -> int:
         """Ranks of each stage of a pipeline, or all. Those of one stage follow each other."""
         return self.ranks // dict(self.axes).get("pp", 1)
+
+    @property
+    def backwards(self) -> int:
+        """Backward runs of a step."""
+        return len(paired.turns(self.options)) * (2 if "pipeline" in self.options else 1)
 
     @property
     def divided_by(self) -> int:
@@ -170,7 +177,7 @@ class Truth:
         """The integers of one more use of a parameter in this backward run, which count from now on."""
         rank, name = self.rank_of[group], group.parameters[position].name
         key = rank, self.steps[rank], name
-        run = autograd.running()
+        run = autograd.running().outermost
         self.kept.append(run)
         number = self.runs[key].setdefault(id(run), len(self.runs[key]))
         use = self.count[key]
@@ -228,12 +235,23 @@ class Truth:
 
     # -- afterwards
 
-    def mates(self, group: ParameterGroup) -> list[int]:
-        """The ranks whose gradients an update of the group needs."""
-        rank, key = self.rank_of[group], group.key
-        found = set(group.settings.mesh.ranks.ravel().tolist())
-        axes = ["tp"] * bool(key.partial) + ["pp"] * bool(key.tied)
-        return sorted({other for each in found for other in self.setting.along(each, *axes)} | {rank})
+    def mates(self, group: ParameterGroup, name: str) -> list[int]:
+        """The ranks whose gradients of a parameter are added up, as the program says.
+
+        They are those of the data, or of experts' own mesh. With tokens cut over "tp", each of its ranks has
+        a term of parameters that are whole on each. Two stages of "pp" have a term of the embedding each.
+        """
+        rank, options = self.rank_of[group], self.setting.options
+        axes = ["dp_replicate", "dp_shard", "cp"]
+        if name.endswith(TERMS) and "sequence" in options.get("parallel", []):
+            axes.append("tp")
+        if ".router." in name or (".experts." in name and not paired.spread(options)):
+            axes.append("tp")
+        if name == "embed.weight":
+            axes.append("pp")
+        if ".experts." in name and paired.spread(options):
+            return group.settings.mesh.ranks.ravel().tolist()
+        return self.setting.along(rank, *axes)
 
     def differences(self) -> list[str]:
         """Where an update or a read has not had the right values: nothing if the step is right."""
@@ -241,7 +259,6 @@ class Truth:
 
     def _wrong_updates(self) -> Iterator[str]:
         done: dict[tuple[int, int, str], list[tuple[int, int]]] = defaultdict(list)
-        by_group = {group: self.mates(group) for group in self.rank_of}
         for rank, step, group, start, gradient in self.updated:
             for entry, parameter in zip(group.layout.entries, group.parameters, strict=True):
                 first, last = max(start, entry.offset), min(start + len(gradient), entry.stop)
@@ -249,7 +266,8 @@ class Truth:
                     continue
                 own = slice(first - entry.offset, last - entry.offset)
                 done[rank, step, parameter.name].append((own.start, own.stop))
-                all_of_it = [self.made.get((other, step, parameter.name)) for other in by_group[group]]
+                mates = self.mates(group, parameter.name)
+                all_of_it = [self.made.get((other, step, parameter.name)) for other in mates]
                 wanted = sum((each[own] for each in all_of_it if each is not None), np.zeros(last - first))
                 found = gradient[first - start : last - start] * self.setting.divided_by
                 wrong = np.flatnonzero(~(np.abs(found - wanted) < 0.25))
@@ -259,15 +277,16 @@ class Truth:
                         f"step {step}, rank {rank}: element {own.start + at} of {parameter.name} is updated "
                         f"with {found[at]:g}, not {wanted[at]:g} ({len(wrong)} of {last - first} are wrong)"
                     )
-        yield from self._left_out(done, by_group)
+        yield from self._left_out(done)
 
-    def _left_out(self, done, by_group) -> Iterator[str]:
+    def _left_out(self, done) -> Iterator[str]:
         for group, rank in self.rank_of.items():
             low, high = self._own(group)
             for step in range(self.steps[rank]):
                 for entry, parameter in zip(group.layout.entries, group.parameters, strict=True):
                     first, last = max(low, entry.offset), min(high, entry.stop)
-                    used = any((other, step, parameter.name) in self.made for other in by_group[group])
+                    mates = self.mates(group, parameter.name)
+                    used = any((other, step, parameter.name) in self.made for other in mates)
                     if not used or first >= last:
                         continue
                     count = np.zeros(entry.size)

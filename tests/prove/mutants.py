@@ -448,7 +448,8 @@ class Mutant:
 
     def __str__(self) -> str:
         which = "each call" if self.call == EVERY else f"call {self.call}"
-        return f"{self.kind}: {self.way}, {which} of {WAYS[self.way][1].name} for {self.key!r} in setting {self.seed}"
+        seam = WAYS[self.way][1].name
+        return f"{self.kind}: {self.way}, {which} of {seam} for {self.key!r} in setting {self.seed}"
 
 
 class Switch:
@@ -569,7 +570,7 @@ def mutants(count: int, seed: int = 0) -> list[Mutant]:
 
 @dataclass
 class Result:
-    """differences: what real ranks had wrong, or raised. rank: the first of whose program something is found."""
+    """differences: what real ranks had wrong, or raised. rank: the first in whose program something is found."""
 
     mutant: Mutant
     differences: list[str]
@@ -607,7 +608,7 @@ def _proved(mutant: Mutant, rank: int) -> tuple[Proof, int]:
 
 
 # Why a mutation may change nothing.
-SLOT = "the slot has these values still, from the gather before, or no op reads it until the next gather"
+SLOT = "the slot has these values from the gather before, no op reads them, or only padding is moved"
 ZEROS = "the memory that is added to has zeros still, or what is left out is zeros of an unused unit"
 EQUIVALENT = {
     "no wait": "other waits order the same uses of memory",

@@ -15,7 +15,9 @@ def check(seed):
     given = setting(seed)
     truth, proof = truth_of(given), proof_of(given)
     assert truth.differences() == []
-    assert truth.updated and truth.reads
+    assert truth.updated
+    assert truth.reads
+    assert {runs for runs, _ in truth.uses().values()} == {given.backwards}
     assert (proof.findings, proof.order, proof.raised) == ([], [], "")
     assert proof.updates > 0
     assert proof.weights == {1 / given.divided_by}
