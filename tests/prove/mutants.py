@@ -1,8 +1,9 @@
 """Seeded mutations of a training step, at seams that real ranks and the simulated world share.
 
 A mutation changes one call of a seam, or all calls for one unit, in one setting: all ranks do the same wrong
-thing. On real ranks the integers (integers.py) say whether it changes what the optimizer reads or an op reads.
-In the simulated world `shardrt prove` must find it, if it does.
+thing. On real ranks the integers (integers.py) say whether it changes what the optimizer reads or an op
+reads. In the simulated world `shardrt prove` must find it, if it does. On the CPU the host computes, and
+needs fewer waits: missing waits are looked for in programs of a GPU, too.
 """
 
 import sys
@@ -19,7 +20,8 @@ import pytest
 from shardrt import optim
 from shardrt.comm import thread, world
 from shardrt.comm.protocol import Communicator
-from shardrt.device.cpu import InlineStream, ThreadStream
+from shardrt.device.cpu import CPUDevice, InlineStream, ThreadStream
+from shardrt.device.cuda import CUDADevice
 from shardrt.device.simulated import SimulatedStream
 from shardrt.fsdp import collectives, units
 from shardrt.fsdp.gathers import Gathers
@@ -50,10 +52,14 @@ KINDS = (GROUP, PLACE, DIVISOR, MISSING, DOUBLED, WAIT, STALE, SLICE, TIE)
 class Ranks:
     """What a mutation needs of one rank: its groups, other communicators, and how often it came to a seam."""
 
-    def __init__(self, mesh: Any, model: Any) -> None:
+    def __init__(self, mesh: Any, model: Any, others: bool) -> None:
         self.groups = {group.label: group for unit in units(model) for group in unit.groups}
         self.counts: Counter[tuple[str, str]] = Counter()
         self.others: dict[tuple[int, str], Communicator] = {}
+        self.tags = {group.tag for group in self.groups.values()}
+        self.axes: list[Communicator] = []
+        if not others:
+            return
         for label in sorted(self.groups):
             ranks = self.groups[label].ranks
             for communicator in (ranks.reduce, ranks.gather, ranks.replicate):
@@ -94,6 +100,8 @@ def _members(communicator: Communicator) -> tuple[int, ...]:
 
 def _local(call, here, comm, output, buffer, *, stream, scale=1.0, accumulate=False, kind="", tag=""):
     """This rank's own part in the place of the sum."""
+    if comm.size == 1:
+        return False
     own = buffer[comm.rank * output.size : (comm.rank + 1) * output.size]
     kernels = here_device(output).kernels.reduce
     if kind:
@@ -460,9 +468,8 @@ class Switch:
         self.calls: Counter[tuple[str, str]] = Counter()  # of rank 0, and of others what it has not
 
     def begun(self, mesh: Any, model: Any, optimizer: Any) -> None:
-        here = Ranks(mesh, model)
-        here.tags = {group.tag for group in here.groups.values()}
-        _here[world.current().rank] = here
+        others = self.mutant is not None and self.mutant.kind == GROUP
+        _here[world.current().rank] = Ranks(mesh, model, others)
 
     def wrap(self, seam: Seam, call: Callable) -> Callable:
         way = WAYS[self.mutant.way] if self.mutant is not None else None
@@ -548,6 +555,7 @@ BASES = (
 )
 
 
+@cache
 def mutants(count: int, seed: int = 0) -> list[Mutant]:
     """As many different ones, each of which changes a call, of all ways by turns."""
     random, found, names = np.random.default_rng(seed), {}, list(WAYS)
@@ -570,7 +578,7 @@ def mutants(count: int, seed: int = 0) -> list[Mutant]:
 
 @dataclass
 class Result:
-    """differences: what real ranks had wrong, or raised. rank: the first in whose program something is found."""
+    """differences: what real ranks had wrong. rank: the first in whose program something is found."""
 
     mutant: Mutant
     differences: list[str]
@@ -591,7 +599,7 @@ def result_of(mutant: Mutant) -> Result:
             differences = truth_of(mutant.setting, switch.begun).differences()
         except Exception as error:
             differences = [f"raises {type(error).__name__}: {error}"]
-    for rank in range(mutant.setting.of_a_stage):
+    for rank in range(1 if mutant.kind == WAIT else mutant.setting.of_a_stage):
         proof = _proved(mutant, rank)[0]
         if proof.found_by:
             return Result(mutant, differences, proof, rank)
@@ -601,10 +609,15 @@ def result_of(mutant: Mutant) -> Result:
 @lru_cache(4096)
 def _proved(mutant: Mutant, rank: int) -> tuple[Proof, int]:
     """What the checks say, with races for waits, of the program of a rank; and how many calls are changed."""
-    switch = Switch(mutant)
-    with switch.on():
-        proof = proof_of(mutant.setting, switch.begun, races=mutant.kind == WAIT, rank=rank)
-    return proof, switch.changed
+    waits, changed = mutant.kind == WAIT, 0
+    for like in (CPUDevice, CUDADevice) if waits else (CPUDevice,):
+        switch = Switch(mutant)
+        with switch.on():
+            proof = proof_of(mutant.setting, switch.begun, races=waits, rank=rank, like=like)
+        changed += switch.changed
+        if proof.races:
+            break
+    return proof, changed
 
 
 # Why a mutation may change nothing.
@@ -616,6 +629,7 @@ EQUIVALENT = {
     "update not noticed": "the unit is not gathered when it is updated",
     "gaps and unused not cleared": "only gaps between parameters, which no update reads",
     "gathered twice": "a second gather writes what is there",
+    "next rank's part of the copies": "only padding is summed in the wrong place",
     **dict.fromkeys(
         (
             "not gathered",

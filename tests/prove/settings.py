@@ -116,7 +116,13 @@ class Proof:
         return [name for name, wrong in checks.items() if wrong]
 
 
-def proof_of(setting: Setting, begun: Callable | None = None, races: bool = False, rank: int = 0) -> Proof:
+def proof_of(
+    setting: Setting,
+    begun: Callable | None = None,
+    races: bool = False,
+    rank: int = 0,
+    like: type = CPUDevice,
+) -> Proof:
     """What the checks say of the same program, of which one rank of each role is recorded.
 
     rank: the rank of each stage of a pipeline that is recorded.
@@ -129,7 +135,7 @@ def proof_of(setting: Setting, begun: Callable | None = None, races: bool = Fals
             programs = record_of(
                 partial(train, setting, None, begun),
                 setting.ranks,
-                like=CPUDevice,
+                like=like,
                 local_size=MOST_RANKS,
                 follow=follow,
                 stands_for=roles,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.prove.mutants import EVERY, KINDS, Mutant, mutants, result_of, unexplained
+from tests.prove.mutants import EVERY, KINDS, WAIT, Mutant, mutants, result_of, unexplained
 
 SPREAD = (
     Mutant(22, "over ranks in reverse", "(root) reduce", 1),
