@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardrt import optim
+from shardrt import device, optim
 from shardrt.comm import thread, world
 from shardrt.comm.protocol import Communicator
 from shardrt.device.cpu import CPUDevice, InlineStream, ThreadStream
@@ -33,7 +33,7 @@ from tests.prove.settings import Proof, proof_of, setting
 
 OFFSET = 16  # elements: a shard begins at a multiple of these
 EVERY = -1  # call of a mutation
-PATIENCE = 5.0  # seconds until real ranks that wait for each other raise
+PATIENCE = 20.0  # seconds until real ranks that wait for each other raise
 
 GROUP, PLACE, DIVISOR, MISSING, DOUBLED, WAIT, STALE, SLICE, TIE = (
     "wrong group",
@@ -95,25 +95,21 @@ def _members(communicator: Communicator) -> tuple[int, ...]:
     return tuple(communicator._group.members)
 
 
-# -- what mutations do: do(call, here, *arguments of the seam); False: nothing is to be changed here
+# -- what mutations do: do(call, here, *arguments of the seam), with the seam's own call. UNCHANGED: nothing.
+
+UNCHANGED = object()
 
 
 def _local(call, here, comm, output, buffer, *, stream, scale=1.0, accumulate=False, kind="", tag=""):
     """This rank's own part in the place of the sum."""
     if comm.size == 1:
-        return False
+        return UNCHANGED
     own = buffer[comm.rank * output.size : (comm.rank + 1) * output.size]
-    kernels = here_device(output).kernels.reduce
+    kernels = device.of(output).kernels.reduce
     if kind:
         stream.submit(kernels.sum_packed, output, [own], scale, accumulate, kind)
     else:
         stream.submit(kernels.sum_into, output, [own], scale, accumulate)
-
-
-def here_device(array):
-    from shardrt import device
-
-    return device.of(array)
 
 
 def _skip(call, here, *args, **kwargs):
@@ -134,25 +130,25 @@ def _scaled(factor):
 
 def _unscaled(call, here, comm, output, buffer, *, scale=1.0, **how):
     if scale == 1:
-        return False
+        return UNCHANGED
     call(comm, output, buffer, scale=1.0, **how)
 
 
 def _scaled_twice(call, here, comm, output, buffer, *, scale=1.0, **how):
     if scale == 1:
-        return False
+        return UNCHANGED
     call(comm, output, buffer, scale=scale * scale, **how)
 
 
 def _forgets(call, here, comm, output, buffer, *, accumulate=False, **how):
     if not accumulate:
-        return False
+        return UNCHANGED
     call(comm, output, buffer, accumulate=False, **how)
 
 
 def _adds(call, here, comm, output, buffer, *, accumulate=False, **how):
     if accumulate:
-        return False
+        return UNCHANGED
     call(comm, output, buffer, accumulate=True, **how)
 
 
@@ -160,7 +156,7 @@ def _over(which):
     def do(call, here, comm, output, buffer, **how):
         other = here.other(comm, which)
         if other is None:
-            return False
+            return UNCHANGED
         call(other, output, buffer[: output.size * other.size], **how)
 
     return do
@@ -170,7 +166,7 @@ def _gather_over(which):
     def do(call, here, comm, buffer, **how):
         other = here.other(comm, which)
         if other is None:
-            return False
+            return UNCHANGED
         call(other, buffer[: buffer.size // comm.size * other.size], **how)
 
     return do
@@ -179,7 +175,7 @@ def _gather_over(which):
 def _gather_part(call, here, comm, buffer, **how):
     """Ranks gather as if shards were half as long."""
     if buffer.size % (2 * comm.size):
-        return False
+        return UNCHANGED
     call(comm, buffer[: buffer.size // 2], **how)
 
 
@@ -197,7 +193,7 @@ def _of_next(call, here, transfer, slot, output, streams):
     """To the place of the next rank's shard."""
     group = transfer.group
     if group.ranks.size == 1:
-        return False
+        return UNCHANGED
     low, high = group.layout.shard_range((group.ranks.rank + 1) % group.ranks.size)
     call(transfer, slot, slot.array[low:high], streams)
 
@@ -218,41 +214,41 @@ def _stays(call, here, gathers, unit):
 
 
 def _first_only(call, here, path, position):
-    array, accumulate = call(path, position)
-    if not accumulate:
-        return False, (array, accumulate)
-    return array, False
+    if position not in path.written:
+        return UNCHANGED
+    return call(path, position)[0], False
 
 
 def _to_old(call, here, path, position):
-    array, accumulate = call(path, position)
-    return (array, True) if not accumulate else (False, (array, accumulate))
+    if position in path.written:
+        return UNCHANGED
+    return call(path, position)[0], True
 
 
 def _shifted_target(by):
     def do(call, here, path, position):
-        array, accumulate = call(path, position)
-        entry, slot = path.layout.entries[position], path.slot.array
-        if type(path) is not WholeGradient or entry.stop + by > slot.size:
-            return False, (array, accumulate)
-        return slot[entry.offset + by : entry.stop + by].reshape(entry.shape), accumulate
+        entry = path.layout.entries[position]
+        if type(path) is not WholeGradient or entry.stop + by > path.slot.array.size:
+            return UNCHANGED
+        _, accumulate = call(path, position)
+        return path.slot.array[entry.offset + by : entry.stop + by].reshape(entry.shape), accumulate
 
     return do
 
 
 def _target_of_another(call, here, path, position):
-    array, accumulate = call(path, position)
     entries = path.layout.entries
     alike = [n for n, e in enumerate(entries) if n != position and e.shape == entries[position].shape]
     if type(path) is not WholeGradient or not alike:
-        return False, (array, accumulate)
+        return UNCHANGED
+    _, accumulate = call(path, position)
     return path.view(alike[0]), accumulate
 
 
 def _send_from(by):
     def do(call, here, path, slot, out, accumulate):
         if type(path) is not WholeGradient or slot.array.size < path.full + by:
-            return False
+            return UNCHANGED
         full = slot.array[by : path.full + by]
         collectives.reduce_scatter(path.group, slot, full, out, accumulate, path.streams)
 
@@ -262,7 +258,7 @@ def _send_from(by):
 def _send_how(before):
     def do(call, here, path, slot, out, accumulate):
         if accumulate is not before:
-            return False
+            return UNCHANGED
         call(path, slot, out, not before)
 
     return do
@@ -274,20 +270,15 @@ def _send_twice(call, here, path, slot, out, accumulate):
 
 
 def _next_piece(call, here, group, output, wire, kind, streams, scale=1.0):
-    """Copies sum the next rank's part of the shard."""
-    ranks, stream = group.ranks, streams.reduce
-    if ranks.replicate is None or ranks.replicate.size == 1:
-        return False
-    if ranks.size > 1:
-        ranks.reduce.reduce_scatter(output, wire, stream=stream, kind=kind, tag=group.tag)
-        wire, kind = output, ""
-    count, copies = output.size // ranks.replicate.size, ranks.replicate
-    place = (copies.rank + 1) % copies.size
+    """Copies sum the next rank's part of the shard. (What is summed in place must be the own part.)"""
+    copies, stream = group.ranks.replicate, streams.reduce
+    if group.ranks.size > 1 or copies.size == 1 or not kind:
+        return UNCHANGED
+    count, place = output.size // copies.size, (copies.rank + 1) % copies.size
     piece = output[place * count : (place + 1) * count]
-    if wire is output or kind == "" and np.shares_memory(wire, piece):  # no two may overlap so
-        return False
     copies.reduce_scatter(piece, wire, stream=stream, scale=scale, kind=kind, tag=group.tag)
     copies.all_gather(output, stream=stream, tag=group.tag)
+    return None
 
 
 def _clears_nothing(call, here, path):
@@ -309,7 +300,7 @@ def _update_with_last(call, here, optimizer, kernels, update):
     kept.append(update.arrays["gradient"])
     own = kept[-1]
     if len(kept) < 2 or kept[-2].size != own.size:
-        return False
+        return UNCHANGED
     call(optimizer, kernels, replace(update, arrays={**update.arrays, "gradient": kept[-2]}))
 
 
@@ -488,10 +479,8 @@ class Switch:
             if self.mutant.call not in (EVERY, number):
                 return call(*args, **kwargs)
             result = way[2](call, here, *args, **kwargs)
-            if result is False:
+            if result is UNCHANGED:
                 return call(*args, **kwargs)
-            if isinstance(result, tuple) and result[0] is False:
-                return result[1]
             self.changed += 1
             return result
 
