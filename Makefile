@@ -25,7 +25,7 @@ export PRTE_MCA_rmaps_default_mapping_policy := slot:oversubscribe
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check hosts processors aarch64 gpu softgpu docs lint clean
+.PHONY: help setup train test check prove hosts processors aarch64 gpu softgpu docs lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ test: $(FOR_TESTS) ## run the tests, JOBS=3 at a time; against PyTorch if it can
 
 check: $(FOR_TESTS) ## run the quick tests, in four minutes: nothing against PyTorch, nothing long
 	$(BIN)/python -m tests --quick -n $(JOBS) $(ARGS)
+
+prove: $(FOR_TESTS) ## prove the steps of each recipe in models/configs on 1 to 1,024 ranks (ARGS="--only gpt2 --ranks 8")
+	$(BIN)/python -m tests.prove_recipes $(ARGS)
 
 hosts: $(FOR_TESTS) $(OPEN_MPI) ## run all tests on several hosts, made of Linux namespaces by root (ARGS="-k contract ...")
 	@$(INSTALL_TORCH)

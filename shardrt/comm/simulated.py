@@ -139,6 +139,9 @@ class Channel:
         kind: str = "",
         parts: tuple[tuple[int, int], ...] = (),
         how: Any = None,
+        op: str = "",
+        tag: str = "",
+        waits: bool = False,
     ) -> int:
         """Record a call and return its number. Arrays with elements have no ranges.
 
@@ -159,7 +162,7 @@ class Channel:
             )
             for arrays in (reads, writes)
         )
-        ends = peer, launches, self.device.label, site(), grouped, dtype, root, parts
+        ends = peer, launches, self.device.label, site(), grouped, dtype, root, parts, op, tag, waits
         self.device.add(Collective(stream, call, self.name, number, nbytes, reads, writes, *ends))
         if self.device.on_collective is not None:
             self.device.on_collective(call, self.ranks, *given, how)
@@ -181,18 +184,20 @@ class SimulatedTransport(Transport):
         self._host = host
 
     def _keep(self, call: str, buffer: Array, *args: Any, **kwargs: Any) -> None:
+        """Record a call. No tag comes down to a transport: the label of the work holds it."""
         self._channel.role = self._host.role
-        self._channel.keep(call, self._device.stream_here(), buffer.nbytes, *args, **kwargs)
+        tag = self._device.label.partition(" ")[2]
+        self._channel.keep(call, self._device.stream_here(), buffer.nbytes, *args, tag=tag, **kwargs)
 
     def gather(self, buffer: Array) -> None:
         own, others = _apart(buffer, self._rank, self._size)
         self._keep("all_gather", buffer, own, others)
 
     def reduce_scatter(self, output: Array, buffer: Array, op: str, kind: str) -> None:
-        self._keep("reduce_scatter", buffer, [buffer], [output], kind=kind)
+        self._keep("reduce_scatter", buffer, [buffer], [output], kind=kind, op=op)
 
     def all_reduce(self, buffer: Array, op: str) -> None:
-        self._keep("all_reduce", buffer, [buffer], [buffer])
+        self._keep("all_reduce", buffer, [buffer], [buffer], op=op)
 
     def broadcast(self, buffer: Array, root: int) -> None:
         both = [[buffer], []]
@@ -204,13 +209,13 @@ class SimulatedTransport(Transport):
         self._keep("all_to_all", buffer, [buffer], [output], launches=messages, parts=_parts(buffer, *counts))
 
     def send(self, buffer: Array, peer: int) -> None:
-        self._keep("send", buffer, [buffer], peer=peer)
+        self._keep("send", buffer, [buffer], peer=peer, waits=True)
 
     def recv(self, buffer: Array, peer: int) -> None:
         self._keep("recv", buffer, [], [buffer], peer=peer)
 
     def exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
-        self._keep("send", buffer, [buffer], peer=to, grouped=True)
+        self._keep("send", buffer, [buffer], peer=to, grouped=True, waits=True)
         self.recv(output, source)
 
 
@@ -304,7 +309,7 @@ class SimulatedCommunicator(Communicator):
         if block_of(buffer) in self._board.shared:  # all slices are written in this buffer
             return self._barrier(tag)
         own, others = _apart(buffer, self.rank, self.size)
-        number = self._keep("all_gather", buffer.nbytes, own, others)
+        number = self._keep("all_gather", buffer.nbytes, own, others, tag=tag)
         if _has_values(buffer):
             values = self._reported(number, own[0].copy())
             for row, speaker in zip(buffer.reshape(self.size, -1), self._speakers, strict=True):
@@ -312,14 +317,15 @@ class SimulatedCommunicator(Communicator):
 
     def _reduce_scatter(self, output: Array, buffer: Array, how: Reduction, tag: str) -> None:
         reads = [buffer, output] if how.accumulate else [buffer]
-        number = self._keep("reduce_scatter", buffer.nbytes, reads, [output], kind=how.kind, how=how)
+        what = {"kind": how.kind, "how": how, "op": how.op, "tag": tag}
+        number = self._keep("reduce_scatter", buffer.nbytes, reads, [output], **what)
         if _has_values(output):
             own = slice(self.rank * output.size, (self.rank + 1) * output.size)
             total = how.scale * self._combined(number, buffer, how.op)[own]
             output[...] = output + total if how.accumulate else total
 
     def _all_reduce(self, buffer: Array, op: str, tag: str) -> None:
-        number = self._keep("all_reduce", buffer.nbytes, [buffer], [buffer])
+        number = self._keep("all_reduce", buffer.nbytes, [buffer], [buffer], op=op, tag=tag)
         if _has_values(buffer):
             buffer[...] = self._combined(number, buffer, op)
 
@@ -336,13 +342,13 @@ class SimulatedCommunicator(Communicator):
     def _broadcast(self, buffer: Array, root: int, tag: str) -> None:
         both = [[buffer], []]
         both = both if root == self.rank else both[::-1]
-        number = self._keep("broadcast", buffer.nbytes, *both, root=root)
+        number = self._keep("broadcast", buffer.nbytes, *both, root=root, tag=tag)
         if _has_values(buffer):
             buffer[...] = self._reported(number, buffer.copy())[self._speakers[root]]
 
     def _all_to_all(self, output: Array, buffer: Array, received: Any, sent: Any, tag: str) -> None:
         parts = _parts(buffer, sent or (), received or ())
-        number = self._keep("all_to_all", buffer.nbytes, [buffer], [output], parts=parts)
+        number = self._keep("all_to_all", buffer.nbytes, [buffer], [output], parts=parts, tag=tag)
         if _has_values(output):
             sent = sent or equal(buffer.size, self.size)
             values = self._reported(number, (buffer.copy(), slices(sent)))
@@ -357,7 +363,8 @@ class SimulatedCommunicator(Communicator):
         return self.channel.name, "letter", number, self.channel.ranks[source], self.channel.ranks[to]
 
     def _send(self, buffer: Array, peer: int, tag: str, direct: bool, grouped: bool = False) -> None:
-        number = self._keep("send", buffer.nbytes, [buffer], peer=peer, grouped=grouped)
+        how = {"grouped": grouped, "tag": tag, "waits": direct or grouped}
+        number = self._keep("send", buffer.nbytes, [buffer], peer=peer, **how)
         if _has_values(buffer) and self.channel.ranks[peer] in self._board.recorded:
             self._board.put(self._letter(number, self.rank, peer), buffer.copy())
 
@@ -365,7 +372,7 @@ class SimulatedCommunicator(Communicator):
         unknown = self.channel.ranks[peer] not in self._board.recorded
         if _has_values(buffer) and unknown and buffer.dtype.kind != "f":
             raise NotImplementedError(f"recv {tag}: {_UNKNOWN.format(peer)}")
-        number = self._keep("recv", buffer.nbytes, [], [buffer], peer=peer)
+        number = self._keep("recv", buffer.nbytes, [], [buffer], peer=peer, tag=tag)
         if _has_values(buffer) and not unknown:
             buffer[...] = self._board.take(self._letter(number, peer, self.rank))
 
@@ -374,7 +381,7 @@ class SimulatedCommunicator(Communicator):
         self._recv(output, source, "", False)
 
     def _barrier(self, tag: str) -> None:
-        self._keep("barrier", 0)
+        self._keep("barrier", 0, tag=tag)
 
 
 def _has_values(array: Array) -> bool:

@@ -76,6 +76,9 @@ class Collective:
             for a barrier.
         root: rank in the group that a broadcast begins with, else -1.
         parts: bytes to and from each rank of an all-to-all with counts that differ; (): equal parts.
+        op: of a reduction ("sum").
+        tag: the unit or array that the call is for, the same on all ranks; "" if none is known.
+        waits: a send ends only when its receiver takes it: NCCL's, and direct ones.
     """
 
     stream: str
@@ -93,6 +96,9 @@ class Collective:
     dtype: str = ""
     root: int = -1
     parts: tuple[tuple[int, int], ...] = ()
+    op: str = ""
+    tag: str = ""
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +199,7 @@ class Program:
     Attributes:
         alike: the ranks that issue the same, itself too.
         by_host: streams whose work the host does itself before it goes on: ops on a CPU.
+        exact: counts of rows, on which shapes depend, are the exchanged ones; else the planned ones.
     """
 
     rank: int = 0
@@ -201,8 +208,14 @@ class Program:
     groups: dict[str, Group] = field(default_factory=dict)
     alike: Sequence[int] = ()  # (): unknown
     by_host: tuple[str, ...] = ()
+    exact: bool = False
 
     @property
     def streams(self) -> list[str]:
         """All streams, in the order of their first item."""
         return list(dict.fromkeys(item.stream for item in self.items if getattr(item, "stream", "")))
+
+    def thread_of(self, item: Item) -> str:
+        """The stream that an item is in, or HOST."""
+        stream = getattr(item, "stream", HOST)
+        return HOST if stream in self.by_host else stream

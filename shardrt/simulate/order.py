@@ -8,7 +8,7 @@ that, and that is all:
 - what follows a Wait in its stream, and a HostWait on the host, comes after what the mark was recorded behind
 - no rank begins a collective before all recorded ranks of its group have come to it, and none leaves a
   reduction before all have read
-- a receive comes after everything before its send; a send waits for no rank
+- a receive comes after everything before its send; a send waits for no rank (but see deadlocks.py)
 
 A *point* is an item's place in its thread. Points are numbered so that what must come first has the lower
 number. A *join* of a point is a point of another thread that comes before it.
@@ -29,7 +29,6 @@ from shardrt.device.program import (
     Free,
     HostRead,
     HostWait,
-    Item,
     Program,
     Record,
     Wait,
@@ -152,11 +151,6 @@ class _Merge:
                 steps.append((index, MOVE))
         return steps
 
-    def _stream(self, number: int, item: Item) -> str:
-        """The stream that an item is in, or HOST."""
-        stream = getattr(item, "stream", HOST)
-        return HOST if stream in self.order.programs[number].by_host else stream
-
     def _group(self, number: int, name: str) -> tuple[int, int]:
         """A number for a group, the same in all its programs, and how many of its ranks are recorded."""
         if (number, name) not in self.groups:
@@ -198,7 +192,7 @@ class _Merge:
     def _go(self, number: int, index: int, phase: str) -> None:
         program = self.order.programs[number]
         item = program.items[index]
-        thread = (program.rank, self._stream(number, item))
+        thread = (program.rank, program.thread_of(item))
         joins: list[Join] = []
         if thread[1] != HOST:
             joins += self._issue(number, index, thread)
@@ -240,7 +234,7 @@ class _Merge:
         """Do the first step that can be done behind those that can't, in another stream than theirs."""
         stopped = set()
         for place, (index, phase) in enumerate(self.left[number]):
-            thread = self._stream(number, self.order.programs[number].items[index])
+            thread = self.order.programs[number].thread_of(self.order.programs[number].items[index])
             if thread not in stopped and self._ready(number, index, phase):
                 self._go(number, index, phase)
                 del self.left[number][place]

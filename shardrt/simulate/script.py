@@ -54,6 +54,7 @@ def record(
     values: Values | None = None,
     shape: tuple[int, ...] | None = None,
     follow: Callable[[SimulatedDevice], None] | None = None,
+    exact: bool = False,
 ) -> list[Program]:
     """What the recorded ranks issue in `steps` optimizer steps, or until the script ends.
 
@@ -67,6 +68,7 @@ def record(
         like, values: see SimulatedDevice.
         shape: of a mesh that the script gives none.
         follow: called with the device of each recorded rank, before the script runs.
+        exact: see Program. Experts then get the rows that the recorded ranks send, not the planned ones.
 
     Raises:
         NoScript: where there is none.
@@ -84,6 +86,7 @@ def record(
             values=values,
             shape=shape,
             follow=follow,
+            exact=exact,
         )
 
 
@@ -99,13 +102,14 @@ def record_of(
     values: Values | None = None,
     shape: tuple[int, ...] | None = None,
     follow: Callable[[SimulatedDevice], None] | None = None,
+    exact: bool = False,
 ) -> list[Program]:
     """As `record`, of what `function()` does.
 
     Args:
         steps: 0 for all.
     """
-    world = {"local_size": local_size, "shared": shared, "shape": shape, "follow": follow}
+    world = {"local_size": local_size, "shared": shared, "shape": shape, "follow": follow, "exact": exact}
 
     def of(roles: Roles, on_divergence: Callable[[MeshLayout], None] | None) -> list[Program]:
         return _recorded(function, ranks, roles, on_divergence, steps, like, values or Values(), **world)
@@ -122,6 +126,7 @@ def _recorded(
     like: Device | type[Device],
     values: Values,
     follow: Callable[[SimulatedDevice], None] | None,
+    exact: bool,
     **world: Any,
 ) -> list[Program]:
     own = threading.local()  # each recorded rank is a thread
@@ -129,7 +134,7 @@ def _recorded(
     def device_of(rank: int) -> SimulatedDevice:
         own.device = SimulatedDevice(like, values)
         own.device.on_divergence, own.device.whose = on_divergence, _module_now
-        own.device.program.alike = stands_for[rank]
+        own.device.program.alike, own.device.program.exact = stands_for[rank], exact
         if follow is not None:
             follow(own.device)
         return own.device

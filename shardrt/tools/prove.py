@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardrt.device.program import Collective, Program, Step
+from shardrt.simulate.calls import mismatches, unordered
+from shardrt.simulate.deadlocks import deadlock
 from shardrt.simulate.memory import peaks
-from shardrt.simulate.order import order_of
 from shardrt.simulate.provenance import Follow, followed
 from shardrt.simulate.races import races_both_ways
-from shardrt.simulate.script import record
-from shardrt.tools.races import DEVICES
-from shardrt.tools.scripts import FAILED, add_script, of_script, positive
+from shardrt.tools.scripts import FAILED, add_recording, positive, recording
 from shardrt.untrusted import say
 
 CHECKS = ("order", "races", "gradients", "memory")
@@ -29,9 +28,6 @@ def add_to(commands: Any) -> None:
         "prove of a script's steps, without running them, that gradients arrive once and waits order memory"
     )
     parser = commands.add_parser("prove", help=message, description=message)
-    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="how many there are (2)")
-    parser.add_argument("--steps", type=positive, default=2, metavar="N", help="optimizer steps (2)")
-    parser.add_argument("--device", choices=DEVICES, default="cuda", help="what it would run on (cuda)")
     parser.add_argument("--order", action="store_true", help="only: no deadlock, calls match")
     parser.add_argument("--races", action="store_true", help="only: waits order all uses of memory")
     parser.add_argument("--gradients", action="store_true", help="only: each gradient is updated with once")
@@ -39,7 +35,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--at-most", type=positive, metavar="BYTES", help="that a rank may take on the device"
     )
-    add_script(parser)
+    add_recording(parser)
     parser.set_defaults(run=check)
 
 
@@ -47,12 +43,7 @@ def check(options: argparse.Namespace) -> int:
     """Record the script and print what is proved; returns the exit code."""
     chosen = [name for name in CHECKS if getattr(options, name)] or list(CHECKS)
     with followed() as follow:
-        code, programs = of_script(
-            options,
-            lambda command: record(
-                command, options.ranks, steps=options.steps, like=DEVICES[options.device], follow=follow
-            ),
-        )
+        code, programs = recording(options, follow)
     if programs is None:
         return code
     if not all(any(isinstance(item, Step) for item in program.items) for program in programs):
@@ -76,35 +67,21 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _order(programs: Sequence[Program]) -> tuple[bool, list[str]]:
+    wrong = mismatches(programs) + [str(waiting) for waiting in deadlock(programs)]
     try:
-        order_of(programs)
-    except ValueError as error:
-        return True, [str(error)]
-    wrong = mismatches(programs)
+        wrong += unordered(programs)
+    except ValueError as error:  # said already, where it is a deadlock
+        wrong = wrong or [str(error)]
     calls = sum(isinstance(item, Collective) for program in programs for item in program.items)
-    return bool(wrong), wrong or [f"{calls} collectives of {len(programs)} recorded ranks match"]
-
-
-def mismatches(programs: Sequence[Program]) -> list[str]:
-    """Calls of one number of one group in which recorded ranks differ."""
-    first: dict[Any, tuple[Any, int]] = {}
-    wrong = []
-    for program in programs:
-        for item in program.items:
-            if isinstance(item, Collective) and item.peer < 0:
-                key = item.group, tuple(program.groups[item.group].ranks), item.number
-                what = item.call, item.nbytes if item.reads or item.writes else 0, item.dtype, item.root
-                known, rank = first.setdefault(key, (what, program.rank))
-                if known != what:
-                    wrong.append(
-                        f"{item.call} of {item.nbytes} bytes at {item.site} of rank {program.rank} meets "
-                        f"{known[0]} of {known[1]} bytes of rank {rank}"
-                    )
-    return wrong[:4]
+    said = f"{calls} collectives of {len(programs)} recorded rank{'s' * (len(programs) > 1)} match"
+    return bool(wrong), wrong or [said, "no rank waits for ever, though sends wait for receives"]
 
 
 def _races(programs: Sequence[Program]) -> tuple[bool, list[str]]:
-    known, hidden = races_both_ways(programs)
+    try:
+        known, hidden = races_both_ways(programs)
+    except ValueError as error:
+        return True, [str(error)]
     lines = [line for race in (*known, *hidden)[:4] for line in str(race).splitlines()]
     return bool(known or hidden), lines or ["no race, at any speed of host, streams and links"]
 

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,17 @@ from shardrt.simulate.machine import Machine
 from shardrt.simulate.phases import traced
 from shardrt.simulate.step import Simulated, simulated
 from shardrt.simulate.values import Values
-from shardrt.tools.scripts import USAGE, add_machine, add_script, name_of, of_script, positive, seconds
+from shardrt.tools.scripts import (
+    USAGE,
+    add_machine,
+    add_mesh,
+    add_script,
+    name_of,
+    of_script,
+    positive,
+    seconds,
+    wrong_mesh,
+)
 from shardrt.train.trace import events_of, names_of, write
 from shardrt.untrusted import say
 
@@ -37,9 +46,7 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="optimizer steps to run; the report is of the last (2)",
     )
-    parser.add_argument(
-        "--mesh", type=_shape, metavar="512x8", help="the shape, where the script says none: copies x shards"
-    )
+    add_mesh(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the last step for Perfetto")
     parser.add_argument(
         "--chakra",
@@ -73,10 +80,8 @@ def simulate(options: argparse.Namespace) -> int:
     """Record, price and print; returns the exit code."""
     try:
         machine = Machine.load(options.machine)
-        if options.mesh and prod(options.mesh) != options.ranks:
-            raise ValueError(
-                f"--mesh: {options.mesh} has {prod(options.mesh)} ranks, but --ranks is {options.ranks}"
-            )
+        if wrong := wrong_mesh(options):
+            raise ValueError(wrong)
         stands_for = _stands_for(options.record, options.ranks) if options.record else None
         if options.chakra:
             _check_chakra(options.chakra)
@@ -114,13 +119,6 @@ def simulate(options: argparse.Namespace) -> int:
     else:
         say(str(found), lines=True)
     return 0
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(positive(size) for size in text.split("x"))
-    except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(f"must be sizes such as 512x8, got {text}") from None
 
 
 def _stands_for(record: str, ranks: int) -> dict[int, range]:

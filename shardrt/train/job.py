@@ -370,13 +370,13 @@ def _planned(
     recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, batches: list[Any], states: float
 ) -> MemoryPlan:
     """planned_memory; states: the optimizer's arrays of float32, as long as the shards."""
+    if mesh.world.device is not None:
+        return memory_plan(model, optimizer_states=states)
     unscaled = optim.GradScaler(enabled=False)
     pipeline = pipelines.pipeline_of(model)
     if pipeline is not None:
         shares = pipelines.Shares(task, unscaled, count=1)
         return pipeline_plan(pipeline, shares, batches, inputs=task.inputs, optimizer_states=states)
-    if mesh.world.device is not None:
-        return memory_plan(model, optimizer_states=states)
     plan = memory_plan(
         model, optimizer_states=states, step=lambda: loop.backward(recipe, task, model, batches, unscaled, 0)
     )

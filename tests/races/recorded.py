@@ -77,7 +77,7 @@ class Case:
         return roles_of(without(((1, ranks),), alike), ranks)
 
 
-def recorded(case, directory, follow=None):
+def recorded(case, directory, follow=None, exact=False):
     """The programs of the ranks that are recorded of a case."""
     names = tuple(name for name in case.names if name not in LEFT_OUT)
     mesh = partial(init_device_mesh, reduction="tree" if IN_TREES & set(names) else "nccl")
@@ -98,6 +98,7 @@ def recorded(case, directory, follow=None):
             local_size=case.ranks if case.shared else 8,
             shared=case.shared > 0,
             follow=follow,
+            exact=exact,
         )
 
 

@@ -85,6 +85,57 @@ def test_the_program_of_the_readme_has_no_race_and_unit_and_stream_are_reported(
     assert re.search(r"waits needed\nshardrt/fsdp/gathers.py:\d+: needed \(gather waits for compute", message)
 
 
+BLOCKING = """
+import sys
+import numpy as np
+from shardrt import nn, optim
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import fully_shard
+mesh = init_device_mesh("auto")
+here, ranks = mesh.device, mesh.communicator("gather")
+model = fully_shard(nn.Linear(8, 8))
+optimizer = optim.SGD(model.parameters(), lr=1.0)
+model(here.zeros((4, 8), np.float32)).sum().backward()
+x, how = here.zeros(8, np.float32), {"stream": here.current_stream, "tag": "x"}
+if sys.argv[1] == "sends":
+    ranks.send(x, peer=1 - ranks.rank, **how)
+    ranks.recv(x, peer=1 - ranks.rank, **how)
+elif sys.argv[1] == "differs":
+    ranks.all_gather(x, **how | {"tag": "xy"[ranks.rank]})
+elif ranks.rank:
+    ranks.all_gather(x, **how)
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "why, where, found",
+    [
+        ("sends", ["--each"], "rank 0, send of 32 bytes to rank 1 for x, stream compute, "),
+        ("sends", [], "rank 0, send of 32 bytes to rank 1 for x, stream compute, "),
+        ("differs", ["--each"], "rank 1, all_gather of 32 bytes for y, stream compute, "),
+        ("differs", ["--shared"], "rank 1, all_gather of 32 bytes for y, stream compute, "),
+        ("skips", ["--each"], "rank 1, all_gather of 32 bytes for x, stream compute, "),
+    ],
+)
+def test_prove_names_the_calls_at_which_ranks_wait_or_differ(why, where, found, tmp_path, capsys):
+    file = tmp_path / "train.py"
+    file.write_text(BLOCKING)
+    words = ["--order", "--races", "--steps", "1", *where, "--", str(file), why]
+    assert main(["prove", *words]) == 1
+    order, line, *rest = capsys.readouterr().out.splitlines()
+    assert order == "order: NOT PROVED" and line.startswith(f"  {found}") and "train.py:" in line
+    assert ("races: proved" in rest) == (why != "skips")
+
+
+def test_prove_takes_the_shape_of_a_mesh_and_says_what_does_not_go_together(script, capsys):
+    assert main(["prove", "--memory", "--ranks", "4", "--mesh", "2x2", "--", script, "writes"]) == 0
+    assert "rank 0: " in capsys.readouterr().out
+    for words in (["--mesh", "2x3"], ["--shared", "--device", "cuda"]):
+        assert main(["prove", *words, "--", script, "writes"]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {words[0]}: ")
+
+
 def test_prove_says_of_each_check_what_it_has_proved(capsys):
     config = ["--config", "models/configs/default.toml", "--steps", "4"]
     assert main(["prove", "--ranks", "8", "--", "train", *config]) == 0

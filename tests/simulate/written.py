@@ -42,11 +42,13 @@ class Written(Program):
         if writes:
             self.items.append(Work(HOST, "kernel", (), _ranges(writes), site=site))
 
-    def call(self, stream, call, site, reads=(), writes=(), group="all", number=None, nbytes=0, peer=-1):
+    def call(
+        self, stream, call, site, reads=(), writes=(), group="all", number=None, nbytes=0, peer=-1, **facts
+    ):
         self.calls += number is None
         number = self.calls if number is None else number
         memory = _ranges(reads), _ranges(writes)
-        self.items.append(Collective(stream, call, group, number, nbytes, *memory, peer, site=site))
+        self.items.append(Collective(stream, call, group, number, nbytes, *memory, peer, site=site, **facts))
 
     def take(self, memory, label="", site="", place="device"):
         self.items.append(Take(Range(*memory), place, "activations", label, site))
