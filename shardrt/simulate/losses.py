@@ -20,6 +20,7 @@ __all__ = ["Loss", "Losses", "Message"]
 
 Array = Any
 _COPIES = ("copy", "numpy.copy")
+_KEEP_COUNTS = ("numpy.maximum", "numpy.astype", "copy", "numpy.copy", "numpy.copyto")
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,14 @@ class Loss:
     """A loss in an array of backward.
 
     source: the site of the kernel that made an array of it; "" while it is a number; or a message.
+    run: the number of the backward run that it began.
     cut: groups of ranks among which its positions are cut.
     exchanged: those of them that an all-to-all has brought together, until another one.
     """
 
     source: str | Message
     weight: float = 1.0
+    run: int = 0
     cut: frozenset[Ranks] = frozenset()
     exchanged: frozenset[Ranks] = frozenset()
 
@@ -52,8 +55,9 @@ class Losses:
     def __init__(self) -> None:
         self.sent: dict[Message, frozenset[Loss]] = {}
         self._of: WeakKeyDictionary = WeakKeyDictionary()  # by block of memory
-        self._run: Any = None  # the backward run that goes on
-        self._made: Counter[str] = Counter()  # arrays that kernels have made of numbers in it, by site
+        self._counts: WeakKeyDictionary = WeakKeyDictionary()  # numbers of positions, by block
+        self._runs: dict[int, tuple[int, Any]] = {}  # by id; kept, so no other has it
+        self._made: Counter[tuple[int, str]] = Counter()  # arrays made of numbers, by run and site
 
     def of(self, arrays: Sequence[Any]) -> frozenset[Loss]:
         """Those of all arrays."""
@@ -62,30 +66,39 @@ class Losses:
             found |= self._of.get(block_of(array), frozenset()) if isinstance(array, Shaped) else frozenset()
         return found
 
+    def number(self, run: Any) -> int:
+        """Of the backward run that contains this one, in the order in which they began."""
+        run = run.outermost
+        number, _ = self._runs.setdefault(id(run), (len(self._runs), run))
+        return number
+
     def work(
         self, name: str, reads: Sequence[Array], writes: Sequence[Array], args: tuple, site: str, run: Any
     ) -> None:
         """A kernel or a function of NumPy. run: the backward run that it is in, or None."""
+        if not writes:
+            return
         if name == "numpy.fill" and writes[0].size == 1:  # the 1, or what a user has in its place
             self._of[block_of(writes[0])] = frozenset([Loss("", float(args[0]))])
             return
+        self._count(name, reads, writes)
         if run is None and not name.startswith(_COPIES):
             return
-        if run is not self._run:
-            self._run, self._made = run, Counter()
         losses = self.of(reads)
         numbers = {loss for loss in losses if loss.source == ""}
+        number = self.number(run) if run is not None else 0
         if numbers and any(array.size > 1 for array in writes if isinstance(array, Shaped)):
-            self._made[site] += 1
-            site += f", {self._made[site]}" if self._made[site] > 1 else ""
+            self._made[number, site] += 1
+            times = self._made[number, site]
+            site += f", {times}" if times > 1 else ""
         for array in writes:
             if not isinstance(array, Shaped):
                 continue
             found = losses
             if numbers and array.size > 1:
-                found = (losses - numbers) | {replace(loss, source=site) for loss in numbers}
+                found = (losses - numbers) | {replace(loss, source=site, run=number) for loss in numbers}
             elif numbers:
-                found = frozenset(_scaled(loss, name, args) for loss in numbers)
+                found = frozenset(self._scaled(loss, name, args) for loss in numbers)
             self._put(array, found)
 
     def collective(self, call: str, ranks: Ranks, reads: Sequence[Array], writes: Sequence[Array]) -> None:
@@ -124,15 +137,24 @@ class Losses:
         else:
             self._of.pop(block, None)
 
+    def _count(self, name: str, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        """The number of targets that are not ignored: of all targets, since a recording has no values."""
+        if not reads or len(writes) != 1 or writes[0].size > 1:
+            return
+        if name == "numpy.add.reduce" and reads[0].dtype == bool:
+            self._counts[block_of(writes[0])] = reads[0].size
+        elif name in _KEEP_COUNTS and block_of(reads[0]) in self._counts:
+            self._counts[block_of(writes[0])] = self._counts[block_of(reads[0])]
 
-def _scaled(loss: Loss, name: str, args: tuple) -> Loss:
-    """A number behind a multiplication or division by one of the host. One of the device is not known."""
-    numbers = [float(arg) for arg in args if not isinstance(arg, Shaped)]
-    if name == "numpy.multiply" and numbers:
-        return replace(loss, weight=loss.weight * numbers[0])
-    if name == "numpy.divide" and numbers and isinstance(args[0], Shaped):
-        return replace(loss, weight=loss.weight / numbers[0])
-    return loss
+    def _scaled(self, loss: Loss, name: str, args: tuple) -> Loss:
+        """A number behind a multiplication or division by one of the host, or by a number of positions."""
+        numbers = [float(arg) for arg in args if not isinstance(arg, Shaped)]
+        if name == "numpy.multiply" and numbers:
+            return replace(loss, weight=loss.weight * numbers[0])
+        if name == "numpy.divide" and isinstance(args[0], Shaped):
+            divisor = numbers[0] if numbers else self._counts.get(block_of(args[1]), 1.0)
+            return replace(loss, weight=loss.weight / divisor)
+        return loss
 
 
 def _exchanged(loss: Loss, ranks: Ranks) -> Loss:

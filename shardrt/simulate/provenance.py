@@ -85,7 +85,6 @@ class Follower:
         # scale of that.
         self._sums: dict[tuple[int, int], tuple[Ranks, list[Piece], list[Piece], float]] = {}
         self._writers: WeakKeyDictionary = WeakKeyDictionary()  # block -> the last group with a slot in it
-        self._runs: dict[int, tuple[int, Any]] = {}  # by id; kept, so no other has it
         self._groups: dict[int, tuple[Any, Ranks, int, list[int]]] = {}  # by id of ranks, likewise
         self.alike = Ranks.of(here.program.alike or [here.program.rank])
         here.on_work, here.on_collective = self.work, self.collective
@@ -100,8 +99,9 @@ class Follower:
     def work(self, name: str, reads: Sequence[Array], writes: Sequence[Array], args: tuple) -> None:
         """A kernel, a copy, or a function of NumPy was issued."""
         self.checks.meet()
-        losses = self.losses.of([array for array in reads if self._category(array) not in (FULL, REDUCED)])
-        self.losses.work(name, reads, writes, args, self._site(), autograd.running())
+        values, results = self._activations(reads), self._activations(writes)
+        losses = self.losses.of(values)
+        self.losses.work(name, values, results, args, self._site(), autograd.running())
         if name == "memset" or (name == "numpy.fill" and args[0] == 0):
             for array in writes:
                 self._set(array, ())
@@ -165,7 +165,7 @@ class Follower:
             self._send(array)
         group, place, others = self._group(ranks)
         if autograd.running() is not None:
-            self.losses.collective(call, group, reads, writes)
+            self.losses.collective(call, group, self._activations(reads), self._activations(writes))
         if call == "all_gather" and self.checks.group_at(reads[0]):
             self.checks.finish()
         if call == "all_gather":
@@ -545,8 +545,7 @@ class Follower:
             else:
                 self._lose(array, reads)
             return
-        run = run.outermost
-        number, _ = self._runs.setdefault(id(run), (len(self._runs), run))
+        number = self.losses.number(run)
         origin, me, item = range_of(_open_slot(group).array)[0], Ranks((self.rank,)), array.itemsize
         self._writers[block_of(array)] = group, origin
         for start, stop in lines:
@@ -578,6 +577,11 @@ class Follower:
                 return group
         return None
 
+    def _activations(self, arrays: Sequence[Array]) -> list[Array]:
+        """The arrays that are neither parameters nor gradients of them."""
+        apart = (SHARD, GATHERED, FULL, REDUCED)
+        return [array for array in arrays if self._category(array) not in apart]
+
     def _category(self, array: Any) -> str:
         block, items = block_of(array), self._device.program.items
         taken = items[block.item] if block is not None and 0 <= block.item < len(items) else None
@@ -604,11 +608,16 @@ class Follow:
         for follower in self.followers:
             follower.checks.finish(last=True)
         for follower in self.followers:
+            follower.checks.has_written = self._has_written
             follower.checks.settle(partial(self._resolved, follower))
         self._compare_gathers()
         self._compare_weights()
         found = (sorted(each.checks.findings, key=lambda one: one.place) for each in self.followers)
         return [finding for findings in found for finding in findings]
+
+    def _has_written(self, rank: int, source: Gradient) -> bool:
+        """Whether a rank has written a gradient, or the rank that is recorded for it."""
+        return all(each.checks.wrote(source) for each in self.followers if rank in each.alike)
 
     def _resolved(
         self, follower: Follower, use: Use, terms: Sequence[Term], count: int

@@ -89,14 +89,14 @@ class Use:
 
 @dataclass
 class Weights:
-    """The weight of each loss in the gradients of each step, and the first gradient that had it."""
+    """The weight of each loss of each backward run and step, and the first gradient that had it."""
 
     first: dict[tuple, tuple[float, str, int]] = field(default_factory=dict)
 
     def differing(self, step: int, loss: Loss, scale: float, name: str, rank: int) -> str:
         """What it says where a loss has another weight elsewhere; "" for the same."""
         weight = loss.weight * scale
-        known, where, other = self.first.setdefault((step, loss.source), (weight, name, rank))
+        known, where, other = self.first.setdefault((step, loss.source, loss.run), (weight, name, rank))
         if isclose(weight, known, rel_tol=1e-6) or isnan(weight) or isnan(known):
             return ""
         return (
@@ -125,6 +125,8 @@ class Updates:
         self.units: list[Any] = []  # without memory yet
         self.groups: dict[str, ParameterGroup] = {}
         self.program = here.program
+        # Whether a rank has written a gradient: ranks of a role all have.
+        self.has_written: Callable[[int, Gradient], bool] = lambda rank, source: True
         self.doubled: dict[Any, int] = {}  # source -> place of the operation that first added it twice
         self.late = False  # whether updates go on behind the end of a step
         self._memory = memory
@@ -136,6 +138,7 @@ class Updates:
         self._shards: dict[int, ParameterGroup] = {}  # by address
         self._kept: dict[str, tuple[Ranks, float]] = {}  # of groups
         self._later: list[Use] = []  # until the other roles are recorded
+        self._history: set[tuple[str, int]] = set()  # (group, run) of all gradients
 
     def meet(self) -> None:
         """Take in steps that have ended, and groups that have got their memory since the last operation."""
@@ -236,6 +239,7 @@ class Updates:
         writes = self._written.setdefault(name, [])
         use = sum(w.run == run and w.first < last and first < w.last for w in writes)
         source = Gradient(name, run, use)
+        self._history.add((name, run))
         if not any(each.offset <= first and last <= each.stop for each in group.layout.entries):
             self.find(f"elements {first} to {last} of {source} are of no one parameter")
         writes.append(Write(run, use, first, last, self._steps, losses, block, [(first, last)]))
@@ -308,6 +312,10 @@ class Updates:
         else:
             self._check(use, terms)
 
+    def wrote(self, source: Gradient) -> bool:
+        """Whether this rank has written it, or another use of it."""
+        return (source.group, source.run) in self._history
+
     def finish(self, last: bool = False) -> None:
         """What updates have not used of the gradients of groups that they updated is lost.
 
@@ -359,15 +367,17 @@ class Updates:
         missing = {(w.run, w.use): w for w in use.writes if w.first < use.stop and start < w.last}
         if not missing and not any(e.offset < use.stop and start < e.stop for e in group.layout.entries):
             return  # padding
+        seen = set()
         for term in terms:
             source = term.source
             if not isinstance(source, Gradient) or (source.group, term.base) != (name, start):
                 self.find(f"element {start} of {name} is updated by element {term.base} of {source}", place)
                 return
             mine = [key for key in missing if key[0] == source.run and source.use in (key[1], ANY)]
-            if not mine and source.use != ANY:
+            if not mine and source.use != ANY and (source in seen or self.wrote(source)):
                 self.find(f"{source} has been used already", place)
                 return
+            seen.add(source)
             writes = [missing.pop(key) for key in mine]
             if wrong := self._wrong(term, ranks, divisor, writes):
                 self.find(wrong, self.doubled.get(source, place))
@@ -381,7 +391,9 @@ class Updates:
     def _wrong(self, term: Term, ranks: Ranks, divisor: float, writes: list[Write]) -> str:
         """What is wrong with the ranks or the weight of a gradient; "" if nothing is."""
         source = term.source
-        if term.ranks != ranks:
+        if term.ranks != ranks and any(
+            self.has_written(rank, source) for rank in ranks if rank not in (term.ranks or ())
+        ):
             return f"{source} is the sum over ranks {_few(term.ranks)}, not over {_few(ranks)}"
         for cut in {cut for write in writes for loss in write.losses for cut in loss.cut}:
             if not all(rank in ranks for rank in cut):

@@ -12,13 +12,6 @@ from tests.ranks import ROOT, run_ranks
 
 FOUND = [bug for bug in EXHIBITS if bug.check]
 EXPLAINED = [bug for bug in EXHIBITS if not bug.check]
-NOT_YET = {  # what is missing
-    "torchtitan#2318": "the weight that the loss gives a gradient",
-    "Megatron-LM#1446": "the ranks that each have a term, taken from the mesh",
-    "prime-rl#2562": "the weight that the loss gives a gradient",
-}
-
-
 def name_of(bug):
     return bug.name
 
@@ -28,12 +21,7 @@ def test_there_are_twenty_and_at_most_two_are_explained():
     assert len(EXPLAINED) <= 2
 
 
-def marked(bug):
-    missing = NOT_YET.get(bug.name)
-    return pytest.param(bug, marks=pytest.mark.xfail(strict=False, reason=missing)) if missing else bug
-
-
-@pytest.mark.parametrize("bug", [marked(bug) for bug in (*FOUND, *MORE)], ids=name_of)
+@pytest.mark.parametrize("bug", [*FOUND, *MORE], ids=name_of)
 def test_a_bug_is_found_by_its_check_at_its_first_operation(bug):
     right, wrong = said_without(bug), said_with(bug)
     assert right.wrong == [], str(right)

@@ -157,9 +157,9 @@ def proof_of(
     followers = follow.followers
     return Proof(
         findings,
-        {scale for each in followers for scale, _ in each.weights.values()},
-        sum(each.updates for each in followers),
-        sum(each.reads for each in followers),
+        {scale for each in followers for scale, _ in each.checks.weights.values()},
+        sum(each.checks.updates for each in followers),
+        sum(each.checks.reads for each in followers),
         raced,
         order,
     )
