@@ -13,11 +13,12 @@ gives in a collective is a source, which is replaced when all ranks have been re
 without a rule makes of gradients or parameters is unknown, and the report says so.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import prod
+from math import nan, prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ import numpy as np
 
 from shardrt import autograd, device
 from shardrt.device.addresses import block_of
-from shardrt.device.program import Take
+from shardrt.device.program import Collective, Take, Work
 from shardrt.device.shapes import Shaped
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.fsdp.group import ParameterGroup
@@ -57,6 +58,8 @@ SHARD, GATHERED, FULL, REDUCED = (
     "sharded gradients",
 )
 FRESH = Gradient("", 0, 0)  # what a kernel of backward has added to memory that is no slot
+_ISSUED = (Work, Collective)
+_SUMS_KEPT = 8  # more than one unit reduces before it gathers sums
 _MOST_LINES = 4096  # of an array that is not dense
 _COPIES = ("copy", "numpy.copy", "numpy.copyto", "numpy.astype", "numpy.positive")
 _CASTS = ("cast.pack", "cast.unpack", "cast.round_to")  # x, out
@@ -64,6 +67,23 @@ _SUMS = ("reduce.sum_into", "reduce.sum_packed")  # out, parts, scale, accumulat
 _SCALES = ("elementwise.scale_", "elementwise.unscale_", "elementwise.scale_by_")  # x, factor
 _UPDATES = ("adamw.step", "adamw8bit.step", "sgd.step", "lion.step", "lion8bit.step")  # param, grad
 _UPDATES += ("stochastic.adamw", "stochastic.lion")
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A reduce-scatter.
+
+    Attributes:
+        whole: this rank's terms of the buffer, from 0 on.
+        own: the sum of its part, element by element, without `scale`.
+        where: the range of bytes that has it.
+    """
+
+    ranks: Ranks
+    whole: list[Piece]
+    own: list[Piece]
+    where: tuple[int, int]
+    scale: float
 
 
 class Follower:
@@ -81,9 +101,7 @@ class Follower:
         self.checks, self.losses = Updates(here, self._memory), Losses()
         self.given: dict[tuple[str, int], list[Piece]] = {}
         self.gathered: dict[tuple[str, int], tuple[list[Piece], int]] = {}
-        # Where the last reduce-scatters wrote: their ranks, this rank's terms of the whole buffer, its sum, and the
-        # scale of that.
-        self._sums: dict[tuple[int, int], tuple[Ranks, list[Piece], list[Piece], float]] = {}
+        self._sums: deque[_Sum] = deque(maxlen=_SUMS_KEPT)
         self._writers: WeakKeyDictionary = WeakKeyDictionary()  # block -> the last group with a slot in it
         self._groups: dict[int, tuple[Any, Ranks, int, list[int]]] = {}  # by id of ranks, likewise
         self.alike = Ranks.of(here.program.alike or [here.program.rank])
@@ -106,10 +124,12 @@ class Follower:
             for array in writes:
                 self._set(array, ())
         elif name in _CASTS:
+            self._check_reads(args[:1])
             self._send(args[0])
             self._move(args[0], args[1], losses)
         elif name in _COPIES and len(writes) == 1:
             source = reads[0] if len(reads) == 1 else None
+            self._check_reads(reads)
             self._send(source)
             self._move(source, writes[0], losses)
         elif name in _SUMS:
@@ -117,6 +137,9 @@ class Follower:
             for part in parts:
                 self._send(part)
             scales = [float(scale)] * len(parts)
+            found = next((each for each in reversed(self._sums) if each.where == range_of(parts[0])), None)
+            if found is not None and len(parts) == 1 and not accumulate:
+                self._sums.append(replace(found, where=range_of(out), scale=found.scale * float(scale)))
             more = ([out], [1.0]) if accumulate else ([], [])
             self._sum(out, [*parts, *more[0]], [*scales, *more[1]], losses)
         elif name in _SCALES:
@@ -157,7 +180,7 @@ class Follower:
         if not any(isinstance(array, Shaped) for array in (*reads, *writes)):
             return
         self.checks.meet()
-        item = self._device.program.items[-1]
+        item = self._item()
         if item.peer >= 0:
             self._message(call, ranks[item.peer], item, (*reads, *writes)[0])
             return
@@ -187,9 +210,11 @@ class Follower:
                 for p in own
             ]
             self._add(out, [p.at(own[0].start, _start(out), out.itemsize) for p in summed], before, how)
-            if call == "reduce_scatter" and not others and not (how and how.accumulate):
-                scale = how.scale if how is not None else 1.0
-                self._sums[range_of(out)] = group, whole, self._pieces(out), scale
+            if call == "reduce_scatter" and not others:
+                alone = [replace(p, value=self._summed(group, [], p.value, None)) for p in own]
+                at = own[0].start
+                alone = [p.at(at, 0, 1) for p in alone]
+                self._sums.append(_Sum(group, whole, alone, range_of(out), how.scale if how else 1.0))
         else:
             for array in writes:
                 self._lose(array, reads)
@@ -238,7 +263,7 @@ class Follower:
         matters = isinstance(array, Shaped) and (
             self._category(array) in (SHARD, GATHERED, FULL, REDUCED) or any(map(self._has_gradients, reads))
         )
-        item = self._device.program.items[-1]
+        item = self._item()
         name = getattr(item, "name", getattr(item, "call", "an operation"))
         self._set(array, Unknown(f"{name} at {item.site}") if matters else None)
 
@@ -363,7 +388,7 @@ class Follower:
         return joined(terms)
 
     def _doubled(self, term: Term) -> None:
-        self.checks.doubled.setdefault(term.source, len(self._device.program.items) - 1)
+        self.checks.doubled.setdefault(term.source, self.checks.last())
 
     def _of_rank(self, value: Value, rank: int, moved: int) -> Value:
         """What another rank has in place of this rank's terms: `moved` elements further, or packed rows."""
@@ -388,13 +413,13 @@ class Follower:
         """The pieces of an array from 0 on, which ranks with other roles get."""
         pieces = [piece.at(_start(array), 0, array.itemsize) for piece in self._pieces(array)]
         if others:
-            item = self._device.program.items[-1]
+            item = self._item()
             self.given[item.group, item.number] = pieces
         return pieces
 
     def _received(self, rank: int, size: int, item: int, base: int = 0) -> Piece:
         """What a rank with another role gives, from 0 on."""
-        call = self._device.program.items[-1]
+        call = self._item()
         source = Received(call.group, call.number, rank)
         return Piece(0, size, item, (Term(source, base, Ranks((self.rank,))),))
 
@@ -404,23 +429,29 @@ class Follower:
         origin = start - place * size
         of_parameters = all(piece.value is None or _is_of_parameters(piece.value) for piece in pieces)
         if others and of_parameters:  # taken to be alike; Follow compares them
-            call = self._device.program.items[-1]
+            call = self._item()
             first = -place * (size // own.itemsize)
             moved = [piece.moved(first) for piece in self._give(own, [])]
-            self.gathered[call.group, call.number] = moved, len(self._device.program.items) - 1
+            self.gathered[call.group, call.number] = moved, self.checks.last()
         elif others and any(isinstance(piece.value, tuple) for piece in pieces):
             self._give(own, others)
             for other, rank in enumerate(ranks):
                 if other != place:
                     self._write(origin + other * size, self._received(rank, size, own.itemsize))
             return
-        summed = self._sums.get((start, stop))
-        scale = _times(pieces, summed[2]) if summed is not None and summed[0] == group else None
-        if summed is not None and scale is not None:  # what this rank has summed of its part, others have
-            for piece in summed[1]:
+        elements = [piece.at(start, 0, 1) for piece in pieces]
+        for summed in reversed(self._sums):
+            if summed.ranks != group:
+                continue
+            scale = _times(elements, summed.own)
+            if scale is nan and summed.where == (start, stop):
+                scale = summed.scale
+            if scale is None or scale is nan:
+                continue
+            for piece in summed.whole:  # what this rank has summed of its part, the others have of theirs
                 value = self._summed(group, [], piece.value, None)
                 if isinstance(value, tuple):
-                    value = tuple(term.scaled(scale * summed[3]) for term in value)
+                    value = tuple(term.scaled(scale) for term in value)
                 new = replace(piece, value=value).at(0, origin, own.itemsize)
                 for one in _around(new, start, stop):
                     self._memory.write(one.start, one.stop, [one])
@@ -494,7 +525,7 @@ class Follower:
             if times > 1:
                 self._doubled(term)
             terms.append(replace(term, ranks=ranks).scaled(times * scale))
-        item = self._device.program.items[-1]
+        item = self._item()
         me = Ranks((self.rank,))
         terms += [Term(Received(item.group, item.number, rank), base, me, scale) for rank in others]
         return tuple(terms)
@@ -552,6 +583,7 @@ class Follower:
             first = (start - origin) // item
             last, block = first + (stop - start) // item, block_of(array)
             source = self.checks.write(group, block, first, last, number, losses)
+            self._check_place(run, group, first, last)
             pieces = self._memory.read(start, stop, item) if adds else [Piece(start, stop, item, ())]
             for n, piece in enumerate(pieces):
                 new = Term(source, (piece.start - origin) // item, me)
@@ -559,6 +591,18 @@ class Follower:
                     old = tuple(term for term in piece.value if term.source != FRESH)
                     pieces[n] = replace(piece, value=(*old, new))
             self._memory.write(start, stop, pieces)
+
+    def _check_place(self, run: Any, group: ParameterGroup, first: int, last: int) -> None:
+        """A node writes the gradients of parameters that it has read."""
+        edges = run.node.edges if run.position < len(run.nodes) else ()
+        own = [edge.leaf for edge in edges if edge is not None and edge.leaf is not None]
+        places = [group.position[id(each)] for each in own if id(each) in group.position]
+        entries = [group.layout.entries[place] for place in places]
+        if entries and not any(each.offset <= first and last <= each.stop for each in entries):
+            names = ", ".join(group.parameters[place].name for place in places)
+            self.checks.find(
+                f"the gradient of {names} is written at elements {first} to {last} of {group.label}"
+            )
 
     def _put_on(self, array: Array, term: Term) -> None:
         """A kernel adds to memory that is no slot, and that has gradients."""
@@ -588,7 +632,11 @@ class Follower:
         return taken.category if isinstance(taken, Take) else ""
 
     def _site(self) -> str:
-        return getattr(self._device.program.items[-1], "site", "")
+        return self._item().site
+
+    def _item(self) -> Work | Collective:
+        """The operation that was issued last."""
+        return next(each for each in reversed(self.checks.program.items) if isinstance(each, _ISSUED))
 
 
 class Follow:
@@ -745,7 +793,10 @@ def _lines(array: Array) -> list[tuple[int, int]] | None:
 
 
 def _times(pieces: list[Piece], summed: list[Piece]) -> float | None:
-    """By what pieces have been scaled since they were summed; None if they have become something else."""
+    """By what pieces have been scaled since they were summed; None if they have become something else.
+
+    nan: it can't be said, as they are zeros.
+    """
     found = None
     for now, then in zip(pieces, summed, strict=False):
         if (now.start, now.stop) != (then.start, then.stop) or not (
@@ -760,7 +811,7 @@ def _times(pieces: list[Piece], summed: list[Piece]) -> float | None:
             if (one.source, one.base, one.ranks) != (other.source, other.base, other.ranks):
                 return None
             found = one.scale / other.scale if found is None else found
-    return (1.0 if found is None else found) if len(pieces) == len(summed) else None
+    return (nan if found is None else found) if len(pieces) == len(summed) else None
 
 
 def _around(piece: Piece, start: int, stop: int) -> list[Piece]:

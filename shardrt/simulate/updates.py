@@ -7,7 +7,7 @@ from typing import Any
 
 from shardrt.comm.mesh_layout import size_of, union, without
 from shardrt.device.addresses import block_of
-from shardrt.device.program import Step
+from shardrt.device.program import Collective, Step, Work
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.simulate.losses import Loss
@@ -306,7 +306,7 @@ class Updates:
             self.find(f"elements from {start} on of the gradient of {name} are used by two updates of a step")
         used.append((start, stop))
         writes = tuple(w for w in self._written.get(name, ()) if w.first < stop and start < w.last)
-        use = Use(len(self.program.items) - 1, self.groups[name], start, stop, terms, writes)
+        use = Use(self.last(), self.groups[name], start, stop, terms, writes)
         if any(isinstance(term.source, Received) for term in terms):
             self._later.append(use)
         else:
@@ -427,9 +427,14 @@ class Updates:
             self._kept[name] = ranks, _divisor(group)
         return self._kept[name]
 
+    def last(self) -> int:
+        """The place of the operation that was issued last."""
+        items = self.program.items
+        return next(n for n in range(len(items) - 1, -1, -1) if isinstance(items[n], Work | Collective))
+
     def find(self, what: str, place: int = -1, known: bool = True) -> None:
         """Report what is wrong at an item of the program; the last, if `place` is not given."""
-        place = place if place >= 0 else len(self.program.items) - 1
+        place = place if place >= 0 else self.last()
         item = self.program.items[place]
         name = getattr(item, "name", getattr(item, "call", ""))
         where = getattr(item, "label", ""), getattr(item, "stream", ""), getattr(item, "site", "")
@@ -438,8 +443,10 @@ class Updates:
 
 
 def name_of(group: ParameterGroup) -> str:
-    """The same on all ranks."""
-    return group.label or "the outermost unit"
+    """The same on all ranks, and of one group alone."""
+    alike = [each for each in group.unit.groups if each.label == group.label]
+    name = group.label or "the outermost unit"
+    return name if alike[0] is group else f"{name}, {alike.index(group) + 1}"
 
 
 def range_of(array: Array) -> tuple[int, int]:
