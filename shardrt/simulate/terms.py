@@ -106,7 +106,7 @@ Value = tuple[Term, ...] | Packed | Unknown | None  # (): zeros; None: nothing t
 
 
 def joined(terms: Iterable[Term]) -> tuple[Term, ...]:
-    """The sum of terms. Those that differ in their ranks alone are one, and equal ones have their scales added."""
+    """The sum of terms: equal ones add their scales, and those that differ in their ranks alone are one."""
     alike: dict[tuple, dict[Ranks | None, Term]] = {}
     for term in terms:
         same = alike.setdefault((term.source, term.base, term.factors), {})

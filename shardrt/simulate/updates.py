@@ -1,4 +1,4 @@
-"""What must hold where an optimizer reads gradients, where gradients are sent, and where parameters are read."""
+"""What must hold where optimizers read gradients, where gradients are sent, and where parameters are read."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -246,7 +246,7 @@ class Updates:
         return source
 
     def sent(self, group: ParameterGroup, array: Array, origin: int) -> None:
-        """An operation takes full gradients out of the slot at `origin`: none that was written may be missing."""
+        """An operation takes full gradients out of the slot at `origin`: all that was written is there."""
         name = name_of(group)
         block = block_of(array)
         waiting = [write for write in self._written.get(name, ()) if write.unsent and write.block is block]

@@ -178,7 +178,11 @@ MUTATIONS = {  # settings, message, operation
     not_again: ({}, "parameters of last .* is read, but", "linear"),
     without_the_batch_before: ({}, "from backward run 0 is missing from element 0 on", "adamw.step"),
     over_the_first_use: ({}, "the gradient of same from backward run 0 is missing", "reduce"),
-    None: ({"factor": 8}, "the loss of .* has the weight 0.0416667 in .* last of rank 0, and 0.0833333", "adamw.step"),
+    None: (
+        {"factor": 8},
+        "the loss of .* has the weight 0.0416667 in .* last of rank 0, and 0.0833333",
+        "adamw.step",
+    ),
 }
 
 
