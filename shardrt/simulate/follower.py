@@ -109,17 +109,19 @@ class Follower:
                 self._set(array, ())
         elif name in _CASTS:
             self._check_reads(args[:1])
+            self._begin_gather(args[0], args[1])
             self._send(args[0])
             self._move(args[0], args[1], losses)
         elif name in _COPIES and len(writes) == 1:
             source = reads[0] if len(reads) == 1 else None
             self._check_reads(reads)
-            self._send(source)
+            self._begin_gather(source, writes[0])
+            self._send(source, writes[0])
             self._move(source, writes[0], losses)
         elif name in _SUMS:
             out, parts, scale, accumulate = args[:4]
             for part in parts:
-                self._send(part)
+                self._send(part, out)
             scales = [float(scale)] * len(parts)
             found = next((each for each in reversed(self._sums) if each.where == range_of(parts[0])), None)
             if found is not None and len(parts) == 1 and not accumulate:
@@ -143,6 +145,7 @@ class Follower:
             self.checks.late = True
             self.checks.renew(args[0])
         elif name == "quantise.pack":
+            self._begin_gather(args[0])
             self._send(args[0])
             self._pack(args[0], args[1])
         elif name == "quantise.sum_rows":
@@ -194,7 +197,7 @@ class Follower:
                 for p in own
             ]
             self._add(out, [p.at(own[0].start, _start(out), out.itemsize) for p in summed], before, how)
-            if call == "reduce_scatter" and not others:
+            if call == "reduce_scatter" and not others and _has_terms(whole):
                 alone = [replace(p, value=self._summed(group, [], p.value, None)) for p in own]
                 at = own[0].start
                 alone = [p.at(at, 0, 1) for p in alone]
@@ -470,7 +473,12 @@ class Follower:
         if all(piece.value is None for piece in own):
             self._set(received, None)
             return
-        self._give(sent, others)
+        whole = self._give(sent, others)
+        if not others and _has_terms(whole):  # the parts may be added up next
+            alone = [replace(p, value=self._summed(Ranks.of(ranks), [], p.value, None)) for p in own]
+            self._sums.append(
+                _Sum(Ranks.of(ranks), whole, [p.at(start, 0, 1) for p in alone], range_of(received), 1.0)
+            )
         found = []
         for other, rank in enumerate(ranks):
             if rank in others and not isinstance(own[0].value, Packed):
@@ -520,12 +528,26 @@ class Follower:
         self._send(gradient)
         self.checks.use(gradient, param)
 
-    def _send(self, array: Any) -> None:
-        """An operation takes gradients out of a slot where backward has written them."""
-        if isinstance(array, Shaped) and self._category(array) in (FULL, REDUCED):
-            group, origin = self._writers.get(block_of(array), (None, 0))
-            if group is not None and array.flags.c_contiguous:
-                self.checks.sent(group, array, origin)
+    def _send(self, array: Any, target: Any = None) -> None:
+        """An operation takes gradients out of a slot where backward has written them.
+
+        target: where it copies them to, which may be another slot.
+        """
+        if not isinstance(array, Shaped) or self._category(array) not in (FULL, REDUCED):
+            return
+        group, origin = self._writers.get(block_of(array), (None, 0))
+        in_backward = target is not None and self._item().stream == self._device.current_stream.name
+        if group is None or not array.flags.c_contiguous:
+            return
+        if self._category(target) == FULL:
+            self.checks.moved(group, block_of(array), block_of(target))
+        elif not in_backward:  # which copies a gradient to add to it elsewhere
+            self.checks.sent(group, array, origin)
+
+    def _begin_gather(self, source: Any, target: Any = None) -> None:
+        """A shard is copied to where it will be gathered, or packed: all its updates have been issued."""
+        if self._category(source) == SHARD and (target is None or self._category(target) == GATHERED):
+            self.checks.finish()
 
     def _check_reads(self, reads: Sequence[Array]) -> None:
         """Gathered parameters that a kernel reads must be the newest."""
@@ -680,6 +702,10 @@ def _around(piece: Piece, start: int, stop: int) -> list[Piece]:
 
 def _is_of_parameters(value: Value) -> bool:
     return isinstance(value, tuple) and all(isinstance(term.source, Parameters) for term in value)
+
+
+def _has_terms(pieces: list[Piece]) -> bool:
+    return any(isinstance(piece.value, tuple) and piece.value for piece in pieces)
 
 
 def _is_fresh(value: Value) -> bool:

@@ -61,6 +61,7 @@ class Write:
 
     Attributes:
         step: the optimizer step that it is for, from 0.
+        place: of the kernel in the program.
         block: the memory that has it.
         unsent: the elements that only the full gradient has yet.
     """
@@ -71,6 +72,7 @@ class Write:
     last: int
     step: int
     losses: frozenset[Loss]
+    place: int
     block: Any
     unsent: list[tuple[int, int]]
 
@@ -237,13 +239,20 @@ class Updates:
         self.finish()
         name = name_of(group)
         writes = self._written.setdefault(name, [])
-        use = sum(w.run == run and w.first < last and first < w.last for w in writes)
-        source = Gradient(name, run, use)
+        here = [w for w in writes if w.run == run and w.first < last and first < w.last]
+        source, place = Gradient(name, run, len(here)), self.last()
+        if any(w.place == place for w in here):
+            self.find(f"elements {first} to {last} of {source} are written twice by one kernel")
         self._history.add((name, run))
         if not any(each.offset <= first and last <= each.stop for each in group.layout.entries):
             self.find(f"elements {first} to {last} of {source} are of no one parameter")
-        writes.append(Write(run, use, first, last, self._steps, losses, block, [(first, last)]))
+        writes.append(Write(run, source.use, first, last, self._steps, losses, place, block, [(first, last)]))
         return source
+
+    def moved(self, group: ParameterGroup, before: Any, after: Any) -> None:
+        """Gradients are copied from one slot to another."""
+        for write in self._written.get(name_of(group), ()):
+            write.block = after if write.block is before else write.block
 
     def sent(self, group: ParameterGroup, array: Array, origin: int) -> None:
         """An operation takes full gradients out of the slot at `origin`: all that was written is there."""
@@ -255,6 +264,7 @@ class Updates:
         for piece in self._memory.read(*range_of(array), array.itemsize):
             first = (piece.start - origin) // piece.item
             last = first + (piece.stop - piece.start) // piece.item
+            self._check_sent(group, piece.value, first, waiting)
             for write in waiting:
                 here = [(a, b) for a, b in write.unsent if a < last and first < b]
                 if not here:
@@ -271,6 +281,16 @@ class Updates:
                 elif not there:
                     source = Gradient(name, write.run, write.use)
                     self.find(f"{source} is missing from element {max(first, here[0][0])} on")
+
+    def _check_sent(self, group: ParameterGroup, value: Value, first: int, waiting: Sequence[Write]) -> None:
+        """Elements that are sent have what waits to be sent, and nothing else."""
+        name, new = name_of(group), {(write.run, write.use) for write in waiting}
+        for term in value if isinstance(value, tuple) and group.ranks.size > 1 else ():
+            source = term.source
+            if not isinstance(source, Gradient) or (source.group, term.base) != (name, first):
+                self.find(f"element {first} of the gradient of {name} has element {term.base} of {source}")
+            elif (source.run, source.use) not in new and term.ranks.size == 1:  # it is no sum that goes on
+                self.find(f"element {first} of {source} is sent again")
 
     def use(self, gradient: Array, param: Array | None) -> None:
         """An optimizer reads a gradient: each run's must be there once, of each rank, beside its element.
