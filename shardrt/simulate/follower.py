@@ -123,8 +123,9 @@ class Follower:
             for part in parts:
                 self._send(part, out)
             scales = [float(scale)] * len(parts)
-            found = next((each for each in reversed(self._sums) if each.where == range_of(parts[0])), None)
-            if found is not None and len(parts) == 1 and not accumulate:
+            at = _start(parts[0])
+            found = next((each for each in reversed(self._sums) if each.where[0] <= at < each.where[1]), None)
+            if found is not None and not accumulate:
                 self._sums.append(replace(found, where=range_of(out), scale=found.scale * float(scale)))
             more = ([out], [1.0]) if accumulate else ([], [])
             self._sum(out, [*parts, *more[0]], [*scales, *more[1]], losses)
@@ -701,7 +702,7 @@ def _around(piece: Piece, start: int, stop: int) -> list[Piece]:
 
 
 def _is_of_parameters(value: Value) -> bool:
-    return isinstance(value, tuple) and all(isinstance(term.source, Parameters) for term in value)
+    return isinstance(value, tuple) and any(isinstance(term.source, Parameters) for term in value)
 
 
 def _has_terms(pieces: list[Piece]) -> bool:
