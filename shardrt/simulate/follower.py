@@ -48,6 +48,7 @@ _MOST_LINES = 4096  # of an array that is not dense
 _COPIES = ("copy", "numpy.copy", "numpy.copyto", "numpy.astype", "numpy.positive")
 _CASTS = ("cast.pack", "cast.unpack", "cast.round_to")  # x, out
 _SUMS = ("reduce.sum_into", "reduce.sum_packed")  # out, parts, scale, accumulate
+_ADDS = ("numpy.add", "elementwise.add")  # of one gradient to another
 _SCALES = ("elementwise.scale_", "elementwise.unscale_", "elementwise.scale_by_")  # x, factor
 _UPDATES = ("adamw.step", "adamw8bit.step", "sgd.step", "lion.step", "lion8bit.step")  # param, grad
 _UPDATES += ("stochastic.adamw", "stochastic.lion")
@@ -86,6 +87,7 @@ class Follower:
         self.given: dict[tuple[str, int], list[Piece]] = {}
         self.gathered: dict[tuple[str, int], tuple[list[Piece], int]] = {}
         self._sums: deque[_Sum] = deque(maxlen=_SUMS_KEPT)
+        self._taken: dict[int, int] = {}  # address of a block -> place in the program where it was taken
         self._writers: WeakKeyDictionary = WeakKeyDictionary()  # block -> the last group with a slot in it
         self._groups: dict[int, tuple[Any, Ranks, int, list[int]]] = {}  # by id of ranks, likewise
         self.alike = Ranks.of(here.program.alike or [here.program.rank])
@@ -101,6 +103,7 @@ class Follower:
     def work(self, name: str, reads: Sequence[Array], writes: Sequence[Array], args: tuple) -> None:
         """A kernel, a copy, or a function of NumPy was issued."""
         self.checks.meet()
+        self._clear(reads, writes)
         values, results = self._activations(reads), self._activations(writes)
         losses = self.losses.of(values)
         self.losses.work(name, values, results, args, self._site(), autograd.running())
@@ -129,6 +132,8 @@ class Follower:
                 self._sums.append(replace(found, where=range_of(out), scale=found.scale * float(scale)))
             more = ([out], [1.0]) if accumulate else ([], [])
             self._sum(out, [*parts, *more[0]], [*scales, *more[1]], losses)
+        elif name in _ADDS and len(reads) == 2 and all(map(self._has_gradients, reads)):
+            self._sum(writes[0], reads, [1.0, 1.0], losses)
         elif name in _SCALES:
             self._scale(args[0], args[1])
         elif name == "elementwise.clamp_":
@@ -168,6 +173,7 @@ class Follower:
         if not any(isinstance(array, Shaped) for array in (*reads, *writes)):
             return
         self.checks.meet()
+        self._clear(reads, writes)
         item = self._item()
         if item.peer >= 0:
             self._message(call, ranks[item.peer], item, (*reads, *writes)[0])
@@ -225,6 +231,14 @@ class Follower:
         return self._groups[id(ranks)][1:]
 
     # -- what they do to terms
+
+    def _clear(self, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        """Memory that has been taken since it was last used has nothing of its last owner."""
+        for array in (*reads, *writes):
+            block = block_of(array)
+            if block is not None and self._taken.get(block.start) != block.item:
+                self._taken[block.start] = block.item
+                self._memory.write(block.start, block.start + block.nbytes, [])
 
     def _pieces(self, array: Array) -> list[Piece]:
         return self._memory.read(*range_of(array), array.itemsize)
@@ -581,7 +595,7 @@ class Follower:
             if run is not None and adds and self._has_gradients(array):
                 self._put_on(array, Term(FRESH, 0))
             else:
-                self._lose(array, reads)
+                self._lose(array, [read for read in reads if self._category(read) not in (FULL, REDUCED)])
             return
         number = self.losses.number(run)
         origin, me, item = range_of(_open_slot(group).array)[0], Ranks((self.rank,)), array.itemsize

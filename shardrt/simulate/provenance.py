@@ -25,7 +25,7 @@ from shardrt.fsdp.options.schedules import each_schedule
 from shardrt.simulate.follower import Follower
 from shardrt.simulate.losses import Loss, Message
 from shardrt.simulate.terms import Gradient, Piece, Received, Term, Unknown, Value, joined
-from shardrt.simulate.updates import Finding, Use, Weights, name_of
+from shardrt.simulate.updates import Finding, Use, Weights
 
 __all__ = ["Finding", "Follow", "Follower", "followed"]
 
@@ -34,17 +34,20 @@ class Follow:
     """The followers of a recording's ranks, and what they found."""
 
     def __init__(self) -> None:
-        self.followers: list[Follower] = []
+        self._followers: dict[int, Follower] = {}
 
     def __call__(self, here: SimulatedDevice) -> None:
-        """Follow what a device records from now on."""
-        here.follower = Follower(here)
-        self.followers.append(here.follower)
+        """Follow what a device records from now on. A recording may begin again, of more ranks."""
+        here.follower = self._followers[here.program.alike[0]] = Follower(here)
+
+    @property
+    def followers(self) -> list[Follower]:
+        """Of all recorded ranks."""
+        return [self._followers[first] for first in sorted(self._followers)]
 
     @cached_property
     def findings(self) -> list[Finding]:
         """Of all ranks, now that the recording has ended."""
-        self.followers.sort(key=lambda follower: follower.rank)
         for follower in self.followers:
             follower.checks.finish(last=True)
         for follower in self.followers:
@@ -91,18 +94,16 @@ class Follow:
             value = piece.part((first + term.base) * piece.item, (last + term.base) * piece.item).value
             if not isinstance(value, tuple):
                 return [(0, value if isinstance(value, Unknown) else Unknown(str(source)))]
-            theirs = [self._as_received(follower, other, use, each, term) for each in value]
+            theirs = [self._as_received(follower, other, each, term) for each in value]
             deeper = self._resolved(follower, use, theirs, last - first)
             found += [(first + at, each) for at, each in deeper] if theirs else [(first, ())]
         return found or [(0, Unknown(str(source)))]
 
-    def _as_received(self, follower: Follower, other: Follower, use: Use, given: Term, term: Term) -> Term:
+    def _as_received(self, follower: Follower, other: Follower, given: Term, term: Term) -> Term:
         """A term of another rank, as a rank of this role has it behind the collective."""
         by, ranks, source = term.source.rank - other.rank, given.ranks, given.source
         if isinstance(source, Received):
             source = replace(source, rank=source.rank + by)
-        elif (tied := other.checks.groups[source.group].key.tied) and use.group.key.tied == tied:
-            source = replace(source, group=name_of(use.group))  # a copy of it
         if ranks is not None and term.ranks is not None:
             ranks, _ = ranks.moved(by).spread(term.ranks, follower.rank)
         factors = *given.factors, *term.factors

@@ -137,6 +137,7 @@ class Updates:
         self._versions: dict[str, int] = {}
         self._before_given: dict[str, int] = {}  # group -> version before values were copied into its shard
         self._written: dict[str, list[Write]] = {}
+        self._tied_runs: dict[str, list[int]] = {}  # of parameters on two stages: runs
         self._shards: dict[int, ParameterGroup] = {}  # by address
         self._kept: dict[str, tuple[Ranks, float]] = {}  # of groups
         self._later: list[Use] = []  # until the other roles are recorded
@@ -237,8 +238,12 @@ class Updates:
     ) -> Gradient:
         """A kernel of a backward run adds to elements [first, last) in a slot; gives the source."""
         self.finish()
-        name = name_of(group)
+        name = source_of(group)
         writes = self._written.setdefault(name, [])
+        if group.key.tied:  # two stages number their runs each in its own order
+            runs = self._tied_runs.setdefault(name, [])
+            runs += [] if run in runs else [run]
+            run = runs.index(run)
         here = [w for w in writes if w.run == run and w.first < last and first < w.last]
         source, place = Gradient(name, run, len(here)), self.last()
         if any(w.place == place for w in here):
@@ -251,12 +256,12 @@ class Updates:
 
     def moved(self, group: ParameterGroup, before: Any, after: Any) -> None:
         """Gradients are copied from one slot to another."""
-        for write in self._written.get(name_of(group), ()):
+        for write in self._written.get(source_of(group), ()):
             write.block = after if write.block is before else write.block
 
     def sent(self, group: ParameterGroup, array: Array, origin: int) -> None:
         """An operation takes full gradients out of the slot at `origin`: all that was written is there."""
-        name = name_of(group)
+        name = source_of(group)
         block = block_of(array)
         waiting = [write for write in self._written.get(name, ()) if write.unsent and write.block is block]
         if not waiting:
@@ -284,7 +289,7 @@ class Updates:
 
     def _check_sent(self, group: ParameterGroup, value: Value, first: int, waiting: Sequence[Write]) -> None:
         """Elements that are sent have what waits to be sent, and nothing else."""
-        name, new = name_of(group), {(write.run, write.use) for write in waiting}
+        name, new = source_of(group), {(write.run, write.use) for write in waiting}
         for term in value if isinstance(value, tuple) and group.ranks.size > 1 else ():
             source = term.source
             if not isinstance(source, Gradient) or (source.group, term.base) != (name, first):
@@ -314,19 +319,23 @@ class Updates:
                 continue
             if param is None:
                 sources = [term for term in value if isinstance(term.source, Gradient)][:1]
-                beside = tuple(Term(Parameters(term.source.group, 0), term.base) for term in sources)
+                beside = tuple(
+                    Term(Parameters(self._named(term.source.group), 0), term.base) for term in sources
+                )
             if not isinstance(beside, tuple) or len(beside) > 1:
                 self.find("the parameters that are updated are not known", known=False)
             for term in beside if isinstance(beside, tuple) else ():
                 self._use(term.source.group, term.base, term.base + stop - start, value)
 
     def _use(self, name: str, start: int, stop: int, terms: tuple[Term, ...]) -> None:
+        group = self.groups[name]
         used = self._used.setdefault(name, [])
         if any(first < stop and start < last for first, last in used):
             self.find(f"elements from {start} on of the gradient of {name} are used by two updates of a step")
         used.append((start, stop))
-        writes = tuple(w for w in self._written.get(name, ()) if w.first < stop and start < w.last)
-        use = Use(self.last(), self.groups[name], start, stop, terms, writes)
+        written = self._written.get(source_of(group), ())
+        writes = tuple(write for write in written if write.first < stop and start < write.last)
+        use = Use(self.last(), group, start, stop, terms, writes)
         if any(isinstance(term.source, Received) for term in terms):
             self._later.append(use)
         else:
@@ -348,14 +357,15 @@ class Updates:
             return
         names = set(self._used)
         if last and not self.late and self.updates:
-            names |= {n for n, writes in self._written.items() if any(w.step < self._steps for w in writes)}
+            left = (n for n, writes in self._written.items() if any(w.step < self._steps for w in writes))
+            names |= set(map(self._named, left))
         for name in names:
             group = self.groups[name]
             if name in self._used:
                 self._begin(group, self._versions[name])
             own = group.layout.shard_range(group.ranks.rank)
-            for write in self._written.pop(name, []):
-                source = Gradient(name, write.run, write.use)
+            for write in self._written.pop(source_of(group), []):
+                source = Gradient(source_of(group), write.run, write.use)
                 if write.unsent and group.ranks.size > 1:
                     self.find(f"element {write.unsent[0][0]} of {source} is sent to no rank")
                     continue
@@ -366,6 +376,11 @@ class Updates:
                     self.find(f"element {start} of {source} is used by no update")
         self._used.clear()
 
+    def _named(self, source: str) -> str:
+        """The name of the group that has a gradient."""
+        found = (name for name, group in self.groups.items() if source_of(group) == source)
+        return min(found, key=lambda name: (name not in self._used, name))
+
     def settle(self, resolved: Callable[[Use, Sequence[Term], int], list[tuple[int, Value]]]) -> None:
         """Check the updates that had to wait. resolved: see Follow."""
         for use in self._later:
@@ -375,7 +390,7 @@ class Updates:
             for (first, value), end in zip(parts, ends, strict=True):
                 if not isinstance(value, tuple):
                     behind = f" behind {value.operation}" if isinstance(value, Unknown) else ""
-                    what = f"the gradient of {name_of(use.group)} is not known{behind}"
+                    what = f"the gradient of {source_of(use.group)} is not known{behind}"
                     self.find(what, use.place, known=False)
                     break
                 self._check(replace(use, start=use.start + first, stop=use.start + end), value)
@@ -383,7 +398,7 @@ class Updates:
 
     def _check(self, use: Use, terms: tuple[Term, ...]) -> None:
         group, start, place = use.group, use.start, use.place
-        name, (ranks, divisor) = name_of(group), self._expected(group)
+        name, (ranks, divisor) = source_of(group), self._expected(group)
         missing = {(w.run, w.use): w for w in use.writes if w.first < use.stop and start < w.last}
         if not missing and not any(e.offset < use.stop and start < e.stop for e in group.layout.entries):
             return  # padding
@@ -441,7 +456,7 @@ class Updates:
             for stride, end in group.key.partial:
                 axis = Ranks((me - me % end // stride * stride,), ((stride, end // stride),))
                 ranks, _ = ranks.spread(axis, me)
-            if group.key.tied:
+            if group.key.tied and group.parameters[0].pipeline.copies is not None:
                 copies = _ranks(group.parameters[0].pipeline.copies.communicator("control"))
                 ranks, _ = ranks.spread(Ranks.of(copies), me)
             self._kept[name] = ranks, _divisor(group)
@@ -467,6 +482,11 @@ def name_of(group: ParameterGroup) -> str:
     alike = [each for each in group.unit.groups if each.label == group.label]
     name = group.label or "the outermost unit"
     return name if alike[0] is group else f"{name}, {alike.index(group) + 1}"
+
+
+def source_of(group: ParameterGroup) -> str:
+    """The name of its gradient, which copies of a parameter on two stages have in common."""
+    return group.key.tied or name_of(group)
 
 
 def range_of(array: Array) -> tuple[int, int]:

@@ -42,8 +42,11 @@ def add_to(commands: Any) -> None:
 def check(options: argparse.Namespace) -> int:
     """Record the script and print what is proved; returns the exit code."""
     chosen = [name for name in CHECKS if getattr(options, name)] or list(CHECKS)
+    if options.shared and "gradients" in chosen:
+        say("gradients: left out, since ranks share memory; prove them without --shared", file=sys.stderr)
+        chosen.remove("gradients")
     with followed() as follow:
-        code, programs = recording(options, follow)
+        code, programs = recording(options, follow if "gradients" in chosen else None)
     if programs is None:
         return code
     if not all(any(isinstance(item, Step) for item in program.items) for program in programs):
@@ -52,7 +55,7 @@ def check(options: argparse.Namespace) -> int:
     found = {
         "order": lambda: _order(programs),
         "races": lambda: _races(programs),
-        "gradients": lambda: _gradients(follow, len(programs)),
+        "gradients": lambda: _gradients(follow),
         "memory": lambda: _memory(programs, options.at_most),
     }
     right = True
@@ -86,7 +89,7 @@ def _races(programs: Sequence[Program]) -> tuple[bool, list[str]]:
     return bool(known or hidden), lines or ["no race, at any speed of host, streams and links"]
 
 
-def _gradients(follow: Follow, ranks: int) -> tuple[bool, list[str]]:
+def _gradients(follow: Follow) -> tuple[bool, list[str]]:
     findings = follow.findings
     if findings:
         return True, [line for finding in findings[:4] for line in str(finding).splitlines()]

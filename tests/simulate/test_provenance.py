@@ -17,8 +17,9 @@ from shardrt.fsdp import MixedPrecisionPolicy, collectives, fully_shard, no_sync
 from shardrt.fsdp.options.quantisation import Quantisation
 from shardrt.fsdp.transfer import Transfer
 from shardrt.fsdp.whole_gradient import WholeGradient
+from shardrt.parallel.schedules import SCHEDULES
 from shardrt.simulate.provenance import followed
-from shardrt.simulate.script import record_of
+from shardrt.simulate.script import record, record_of
 from tests.races.recorded import Case, recorded
 
 RANKS = 4
@@ -93,8 +94,24 @@ def test_what_is_right_is_proved(name, like):
     assert {scale for scale, _ in follower.checks.weights.values()} == {1 / RANKS}
 
 
-def test_many_ranks_take_as_long_as_few():
-    assert followed_in(ranks=4096).findings == []
+@pytest.mark.parametrize("strategy, shape", [("FULL_SHARD", None), ("HYBRID_SHARD", (1024, 16))])
+def test_many_ranks_take_as_long_as_few(strategy, shape):
+    follow = followed_in(ranks=16384, strategy=strategy, shape=shape)
+    assert follow.findings == []
+    assert {scale for scale, _ in follow.followers[0].checks.weights.values()} == {1 / 16384}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_gives_each_micro_batch_one_weight(name):
+    stages = 2 if re.match("Interleaved|ZBV|DualPipe", name) else 1
+    words = (
+        f"--architecture gpt --model.n-layer {4 * stages} --model.n-embd 8 --model.n-head 1 --text.window 8"
+    )
+    words += f" --batch-size 16 --parallel.pp 2 --micro-batches 4 --parallel.schedule {name}"
+    with followed() as follow:
+        record(["train", *words.split()], 4, steps=1, follow=follow)
+    assert follow.findings == []
+    assert [follower.checks.of_losses for follower in follow.followers] == [{1 / (16 * 8)}] * 2
 
 
 @pytest.mark.parametrize("names", [("tensor parallel",), ("pipeline",), ("context parallel",)], ids="".join)
