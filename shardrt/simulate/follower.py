@@ -274,6 +274,9 @@ class Follower:
             self._set(target, None)
             self._given(target, losses)
             return
+        owned = self._category(target) in (SHARD, GATHERED, FULL, REDUCED)
+        if not owned and not any(self._memory.has(*_bounds(array)) for array in (source, target)):
+            return  # activations
         pieces, lines = self._dense(source), _lines(target)
         if pieces is None or lines is None or source.size != target.size:
             self._lose(target, [source])
@@ -667,6 +670,13 @@ def _open_slot(group: ParameterGroup) -> Any:
 
 def _start(array: Array) -> int:
     return range_of(array)[0]
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    """The bytes from its first to its last element."""
+    start = _start(array)
+    last = sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True))
+    return start, start + (last + array.itemsize if array.size else 0)
 
 
 def _lines(array: Array) -> list[tuple[int, int]] | None:

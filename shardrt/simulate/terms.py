@@ -171,6 +171,10 @@ class Memory:
             found.append(piece.part(max(start, piece.start), end))
         return found if end >= stop else [*found, Piece(end, stop, item, None)]
 
+    def has(self, start: int, stop: int) -> bool:
+        """Whether anything is followed in a range."""
+        return bool(self._meeting(start, stop))
+
     def write(self, start: int, stop: int, pieces: Iterable[Piece]) -> None:
         """Replace what a range has."""
         for old in self._meeting(start, stop):

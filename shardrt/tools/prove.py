@@ -7,6 +7,7 @@ it fails or does nothing.
 import argparse
 import sys
 from collections.abc import Sequence
+from math import isclose
 from typing import Any
 
 from shardrt.device.program import Collective, Program, Step
@@ -102,16 +103,22 @@ def _gradients(follow: Follow) -> tuple[bool, list[str]]:
     scales = sorted({scale for each in checks for scale, _ in each.weights.values()})
     losses = sorted(set().union(*(each.of_losses for each in checks)))
     return False, [
-        f"{updates} updates have each gradient once, with weight {_some(scales)} of its rank",
-        *([f"losses enter with weight {_some(losses)}"] if losses else []),
+        f"{updates} updates use each rank's gradient once, with weight {_some(scales)}",
+        *([f"each position of a loss has weight {_some(losses)} in them"] if losses else []),
         f"{reads} reads of gathered parameters find the newest",
         *([f"{outside} updates of parameters in no unit are not followed"] if outside else []),
     ]
 
 
 def _some(numbers: Sequence[float]) -> str:
-    said = list(dict.fromkeys(f"{number:g}" for number in numbers))
+    said = list(dict.fromkeys(map(_share, numbers)))
     return ", ".join(said[:4]) + (", ..." if len(said) > 4 else "")
+
+
+def _share(number: float) -> str:
+    """As 1/n, where it is that."""
+    parts = round(1 / number) if number else 0
+    return f"1/{parts:,}" if parts > 1 and isclose(number * parts, 1) else f"{number:g}"
 
 
 def _memory(programs: Sequence[Program], at_most: int | None) -> tuple[bool, list[str]]:

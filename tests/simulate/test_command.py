@@ -143,7 +143,7 @@ def test_prove_says_of_each_check_what_it_has_proved(capsys):
     assert [line for line in printed.splitlines() if not line.startswith(" ")] == [
         f"{name}: proved" for name in ("order", "races", "gradients", "memory")
     ]
-    assert "updates have each gradient once" in printed
+    assert "updates use each rank's gradient once" in printed
     assert main(["prove", "--ranks", "8", "--memory", "--at-most", "1000", "--", "train", *config]) == 1
     assert capsys.readouterr().out.startswith("memory: NOT PROVED\n")
 
