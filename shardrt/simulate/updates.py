@@ -433,8 +433,8 @@ class Updates:
         for cut in {cut for write in writes for loss in write.losses for cut in loss.cut}:
             if not all(rank in ranks for rank in cut):
                 return (
-                    f"{source} is of the positions of one of ranks {_few(cut)}, and the sum is over ranks "
-                    f"{_few(ranks)}"
+                    f"{source} is of positions that are cut among ranks {_few(cut)}, but it is summed over "
+                    f"ranks {_few(ranks)}"
                 )
         times = term.scale * divisor
         if not isclose(times, 1, rel_tol=1e-6) and not isnan(times):
