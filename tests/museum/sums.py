@@ -140,7 +140,7 @@ MORE = [
         title="[BUG] final_layernorm gradient mismatch when TP+SP enabled",
         did="Gradients of norms lacked the parts of the other ranks of the tensor axis.",
         check="gradients",
-        first=r"the gradient of \S+ .*positions that are cut among ranks 0, 1, but it is summed over ranks 0, 2",
+        first=r"the gradient of \S+ .*cut among ranks 0, 1, but it is summed over ranks 0, 2",
         operation="`adamw.step`",
         changes=(Change(SequenceParallel.apply, "partial(parameter, axis)", "pass"),),
         program=partial(train_tensor_parallel, sequence=True),
