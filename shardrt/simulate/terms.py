@@ -34,7 +34,7 @@ class Parameters:
     version: int
 
     def __str__(self) -> str:
-        return f"the parameters of {self.group} after {self.version} updates"
+        return f"the parameters of {self.group} after {self.version} update{'s' * (self.version != 1)}"
 
 
 @dataclass(frozen=True)

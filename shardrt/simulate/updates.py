@@ -24,7 +24,7 @@ from shardrt.simulate.terms import (
     overlaid,
 )
 
-__all__ = ["ANY", "Finding", "Updates", "Use", "Weights", "name_of", "range_of"]
+__all__ = ["ANY", "Finding", "Updates", "Use", "Weights", "name_of", "range_of", "share"]
 
 Array = Any
 ANY = -1  # of Gradient.use
@@ -102,8 +102,8 @@ class Weights:
         if isclose(weight, known, rel_tol=1e-6) or isnan(weight) or isnan(known):
             return ""
         return (
-            f"the loss of {loss.source} has the weight {weight:g} in the gradient of {name} of rank {rank}, "
-            f"and {known:g} in that of {where} of rank {other}"
+            f"a position of the loss at {loss.source} has the weight {share(weight)} in the gradient of "
+            f"{name} of rank {rank}, and {share(known)} in that of {where} of rank {other}"
         )
 
 
@@ -223,10 +223,12 @@ class Updates:
         if isinstance(value, Unknown):
             self.find(f"{newest}: not known behind {value.operation}", known=False)
         elif not value:
-            self.find(f"element {place} of {newest} is read, but no gather has filled it")
+            self.find(f"a kernel needs element {place} of {newest}, and no gather has filled it")
         elif value != (Term(newest, place),):
             (term, *_) = value
-            self.find(f"element {place} of {newest} is read, but it is element {term.base} of {term.source}")
+            self.find(
+                f"a kernel needs element {place} of {newest}, and reads element {term.base} of {term.source}"
+            )
         else:
             return True
         return False
@@ -285,7 +287,8 @@ class Updates:
                     )
                 elif not there:
                     source = Gradient(name, write.run, write.use)
-                    self.find(f"{source} is missing from element {max(first, here[0][0])} on")
+                    at = _parameter_at(group, max(first, here[0][0]))
+                    self.find(f"{source} is lost at {at}: it was written, and is not there")
 
     def _check_sent(self, group: ParameterGroup, value: Value, first: int, waiting: Sequence[Write]) -> None:
         """Elements that are sent have what waits to be sent, and nothing else."""
@@ -367,13 +370,13 @@ class Updates:
             for write in self._written.pop(source_of(group), []):
                 source = Gradient(source_of(group), write.run, write.use)
                 if write.unsent and group.ranks.size > 1:
-                    self.find(f"element {write.unsent[0][0]} of {source} is sent to no rank")
+                    self.find(f"{source} is sent to no rank at {_parameter_at(group, write.unsent[0][0])}")
                     continue
                 start, stop = max(write.first, own[0]), min(write.last, own[1])
                 for first, end in sorted(self._used.get(name, ())):
                     start = max(start, end) if first <= start else start
                 if start < stop:
-                    self.find(f"element {start} of {source} is used by no update")
+                    self.find(f"{source} is used by no update at {_parameter_at(group, start)}")
         self._used.clear()
 
     def _named(self, source: str) -> str:
@@ -421,7 +424,8 @@ class Updates:
                 scale = term.scale
                 self.losses += [(write.step, loss, scale, name, place) for loss in write.losses]
         if missing:
-            self.find(f"{Gradient(name, *min(missing))} is missing from element {start} on", place)
+            lost = Gradient(name, *min(missing))
+            self.find(f"{lost} is lost at {_parameter_at(group, start)}", place)
 
     def _wrong(self, term: Term, ranks: Ranks, divisor: float, writes: list[Write]) -> str:
         """What is wrong with the ranks or the weight of a gradient; "" if nothing is."""
@@ -440,7 +444,7 @@ class Updates:
         if not isclose(times, 1, rel_tol=1e-6) and not isnan(times):
             if source in self.doubled:
                 return f"{source} of ranks {_few(ranks)} is added twice"
-            return f"{source} has the weight {term.scale:g}, not {1 / divisor:g}"
+            return f"{source} has the weight {share(term.scale)}, not {share(1 / divisor)}"
         step = writes[0].step if writes else self._steps
         known = self.weights.setdefault(step, (term.scale, term.factors))
         if known[1] != term.factors:
@@ -493,6 +497,19 @@ def range_of(array: Array) -> tuple[int, int]:
     """The bytes from its first element on."""
     start = array.__array_interface__["data"][0]
     return start, start + array.nbytes
+
+
+def share(number: float) -> str:
+    """As 1/n, where it is that."""
+    parts = round(1 / number) if number else 0
+    return f"1/{parts:,}" if parts > 1 and isclose(number * parts, 1) else f"{number:g}"
+
+
+def _parameter_at(group: ParameterGroup, element: int) -> str:
+    """An element of a flat buffer, with the parameter that has it."""
+    entries = zip(group.layout.entries, group.parameters, strict=True)
+    names = [parameter.name for entry, parameter in entries if entry.offset <= element < entry.stop]
+    return f"{names[0]} (element {element})" if names else f"element {element}"
 
 
 def _divisor(group: ParameterGroup) -> float:

@@ -7,7 +7,6 @@ it fails or does nothing.
 import argparse
 import sys
 from collections.abc import Sequence
-from math import isclose
 from typing import Any
 
 from shardrt.device.program import Collective, Program, Step
@@ -16,6 +15,7 @@ from shardrt.simulate.deadlocks import deadlock
 from shardrt.simulate.memory import peaks
 from shardrt.simulate.provenance import Follow, followed
 from shardrt.simulate.races import races_both_ways
+from shardrt.simulate.updates import share
 from shardrt.tools.scripts import FAILED, add_recording, positive, recording
 from shardrt.untrusted import say
 
@@ -43,7 +43,7 @@ def add_to(commands: Any) -> None:
 def check(options: argparse.Namespace) -> int:
     """Record the script and print what is proved; returns the exit code."""
     chosen = [name for name in CHECKS if getattr(options, name)] or list(CHECKS)
-    if options.shared and "gradients" in chosen:
+    if options.shared and options.device != "cuda" and "gradients" in chosen:
         say("gradients: left out, since ranks share memory; prove them without --shared", file=sys.stderr)
         chosen.remove("gradients")
     with followed() as follow:
@@ -103,7 +103,7 @@ def _gradients(follow: Follow) -> tuple[bool, list[str]]:
     scales = sorted({scale for each in checks for scale, _ in each.weights.values()})
     losses = sorted(set().union(*(each.of_losses for each in checks)))
     return False, [
-        f"{updates} updates use each rank's gradient once, with weight {_some(scales)}",
+        f"{updates} updates use each rank's gradient once, as the mesh says, with weight {_some(scales)}",
         *([f"each position of a loss has weight {_some(losses)} in them"] if losses else []),
         f"{reads} reads of gathered parameters find the newest",
         *([f"{outside} updates of parameters in no unit are not followed"] if outside else []),
@@ -111,14 +111,8 @@ def _gradients(follow: Follow) -> tuple[bool, list[str]]:
 
 
 def _some(numbers: Sequence[float]) -> str:
-    said = list(dict.fromkeys(map(_share, numbers)))
+    said = list(dict.fromkeys(map(share, numbers)))
     return ", ".join(said[:4]) + (", ..." if len(said) > 4 else "")
-
-
-def _share(number: float) -> str:
-    """As 1/n, where it is that."""
-    parts = round(1 / number) if number else 0
-    return f"1/{parts:,}" if parts > 1 and isclose(number * parts, 1) else f"{number:g}"
 
 
 def _memory(programs: Sequence[Program], at_most: int | None) -> tuple[bool, list[str]]:

@@ -191,13 +191,13 @@ MUTATIONS = {  # settings, message, operation
     left_out: ({}, "the gradient of last", "reduce|adamw.step"),
     doubled: ({}, "the gradient of last from backward run 0 of ranks 0, 1, 2, 3 is added twice", "reduce"),
     over_half_of_the_ranks: (HALVES, "is the sum over ranks 0, 1, not over 0, 1, 2, 3", "adamw.step"),
-    to_the_wrong_place: ({}, "element .* is read, but", "linear.forward"),
-    not_again: ({}, "parameters of last .* is read, but", "linear"),
-    without_the_batch_before: ({}, "from backward run 0 is missing from element 0 on", "adamw.step"),
-    over_the_first_use: ({}, "the gradient of same from backward run 0 is missing", "reduce"),
+    to_the_wrong_place: ({}, "needs element .* no gather has filled it", "linear.forward"),
+    not_again: ({}, "needs element .* of the parameters of last after", "linear"),
+    without_the_batch_before: ({}, "from backward run 0 is lost at first.weight .element 0.", "adamw.step"),
+    over_the_first_use: ({}, "the gradient of same from backward run 0 is lost at same.weight", "reduce"),
     None: (
         {"factor": 8},
-        "the loss of .* has the weight 0.0416667 in .* last of rank 0, and 0.0833333",
+        "the loss at .* has the weight 1/24 in .* last of rank 0, and 1/12",
         "adamw.step",
     ),
 }
