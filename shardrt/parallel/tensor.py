@@ -151,12 +151,13 @@ def in_sequence(styles: Iterable[Style]) -> bool:
 def chosen_by(model: Module, plan: Mapping[str, Style], call: str) -> list[tuple[Module, Style]]:
     """The modules that the plan names, in its order, each with its style. Raises as parallelize_module."""
     found: dict[Module, tuple[str, Style]] = {}
+    modules = dict(model.named_modules())
     for pattern, style in plan.items():
         if not isinstance(style, Style):
             raise TypeError(
                 f"{call}: {pattern!r} must map to a style, such as ColwiseParallel(), got {style!r}"
             )
-        named = list(_named(model, pattern))
+        named = list(_named(modules, pattern))
         if not named:
             raise ValueError(f"{call}: {pattern!r} names no module of {type(model).__name__}")
         for path, module in named:
@@ -186,9 +187,12 @@ def _check_tied(model: Module, mesh: DeviceMesh, chosen: set[Module]) -> None:
                 )
 
 
-def _named(model: Module, pattern: str) -> Iterator[tuple[str, Module]]:
+def _named(modules: Mapping[str, Module], pattern: str) -> Iterator[tuple[str, Module]]:
+    if not set("*?[").intersection(pattern):
+        yield from ((path, modules[path]) for path in [pattern] if path in modules)
+        return
     wanted = pattern.split(".")
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         names = path.split(".")
         if len(names) == len(wanted) and all(map(fnmatchcase, names, wanted)):
             yield path, module

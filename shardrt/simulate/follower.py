@@ -87,6 +87,7 @@ class Follower:
         self.given: dict[tuple[str, int], list[Piece]] = {}
         self.gathered: dict[tuple[str, int], tuple[list[Piece], int]] = {}
         self._sums: deque[_Sum] = deque(maxlen=_SUMS_KEPT)
+        self._blocks: dict[int, Any] = {}  # of the arrays of the operation that is followed, by id
         self._taken: dict[int, int] = {}  # address of a block -> place in the program where it was taken
         self._writers: WeakKeyDictionary = WeakKeyDictionary()  # block -> the last group with a slot in it
         self._groups: dict[int, tuple[Any, Ranks, int, list[int]]] = {}  # by id of ranks, likewise
@@ -234,8 +235,8 @@ class Follower:
 
     def _clear(self, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         """Memory that has been taken since it was last used has nothing of its last owner."""
-        for array in (*reads, *writes):
-            block = block_of(array)
+        self._blocks = {id(array): block_of(array) for array in (*reads, *writes)}
+        for block in self._blocks.values():
             if block is not None and self._taken.get(block.start) != block.item:
                 self._taken[block.start] = block.item
                 self._memory.write(block.start, block.start + block.nbytes, [])
@@ -651,7 +652,8 @@ class Follower:
         return [array for array in arrays if self._category(array) not in apart]
 
     def _category(self, array: Any) -> str:
-        block, items = block_of(array), self._device.program.items
+        block = self._blocks[id(array)] if id(array) in self._blocks else block_of(array)
+        items = self._device.program.items
         taken = items[block.item] if block is not None and 0 <= block.item < len(items) else None
         return taken.category if isinstance(taken, Take) else ""
 
