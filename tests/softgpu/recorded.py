@@ -38,6 +38,7 @@ __all__ = ["Recorder", "recorded"]
 
 _CALLS = ("gather", "reduce_scatter", "all_reduce", "broadcast", "send", "recv", "exchange", "swap")
 _WORK = ("launch", "product", "copy", "set", "nccl")  # in the emulator's log
+_NEXT = -1  # of Recorder.dtypes: of the buffer that is made
 _BY_SIZE = {size: np.dtype(name) for size, name in ((1, "bool"), (4, "float32"), (8, "int64"))}
 _here = threading.local()  # .recorder, of a rank's thread
 _of_gpus: dict[int, "Recorder"] = {}  # the last of each, whose arrays may be looked at later
@@ -59,6 +60,7 @@ class Recorder:
         self.quiet = False  # inside of what is recorded as a whole
         self.counted: Counter[int] = Counter()  # work in each stream that is recorded
         self._log, self._begin = log, len(log)
+        self.dtypes: dict[int, Any] = {}  # of the last array in the memory that begins there
         self._starts: list[int] = []
         self._blocks: list[np.ndarray] = []  # by address; the base of each is its Block
 
@@ -79,6 +81,7 @@ class Recorder:
         at = bisect(self._starts, start) - 1
         if at >= 0 and self._starts[at] == start:
             del self._starts[at], self._blocks[at]
+            self.dtypes.pop(start, None)
             self.shadow.add(p.Free(start, site(), stream))
 
     def array(self, x: Any) -> Any:
@@ -99,6 +102,10 @@ class Recorder:
             return None
         base = self._blocks[at]
         taken = self._items[base.base.item]
+        if dtype is None:  # bytes, of a memset or memcpy
+            dtype = self.dtypes.get(self._starts[at], np.dtype(np.uint8))
+            shape = (shape[0] // dtype.itemsize,)
+        self.dtypes[self._starts[at]] = dtype
         kind = self.shadow._kind if taken.place == "device" else self.shadow.host._kind
         return np.ndarray.__new__(kind, shape, dtype, base, address - self._starts[at], strides)
 
@@ -257,12 +264,12 @@ def watch(software: Any, patch: Any) -> None:
     def memset(recorder, real, target, value, size, stream):
         real(target, value, size, stream)
         recorder.stream(stream)
-        recorder.of_cupy("memset", [value, recorder.view(target, (size,), np.uint8, None)])
+        recorder.of_cupy("memset", [value, recorder.view(target, (size,), None, None)])
 
     def memcpy(recorder, real, target, source, size, kind, stream):
         real(target, source, size, kind, stream)
         recorder.stream(stream)
-        ends = [recorder.view(each, (size,), np.uint8, None) for each in (source, target)]
+        ends = [recorder.view(each, (size,), None, None) for each in (source, target)]
         recorder.of_cupy("memcpy", ends)
 
     def free(recorder, real, address):
@@ -285,9 +292,14 @@ def watch(software: Any, patch: Any) -> None:
 
     # -- the device's
 
+    def buffer(recorder, real, gpu, count, dtype):
+        recorder.dtypes[_NEXT] = np.dtype(dtype)
+        return real(gpu, count, dtype)
+
     def raw(recorder, real, gpu, nbytes):
         pointer = real(gpu, nbytes)
         recorder.take(pointer.ptr, nbytes, "buffers")
+        recorder.dtypes[pointer.ptr] = recorder.dtypes.pop(_NEXT)
         return pointer
 
     def pinned(recorder, real, gpu, count, dtype):
@@ -332,6 +344,7 @@ def watch(software: Any, patch: Any) -> None:
         return tell
 
     methods = {
+        "buffer": buffer,
         "_raw": raw,
         "pinned": pinned,
         "copy": copy,
