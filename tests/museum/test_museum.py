@@ -12,6 +12,8 @@ from tests.ranks import ROOT, run_ranks
 
 FOUND = [bug for bug in EXHIBITS if bug.check]
 EXPLAINED = [bug for bug in EXHIBITS if not bug.check]
+
+
 def name_of(bug):
     return bug.name
 

@@ -51,7 +51,7 @@ class Recorder:
         self.shadow = SimulatedDevice(like=CUDADevice)
         self.shadow.whose = script._module_now
         self.shadow.program.rank, self.shadow.program.world_size = rank, ranks
-        self.shadow.program.alike = range(ranks)  # which recordings of all ranks show
+        self.shadow.program.alike = [rank]
         self._items = self.shadow.program.items
         self.kernels = _Kernels(self)
         self.streams: dict[int, Any] = {}  # by handle
@@ -437,7 +437,11 @@ def _arguments(recorder: Recorder, kernel: Any, parameters: int) -> Any:
         words = (ctypes.c_int64 * (size // 8)).from_address(pointer)
         n = (size - 16) // 16
         shape, strides = tuple(words[2 : 2 + n]), tuple(words[2 + n : 2 + 2 * n])
-        dtype = CUDADevice.compute_dtype(kind) if kind else _BY_SIZE[strides[-1] if n else recorder.size(words[0])]
+        dtype = (
+            CUDADevice.compute_dtype(kind)
+            if kind
+            else _BY_SIZE[strides[-1] if n else recorder.size(words[0])]
+        )
         yield recorder.view(words[0], shape, dtype, strides)
 
 
