@@ -39,7 +39,9 @@ __all__ = ["Recorder", "recorded"]
 _CALLS = ("gather", "reduce_scatter", "all_reduce", "broadcast", "send", "recv", "exchange", "swap")
 _WORK = ("launch", "product", "copy", "set", "nccl")  # in the emulator's log
 _NEXT = -1  # of Recorder.dtypes: of the buffer that is made
-_BY_SIZE = {size: np.dtype(name) for size, name in ((1, "bool"), (4, "float32"), (8, "int64"))}
+_BY_SIZE = {
+    size: np.dtype(name) for size, name in ((1, "bool"), (2, "float16"), (4, "float32"), (8, "int64"))
+}
 _here = threading.local()  # .recorder, of a rank's thread
 _of_gpus: dict[int, "Recorder"] = {}  # the last of each, whose arrays may be looked at later
 
