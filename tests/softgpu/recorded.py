@@ -142,7 +142,8 @@ class Recorder:
 
     def check_all_recorded(self) -> None:
         """No work that CUDA got is missing."""
-        assert self._issued(self._begin) == self.counted
+        all_of_it = self._issued(self._begin)
+        assert all_of_it == self.counted, (all_of_it, self.counted)
 
     def kernel(self, name: str, real: Callable, cost_of: Callable, args: tuple, kwargs: dict) -> Any:
         """Call a kernel of the package, and record it."""
@@ -163,9 +164,10 @@ class Recorder:
             self.shadow.answer(cost.reads, cost.value)
         return value
 
-    def of_cupy(self, name: str, arguments: list) -> None:
+    def of_cupy(self, stream: int, name: str, arguments: list) -> None:
         """CuPy launches a kernel of its own: arrays that are read, then the one that is written."""
-        self.counted[_current()] += 1
+        self.counted[stream] += 1
+        self.stream(stream)
         arrays = [array for array in arguments if isinstance(array, Shaped)]
         numbers = [each for each in arguments if not isinstance(each, Shaped)]
         self.shadow.work(name, arrays[:-1], arrays[-1:], args=(*arrays[:-1], *numbers))
@@ -260,19 +262,16 @@ def watch(software: Any, patch: Any) -> None:
     def launch(recorder, real, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
         real(function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra)
         kernel = software._kernels[function]
-        recorder.stream(stream)
-        recorder.of_cupy(kernel.name, list(_arguments(recorder, kernel, parameters)))
+        recorder.of_cupy(stream, kernel.name, list(_arguments(recorder, kernel, parameters)))
 
     def memset(recorder, real, target, value, size, stream):
         real(target, value, size, stream)
-        recorder.stream(stream)
-        recorder.of_cupy("memset", [value, recorder.view(target, (size,), None, None)])
+        recorder.of_cupy(stream, "memset", [value, recorder.view(target, (size,), None, None)])
 
     def memcpy(recorder, real, target, source, size, kind, stream):
         real(target, source, size, kind, stream)
-        recorder.stream(stream)
         ends = [recorder.view(each, (size,), None, None) for each in (source, target)]
-        recorder.of_cupy("memcpy", ends)
+        recorder.of_cupy(stream, "memcpy", ends)
 
     def free(recorder, real, address):
         real(address)

@@ -50,6 +50,7 @@ NAMES = {
     "memcpy": "numpy.copyto",
     "memset": "numpy.fill",
     "numpy.astype": "numpy.copyto",
+    "numpy.copy": "numpy.copyto",
 }
 
 
@@ -89,7 +90,8 @@ def issued(program):
     - addresses. Memory has the number of its first use, and its category;
     - marks. A wait has the stream, and how many operations the stream had before;
     - records that no wait is for: CUDADevice.upload has its own, for pinned memory;
-    - kernels and collectives of hosts. Ranks are threads here, and the CPU's kernels compute at once;
+    - kernels, reads and collectives of host memory. Ranks are threads here, and the CPU computes at once;
+    - kernels of no elements, which are not launched;
     - memory that no recorded operation uses: what kernels take for themselves.
     """
     found, taken, numbers, before, marks = [], {}, {}, {}, {}
@@ -106,6 +108,10 @@ def issued(program):
             for index, *where in sorted(known)
         ]
 
+    def on_device(ranges):
+        before = [start for start in taken if ranges and start <= ranges[0].start]
+        return not before or program.items[taken[max(before)]].place == "device"
+
     for index, item in enumerate(program.items):
         match item:
             case p.Take():
@@ -120,20 +126,23 @@ def issued(program):
                 found.append(("wait", item.stream, *marks[item.mark], item.site))
             case p.HostWait():
                 found.append(("host waits", *marks[item.mark], item.site))
-            case p.HostRead():
+            case p.HostRead() if on_device(item.reads):
                 found.append(("host reads", places(item.reads), item.site))
             case p.Step():
                 found.append(("step", item.number))
-            case p.Work() if item.stream != p.HOST:
+            case p.Work() if item.stream != p.HOST and (item.reads or item.writes):
                 name = item.name.partition("__")[0]
-                what = NAMES.get(name, name), item.label, item.site, places(item.reads), places(item.writes)
+                name = NAMES.get(name, name)
+                if name == "numpy.copyto" and not item.reads:
+                    name = "numpy.fill"  # with a number
+                what = name, item.label, item.site, places(item.reads), places(item.writes)
                 found.append((item.stream, *what))
             case p.Collective() if item.reads or item.writes:
                 group = program.groups[item.group]
                 what = item.call, item.nbytes, item.dtype, item.op, item.tag, item.label, item.site
                 where = group.role, list(group.ranks), places(item.reads), places(item.writes)
                 found.append((item.stream, *what, *where))
-        if isinstance(item, p.Work | p.Collective):
+        if isinstance(item, p.Work | p.Collective) and (item.reads or item.writes):
             before[item.stream] = before.get(item.stream, 0) + 1
     return found
 
