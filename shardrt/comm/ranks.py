@@ -155,8 +155,7 @@ class Mesh:
     def stream(self, role: str) -> Stream:
         """The stream of all communicators for `role`, for all models on the root mesh and its slices.
 
-        They share one stream because each rank must make their calls in the same order. The stream for "used"
-        is a thread of the host on every device.
+        They share one stream because each rank must make their calls in the same order.
         """
         streams = self._state.streams
         if role not in streams:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from shardrt.device.addresses import block_of
 from shardrt.device.shapes import Shaped
 from shardrt.simulate.ranks import Ranks
@@ -148,7 +150,7 @@ class Losses:
 
     def _scaled(self, loss: Loss, name: str, args: tuple) -> Loss:
         """A number behind a multiplication or division by one of the host, or by a number of positions."""
-        numbers = [float(arg) for arg in args if not isinstance(arg, Shaped)]
+        numbers = [float(arg) for arg in args if isinstance(arg, int | float | np.number)]
         if name == "numpy.multiply" and numbers:
             return replace(loss, weight=loss.weight * numbers[0])
         if name == "numpy.divide" and isinstance(args[0], Shaped):

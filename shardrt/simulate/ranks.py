@@ -1,7 +1,6 @@
 """Ranks: a set of world ranks, such as a group of a mesh, whose size does not count in time or memory.
 
-Groups of a mesh lie regularly: {first + i * stride + j * other stride + ...}. A set that does not is kept rank
-by rank.
+Groups of a mesh are regular: {first + i * stride + j * other stride + ...}. Other sets are kept rank by rank.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

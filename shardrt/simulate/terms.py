@@ -34,7 +34,7 @@ class Parameters:
     version: int
 
     def __str__(self) -> str:
-        return f"the parameters of {self.group} after {self.version} updates"
+        return f"the parameters of {self.group} after {self.version} update{'s' * (self.version != 1)}"
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ Value = tuple[Term, ...] | Packed | Unknown | None  # (): zeros; None: nothing t
 
 
 def joined(terms: Iterable[Term]) -> tuple[Term, ...]:
-    """The sum of terms. Those that differ in their ranks alone are one, and equal ones have their scales added."""
+    """The sum of terms: equal ones add their scales, and those that differ in their ranks alone are one."""
     alike: dict[tuple, dict[Ranks | None, Term]] = {}
     for term in terms:
         same = alike.setdefault((term.source, term.base, term.factors), {})
@@ -170,6 +170,10 @@ class Memory:
             end = min(stop, piece.stop)
             found.append(piece.part(max(start, piece.start), end))
         return found if end >= stop else [*found, Piece(end, stop, item, None)]
+
+    def has(self, start: int, stop: int) -> bool:
+        """Whether anything is followed in a range."""
+        return bool(self._meeting(start, stop))
 
     def write(self, start: int, stop: int, pieces: Iterable[Piece]) -> None:
         """Replace what a range has."""

@@ -1,4 +1,4 @@
-"""What must hold where an optimizer reads gradients, where gradients are sent, and where parameters are read."""
+"""What must hold where optimizers read gradients, where gradients are sent, and where parameters are read."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ from shardrt.simulate.terms import (
     overlaid,
 )
 
-__all__ = ["ANY", "Finding", "Updates", "Use", "Weights", "name_of", "range_of"]
+__all__ = ["ANY", "Finding", "Updates", "Use", "Weights", "name_of", "range_of", "share"]
 
 Array = Any
 ANY = -1  # of Gradient.use
@@ -61,6 +61,7 @@ class Write:
 
     Attributes:
         step: the optimizer step that it is for, from 0.
+        place: of the kernel in the program.
         block: the memory that has it.
         unsent: the elements that only the full gradient has yet.
     """
@@ -71,6 +72,7 @@ class Write:
     last: int
     step: int
     losses: frozenset[Loss]
+    place: int
     block: Any
     unsent: list[tuple[int, int]]
 
@@ -100,8 +102,8 @@ class Weights:
         if isclose(weight, known, rel_tol=1e-6) or isnan(weight) or isnan(known):
             return ""
         return (
-            f"the loss of {loss.source} has the weight {weight:g} in the gradient of {name} of rank {rank}, "
-            f"and {known:g} in that of {where} of rank {other}"
+            f"a position of the loss at {loss.source} has the weight {share(weight)} in the gradient of "
+            f"{name} of rank {rank}, and {share(known)} in that of {where} of rank {other}"
         )
 
 
@@ -135,6 +137,7 @@ class Updates:
         self._versions: dict[str, int] = {}
         self._before_given: dict[str, int] = {}  # group -> version before values were copied into its shard
         self._written: dict[str, list[Write]] = {}
+        self._tied_runs: dict[str, list[int]] = {}  # of parameters on two stages: runs
         self._shards: dict[int, ParameterGroup] = {}  # by address
         self._kept: dict[str, tuple[Ranks, float]] = {}  # of groups
         self._later: list[Use] = []  # until the other roles are recorded
@@ -220,10 +223,12 @@ class Updates:
         if isinstance(value, Unknown):
             self.find(f"{newest}: not known behind {value.operation}", known=False)
         elif not value:
-            self.find(f"element {place} of {newest} is read, but no gather has filled it")
+            self.find(f"a kernel needs element {place} of {newest}, and no gather has filled it")
         elif value != (Term(newest, place),):
             (term, *_) = value
-            self.find(f"element {place} of {newest} is read, but it is element {term.base} of {term.source}")
+            self.find(
+                f"a kernel needs element {place} of {newest}, and reads element {term.base} of {term.source}"
+            )
         else:
             return True
         return False
@@ -235,19 +240,30 @@ class Updates:
     ) -> Gradient:
         """A kernel of a backward run adds to elements [first, last) in a slot; gives the source."""
         self.finish()
-        name = name_of(group)
+        name = source_of(group)
         writes = self._written.setdefault(name, [])
-        use = sum(w.run == run and w.first < last and first < w.last for w in writes)
-        source = Gradient(name, run, use)
+        if group.key.tied:  # two stages number their runs each in its own order
+            runs = self._tied_runs.setdefault(name, [])
+            runs += [] if run in runs else [run]
+            run = runs.index(run)
+        here = [w for w in writes if w.run == run and w.first < last and first < w.last]
+        source, place = Gradient(name, run, len(here)), self.last()
+        if any(w.place == place for w in here):
+            self.find(f"elements {first} to {last} of {source} are written twice by one kernel")
         self._history.add((name, run))
         if not any(each.offset <= first and last <= each.stop for each in group.layout.entries):
             self.find(f"elements {first} to {last} of {source} are of no one parameter")
-        writes.append(Write(run, use, first, last, self._steps, losses, block, [(first, last)]))
+        writes.append(Write(run, source.use, first, last, self._steps, losses, place, block, [(first, last)]))
         return source
 
+    def moved(self, group: ParameterGroup, before: Any, after: Any) -> None:
+        """Gradients are copied from one slot to another."""
+        for write in self._written.get(source_of(group), ()):
+            write.block = after if write.block is before else write.block
+
     def sent(self, group: ParameterGroup, array: Array, origin: int) -> None:
-        """An operation takes full gradients out of the slot at `origin`: none that was written may be missing."""
-        name = name_of(group)
+        """An operation takes full gradients out of the slot at `origin`: all that was written is there."""
+        name = source_of(group)
         block = block_of(array)
         waiting = [write for write in self._written.get(name, ()) if write.unsent and write.block is block]
         if not waiting:
@@ -255,6 +271,7 @@ class Updates:
         for piece in self._memory.read(*range_of(array), array.itemsize):
             first = (piece.start - origin) // piece.item
             last = first + (piece.stop - piece.start) // piece.item
+            self._check_sent(group, piece.value, first, waiting)
             for write in waiting:
                 here = [(a, b) for a, b in write.unsent if a < last and first < b]
                 if not here:
@@ -270,7 +287,18 @@ class Updates:
                     )
                 elif not there:
                     source = Gradient(name, write.run, write.use)
-                    self.find(f"{source} is missing from element {max(first, here[0][0])} on")
+                    at = _parameter_at(group, max(first, here[0][0]))
+                    self.find(f"{source} is lost at {at}: it was written, and is not there")
+
+    def _check_sent(self, group: ParameterGroup, value: Value, first: int, waiting: Sequence[Write]) -> None:
+        """Elements that are sent have what waits to be sent, and nothing else."""
+        name, new = source_of(group), {(write.run, write.use) for write in waiting}
+        for term in value if isinstance(value, tuple) and group.ranks.size > 1 else ():
+            source = term.source
+            if not isinstance(source, Gradient) or (source.group, term.base) != (name, first):
+                self.find(f"element {first} of the gradient of {name} has element {term.base} of {source}")
+            elif (source.run, source.use) not in new and term.ranks.size == 1:  # it is no sum that goes on
+                self.find(f"element {first} of {source} is sent again")
 
     def use(self, gradient: Array, param: Array | None) -> None:
         """An optimizer reads a gradient: each run's must be there once, of each rank, beside its element.
@@ -294,19 +322,23 @@ class Updates:
                 continue
             if param is None:
                 sources = [term for term in value if isinstance(term.source, Gradient)][:1]
-                beside = tuple(Term(Parameters(term.source.group, 0), term.base) for term in sources)
+                beside = tuple(
+                    Term(Parameters(self._named(term.source.group), 0), term.base) for term in sources
+                )
             if not isinstance(beside, tuple) or len(beside) > 1:
                 self.find("the parameters that are updated are not known", known=False)
             for term in beside if isinstance(beside, tuple) else ():
                 self._use(term.source.group, term.base, term.base + stop - start, value)
 
     def _use(self, name: str, start: int, stop: int, terms: tuple[Term, ...]) -> None:
+        group = self.groups[name]
         used = self._used.setdefault(name, [])
         if any(first < stop and start < last for first, last in used):
             self.find(f"elements from {start} on of the gradient of {name} are used by two updates of a step")
         used.append((start, stop))
-        writes = tuple(w for w in self._written.get(name, ()) if w.first < stop and start < w.last)
-        use = Use(self.last(), self.groups[name], start, stop, terms, writes)
+        written = self._written.get(source_of(group), ())
+        writes = tuple(write for write in written if write.first < stop and start < write.last)
+        use = Use(self.last(), group, start, stop, terms, writes)
         if any(isinstance(term.source, Received) for term in terms):
             self._later.append(use)
         else:
@@ -328,23 +360,29 @@ class Updates:
             return
         names = set(self._used)
         if last and not self.late and self.updates:
-            names |= {n for n, writes in self._written.items() if any(w.step < self._steps for w in writes)}
+            left = (n for n, writes in self._written.items() if any(w.step < self._steps for w in writes))
+            names |= set(map(self._named, left))
         for name in names:
             group = self.groups[name]
             if name in self._used:
                 self._begin(group, self._versions[name])
             own = group.layout.shard_range(group.ranks.rank)
-            for write in self._written.pop(name, []):
-                source = Gradient(name, write.run, write.use)
+            for write in self._written.pop(source_of(group), []):
+                source = Gradient(source_of(group), write.run, write.use)
                 if write.unsent and group.ranks.size > 1:
-                    self.find(f"element {write.unsent[0][0]} of {source} is sent to no rank")
+                    self.find(f"{source} is sent to no rank at {_parameter_at(group, write.unsent[0][0])}")
                     continue
                 start, stop = max(write.first, own[0]), min(write.last, own[1])
                 for first, end in sorted(self._used.get(name, ())):
                     start = max(start, end) if first <= start else start
                 if start < stop:
-                    self.find(f"element {start} of {source} is used by no update")
+                    self.find(f"{source} is used by no update at {_parameter_at(group, start)}")
         self._used.clear()
+
+    def _named(self, source: str) -> str:
+        """The name of the group that has a gradient."""
+        found = (name for name, group in self.groups.items() if source_of(group) == source)
+        return min(found, key=lambda name: (name not in self._used, name))
 
     def settle(self, resolved: Callable[[Use, Sequence[Term], int], list[tuple[int, Value]]]) -> None:
         """Check the updates that had to wait. resolved: see Follow."""
@@ -355,7 +393,7 @@ class Updates:
             for (first, value), end in zip(parts, ends, strict=True):
                 if not isinstance(value, tuple):
                     behind = f" behind {value.operation}" if isinstance(value, Unknown) else ""
-                    what = f"the gradient of {name_of(use.group)} is not known{behind}"
+                    what = f"the gradient of {source_of(use.group)} is not known{behind}"
                     self.find(what, use.place, known=False)
                     break
                 self._check(replace(use, start=use.start + first, stop=use.start + end), value)
@@ -363,7 +401,7 @@ class Updates:
 
     def _check(self, use: Use, terms: tuple[Term, ...]) -> None:
         group, start, place = use.group, use.start, use.place
-        name, (ranks, divisor) = name_of(group), self._expected(group)
+        name, (ranks, divisor) = source_of(group), self._expected(group)
         missing = {(w.run, w.use): w for w in use.writes if w.first < use.stop and start < w.last}
         if not missing and not any(e.offset < use.stop and start < e.stop for e in group.layout.entries):
             return  # padding
@@ -386,7 +424,8 @@ class Updates:
                 scale = term.scale
                 self.losses += [(write.step, loss, scale, name, place) for loss in write.losses]
         if missing:
-            self.find(f"{Gradient(name, *min(missing))} is missing from element {start} on", place)
+            lost = Gradient(name, *min(missing))
+            self.find(f"{lost} is lost at {_parameter_at(group, start)}", place)
 
     def _wrong(self, term: Term, ranks: Ranks, divisor: float, writes: list[Write]) -> str:
         """What is wrong with the ranks or the weight of a gradient; "" if nothing is."""
@@ -398,14 +437,14 @@ class Updates:
         for cut in {cut for write in writes for loss in write.losses for cut in loss.cut}:
             if not all(rank in ranks for rank in cut):
                 return (
-                    f"{source} is of the positions of one of ranks {_few(cut)}, and the sum is over ranks "
-                    f"{_few(ranks)}"
+                    f"{source} is of positions that are cut among ranks {_few(cut)}, but it is summed over "
+                    f"ranks {_few(ranks)}"
                 )
         times = term.scale * divisor
         if not isclose(times, 1, rel_tol=1e-6) and not isnan(times):
             if source in self.doubled:
                 return f"{source} of ranks {_few(ranks)} is added twice"
-            return f"{source} has the weight {term.scale:g}, not {1 / divisor:g}"
+            return f"{source} has the weight {share(term.scale)}, not {share(1 / divisor)}"
         step = writes[0].step if writes else self._steps
         known = self.weights.setdefault(step, (term.scale, term.factors))
         if known[1] != term.factors:
@@ -421,7 +460,7 @@ class Updates:
             for stride, end in group.key.partial:
                 axis = Ranks((me - me % end // stride * stride,), ((stride, end // stride),))
                 ranks, _ = ranks.spread(axis, me)
-            if group.key.tied:
+            if group.key.tied and group.parameters[0].pipeline.copies is not None:
                 copies = _ranks(group.parameters[0].pipeline.copies.communicator("control"))
                 ranks, _ = ranks.spread(Ranks.of(copies), me)
             self._kept[name] = ranks, _divisor(group)
@@ -449,10 +488,28 @@ def name_of(group: ParameterGroup) -> str:
     return name if alike[0] is group else f"{name}, {alike.index(group) + 1}"
 
 
+def source_of(group: ParameterGroup) -> str:
+    """The name of its gradient, which copies of a parameter on two stages have in common."""
+    return group.key.tied or name_of(group)
+
+
 def range_of(array: Array) -> tuple[int, int]:
     """The bytes from its first element on."""
     start = array.__array_interface__["data"][0]
     return start, start + array.nbytes
+
+
+def share(number: float) -> str:
+    """As 1/n, where it is that."""
+    parts = round(1 / number) if number else 0
+    return f"1/{parts:,}" if parts > 1 and isclose(number * parts, 1) else f"{number:g}"
+
+
+def _parameter_at(group: ParameterGroup, element: int) -> str:
+    """An element of a flat buffer, with the parameter that has it."""
+    entries = zip(group.layout.entries, group.parameters, strict=True)
+    names = [parameter.name for entry, parameter in entries if entry.offset <= element < entry.stop]
+    return f"{names[0]} (element {element})" if names else f"element {element}"
 
 
 def _divisor(group: ParameterGroup) -> float:

@@ -79,7 +79,7 @@ def _said(programs: list[Program], follow: Follow, right: Said | None = None) ->
         found["races"] = prove._races(programs)
     except ValueError as error:  # ranks wait for each other, so nothing is in order
         found["races"] = True, [str(error)]
-    found["gradients"] = prove._gradients(follow, len(programs))
+    found["gradients"] = prove._gradients(follow)
     found["memory"] = prove._memory(programs, None if right is None else right.peak)
     lines = {name: lines for name, (_, lines) in found.items()}
     if found["memory"][0]:

@@ -1,12 +1,14 @@
-"""Every pair of features, recorded: no race, and none that waits for values hide.
+"""Every pair of features, recorded: no race, none that waits for values hide, and each gradient used once.
 
 On CUDA's terms, of one rank for all; on two and four CPUs that share memory; in five units and in one; with
-attempts that raise in forward, in backward, in a gather and in a reduction.
+attempts that raise in forward, in backward, in a gather and in a reduction. Gradients are followed where
+ranks share no memory and nothing raises.
 """
 
 import pytest
 
 from shardrt.device.program import Collective
+from shardrt.simulate.provenance import followed
 from shardrt.simulate.races import races_both_ways
 from tests.fsdp.test_pairs import APART, IN_TURNS, TOGETHER, TRAINED, sets_of
 from tests.races.recorded import FAILS, Case, recorded
@@ -56,12 +58,14 @@ def marks_of(case):
     ids=str,
 )
 def test_no_two_uses_of_memory_meet(case, tmp_path):
-    programs = recorded(case, tmp_path)
+    with followed() as follow:
+        programs = recorded(case, tmp_path, None if case.shared or case.fails else follow)
     ranks = {program.rank for program in programs}
     assert all(ranks.issuperset(group) for program in programs for group in shared_by(program))
     assert sum(len(program.items) for program in programs) > 300
     found, hidden = races_both_ways(programs)
     assert not [str(race) for race in (*found, *hidden)]
+    assert not [str(finding) for finding in follow.findings]
 
 
 def shared_by(program):

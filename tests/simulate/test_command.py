@@ -143,7 +143,7 @@ def test_prove_says_of_each_check_what_it_has_proved(capsys):
     assert [line for line in printed.splitlines() if not line.startswith(" ")] == [
         f"{name}: proved" for name in ("order", "races", "gradients", "memory")
     ]
-    assert "updates have each gradient once" in printed
+    assert "use each rank's gradient once" in printed
     assert main(["prove", "--ranks", "8", "--memory", "--at-most", "1000", "--", "train", *config]) == 1
     assert capsys.readouterr().out.startswith("memory: NOT PROVED\n")
 
@@ -166,4 +166,4 @@ def test_prove_says_where_a_gradient_is_lost(capsys, monkeypatch):
     assert main(["prove", "--gradients", "--ranks", "4", "--", "train", *words, "--reduce-each", "true"]) == 1
     printed = capsys.readouterr().out
     assert printed.startswith("gradients: NOT PROVED\n")
-    assert "from backward run 0 is missing from element 0 on" in printed and "adamw.step at " in printed
+    assert "from backward run 0 is lost at " in printed and "adamw.step at " in printed

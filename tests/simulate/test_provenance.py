@@ -17,8 +17,9 @@ from shardrt.fsdp import MixedPrecisionPolicy, collectives, fully_shard, no_sync
 from shardrt.fsdp.options.quantisation import Quantisation
 from shardrt.fsdp.transfer import Transfer
 from shardrt.fsdp.whole_gradient import WholeGradient
+from shardrt.parallel.schedules import SCHEDULES
 from shardrt.simulate.provenance import followed
-from shardrt.simulate.script import record_of
+from shardrt.simulate.script import record, record_of
 from tests.races.recorded import Case, recorded
 
 RANKS = 4
@@ -93,8 +94,24 @@ def test_what_is_right_is_proved(name, like):
     assert {scale for scale, _ in follower.checks.weights.values()} == {1 / RANKS}
 
 
-def test_many_ranks_take_as_long_as_few():
-    assert followed_in(ranks=4096).findings == []
+@pytest.mark.parametrize("strategy, shape", [("FULL_SHARD", None), ("HYBRID_SHARD", (1024, 16))])
+def test_many_ranks_take_as_long_as_few(strategy, shape):
+    follow = followed_in(ranks=16384, strategy=strategy, shape=shape)
+    assert follow.findings == []
+    assert {scale for scale, _ in follow.followers[0].checks.weights.values()} == {1 / 16384}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_gives_each_micro_batch_one_weight(name):
+    stages = 2 if re.match("Interleaved|ZBV|DualPipe", name) else 1
+    words = (
+        f"--architecture gpt --model.n-layer {4 * stages} --model.n-embd 8 --model.n-head 1 --text.window 8"
+    )
+    words += f" --batch-size 16 --parallel.pp 2 --micro-batches 4 --parallel.schedule {name}"
+    with followed() as follow:
+        record(["train", *words.split()], 4, steps=1, follow=follow)
+    assert follow.findings == []
+    assert [follower.checks.of_losses for follower in follow.followers] == [{1 / (16 * 8)}] * 2
 
 
 @pytest.mark.parametrize("names", [("tensor parallel",), ("pipeline",), ("context parallel",)], ids="".join)
@@ -174,11 +191,15 @@ MUTATIONS = {  # settings, message, operation
     left_out: ({}, "the gradient of last", "reduce|adamw.step"),
     doubled: ({}, "the gradient of last from backward run 0 of ranks 0, 1, 2, 3 is added twice", "reduce"),
     over_half_of_the_ranks: (HALVES, "is the sum over ranks 0, 1, not over 0, 1, 2, 3", "adamw.step"),
-    to_the_wrong_place: ({}, "element .* is read, but", "linear.forward"),
-    not_again: ({}, "parameters of last .* is read, but", "linear"),
-    without_the_batch_before: ({}, "from backward run 0 is missing from element 0 on", "adamw.step"),
-    over_the_first_use: ({}, "the gradient of same from backward run 0 is missing", "reduce"),
-    None: ({"factor": 8}, "the loss of .* has the weight 0.0416667 in .* last of rank 0, and 0.0833333", "adamw.step"),
+    to_the_wrong_place: ({}, "needs element .* no gather has filled it", "linear.forward"),
+    not_again: ({}, "needs element .* of the parameters of last after", "linear"),
+    without_the_batch_before: ({}, "from backward run 0 is lost at first.weight .element 0.", "adamw.step"),
+    over_the_first_use: ({}, "the gradient of same from backward run 0 is lost at same.weight", "reduce"),
+    None: (
+        {"factor": 8},
+        "the loss at .* has the weight 1/24 in .* last of rank 0, and 1/12",
+        "adamw.step",
+    ),
 }
 
 
