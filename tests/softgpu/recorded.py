@@ -32,7 +32,7 @@ from shardrt.device.program import Program
 from shardrt.device.shapes import Shaped
 from shardrt.device.simulated import SimulatedDevice, site
 from shardrt.kernels import costs
-from shardrt.simulate import provenance, script, updates
+from shardrt.simulate import follower, script, updates
 
 __all__ = ["Recorder", "recorded"]
 
@@ -306,6 +306,7 @@ def watch(software: Any, patch: Any) -> None:
     def pinned(recorder, real, gpu, count, dtype):
         array = real(gpu, count, dtype)
         recorder.take(array.ctypes.data, array.nbytes, "buffers", "host")
+        recorder.shadow.host.work("numpy.fill", (), (recorder.array(array),), args=(0,))
         return array
 
     def copy(recorder, real, gpu, target, source):
@@ -414,7 +415,7 @@ def watch(software: Any, patch: Any) -> None:
         return of
 
     patch.setattr(simulated, "_INSIDE", (*simulated._INSIDE, __file__, str(_folder_of_cupy())))
-    for module in (provenance, updates):
+    for module in (follower, updates):
         patch.setattr(module, "block_of", standing(module.block_of))
         patch.setattr(module, "range_of", standing(module.range_of))
 
