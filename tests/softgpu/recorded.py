@@ -11,6 +11,7 @@ their addresses, shapes and strides. So the checks of simulated programs check t
 """
 
 import ctypes
+import sys
 import threading
 from bisect import bisect
 from collections import Counter
@@ -414,6 +415,7 @@ def watch(software: Any, patch: Any) -> None:
 
         return of
 
+    patch.setattr(sys.modules[__name__], "_of_gpus", {})  # ends with the test, and so do its arrays
     patch.setattr(simulated, "_INSIDE", (*simulated._INSIDE, __file__, str(_folder_of_cupy())))
     for module in (follower, updates):
         patch.setattr(module, "block_of", standing(module.block_of))
