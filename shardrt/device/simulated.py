@@ -263,7 +263,8 @@ class SimulatedDevice(Device):
         array = self._array(count, dtype, "buffers")
         if self.host is not self:  # as CUDA's: zeros, and other streams may use it at once
             with self.running_in(self.current_stream, self.label):
-                self.work("memset", (), (array,))
+                if count:
+                    self.work("memset", (), (array,))
             self.current_stream.synchronize()
         return array
 
