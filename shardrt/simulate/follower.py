@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import nan, prod
+from math import isclose, nan, prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -87,6 +87,7 @@ class Follower:
         self.given: dict[tuple[str, int], list[Piece]] = {}
         self.gathered: dict[tuple[str, int], tuple[list[Piece], int]] = {}
         self._sums: deque[_Sum] = deque(maxlen=_SUMS_KEPT)
+        self._by_node: dict[tuple, Any] = {}  # what nodes have added to gradients -> their run, which is kept
         self._blocks: dict[int, Any] = {}  # of the arrays of the operation that is followed, by id
         self._taken: dict[int, int] = {}  # address of a block -> place in the program where it was taken
         self._writers: WeakKeyDictionary = WeakKeyDictionary()  # block -> the last group with a slot in it
@@ -237,8 +238,10 @@ class Follower:
         """Memory that has been taken since it was last used has nothing of its last owner."""
         self._blocks = {id(array): block_of(array) for array in (*reads, *writes)}
         for block in self._blocks.values():
-            if block is not None and self._taken.get(block.start) != block.item:
-                self._taken[block.start] = block.item
+            if block is None or self._taken.get(block.start) == block.item:
+                continue
+            self._taken[block.start] = block.item
+            if self._category(block) != SHARD:  # that its group has filled
                 self._memory.write(block.start, block.start + block.nbytes, [])
 
     def _pieces(self, array: Array) -> list[Piece]:
@@ -609,6 +612,8 @@ class Follower:
             last, block = first + (stop - start) // item, block_of(array)
             source = self.checks.write(group, block, first, last, number, losses)
             self._check_place(run, group, first, last)
+            read = tuple(range_of(each) for each in self._activations(reads) if isinstance(each, Shaped))
+            self._check_once(run, (id(group), first, read), source)
             pieces = self._memory.read(start, stop, item) if adds else [Piece(start, stop, item, ())]
             for n, piece in enumerate(pieces):
                 new = Term(source, (piece.start - origin) // item, me)
@@ -628,6 +633,13 @@ class Follower:
             self.checks.find(
                 f"the gradient of {names} is written at elements {first} to {last} of {group.label}"
             )
+
+    def _check_once(self, run: Any, key: tuple, source: Gradient) -> None:
+        """A node adds to the gradient of one array once."""
+        key = id(run), run.position, *key
+        if key in self._by_node:
+            self.checks.find(f"{source} is added twice by one node of backward")
+        self._by_node[key] = run
 
     def _put_on(self, array: Array, term: Term) -> None:
         """A kernel adds to memory that is no slot, and that has gradients."""
@@ -717,7 +729,10 @@ def _times(pieces: list[Piece], summed: list[Piece]) -> float | None:
         for one, other in zip(now.value, then.value, strict=True):
             if (one.source, one.base, one.ranks) != (other.source, other.base, other.ranks):
                 return None
-            found = one.scale / other.scale if found is None else found
+            ratio = one.scale / other.scale
+            if one.factors != other.factors or (found is not None and not isclose(ratio, found)):
+                return None
+            found = ratio
     return (nan if found is None else found) if len(pieces) == len(summed) else None
 
 

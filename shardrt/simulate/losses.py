@@ -57,6 +57,8 @@ class Losses:
     def __init__(self) -> None:
         self.sent: dict[Message, frozenset[Loss]] = {}
         self._of: WeakKeyDictionary = WeakKeyDictionary()  # by block of memory
+        self._in: WeakKeyDictionary = WeakKeyDictionary()  # the run that wrote it, by block
+        self._now: int | None = None  # the run that goes on
         self._counts: WeakKeyDictionary = WeakKeyDictionary()  # numbers of positions, by block
         self._runs: dict[int, tuple[int, Any]] = {}  # by id; kept, so no other has it
         self._made: Counter[tuple[int, str]] = Counter()  # arrays made of numbers, by run and site
@@ -64,8 +66,8 @@ class Losses:
     def of(self, arrays: Sequence[Any]) -> frozenset[Loss]:
         """Those of all arrays."""
         found: frozenset[Loss] = frozenset()
-        for array in arrays:
-            found |= self._of.get(block_of(array), frozenset()) if isinstance(array, Shaped) else frozenset()
+        for block in map(block_of, arrays):
+            found |= self._of.get(block, frozenset()) if block is not None else frozenset()
         return found
 
     def number(self, run: Any) -> int:
@@ -84,11 +86,12 @@ class Losses:
             self._of[block_of(writes[0])] = frozenset([Loss("", float(args[0]))])
             return
         self._count(name, reads, writes)
+        self._now = self.number(run) if run is not None else None
         if run is None and not name.startswith(_COPIES):
             return
         losses = self.of(reads)
         numbers = {loss for loss in losses if loss.source == ""}
-        number = self.number(run) if run is not None else 0
+        number = self._now or 0
         if numbers and any(array.size > 1 for array in writes if isinstance(array, Shaped)):
             self._made[number, site] += 1
             times = self._made[number, site]
@@ -126,18 +129,16 @@ class Losses:
 
     def receive(self, message: Message, array: Array) -> None:
         """An array is received."""
-        self._put(array, frozenset([Loss(message)]))
+        if block_of(array) is not None:  # a slot, which has nothing of its last message
+            self._of[block_of(array)] = frozenset([Loss(message)])
 
     def _put(self, array: Array, losses: frozenset[Loss]) -> None:
         block = block_of(array)
         if block is None:
             return
-        if array.nbytes < block.nbytes:  # the rest has what it had
+        if array.nbytes < block.nbytes and self._in.get(block) == self._now:  # the rest has what it had
             losses |= self._of.get(block, frozenset())
-        if losses:
-            self._of[block] = losses
-        else:
-            self._of.pop(block, None)
+        self._of[block], self._in[block] = losses, self._now
 
     def _count(self, name: str, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         """The number of targets that are not ignored: of all targets, since a recording has no values."""

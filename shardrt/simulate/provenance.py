@@ -53,6 +53,7 @@ class Follow:
         for follower in self.followers:
             follower.checks.has_written = self._has_written
             follower.checks.settle(partial(self._resolved, follower))
+        self._compare_uses()
         self._compare_gathers()
         self._compare_weights()
         found = (sorted(each.checks.findings, key=lambda one: one.place) for each in self.followers)
@@ -109,13 +110,22 @@ class Follow:
         factors = *given.factors, *term.factors
         return Term(source, given.base, ranks, given.scale * term.scale, factors)
 
+    def _compare_uses(self) -> None:
+        """What an update has nothing of, no rank of the sum has written."""
+        for follower in self.followers:
+            for use, step in follower.checks.without:
+                ranks, name = follower.checks.ranks_of(use.group), follower.checks.source(use.group)
+                others = (o for o in self.followers if o is not follower and any(r in ranks for r in o.alike))
+                if any(each.checks.wrote_in(name, step, use.start, use.stop) for each in others):
+                    follower.checks.lost(use)
+
     def _compare_gathers(self) -> None:
         """Ranks with different roles give parameters of one version, each its own."""
         first: dict[tuple[str, int], tuple[list[Piece], int]] = {}
         for follower in self.followers:
             for call, (pieces, place) in follower.gathered.items():
                 known, rank = first.setdefault(call, (pieces, follower.rank))
-                if [piece.value for piece in known] != [piece.value for piece in pieces]:
+                if known[0].value != pieces[0].value:
                     said = [
                         f"{t.source} from {t.base} on" for p in (pieces, known) for t in (p[0].value or ())
                     ]
@@ -126,11 +136,12 @@ class Follow:
         """Each loss has one weight in a step, on all ranks and in all gradients."""
         weights, known = Weights(), {}
         for follower in self.followers:
-            for step, loss, scale, name, place in follower.checks.losses:
-                for each in self._sent(loss, known):
-                    if wrong := weights.differing(step, each, scale, name, follower.rank):
-                        follower.checks.find(wrong, place)
-                    follower.checks.of_losses.add(each.weight * scale)
+            checks = follower.checks
+            for entry in checks.losses:
+                for loss in self._sent(entry.loss, known):
+                    if wrong := weights.differing(entry, loss, follower.rank):
+                        checks.find(wrong, entry.place)
+                    checks.of_losses.add(loss.weight * entry.scale)
 
     def _sent(self, loss: Loss, known: dict[Message, frozenset[Loss]]) -> list[Loss]:
         """A loss, or those in the message that has it."""

@@ -89,17 +89,30 @@ class Use:
     writes: tuple[Write, ...]
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A loss is in a gradient of a step. scale: of the gradient, where an update reads it."""
+
+    step: int
+    scale: float
+    name: str
+    place: int
+    loss: Loss = Loss("")
+
+
 @dataclass
 class Weights:
     """The weight of each loss of each backward run and step, and the first gradient that had it."""
 
     first: dict[tuple, tuple[float, str, int]] = field(default_factory=dict)
 
-    def differing(self, step: int, loss: Loss, scale: float, name: str, rank: int) -> str:
+    def differing(self, entry: Entry, loss: Loss, rank: int) -> str:
         """What it says where a loss has another weight elsewhere; "" for the same."""
-        weight = loss.weight * scale
+        step, name, weight = entry.step, entry.name, loss.weight * entry.scale
+        if isnan(weight):  # of made-up values
+            return ""
         known, where, other = self.first.setdefault((step, loss.source, loss.run), (weight, name, rank))
-        if isclose(weight, known, rel_tol=1e-6) or isnan(weight) or isnan(known):
+        if isclose(weight, known, rel_tol=1e-6):
             return ""
         return (
             f"a position of the loss at {loss.source} has the weight {share(weight)} in the gradient of "
@@ -115,13 +128,16 @@ class Updates:
         weights: (scale, factors) that gradients had in the updates of each step.
         updates, reads: how many updates and reads of gathered parameters were checked.
         outside: how many parts of updates are of parameters that are in no unit.
+        losses: the losses of gradients that updates have read.
         of_losses: the weights that losses have in gradients.
+        lossless: how many gradients are of no loss that is followed.
     """
 
     def __init__(self, here: SimulatedDevice, memory: Memory) -> None:
         self.findings: list[Finding] = []
         self.weights: dict[int, tuple[float, tuple[float | str, ...]]] = {}
-        self.losses: list[tuple[int, Loss, float, str, int]] = []  # step, loss, scale, group, place
+        self.losses: list[Entry] = []
+        self.lossless = 0
         self.of_losses: set[float] = set()
         self.updates = self.reads = self.outside = 0
         self.units: list[Any] = []  # without memory yet
@@ -131,17 +147,22 @@ class Updates:
         self.has_written: Callable[[int, Gradient], bool] = lambda rank, source: True
         self.doubled: dict[Any, int] = {}  # source -> place of the operation that first added it twice
         self.late = False  # whether updates go on behind the end of a step
+        self._ever_used: set[str] = set()
         self._memory = memory
         self._steps = self._seen = 0  # steps that have ended; items of the program
+        self._names: dict[int, str] = {}  # of groups, by id
         self._used: dict[str, list[tuple[int, int]]] = {}  # group -> elements that updates of this step used
         self._versions: dict[str, int] = {}
         self._before_given: dict[str, int] = {}  # group -> version before values were copied into its shard
         self._written: dict[str, list[Write]] = {}
         self._tied_runs: dict[str, list[int]] = {}  # of parameters on two stages: runs
         self._shards: dict[int, ParameterGroup] = {}  # by address
-        self._kept: dict[str, tuple[Ranks, float]] = {}  # of groups
+        self._factors: dict[tuple[int, str], tuple[float | str, ...]] = {}  # by step and group
+        self._kept: dict[str, Ranks] = {}  # of groups, see _expected
         self._later: list[Use] = []  # until the other roles are recorded
         self._history: set[tuple[str, int]] = set()  # (group, run) of all gradients
+        self._ranges: set[tuple[str, int, int, int]] = set()  # group, step and elements of all gradients
+        self.without: list[tuple[Use, int]] = []  # uses of what this rank has not written, and their steps
 
     def meet(self) -> None:
         """Take in steps that have ended, and groups that have got their memory since the last operation."""
@@ -151,9 +172,24 @@ class Updates:
         for unit in [unit for unit in self.units if all(isinstance(g, ParameterGroup) for g in unit.groups)]:
             self.units.remove(unit)
             for group in unit.groups:
-                self.groups[name_of(group)] = group
+                self._take(group)
                 self._shards[block_of(group.shard).start] = group
                 self._begin(group, self._steps)
+
+    def _take(self, group: ParameterGroup) -> None:
+        """Follow a group. Groups of two models may have one label."""
+        name, number = name_of(group), 2
+        while name in self.groups:
+            name, number = f"{name_of(group)} of model {number}", number + 1
+        self.groups[name], self._names[id(group)] = group, name
+
+    def name(self, group: ParameterGroup) -> str:
+        """The same on all ranks, and of one group alone."""
+        return self._names[id(group)]
+
+    def source(self, group: ParameterGroup) -> str:
+        """The name of its gradient, which copies of a parameter on two stages have in common."""
+        return group.key.tied or self.name(group)
 
     # -- parameters
 
@@ -169,7 +205,7 @@ class Updates:
         start, stop = range_of(param)
         group = self.shard_at(param)
         if group is not None:  # also where it was not followed
-            name = name_of(group)
+            name = self.name(group)
             if given:
                 self._before_given[name] = min(self._versions[name], self._before_given.get(name, 1 << 62))
                 start, stop = 0, 1 << 62
@@ -186,15 +222,15 @@ class Updates:
 
     def written_back(self, group: ParameterGroup, target: Array) -> None:
         """Parameters are copied into a shard: unchanged ones, next to others that are given."""
-        before = self._before_given.get(name_of(group))
+        before = self._before_given.get(self.name(group))
         values = [piece.value for piece in self._memory.read(*range_of(target), target.itemsize)]
         versions = {term.source.version for value in values if isinstance(value, tuple) for term in value}
         if before is not None and versions and min(versions) >= before:
-            self._begin(group, self._versions[name_of(group)], *range_of(target))
+            self._begin(group, self._versions[self.name(group)], *range_of(target))
 
     def _begin(self, group: ParameterGroup, version: int, start: int = 0, stop: int = 1 << 62) -> None:
         """The part of a shard at [start, stop) has its own elements in this version."""
-        name, (first, _), shard = name_of(group), group.layout.shard_range(group.ranks.rank), group.shard
+        name, (first, _), shard = self.name(group), group.layout.shard_range(group.ranks.rank), group.shard
         self._versions[name] = version
         origin, end = range_of(shard)
         whole = Piece(origin, end, shard.itemsize, (Term(Parameters(name, version), first),))
@@ -212,10 +248,12 @@ class Updates:
     def check_read(self, array: Array, group: ParameterGroup) -> None:
         """Gathered parameters that a kernel reads must be the newest."""
         self.reads += 1
-        name, origin = name_of(group), range_of(group.slot.array)[0]
+        name, origin = self.name(group), range_of(group.slot.array)[0]
         newest = Parameters(name, self._versions[name])
         for piece in self._memory.read(*range_of(_whole(array)), array.itemsize):
-            if not self._is(piece.value, newest, (piece.start - origin) // piece.item):
+            first, last = ((edge - origin) // piece.item for edge in (piece.start, piece.stop))
+            padding = not any(each.offset < last and first < each.stop for each in group.layout.entries)
+            if not padding and not self._is(piece.value, newest, first):
                 break
 
     def _is(self, value: Value, newest: Parameters, place: int) -> bool:
@@ -240,7 +278,7 @@ class Updates:
     ) -> Gradient:
         """A kernel of a backward run adds to elements [first, last) in a slot; gives the source."""
         self.finish()
-        name = source_of(group)
+        name = self.source(group)
         writes = self._written.setdefault(name, [])
         if group.key.tied:  # two stages number their runs each in its own order
             runs = self._tied_runs.setdefault(name, [])
@@ -251,6 +289,7 @@ class Updates:
         if any(w.place == place for w in here):
             self.find(f"elements {first} to {last} of {source} are written twice by one kernel")
         self._history.add((name, run))
+        self._ranges.add((name, self._steps, first, last))
         if not any(each.offset <= first and last <= each.stop for each in group.layout.entries):
             self.find(f"elements {first} to {last} of {source} are of no one parameter")
         writes.append(Write(run, source.use, first, last, self._steps, losses, place, block, [(first, last)]))
@@ -258,12 +297,12 @@ class Updates:
 
     def moved(self, group: ParameterGroup, before: Any, after: Any) -> None:
         """Gradients are copied from one slot to another."""
-        for write in self._written.get(source_of(group), ()):
+        for write in self._written.get(self.source(group), ()):
             write.block = after if write.block is before else write.block
 
     def sent(self, group: ParameterGroup, array: Array, origin: int) -> None:
         """An operation takes full gradients out of the slot at `origin`: all that was written is there."""
-        name = source_of(group)
+        name = self.source(group)
         block = block_of(array)
         waiting = [write for write in self._written.get(name, ()) if write.unsent and write.block is block]
         if not waiting:
@@ -292,7 +331,7 @@ class Updates:
 
     def _check_sent(self, group: ParameterGroup, value: Value, first: int, waiting: Sequence[Write]) -> None:
         """Elements that are sent have what waits to be sent, and nothing else."""
-        name, new = source_of(group), {(write.run, write.use) for write in waiting}
+        name, new = self.source(group), {(write.run, write.use) for write in waiting}
         for term in value if isinstance(value, tuple) and group.ranks.size > 1 else ():
             source = term.source
             if not isinstance(source, Gradient) or (source.group, term.base) != (name, first):
@@ -305,16 +344,17 @@ class Updates:
 
         param: the elements that it updates; None: another kernel does.
         """
-        self.updates += 1
         both = gradient, gradient if param is None else param
         lists = [
             [p.at(range_of(each)[0], 0, 1) for p in self._memory.read(*range_of(each), each.itemsize)]
             for each in both
         ]
+        followed = any(isinstance(piece.value, tuple) for piece in lists[0])
+        if param is not None and not followed and not self.group_at(param):
+            self.outside += 1
+            return
+        self.updates += 1
         for start, stop, (value, beside) in overlaid(lists):
-            if param is not None and not isinstance(value, tuple) and not self.group_at(param):
-                self.outside += 1
-                continue
             if not isinstance(value, tuple):
                 behind = f" behind {value.operation}" if isinstance(value, Unknown) else ""
                 name = self.group_at(param) if param is not None else "a matrix"
@@ -333,10 +373,11 @@ class Updates:
     def _use(self, name: str, start: int, stop: int, terms: tuple[Term, ...]) -> None:
         group = self.groups[name]
         used = self._used.setdefault(name, [])
+        self._ever_used.add(name)
         if any(first < stop and start < last for first, last in used):
             self.find(f"elements from {start} on of the gradient of {name} are used by two updates of a step")
         used.append((start, stop))
-        written = self._written.get(source_of(group), ())
+        written = self._written.get(self.source(group), ())
         writes = tuple(write for write in written if write.first < stop and start < write.last)
         use = Use(self.last(), group, start, stop, terms, writes)
         if any(isinstance(term.source, Received) for term in terms):
@@ -347,6 +388,10 @@ class Updates:
     def wrote(self, source: Gradient) -> bool:
         """Whether this rank has written it, or another use of it."""
         return (source.group, source.run) in self._history
+
+    def wrote_in(self, name: str, step: int, start: int, stop: int) -> bool:
+        """Whether this rank has written a gradient of these elements in a step."""
+        return any(n == name and s == step and a < stop and start < b for n, s, a, b in self._ranges)
 
     def finish(self, last: bool = False) -> None:
         """What updates have not used of the gradients of groups that they updated is lost.
@@ -359,16 +404,16 @@ class Updates:
         if not self._steps:
             return
         names = set(self._used)
-        if last and not self.late and self.updates:
+        if last and self.updates:
             left = (n for n, writes in self._written.items() if any(w.step < self._steps for w in writes))
-            names |= set(map(self._named, left))
+            names |= {name for name in map(self._named, left) if not self._may_come(name)}
         for name in names:
             group = self.groups[name]
             if name in self._used:
                 self._begin(group, self._versions[name])
             own = group.layout.shard_range(group.ranks.rank)
-            for write in self._written.pop(source_of(group), []):
-                source = Gradient(source_of(group), write.run, write.use)
+            for write in self._written.pop(self.source(group), []):
+                source = Gradient(self.source(group), write.run, write.use)
                 if write.unsent and group.ranks.size > 1:
                     self.find(f"{source} is sent to no rank at {_parameter_at(group, write.unsent[0][0])}")
                     continue
@@ -379,9 +424,13 @@ class Updates:
                     self.find(f"{source} is used by no update at {_parameter_at(group, start)}")
         self._used.clear()
 
+    def _may_come(self, name: str) -> bool:
+        """Whether a group's update may come behind the end of the recording, as Muon's do."""
+        return self.late and (name in self._ever_used or self._steps < 2)
+
     def _named(self, source: str) -> str:
         """The name of the group that has a gradient."""
-        found = (name for name, group in self.groups.items() if source_of(group) == source)
+        found = (name for name, group in self.groups.items() if self.source(group) == source)
         return min(found, key=lambda name: (name not in self._used, name))
 
     def settle(self, resolved: Callable[[Use, Sequence[Term], int], list[tuple[int, Value]]]) -> None:
@@ -393,7 +442,7 @@ class Updates:
             for (first, value), end in zip(parts, ends, strict=True):
                 if not isinstance(value, tuple):
                     behind = f" behind {value.operation}" if isinstance(value, Unknown) else ""
-                    what = f"the gradient of {source_of(use.group)} is not known{behind}"
+                    what = f"the gradient of {self.source(use.group)} is not known{behind}"
                     self.find(what, use.place, known=False)
                     break
                 self._check(replace(use, start=use.start + first, stop=use.start + end), value)
@@ -401,10 +450,12 @@ class Updates:
 
     def _check(self, use: Use, terms: tuple[Term, ...]) -> None:
         group, start, place = use.group, use.start, use.place
-        name, (ranks, divisor) = source_of(group), self._expected(group)
+        name, (ranks, divisor) = self.source(group), self._expected(group)
         missing = {(w.run, w.use): w for w in use.writes if w.first < use.stop and start < w.last}
         if not missing and not any(e.offset < use.stop and start < e.stop for e in group.layout.entries):
             return  # padding
+        if not missing and not terms:
+            self.without.append((use, self._steps))
         seen = set()
         for term in terms:
             source = term.source
@@ -421,8 +472,9 @@ class Updates:
                 self.find(wrong, self.doubled.get(source, place))
                 return
             for write in writes:
-                scale = term.scale
-                self.losses += [(write.step, loss, scale, name, place) for loss in write.losses]
+                self.lossless += not write.losses
+                entry = Entry(write.step, term.scale, name, place)
+                self.losses += [replace(entry, loss=loss) for loss in write.losses]
         if missing:
             lost = Gradient(name, *min(missing))
             self.find(f"{lost} is lost at {_parameter_at(group, start)}", place)
@@ -442,18 +494,18 @@ class Updates:
                 )
         times = term.scale * divisor
         if not isclose(times, 1, rel_tol=1e-6) and not isnan(times):
-            if source in self.doubled:
+            if source in self.doubled and times > 1 and isclose(times, round(times)):
                 return f"{source} of ranks {_few(ranks)} is added twice"
             return f"{source} has the weight {share(term.scale)}, not {share(1 / divisor)}"
         step = writes[0].step if writes else self._steps
-        known = self.weights.setdefault(step, (term.scale, term.factors))
-        if known[1] != term.factors:
-            return f"{source} is scaled by other numbers than the first gradient of this step"
+        self.weights.setdefault(step, (term.scale, term.factors))
+        if self._factors.setdefault((step, source.group), term.factors) != term.factors:
+            return f"{source} is scaled by other numbers than others of this unit and step"
         return ""
 
     def _expected(self, group: ParameterGroup) -> tuple[Ranks, float]:
         """The ranks that have a part of a group's gradient, and what its sum is divided by."""
-        name = name_of(group)
+        name = self.name(group)
         if name not in self._kept:
             me = self.program.rank
             ranks = Ranks.of(group.settings.mesh.ranks.ravel().tolist())
@@ -463,13 +515,24 @@ class Updates:
             if group.key.tied and group.parameters[0].pipeline.copies is not None:
                 copies = _ranks(group.parameters[0].pipeline.copies.communicator("control"))
                 ranks, _ = ranks.spread(Ranks.of(copies), me)
-            self._kept[name] = ranks, _divisor(group)
-        return self._kept[name]
+            self._kept[name] = ranks
+        return self._kept[name], _divisor(group)
 
     def last(self) -> int:
         """The place of the operation that was issued last."""
         items = self.program.items
         return next(n for n in range(len(items) - 1, -1, -1) if isinstance(items[n], Work | Collective))
+
+    def ranks_of(self, group: ParameterGroup) -> Ranks:
+        """The ranks that have a part of a group's gradient."""
+        return self._expected(group)[0]
+
+    def lost(self, use: Use) -> None:
+        """Other ranks have written what an update has nothing of."""
+        name = self.source(use.group)
+        at = _parameter_at(use.group, use.start)
+        what = f"the gradient of {name} that other ranks have is lost at {at}"
+        self.find(what, use.place)
 
     def find(self, what: str, place: int = -1, known: bool = True) -> None:
         """Report what is wrong at an item of the program; the last, if `place` is not given."""
@@ -482,15 +545,10 @@ class Updates:
 
 
 def name_of(group: ParameterGroup) -> str:
-    """The same on all ranks, and of one group alone."""
+    """The same on all ranks, and of one group of a model alone."""
     alike = [each for each in group.unit.groups if each.label == group.label]
     name = group.label or "the outermost unit"
     return name if alike[0] is group else f"{name}, {alike.index(group) + 1}"
-
-
-def source_of(group: ParameterGroup) -> str:
-    """The name of its gradient, which copies of a parameter on two stages have in common."""
-    return group.key.tied or name_of(group)
 
 
 def range_of(array: Array) -> tuple[int, int]:

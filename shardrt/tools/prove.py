@@ -95,8 +95,8 @@ def _gradients(follow: Follow) -> tuple[bool, list[str]]:
     if findings:
         return True, [line for finding in findings[:4] for line in str(finding).splitlines()]
     checks = [follower.checks for follower in follow.followers]
-    updates, reads, outside = (
-        sum(getattr(each, name) for each in checks) for name in ("updates", "reads", "outside")
+    updates, reads, outside, lossless = (
+        sum(getattr(each, name) for each in checks) for name in ("updates", "reads", "outside", "lossless")
     )
     if not updates:
         return True, ["no update of a sharded unit"]
@@ -106,6 +106,7 @@ def _gradients(follow: Follow) -> tuple[bool, list[str]]:
         f"{updates} updates use each rank's gradient once, as the mesh says, with weight {_some(scales)}",
         *([f"each position of a loss has weight {_some(losses)} in them"] if losses else []),
         f"{reads} reads of gathered parameters find the newest",
+        *([f"{lossless} gradients are of no loss that is followed"] if lossless else []),
         *([f"{outside} updates of parameters in no unit are not followed"] if outside else []),
     ]
 

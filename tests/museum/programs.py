@@ -19,6 +19,7 @@ from shardrt.fsdp import (
     no_sync,
     set_gradient_divide_factor,
 )
+from shardrt.nn.module import stages_of
 from shardrt.parallel import ExpertParallel, Pipeline, parallelize_module
 
 __all__ = [
@@ -184,8 +185,11 @@ def train_tensor_parallel(sequence: bool = False) -> None:
 
 def train_stages(micro_batches: int = 4) -> None:
     """One step of a pipeline of two stages."""
-    mesh, net = init_device_mesh("auto"), GPT(GPTConfig(2, 2, 16, 16, 16))
-    pipeline = Pipeline(net, mesh, schedule="1F1B", micro_batches=micro_batches)
+    mesh, net = init_device_mesh("auto", (2, 1), ("pp", "dp_shard")), GPT(GPTConfig(2, 2, 16, 16, 16))
+    pipeline = Pipeline(net, mesh["pp"], schedule="1F1B", micro_batches=micro_batches)
+    for stage in stages_of(net):
+        for module in (*stage.blocks, stage):
+            fully_shard(module, mesh=mesh["dp_shard"])
     optimizer = optim.AdamW(net.parameters(), lr=1e-3)
     pipeline.step(F.cross_entropy, [TOKENS] * micro_batches, inputs=lambda batch: (batch,))
     optimizer.step()
