@@ -65,7 +65,7 @@ class Mesh:
         """`base`: a communicator over `ranks`, in this order. `axes`: the slice along each axis, if known."""
         self._state = state
         self._base = base
-        self.ranks = ranks
+        self.ranks, self._members = ranks, tuple(ranks.ravel().tolist())
         self.mesh_dim_names = mesh_dim_names
         self.rank = base.rank
         self.size = base.size
@@ -145,7 +145,7 @@ class Mesh:
         """
         if dim is not None:
             return self.axis(dim).communicator(role)
-        state, ranks = self._state, tuple(self.ranks.ravel().tolist())
+        state, ranks = self._state, self._members
         if (role, ranks) not in state.communicators:
             state.communicators[role, ranks] = made = state.new_communicator(self._base.duplicate(), role)
             for function in state.observers:

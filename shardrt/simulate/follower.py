@@ -106,9 +106,12 @@ class Follower:
         """A kernel, a copy, or a function of NumPy was issued."""
         self.checks.meet()
         self._clear(reads, writes)
-        values, results = self._activations(reads), self._activations(writes)
-        losses = self.losses.of(values)
-        self.losses.work(name, values, results, args, self._site(), autograd.running())
+        values, results, run = self._activations(reads), self._activations(writes), autograd.running()
+        losses = self.losses.of(values) if run is not None else frozenset()
+        self.losses.work(name, values, results, args, self._site(), run)
+        others = len(values) + len(results) < len(reads) + len(writes)
+        if not others and not any(self._memory.has(*_bounds(array)) for array in (*values, *results)):
+            return  # activations alone
         if name == "memset" or (name == "numpy.fill" and args[0] == 0):
             for array in writes:
                 self._set(array, ())
