@@ -6,6 +6,7 @@
 up. What it writes, it writes; the training command makes no run directory.
 """
 
+import gc
 import importlib.util
 import sys
 import threading
@@ -159,7 +160,19 @@ def _recorded(
         here.program = Program()
         return program
 
-    return run(ranks, stands_for, device_of, one, **world)
+    with _fewer_collections():
+        return run(ranks, stands_for, device_of, one, **world)
+
+
+@contextmanager
+def _fewer_collections() -> Iterator[None]:
+    """Inside, Python looks for garbage more rarely: a recording makes many objects, and they stay."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 20, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _module_now() -> str:
