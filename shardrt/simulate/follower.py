@@ -127,16 +127,7 @@ class Follower:
             self._send(source, writes[0])
             self._move(source, writes[0], losses)
         elif name in _SUMS:
-            out, parts, scale, accumulate = args[:4]
-            for part in parts:
-                self._send(part, out)
-            scales = [float(scale)] * len(parts)
-            at = _start(parts[0])
-            found = next((each for each in reversed(self._sums) if each.where[0] <= at < each.where[1]), None)
-            if found is not None and not accumulate:
-                self._sums.append(replace(found, where=range_of(out), scale=found.scale * float(scale)))
-            more = ([out], [1.0]) if accumulate else ([], [])
-            self._sum(out, [*parts, *more[0]], [*scales, *more[1]], losses)
+            self._sum_into(*args[:4], losses)
         elif name in _ADDS and len(reads) == 2 and all(map(self._has_gradients, reads)):
             self._sum(writes[0], reads, [1.0, 1.0], losses)
         elif name in _SCALES:
@@ -149,11 +140,10 @@ class Follower:
             for array in writes:
                 if isinstance(array, Shaped) and self._category(array) == GATHERED:
                     self._move(args[0], array)  # the copy in 16 bits
-        elif name == "muon.direction":  # grad, m, out
+        elif name == "muon.direction":  # grad, m, out; the update may come behind the end of the step
             self.checks.late = True
             self._use(args[0], None)
         elif name == "muon.apply" and self.checks.group_at(args[0]):  # one of Newton-Schulz's passes, too
-            self.checks.late = True
             self.checks.renew(args[0])
         elif name == "quantise.pack":
             self._begin_gather(args[0])
@@ -195,25 +185,8 @@ class Follower:
         elif call == "all_to_all" and reads[0].nbytes == writes[0].nbytes:
             self._exchange(ranks, place, others, reads[0], writes[0])
         elif call in ("reduce_scatter", "all_reduce") and (how is None or how.op == "sum"):
-            buffer, out = reads[0].reshape(-1), writes[0]
-            whole = self._give(buffer, others)
-            first = place * out.nbytes // out.itemsize * buffer.itemsize if call == "reduce_scatter" else 0
-            own = self._memory.read(
-                _start(buffer) + first, _start(buffer) + first + out.size * buffer.itemsize, buffer.itemsize
-            )
-            before = self._pieces(out)
-            summed = [
-                replace(
-                    p, value=self._summed(group, others, p.value, how, (p.start - _start(buffer)) // p.item)
-                )
-                for p in own
-            ]
-            self._add(out, [p.at(own[0].start, _start(out), out.itemsize) for p in summed], before, how)
-            if call == "reduce_scatter" and not others and _has_terms(whole):
-                alone = [replace(p, value=self._summed(group, [], p.value, None)) for p in own]
-                at = own[0].start
-                alone = [p.at(at, 0, 1) for p in alone]
-                self._sums.append(_Sum(group, whole, alone, range_of(out), how.scale if how else 1.0))
+            first = place * writes[0].size if call == "reduce_scatter" else 0
+            self._reduce(group, others, reads[0].reshape(-1), first, writes[0], how)
         else:
             for array in writes:
                 self._lose(array, reads)
@@ -368,6 +341,20 @@ class Follower:
         if all(piece.value is None for piece in sums):
             self._given(out)
 
+    def _sum_into(
+        self, out: Array, parts: Sequence[Array], scale: float, accumulate: bool, losses: frozenset
+    ) -> None:
+        """Out = (out if `accumulate`) + scale * the sum of the parts."""
+        for part in parts:
+            self._send(part, out)
+        at, scales = _start(parts[0]), [float(scale)] * len(parts)
+        found = next((each for each in reversed(self._sums) if each.where[0] <= at < each.where[1]), None)
+        if found is not None and not accumulate:
+            self._sums.append(replace(found, where=range_of(out), scale=found.scale * float(scale)))
+        if accumulate:
+            parts, scales = [*parts, out], [*scales, 1.0]
+        self._sum(out, parts, scales, losses)
+
     def _sum(self, out: Array, parts: Sequence[Array], scales: Sequence[float], losses: frozenset) -> None:
         """Out = the sum of scale * part."""
         lists = [[p.at(range_of(part)[0], 0, 1) for p in self._pieces(part)] for part in parts]
@@ -421,9 +408,12 @@ class Follower:
             theirs.append(replace(term, source=source, base=term.base + moved, ranks=ranks))
         return tuple(dict.fromkeys(theirs))
 
+    def _from_0(self, array: Array) -> list[Piece]:
+        return [piece.at(_start(array), 0, array.itemsize) for piece in self._pieces(array)]
+
     def _give(self, array: Array, others: list[int]) -> list[Piece]:
-        """The pieces of an array from 0 on, which ranks with other roles get."""
-        pieces = [piece.at(_start(array), 0, array.itemsize) for piece in self._pieces(array)]
+        """The pieces of an array from 0 on, which ranks with other roles may get."""
+        pieces = self._from_0(array)
         if others:
             item = self._item()
             self.given[item.group, item.number] = pieces
@@ -436,52 +426,59 @@ class Follower:
         return Piece(0, size, item, (Term(source, base, Ranks((self.rank,))),))
 
     def _gather(self, group: Ranks, ranks: Sequence[int], place: int, others: list[int], own: Array) -> None:
-        start, stop = range_of(own)
-        size, pieces = stop - start, self._pieces(own)
-        origin = start - place * size
+        """An all-gather into the buffer around this rank's part."""
+        pieces, size = self._pieces(own), own.nbytes
         of_parameters = all(piece.value is None or _is_of_parameters(piece.value) for piece in pieces)
-        if others and of_parameters:  # taken to be alike; Follow compares them
-            call = self._item()
-            first = -place * (size // own.itemsize)
-            moved = [piece.moved(first) for piece in self._give(own, [])]
-            self.gathered[call.group, call.number] = moved, self.checks.last()
-        elif others and any(isinstance(piece.value, tuple) for piece in pieces):
+        if others and not of_parameters:
             self._give(own, others)
             for other, rank in enumerate(ranks):
                 if other != place:
-                    self._write(origin + other * size, self._received(rank, size, own.itemsize))
+                    received = self._received(rank, size, own.itemsize)
+                    self._write(_start(own) + (other - place) * size, received)
             return
+        if others:  # taken to be alike; Follow compares them
+            call, first = self._item(), -place * own.size
+            moved = [piece.moved(first) for piece in self._from_0(own)]
+            self.gathered[call.group, call.number] = moved, self.checks.last()
+        if self._gather_sums(group, place, own, pieces):
+            return
+        if len(pieces) == 1 and _is_of_parameters(pieces[0].value):
+            origin = _start(own) - place * size
+            value = pieces[0].moved(-place * own.size).value
+            self._write(origin, Piece(0, len(ranks) * size, own.itemsize, value))
+            return
+        for other, rank in enumerate(ranks):
+            if other != place:
+                self._write_moved(pieces, rank, (other - place) * size)
+
+    def _write_moved(self, pieces: list[Piece], rank: int, far: int) -> None:
+        """What another rank has in place of these pieces, `far` bytes further."""
+        found = []
+        for piece in pieces:
+            each = piece.stop - piece.start if isinstance(piece.value, Packed) else piece.item
+            value = self._of_rank(piece.value, rank, far // each)
+            found.append(Piece(piece.start + far, piece.stop + far, piece.item, value))
+        self._memory.write(pieces[0].start + far, pieces[-1].stop + far, found)
+
+    def _gather_sums(self, group: Ranks, place: int, own: Array, pieces: list[Piece]) -> bool:
+        """Whether it gathers what a reduce-scatter has summed: of each what this has of its part."""
+        start, stop = range_of(own)
         elements = [piece.at(start, 0, 1) for piece in pieces]
         for summed in reversed(self._sums):
-            if summed.ranks != group:
+            scale = _times(elements, summed.own) if summed.ranks == group else None
+            if scale is nan:
+                scale = summed.scale if summed.where == (start, stop) else None
+            if scale is None:
                 continue
-            scale = _times(elements, summed.own)
-            if scale is nan and summed.where == (start, stop):
-                scale = summed.scale
-            if scale is None or scale is nan:
-                continue
-            for piece in summed.whole:  # what this rank has summed of its part, the others have of theirs
+            for piece in summed.whole:
                 value = self._summed(group, [], piece.value, None)
                 if isinstance(value, tuple):
                     value = tuple(term.scaled(scale) for term in value)
-                new = replace(piece, value=value).at(0, origin, own.itemsize)
+                new = replace(piece, value=value).at(0, start - place * own.nbytes, own.itemsize)
                 for one in _around(new, start, stop):
                     self._memory.write(one.start, one.stop, [one])
-            return
-        if len(pieces) == 1 and _is_of_parameters(pieces[0].value):
-            value = tuple(term.moved(-place * (size // own.itemsize)) for term in pieces[0].value)
-            end = origin + len(ranks) * size
-            self._memory.write(origin, end, [Piece(origin, end, own.itemsize, value)])
-            return
-        for other, rank in enumerate(ranks):
-            if other == place:
-                continue
-            far, found = (other - place) * size, []
-            for piece in pieces:
-                each = piece.stop - piece.start if isinstance(piece.value, Packed) else piece.item
-                value = self._of_rank(piece.value, rank, far // each)
-                found.append(Piece(piece.start + far, piece.stop + far, piece.item, value))
-            self._memory.write(start + far, stop + far, found)
+            return True
+        return False
 
     def _write(self, start: int, piece: Piece) -> None:
         """A piece that begins at 0, in another place."""
@@ -500,10 +497,8 @@ class Follower:
             return
         whole = self._give(sent, others)
         if not others and _has_terms(whole):  # the parts may be added up next
-            alone = [replace(p, value=self._summed(Ranks.of(ranks), [], p.value, None)) for p in own]
-            self._sums.append(
-                _Sum(Ranks.of(ranks), whole, [p.at(start, 0, 1) for p in alone], range_of(received), 1.0)
-            )
+            part = [piece.at(start, 0, sent.itemsize) for piece in own]
+            self._keep_sum(Ranks.of(ranks), whole, part, range_of(received), 1.0)
         found = []
         for other, rank in enumerate(ranks):
             if rank in others and not isinstance(own[0].value, Packed):
@@ -515,6 +510,28 @@ class Follower:
                 moved = replace(piece, value=self._of_rank(piece.value, rank, 0))
                 found.append(moved.at(start, origin + other * size, piece.item))
         self._memory.write(*range_of(received), found)
+
+    def _reduce(
+        self, group: Ranks, others: list[int], buffer: Array, first: int, out: Array, how: Any
+    ) -> None:
+        """Out = the sum over ranks of the buffer from element `first` on."""
+        whole, before, item = self._give(buffer, others), self._pieces(out), buffer.itemsize
+        start = _start(buffer) + first * item
+        own = self._memory.read(start, start + out.size * item, item)
+        own = [piece.at(start, 0, item) for piece in own]
+        summed = [
+            replace(p, value=self._summed(group, others, p.value, how, first + p.start // item)) for p in own
+        ]
+        self._add(out, [piece.at(0, _start(out), out.itemsize) for piece in summed], before, how)
+        if len(buffer) > len(out) and not others and _has_terms(whole):
+            self._keep_sum(group, whole, own, range_of(out), how.scale if how else 1.0)
+
+    def _keep_sum(
+        self, group: Ranks, whole: list[Piece], own: list[Piece], where: tuple[int, int], scale: float
+    ) -> None:
+        """A gather may follow, of what each rank has summed. own: this rank's part of `whole`, from 0 on."""
+        summed = [replace(piece, value=self._summed(group, [], piece.value, None)) for piece in own]
+        self._sums.append(_Sum(group, whole, [piece.at(0, 0, 1) for piece in summed], where, scale))
 
     def _add(self, out: Array, summed: list[Piece], before: list[Piece], how: Any) -> None:
         """Write sums, or add them to what was there."""

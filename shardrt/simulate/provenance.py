@@ -113,10 +113,10 @@ class Follow:
     def _compare_uses(self) -> None:
         """What an update has nothing of, no rank of the sum has written."""
         for follower in self.followers:
-            for use, step in follower.checks.without:
+            for use in follower.checks.without:
                 ranks, name = follower.checks.ranks_of(use.group), follower.checks.source(use.group)
                 others = (o for o in self.followers if o is not follower and any(r in ranks for r in o.alike))
-                if any(each.checks.wrote_in(name, step, use.start, use.stop) for each in others):
+                if any(each.checks.wrote_in(name, use.step, use.start, use.stop) for each in others):
                     follower.checks.lost(use)
 
     def _compare_gathers(self) -> None:

@@ -79,8 +79,9 @@ class Write:
 
 @dataclass(frozen=True)
 class Use:
-    """An update has read elements [start, stop) of a group's gradient. place: of the program's item."""
+    """An update has read elements [start, stop) of a group's gradient. place: of the item in the program."""
 
+    step: int
     place: int
     group: ParameterGroup
     start: int
@@ -94,10 +95,10 @@ class Entry:
     """A loss is in a gradient of a step. scale: of the gradient, where an update reads it."""
 
     step: int
+    loss: Loss
     scale: float
     name: str
     place: int
-    loss: Loss = Loss("")
 
 
 @dataclass
@@ -162,7 +163,7 @@ class Updates:
         self._later: list[Use] = []  # until the other roles are recorded
         self._history: set[tuple[str, int]] = set()  # (group, run) of all gradients
         self._ranges: set[tuple[str, int, int, int]] = set()  # group, step and elements of all gradients
-        self.without: list[tuple[Use, int]] = []  # uses of what this rank has not written, and their steps
+        self.without: list[Use] = []  # of what this rank has not written
 
     def meet(self) -> None:
         """Take in steps that have ended, and groups that have got their memory since the last operation."""
@@ -379,7 +380,7 @@ class Updates:
         used.append((start, stop))
         written = self._written.get(self.source(group), ())
         writes = tuple(write for write in written if write.first < stop and start < write.last)
-        use = Use(self.last(), group, start, stop, terms, writes)
+        use = Use(self._steps, self.last(), group, start, stop, terms, writes)
         if any(isinstance(term.source, Received) for term in terms):
             self._later.append(use)
         else:
@@ -455,7 +456,7 @@ class Updates:
         if not missing and not any(e.offset < use.stop and start < e.stop for e in group.layout.entries):
             return  # padding
         if not missing and not terms:
-            self.without.append((use, self._steps))
+            self.without.append(use)
         seen = set()
         for term in terms:
             source = term.source
@@ -473,8 +474,7 @@ class Updates:
                 return
             for write in writes:
                 self.lossless += not write.losses
-                entry = Entry(write.step, term.scale, name, place)
-                self.losses += [replace(entry, loss=loss) for loss in write.losses]
+                self.losses += [Entry(write.step, loss, term.scale, name, place) for loss in write.losses]
         if missing:
             lost = Gradient(name, *min(missing))
             self.find(f"{lost} is lost at {_parameter_at(group, start)}", place)

@@ -108,17 +108,15 @@ SUMS = [
         program=partial(train, strategy="SHARD_OPT"),
     ),
     Bug(
-        reference="deepspeedai/DeepSpeed#7130",
-        title="[bugfix] update results of state_dict loading, embedding resizing to secondary partitions "
-        "(hpz)",
-        did="A load wrote the shards, and forward went on with a second copy of the old values.",
+        reference="PrimeIntellect-ai/prime-rl#2562",
+        title="fix(rl): normalize loss by global token count across dp_cp",
+        did="Ranks with fewer tokens gave each of their tokens more weight.",
         check="gradients",
-        first=STALE.format(2, 1),
-        operation="`embedding.forward`",
-        changes=(
-            Change(LowPrecisionTransfer.shard_written, "self.is_fresh = self.is_fresh and copy_too", "pass"),
-        ),
-        program=load_between,
+        first=r"a position of the loss at \S+ has the weight 1/16 .* and 1/8",
+        operation="`adamw.step`",
+        changes=(Change(programs.count_of, "sum(counts)", "counts[rank]"),),
+        program=programs.train_on_unequal_counts,
+        each=True,
     ),
 ]
 
@@ -163,14 +161,16 @@ MORE = [
         program=partial(train, strategy="NO_SHARD"),
     ),
     Bug(
-        reference="PrimeIntellect-ai/prime-rl#2562",
-        title="fix(rl): normalize loss by global token count across dp_cp",
-        did="Ranks with fewer tokens gave each of their tokens more weight.",
+        reference="deepspeedai/DeepSpeed#7130",
+        title="[bugfix] update results of state_dict loading, embedding resizing to secondary partitions "
+        "(hpz)",
+        did="A load wrote the shards, and forward went on with a second copy of the old values.",
         check="gradients",
-        first=r"a position of the loss at \S+ has the weight 1/16 .* and 1/8",
-        operation="`adamw.step`",
-        changes=(Change(programs.count_of, "sum(counts)", "counts[rank]"),),
-        program=programs.train_on_unequal_counts,
-        each=True,
+        first=STALE.format(2, 1),
+        operation="`embedding.forward`",
+        changes=(
+            Change(LowPrecisionTransfer.shard_written, "self.is_fresh = self.is_fresh and copy_too", "pass"),
+        ),
+        program=load_between,
     ),
 ]
