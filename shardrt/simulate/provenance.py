@@ -25,7 +25,7 @@ from shardrt.fsdp.options.schedules import each_schedule
 from shardrt.simulate.follower import Follower
 from shardrt.simulate.losses import Loss, Message
 from shardrt.simulate.terms import Gradient, Piece, Received, Term, Unknown, Value, joined
-from shardrt.simulate.updates import Finding, Use, Weights
+from shardrt.simulate.updates import Finding, Weights
 
 __all__ = ["Finding", "Follow", "Follower", "followed"]
 
@@ -63,11 +63,9 @@ class Follow:
         """Whether a rank has written a gradient, or the rank that is recorded for it."""
         return all(each.checks.wrote(source) for each in self.followers if rank in each.alike)
 
-    def _resolved(
-        self, follower: Follower, use: Use, terms: Sequence[Term], count: int
-    ) -> list[tuple[int, Value]]:
+    def _resolved(self, follower: Follower, terms: Sequence[Term], count: int) -> list[tuple[int, Value]]:
         """(first element, value from there on) of `count` elements, without what other ranks give."""
-        each = [self._given(follower, use, term, count) for term in terms]
+        each = [self._given(follower, term, count) for term in terms]
         found: list[tuple[int, Value]] = []
         for edge in sorted({first for parts in each for first, _ in parts}):
             total: list[Term] = []
@@ -79,7 +77,7 @@ class Follow:
             found.append((edge, joined(total)))
         return found
 
-    def _given(self, follower: Follower, use: Use, term: Term, count: int) -> list[tuple[int, Value]]:
+    def _given(self, follower: Follower, term: Term, count: int) -> list[tuple[int, Value]]:
         """The same for one term."""
         source = term.source
         if not isinstance(source, Received):
@@ -96,7 +94,7 @@ class Follow:
             if not isinstance(value, tuple):
                 return [(0, value if isinstance(value, Unknown) else Unknown(str(source)))]
             theirs = [self._as_received(follower, other, each, term) for each in value]
-            deeper = self._resolved(follower, use, theirs, last - first)
+            deeper = self._resolved(follower, theirs, last - first)
             found += [(first + at, each) for at, each in deeper] if theirs else [(first, ())]
         return found or [(0, Unknown(str(source)))]
 

@@ -56,12 +56,6 @@ class Ranks:
         """Each rank, `by` further."""
         return Ranks(tuple(first + by for first in self.firsts), self.axes) if by else self
 
-    def plus(self, other: "Ranks") -> "Ranks":
-        """Both sets."""
-        if self == other:
-            return self
-        return Ranks.of((*self, *other))
-
     def spread(self, group: "Ranks", origin: int) -> "tuple[Ranks, int]":
         """The union of this set moved from `origin` to each rank of a group, and how often it has each rank.
 
@@ -77,11 +71,8 @@ class Ranks:
                 if line[0] in self and line[-1] in self and all(rank in self for rank in line):
                     times *= count
                     continue
-                near = (rank for rank in (origin - stride, origin + stride) if rank in line and rank in self)
-                axes, first = (
-                    None if any(True for _ in near) else _with(axes, (stride, count)),
-                    line[0] - origin + first,
-                )
+                first += line[0] - origin
+                axes = _with(axes, (stride, count))
             if axes is not None:
                 return Ranks((first,), axes), times
         moved = [self if rank in self else self.moved(rank - origin) for rank in group]

@@ -24,7 +24,7 @@ from shardrt.simulate.terms import (
     overlaid,
 )
 
-__all__ = ["ANY", "Finding", "Updates", "Use", "Weights", "name_of", "range_of", "share"]
+__all__ = ["ANY", "Finding", "Updates", "Weights", "name_of", "range_of", "share"]
 
 Array = Any
 ANY = -1  # of Gradient.use
@@ -434,11 +434,11 @@ class Updates:
         found = (name for name, group in self.groups.items() if self.source(group) == source)
         return min(found, key=lambda name: (name not in self._used, name))
 
-    def settle(self, resolved: Callable[[Use, Sequence[Term], int], list[tuple[int, Value]]]) -> None:
+    def settle(self, resolved: Callable[[Sequence[Term], int], list[tuple[int, Value]]]) -> None:
         """Check the updates that had to wait. resolved: see Follow."""
         for use in self._later:
             count = use.stop - use.start
-            parts = resolved(use, use.terms, count)
+            parts = resolved(use.terms, count)
             ends = [first for first, _ in parts[1:]] + [count]
             for (first, value), end in zip(parts, ends, strict=True):
                 if not isinstance(value, tuple):
