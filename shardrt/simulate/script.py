@@ -168,7 +168,7 @@ def _recorded(
 def _fewer_collections() -> Iterator[None]:
     """Inside, Python looks for garbage more rarely: a recording makes many objects, and they stay."""
     before = gc.get_threshold()
-    gc.set_threshold(100_000, 20, 50)
+    gc.set_threshold(20_000, 10, 10)
     try:
         yield
     finally:
