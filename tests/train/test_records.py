@@ -190,7 +190,8 @@ for number in range(500):
         counts[0] += 1
     except (ValueError, OSError, MemoryError, NotImplementedError, KeyError, TypeError):
         counts[1] += 1
-own = re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]  # without the process that began it
+# Its own, without that of the process that began it, which ru_maxrss has.
+own = re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
 print(*counts, 1024 * int(own))
 """
 
