@@ -39,7 +39,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Gradient:
-    """What one kernel adds to the gradient of a group in backward run `run`, on one rank.
+    """What one kernel adds to the gradient of a group ("": not known yet) in backward run `run`, on one rank.
 
     use: how many kernels have added to these elements in this run before.
     """
@@ -49,6 +49,8 @@ class Gradient:
     use: int
 
     def __str__(self) -> str:
+        if not self.group:
+            return "what a kernel has added to memory outside of slots"
         return f"the gradient of {self.group} from backward run {self.run}"
 
 
