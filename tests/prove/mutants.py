@@ -645,7 +645,22 @@ EQUIVALENT = {
     ),
 }
 MEAN_OF_MEANS = "a mean over ranks that all have the mean is the mean"
-REPORTED = {"reduced twice": MEAN_OF_MEANS, "sent twice": MEAN_OF_MEANS}
+UNFILLED = (
+    "it reads memory that nothing has filled, which held zeros; the proof knows none that nothing filled"
+)
+REPORTED = {
+    **dict.fromkeys(("reduced twice", "sent twice"), MEAN_OF_MEANS),
+    **dict.fromkeys(
+        (
+            "gaps and unused not cleared",
+            "adds to what the slot had",
+            "adds to what was there",
+            "adds to the step before",
+            "half of each shard gathered",
+        ),
+        UNFILLED,
+    ),
+}
 
 
 def unexplained(result: Result) -> str:
