@@ -645,7 +645,7 @@ EQUIVALENT = {
     ),
 }
 MEAN_OF_MEANS = "a mean over ranks that all have the mean is the mean"
-UNFILLED = (
+UNFILLED = "it reads what nothing has filled, which held zeros; the proof knows nothing of it"
     "it reads memory that nothing has filled, which held zeros; the proof knows none that nothing filled"
 )
 REPORTED = {
