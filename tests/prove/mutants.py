@@ -646,8 +646,6 @@ EQUIVALENT = {
 }
 MEAN_OF_MEANS = "a mean over ranks that all have the mean is the mean"
 UNFILLED = "it reads what nothing has filled, which held zeros; the proof knows nothing of it"
-    "it reads memory that nothing has filled, which held zeros; the proof knows none that nothing filled"
-)
 REPORTED = {
     **dict.fromkeys(("reduced twice", "sent twice"), MEAN_OF_MEANS),
     **dict.fromkeys(
