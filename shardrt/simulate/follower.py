@@ -41,8 +41,8 @@ SHARD, GATHERED, FULL, REDUCED = (
     "full gradients",
     "sharded gradients",
 )
+_OWNED = SHARD, GATHERED, FULL, REDUCED
 FRESH = Gradient("", 0, 0)  # what a kernel of backward has added to memory that is no slot
-_ISSUED = (Work, Collective)
 _SUMS_KEPT = 8  # more than one unit reduces before it gathers sums
 _MOST_LINES = 4096  # of an array that is not dense
 _COPIES = ("copy", "numpy.copy", "numpy.copyto", "numpy.astype", "numpy.positive")
@@ -223,6 +223,9 @@ class Follower:
     def _pieces(self, array: Array) -> list[Piece]:
         return self._memory.read(*range_of(array), array.itemsize)
 
+    def _elements(self, array: Array) -> list[Piece]:
+        return self._memory.elements(*range_of(array), array.itemsize)
+
     def _dense(self, array: Array) -> list[Piece] | None:
         """The pieces of an array's elements, one after the other from 0; None for too many places."""
         lines = _lines(array)
@@ -243,7 +246,7 @@ class Follower:
     def _lose(self, array: Array, reads: Sequence[Array] = ()) -> None:
         """An operation without a rule writes an array: nothing is known of it, if it matters."""
         matters = isinstance(array, Shaped) and (
-            self._category(array) in (SHARD, GATHERED, FULL, REDUCED) or any(map(self._has_gradients, reads))
+            self._category(array) in _OWNED or any(map(self._has_gradients, reads))
         )
         item = self._item()
         name = getattr(item, "name", getattr(item, "call", "an operation"))
@@ -254,8 +257,9 @@ class Follower:
             self._set(target, None)
             self._given(target, losses)
             return
-        owned = self._category(target) in (SHARD, GATHERED, FULL, REDUCED)
-        if not owned and not any(self._memory.has(*_bounds(array)) for array in (source, target)):
+        if self._category(target) not in _OWNED and not any(
+            self._memory.has(*_bounds(array)) for array in (source, target)
+        ):
             return  # activations
         pieces, lines = self._dense(source), _lines(target)
         if pieces is None or lines is None or source.size != target.size:
@@ -299,9 +303,8 @@ class Follower:
         self._memory.write(*range_of(x), pieces)
 
     def _pack(self, x: Array, out: Array) -> None:
-        start, item = range_of(x)[0], x.itemsize
-        parts = [((p.start - start) // item, (p.stop - start) // item, p.value) for p in self._pieces(x)]
-        followed = any(value is not None for *_, value in parts)
+        parts = self._elements(x)
+        followed = any(part.value is not None for part in parts)
         self._set(out, Packed(x.size, tuple(parts)) if followed else None)
 
     def _unpack(
@@ -312,21 +315,18 @@ class Follower:
         if not all(isinstance(row, Packed) for row in rows):
             self._lose(out)
             return
-        lists = [[Piece(first, last, 1, value) for first, last, value in row.parts] for row in rows]
-        scales, origin = [float(scale)] * len(lists), range_of(out)[0]
+        lists, scales = [list(row.parts) for row in rows], [float(scale)] * len(rows)
         if accumulate:
-            lists.append([piece.at(origin, 0, 1) for piece in self._pieces(out)])
+            lists.append(self._elements(out))
             scales.append(1.0)
         self._put(out, overlaid(lists), scales)
 
     def _subtract(self, packed: Array, x: Array) -> None:
-        row, origin = self._memory.read(*range_of(packed), 1)[0].value, range_of(x)[0]
+        row = self._memory.read(*range_of(packed), 1)[0].value
         if not isinstance(row, Packed):
             self._lose(x, [x])
             return
-        away = [Piece(first, last, 1, value) for first, last, value in row.parts]
-        here = [piece.at(origin, 0, 1) for piece in self._pieces(x)]
-        self._put(x, overlaid([here, away]), [1.0, -1.0])
+        self._put(x, overlaid([self._elements(x), list(row.parts)]), [1.0, -1.0])
 
     def _put(
         self, out: Array, parts: Sequence[tuple[int, int, list[Value]]], scales: Sequence[float]
@@ -357,7 +357,7 @@ class Follower:
 
     def _sum(self, out: Array, parts: Sequence[Array], scales: Sequence[float], losses: frozenset) -> None:
         """Out = the sum of scale * part."""
-        lists = [[p.at(range_of(part)[0], 0, 1) for p in self._pieces(part)] for part in parts]
+        lists = [self._elements(part) for part in parts]
         made = [all(piece.value is None for piece in pieces) for pieces in lists]
         if autograd.running() is not None and any(made) and not all(made):  # a kernel has made this summand
             followed = [n for n, each in enumerate(made) if not each]
@@ -393,7 +393,7 @@ class Follower:
         """What another rank has in place of this rank's terms: `moved` elements further, or packed rows."""
         if isinstance(value, Packed):
             far = moved * value.count
-            parts = [(first, last, self._of_rank(each, rank, far)) for first, last, each in value.parts]
+            parts = (replace(part, value=self._of_rank(part.value, rank, far)) for part in value.parts)
             return replace(value, parts=tuple(parts))
         if not isinstance(value, tuple):
             return value
@@ -440,7 +440,7 @@ class Follower:
             call, first = self._item(), -place * own.size
             moved = [piece.moved(first) for piece in self._from_0(own)]
             self.gathered[call.group, call.number] = moved, self.checks.last()
-        if self._gather_sums(group, place, own, pieces):
+        if self._gather_sums(group, place, own):
             return
         if len(pieces) == 1 and _is_of_parameters(pieces[0].value):
             origin = _start(own) - place * size
@@ -460,10 +460,10 @@ class Follower:
             found.append(Piece(piece.start + far, piece.stop + far, piece.item, value))
         self._memory.write(pieces[0].start + far, pieces[-1].stop + far, found)
 
-    def _gather_sums(self, group: Ranks, place: int, own: Array, pieces: list[Piece]) -> bool:
+    def _gather_sums(self, group: Ranks, place: int, own: Array) -> bool:
         """Whether it gathers what a reduce-scatter has summed: of each what this has of its part."""
         start, stop = range_of(own)
-        elements = [piece.at(start, 0, 1) for piece in pieces]
+        elements = self._elements(own)
         for summed in reversed(self._sums):
             scale = _times(elements, summed.own) if summed.ranks == group else None
             if scale is nan:
@@ -680,8 +680,7 @@ class Follower:
 
     def _activations(self, arrays: Sequence[Array]) -> list[Array]:
         """The arrays that are neither parameters nor gradients of them."""
-        apart = (SHARD, GATHERED, FULL, REDUCED)
-        return [array for array in arrays if self._category(array) not in apart]
+        return [array for array in arrays if self._category(array) not in _OWNED]
 
     def _category(self, array: Any) -> str:
         block = self._blocks[id(array)] if id(array) in self._blocks else block_of(array)
@@ -694,7 +693,7 @@ class Follower:
 
     def _item(self) -> Work | Collective:
         """The operation that was issued last."""
-        return next(each for each in reversed(self.checks.program.items) if isinstance(each, _ISSUED))
+        return self.checks.program.items[self.checks.last()]
 
 
 def _open_slot(group: ParameterGroup) -> Any:

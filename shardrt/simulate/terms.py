@@ -98,10 +98,10 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Packed:
-    """`count` elements in blocks of fewer bits (kernels/packed.py). parts: (first, last, value) of some."""
+    """`count` elements in blocks of fewer bits (kernels/packed.py). parts: as Memory.elements gives them."""
 
     count: int
-    parts: tuple[tuple[int, int, "Value"], ...]
+    parts: tuple["Piece", ...]
 
 
 Value = tuple[Term, ...] | Packed | Unknown | None  # (): zeros; None: nothing that is followed
@@ -172,6 +172,10 @@ class Memory:
             end = min(stop, piece.stop)
             found.append(piece.part(max(start, piece.start), end))
         return found if end >= stop else [*found, Piece(end, stop, item, None)]
+
+    def elements(self, start: int, stop: int, item: int) -> list[Piece]:
+        """As `read`, with numbers of elements from 0 on in place of addresses."""
+        return [piece.at(start, 0, 1) for piece in self.read(start, stop, item)]
 
     def has(self, start: int, stop: int) -> bool:
         """Whether anything is followed in a range."""

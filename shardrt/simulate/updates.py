@@ -24,7 +24,7 @@ from shardrt.simulate.terms import (
     overlaid,
 )
 
-__all__ = ["ANY", "Finding", "Updates", "Weights", "name_of", "range_of", "share"]
+__all__ = ["ANY", "Finding", "Updates", "Weights", "range_of", "share"]
 
 Array = Any
 ANY = -1  # of Gradient.use
@@ -322,9 +322,7 @@ class Updates:
                     t.source == Gradient(name, write.run, write.use) and t.base == first for t in terms
                 )
                 if isinstance(piece.value, Unknown):
-                    self.find(
-                        f"the gradient of {name} is not known behind {piece.value.operation}", known=False
-                    )
+                    self._not_known(name, piece.value)
                 elif not there:
                     source = Gradient(name, write.run, write.use)
                     at = _parameter_at(group, max(first, here[0][0]))
@@ -346,10 +344,7 @@ class Updates:
         param: the elements that it updates; None: another kernel does.
         """
         both = gradient, gradient if param is None else param
-        lists = [
-            [p.at(range_of(each)[0], 0, 1) for p in self._memory.read(*range_of(each), each.itemsize)]
-            for each in both
-        ]
+        lists = [self._memory.elements(*range_of(each), each.itemsize) for each in both]
         followed = any(isinstance(piece.value, tuple) for piece in lists[0])
         if param is not None and not followed and not self.group_at(param):
             self.outside += 1
@@ -357,9 +352,7 @@ class Updates:
         self.updates += 1
         for start, stop, (value, beside) in overlaid(lists):
             if not isinstance(value, tuple):
-                behind = f" behind {value.operation}" if isinstance(value, Unknown) else ""
-                name = self.group_at(param) if param is not None else "a matrix"
-                self.find(f"the gradient of {name} is not known{behind}", known=False)
+                self._not_known(self.group_at(param) if param is not None else "a matrix", value)
                 continue
             if param is None:
                 sources = [term for term in value if isinstance(term.source, Gradient)][:1]
@@ -442,9 +435,7 @@ class Updates:
             ends = [first for first, _ in parts[1:]] + [count]
             for (first, value), end in zip(parts, ends, strict=True):
                 if not isinstance(value, tuple):
-                    behind = f" behind {value.operation}" if isinstance(value, Unknown) else ""
-                    what = f"the gradient of {self.source(use.group)} is not known{behind}"
-                    self.find(what, use.place, known=False)
+                    self._not_known(self.source(use.group), value, use.place)
                     break
                 self._check(replace(use, start=use.start + first, stop=use.start + end), value)
         self._later.clear()
@@ -533,6 +524,10 @@ class Updates:
         at = _parameter_at(use.group, use.start)
         what = f"the gradient of {name} that other ranks have is lost at {at}"
         self.find(what, use.place)
+
+    def _not_known(self, name: str, value: Value, place: int = -1) -> None:
+        behind = f" behind {value.operation}" if isinstance(value, Unknown) else ""
+        self.find(f"the gradient of {name} is not known{behind}", place, known=False)
 
     def find(self, what: str, place: int = -1, known: bool = True) -> None:
         """Report what is wrong at an item of the program; the last, if `place` is not given."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from shardrt import device
 from shardrt import functional as F
 from shardrt.autograd import no_grad
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.tensor import Tensor
+from shardrt.train.metrics import over_ranks
 
 __all__ = ["evaluation_line", "step_line"]
 
@@ -104,8 +104,7 @@ def expert_figures(mesh: DeviceMesh, loads: Mapping[str, np.ndarray]) -> dict[st
     if not loads:
         return {}
     mine = np.concatenate(list(loads.values()))  # of this rank's own tokens; layers of other stages have 0
-    everyone = mine.astype(np.float64)  # numbers of tokens, so the sum is exact
-    mesh.communicator("control").all_reduce(everyone, op="sum", stream=device.current().current_stream)
+    everyone = np.array(over_ranks(mesh, "sum", *mine.tolist()))  # numbers of tokens: the sum is exact
     layers = np.split(everyone, np.cumsum([load.size for load in loads.values()])[:-1])
     return {
         "expert_load": max(float(layer.max() / max(1, layer.sum()) * layer.size) for layer in layers),

@@ -327,7 +327,7 @@ def numbers_of(array: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def observed(truth: Truth) -> Iterator[None]:
-    """Inside, what ranks do is told to `truth`, which puts integers in the place of values."""
+    """Inside, `truth` sees what ranks do, and puts integers in the place of values."""
     target, put_rows, lent_bits = (
         ParameterGroup.gradient_target,
         ParameterGroup.put_rows,

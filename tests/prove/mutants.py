@@ -545,7 +545,7 @@ BASES = (
 
 @cache
 def mutants(count: int, seed: int = 0) -> list[Mutant]:
-    """As many different ones, each of which changes a call, of all ways by turns."""
+    """As many different ones, each of which changes a call: one of each way, then a second of each, ..."""
     random, found, names = np.random.default_rng(seed), {}, list(WAYS)
     for turn in range(100 * count):
         if len(found) == count:

@@ -340,7 +340,7 @@ def watch(software: Any, patch: Any) -> None:
         recorder.shadow.set_tag(recorder.array(array), category, owner)
         return array
 
-    def told(name):
+    def passed_on(name):
         def tell(recorder, real, gpu, *args):
             getattr(recorder.shadow, name)(*args)
 
@@ -355,7 +355,7 @@ def watch(software: Any, patch: Any) -> None:
         "upload": upload,
         "to_numpy": to_numpy,
         "set_tag": tag,
-        **{name: told(name) for name in ("set_phase", "step_done", "allow_divergence")},
+        **{name: passed_on(name) for name in ("set_phase", "step_done", "allow_divergence")},
     }
     for name, record in methods.items():
         around(CUDADevice, name, record)
